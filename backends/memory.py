@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from tierfall.backends.toolkit.key_value import KeyValueBackend
 from tierfall.backends.toolkit.keys import check_key
 from tierfall.backends.toolkit.store import KeyValueStore
-from tierfall.core.types.backend import Stored
+from tierfall.core.types.backend import StoredObject
 
 
 class MemoryStore(KeyValueStore):
@@ -42,10 +42,10 @@ class MemoryStore(KeyValueStore):
         with self._lock:
             self.objects.pop(key, None)
 
-    def list(self, prefix: str) -> Iterable[Stored]:
+    def list(self, prefix: str) -> Iterable[StoredObject]:
         with self._lock:
             return [
-                Stored(key=key, bytes=len(data), version=str(self._versions.get(key, "")))
+                StoredObject(key=key, bytes=len(data), version=str(self._versions.get(key, "")))
                 for key, data in self.objects.items()
                 if key.startswith(prefix)
             ]

@@ -19,7 +19,7 @@ from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.object.client import NotServedError, ObjectClient
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit import registry
-from tierfall.backends.wrappers.retry import Patience
+from tierfall.backends.wrappers.retry import RetryPolicy
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import Driver
@@ -64,7 +64,7 @@ def open_backend(
             names = ", ".join(sorted(options))
             raise ConfigError(f"open {place_of(url)}: a folder takes no options, but has {names}")
         return PosixBackend(rest, read_only=read_only)
-    patience = Patience(
+    patience = RetryPolicy(
         tries=_TRIES,
         first_wait_s=0.2,
         longest_wait_s=1.0,

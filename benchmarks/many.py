@@ -38,7 +38,7 @@ from tierfall.backends.wrappers.base import Wrapper
 from tierfall.core.format.records import read_commit
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.types import keys as names
-from tierfall.core.types.backend import Backend, Publish, Stored, Traits, Writer
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.values import CheckpointId
 from tierfall.setup import tiers
 
@@ -102,11 +102,11 @@ class SlowStore(Wrapper):
         self._requests.make()
         self._inner.read_into(key, offset, view)
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         self._requests.make()
         return self._inner.stat(key)
 
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         rows = list(self._inner.scan(prefix))
         self._requests.make(max(1, -(-len(rows) // ROWS)))
         return iter(rows)
@@ -143,7 +143,7 @@ class SlowFiles(PosixBackend):
         self.requests.make()
         super().read_into(key, offset, view)
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         self.requests.make()
         return super().stat(key)
 
@@ -324,7 +324,7 @@ def fill(backend: Backend, put: Put, steps: Iterable[int], *, like: int) -> None
         put(prefix + names.COMMIT_NAME, replace(record, line=line).encode())
 
 
-def _read(backend: Backend, stored: Stored) -> bytes:
+def _read(backend: Backend, stored: StoredObject) -> bytes:
     data = bytearray(stored.bytes)
     backend.read_into(stored.key, 0, memoryview(data))
     return bytes(data)

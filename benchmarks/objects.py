@@ -23,11 +23,11 @@ from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 from benchmarks.workload import Workload, bytes_of, shape_for
 from tierfall.config import load_config
-from tierfall.core.copies.verify import Verifier
+from tierfall.core.copies.verify import CopyVerifier
 from tierfall.core.runtime.pinned import synchronize
 from tierfall.core.types.values import CheckpointId
 from tierfall.demo.s3_server import running
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 
 BUCKET = "bench"
 STORE = "store"
@@ -156,14 +156,14 @@ class Objects:
             if not all(map(torch.equal, work.tensors(), saved)):
                 raise AssertionError("what was restored is not what was saved")
 
-        reader = Reader(load_config(self._configuration("reader", self._on(options))))
+        reader = RunReader(load_config(self._configuration("reader", self._on(options))))
 
         def check() -> None:
             found = verifier.check_stored(reader.stores[STORE], CheckpointId(step, attempt))
             assert found.good
             assert found.bytes == size
 
-        with reader, Verifier() as verifier:
+        with reader, CopyVerifier() as verifier:
             self._rounds(
                 "download: verified, restored, and ranges by several threads",
                 [

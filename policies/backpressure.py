@@ -51,7 +51,7 @@ def plan_superseding(view: View, tier_name: str, *, fits: Fits) -> tuple[Decisio
                 checkpoint=checkpoint.id,
                 tier=tier_name,
                 verdict=verdict,
-                reason=reason or _why_it_goes(view, checkpoint, tier),
+                reason=reason or _why_superseded(view, checkpoint, tier),
                 bytes=checkpoint.copies[tier_name].bytes,
             )
         )
@@ -90,7 +90,7 @@ def _rules_of(
     )
 
 
-def _why_it_goes(view: View, checkpoint: CheckpointView, tier: TierRules) -> str:
+def _why_superseded(view: View, checkpoint: CheckpointView, tier: TierRules) -> str:
     if when_full_of(view, checkpoint, tier) is WhenFull.SKIP:
         waiting = ", ".join(only_source_for(view, checkpoint, tier))
         return f"it is the newest on its way that nothing hangs on, and {waiting} skips it"

@@ -25,7 +25,7 @@ def should_save(step: int, *, every_steps: int) -> bool:
     return step > 0 and step % every_steps == 0
 
 
-class Bound(StrEnum):
+class IntervalBound(StrEnum):
     """What decided an interval."""
 
     EVERY = "every"
@@ -73,11 +73,11 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class IntervalChoice:
     """An interval in steps (None: not in steps, or not known yet), what decided it, and why, in words."""
 
     interval_steps: int | None
-    bound: Bound
+    bound: IntervalBound
     reason: str
 
 
@@ -93,15 +93,19 @@ class TierCadence:
     reason: str
 
 
-def choose_interval(rules: CadenceRules, measured: Measured, *, now_s: float = 0.0) -> Choice:
+def choose_interval(
+    rules: CadenceRules, measured: Measured, *, now_s: float = 0.0
+) -> IntervalChoice:
     """Say after how many steps the next save is due; ``now_s`` is the wall time, for a policy of somebody else's."""
     if rules.every_steps is not None:
         reason = f"interval.every: {_steps(rules.every_steps)}"
-        return Choice(interval_steps=rules.every_steps, bound=Bound.EVERY, reason=reason)
+        return IntervalChoice(
+            interval_steps=rules.every_steps, bound=IntervalBound.EVERY, reason=reason
+        )
     if rules.every_s is not None:
         steps = None if not measured.step_s else max(1, round(rules.every_s / measured.step_s))
         reason = f"interval.every: {rules.every_s:g} s, at the first step from then on"
-        return Choice(interval_steps=steps, bound=Bound.EVERY, reason=reason)
+        return IntervalChoice(interval_steps=steps, bound=IntervalBound.EVERY, reason=reason)
     if not measured.step_s:
         which = "steps without a copy under way" if measured.saved else "steps"
         next_one = "next" if measured.saved else "first"
@@ -117,20 +121,22 @@ def choose_interval(rules: CadenceRules, measured: Measured, *, now_s: float = 0
     return bound
 
 
-def _own(rule: Rule | None, measured: Measured, now_s: float) -> Choice | None:
+def _own(rule: Rule | None, measured: Measured, now_s: float) -> IntervalChoice | None:
     """Ask a policy of somebody else's; None where there is none, or it has no answer."""
     answer = None if rule is None else rule.policy.decide(measured, rule.rules, now_s)
     if rule is None or answer is None:
         return None
     steps, reason = answer
-    return Choice(interval_steps=steps, bound=Bound.OWN, reason=f"{rule.policy.name}: {reason}")
+    return IntervalChoice(
+        interval_steps=steps, bound=IntervalBound.OWN, reason=f"{rule.policy.name}: {reason}"
+    )
 
 
-def _measuring(steps: int | None, why: str) -> Choice:
-    return Choice(interval_steps=steps, bound=Bound.MEASURING, reason=why)
+def _measuring(steps: int | None, why: str) -> IntervalChoice:
+    return IntervalChoice(interval_steps=steps, bound=IntervalBound.MEASURING, reason=why)
 
 
-def _second(measured: Measured, step_s: float) -> Choice:
+def _second(measured: Measured, step_s: float) -> IntervalChoice:
     """The first save also allocates, and is captured blocking: the second one tells what saving costs. It comes where
     CheckFreq begins: once the first is through."""
     full_s = max(measured.durable_s.values(), default=0.0)
@@ -138,20 +144,20 @@ def _second(measured: Measured, step_s: float) -> Choice:
     return _measuring(steps, "the second save, to measure what saving costs once all is set up")
 
 
-def _wanted(rules: CadenceRules, step_s: float, cost_s: float) -> Choice:
+def _wanted(rules: CadenceRules, step_s: float, cost_s: float) -> IntervalChoice:
     facts = f"a save costs {cost_s:.3g} s and a step takes {step_s:.3g} s"
     if rules.overhead is not None:
         steps = overhead_steps(cost_s, step_s, rules.overhead)
         reason = f"{facts}: {_steps(steps)} keep it within {rules.overhead:.3%} of the training"
-        return Choice(interval_steps=steps, bound=Bound.OVERHEAD, reason=reason)
+        return IntervalChoice(interval_steps=steps, bound=IntervalBound.OVERHEAD, reason=reason)
     mtbf_s = min(rules.mtbf_s.values())
     best_s = daly_s(cost_s, mtbf_s)
     steps = max(1, round(best_s / step_s))
     reason = f"{facts}: with a failure every {mtbf_s:.4g} s, {_steps(steps)} lose the least time"
-    return Choice(interval_steps=steps, bound=Bound.FAILURES, reason=reason)
+    return IntervalChoice(interval_steps=steps, bound=IntervalBound.FAILURES, reason=reason)
 
 
-def durable_bound(rules: CadenceRules, measured: Measured) -> Choice | None:
+def durable_bound(rules: CadenceRules, measured: Measured) -> IntervalChoice | None:
     """Say how many steps must lie between saves, for the slowest tier to keep up; None where none has taken any yet."""
     assert measured.step_s is not None
     slowdown = 1.0 + (rules.overhead or 0.0)
@@ -171,7 +177,7 @@ def durable_bound(rules: CadenceRules, measured: Measured) -> Choice | None:
         f"tier {name} has a save after {measured.durable_s[name]:.3g} s, and host memory holds {measured.images}: "
         f"it keeps up with one every {_steps(steps)}"
     )
-    return Choice(interval_steps=steps, bound=Bound.DURABLE, reason=reason)
+    return IntervalChoice(interval_steps=steps, bound=IntervalBound.DURABLE, reason=reason)
 
 
 def tier_cadences(
@@ -321,7 +327,7 @@ AGAIN_AFTER = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class LazyTrial:
     """One save, and the seconds and training steps from it to the next."""
 
     lazy: bool
@@ -329,7 +335,7 @@ class Trial:
     seconds: float
 
 
-def choose_lazy(trials: Sequence[Trial]) -> tuple[bool, str]:
+def choose_lazy(trials: Sequence[LazyTrial]) -> tuple[bool, str]:
     """Say whether the next save is to be captured lazily, and why.
 
     ``trials`` are in the order of the saves. Those over another number of steps than the last do not count.

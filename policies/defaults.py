@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tierfall.policies.backpressure import plan_relief, plan_superseding
-from tierfall.policies.cadence import Trial, choose_lazy
+from tierfall.policies.cadence import LazyTrial, choose_lazy
 from tierfall.policies.drain import plan_drain
 from tierfall.policies.eviction import plan_eviction
-from tierfall.policies.flush import lateness, plan_flush, still_owed, tiers_owed, wants_repair
+from tierfall.policies.flush import lateness, needs_repair, plan_flush, still_owed, tiers_owed
 from tierfall.policies.forecast import forecast
 from tierfall.policies.retention import (
     keeps_all_live,
@@ -18,13 +18,14 @@ from tierfall.policies.retention import (
 from tierfall.policies.throttle import least_share, plan_yield
 
 __all__ = [
-    "Trial",
+    "LazyTrial",
     "choose_lazy",
     "forecast",
     "keeps_all_live",
     "lateness",
     "least_share",
     "missing_metrics",
+    "needs_repair",
     "next_due_s",
     "plan_drain",
     "plan_drops",
@@ -36,5 +37,4 @@ __all__ = [
     "plan_yield",
     "still_owed",
     "tiers_owed",
-    "wants_repair",
 ]

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tierfall.core.types.drain_outlook import DrainDecision, Prospect
+from tierfall.core.types.drain_outlook import ArrivalOutlook, DrainDecision
 from tierfall.core.types.units import format_duration, format_rate, format_size
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Copy:
+class _WaitingCopy:
     """A copy that a tier waits for."""
 
     checkpoint: CheckpointView
@@ -41,11 +41,11 @@ def plan_drain(
     """
     spent_s: dict[str, float] = {}
     decisions = []
-    for copy in sorted(_waiting(view), key=lambda copy: _turn(view, copy)):
+    for copy in sorted(_waiting(view), key=lambda copy: _sort_key(view, copy)):
         clock = "" if one_at_a_time else copy.tier
         rest_s = left_s - spent_s.get(clock, 0.0)
         decision = _decide(view, copy, bytes_per_s.get(copy.tier), rest_s)
-        if decision.prospect is Prospect.ARRIVES:
+        if decision.prospect is ArrivalOutlook.ARRIVES:
             rate = bytes_per_s[copy.tier]
             assert rate is not None
             spent_s[clock] = spent_s.get(clock, 0.0) + copy.left_bytes / rate
@@ -53,9 +53,9 @@ def plan_drain(
     return tuple(_settled(copy, decision, decisions) for copy, decision in decisions)
 
 
-def _waiting(view: View) -> list[_Copy]:
+def _waiting(view: View) -> list[_WaitingCopy]:
     return [
-        _Copy(
+        _WaitingCopy(
             checkpoint=checkpoint,
             tier=tier.name,
             left_bytes=_left_bytes(checkpoint, tier.name),
@@ -76,45 +76,51 @@ def _left_bytes(checkpoint: CheckpointView, tier: str) -> int:
     return max(0, image_bytes - (there.arrived_bytes if there else 0))
 
 
-def _turn(view: View, copy: _Copy) -> tuple[bool, int, int, int]:
+def _sort_key(view: View, copy: _WaitingCopy) -> tuple[bool, int, int, int]:
     """Sort key: half done, then newest, then the tier that survives most."""
     id = copy.checkpoint.id
     return (not copy.begun, -id.step, -id.attempt, -view.tier(copy.tier).survives.extent)
 
 
-def _decide(view: View, copy: _Copy, rate: float | None, rest_s: float) -> DrainDecision:
-    def answer(prospect: Prospect, reason: str) -> DrainDecision:
+def _decide(view: View, copy: _WaitingCopy, rate: float | None, rest_s: float) -> DrainDecision:
+    def answer(prospect: ArrivalOutlook, reason: str) -> DrainDecision:
         return DrainDecision(
             checkpoint=copy.checkpoint.id,
             tier=copy.tier,
             prospect=prospect,
             left_bytes=copy.left_bytes,
-            goes=prospect is not Prospect.TOO_LATE,
+            goes=prospect is not ArrivalOutlook.TOO_LATE,
             reason=reason,
         )
 
     left = f"{format_size(copy.left_bytes)} {'is' if copy.left_bytes == 1 else 'are'} left"
     if rest_s <= 0:
-        return answer(Prospect.TOO_LATE, f"{left}, and no time is")
+        return answer(ArrivalOutlook.TOO_LATE, f"{left}, and no time is")
     if copy.tier in view.failing:
-        return answer(Prospect.UNKNOWN, f"{left}, and {copy.tier} does not take copies at present")
+        return answer(
+            ArrivalOutlook.UNKNOWN, f"{left}, and {copy.tier} does not take copies at present"
+        )
     if rate is None:
-        return answer(Prospect.UNKNOWN, f"{left}, and how fast {copy.tier} is nobody knows yet")
+        return answer(
+            ArrivalOutlook.UNKNOWN, f"{left}, and how fast {copy.tier} is nobody knows yet"
+        )
     if copy.left_bytes <= rest_s * rate:
         takes = format_duration(copy.left_bytes / rate)
-        return answer(Prospect.ARRIVES, f"{left}, which take {takes} at {format_rate(rate)}")
+        return answer(ArrivalOutlook.ARRIVES, f"{left}, which take {takes} at {format_rate(rate)}")
     carried = f"{format_duration(rest_s)} at {format_rate(rate)} carry {format_size(rest_s * rate)}"
-    return answer(Prospect.TOO_LATE, f"{left}, {carried}")
+    return answer(ArrivalOutlook.TOO_LATE, f"{left}, {carried}")
 
 
 def _settled(
-    copy: _Copy, decision: DrainDecision, decisions: Sequence[tuple[_Copy, DrainDecision]]
+    copy: _WaitingCopy,
+    decision: DrainDecision,
+    decisions: Sequence[tuple[_WaitingCopy, DrainDecision]],
 ) -> DrainDecision:
     """Let what was begun and comes too late give way to another on its tier, or go on where there is none."""
-    if not copy.begun or decision.prospect is not Prospect.TOO_LATE:
+    if not copy.begun or decision.prospect is not ArrivalOutlook.TOO_LATE:
         return decision
     if any(
-        other.tier == copy.tier and not other.begun and said.prospect is Prospect.ARRIVES
+        other.tier == copy.tier and not other.begun and said.prospect is ArrivalOutlook.ARRIVES
         for other, said in decisions
     ):
         return replace(decision, gives_way=True)
@@ -132,7 +138,7 @@ def drain_in_words(decisions: Sequence[DrainDecision]) -> tuple[str, ...]:
 def _sentence(id: CheckpointId, decisions: Sequence[DrainDecision]) -> str:
     there, late, open_ = (
         [d for d in decisions if d.prospect is prospect]
-        for prospect in (Prospect.ARRIVES, Prospect.TOO_LATE, Prospect.UNKNOWN)
+        for prospect in (ArrivalOutlook.ARRIVES, ArrivalOutlook.TOO_LATE, ArrivalOutlook.UNKNOWN)
     )
     parts = []
     if there:

@@ -149,14 +149,14 @@ def cheapest_first(tier: TierView, rules: None, now_s: float) -> Order:
         return (checkpoint.live, dear, checkpoint.id)
 
     ordered = sorted(tier.checkpoints, key=score)
-    return [(c.id, _said(c, _elsewhere(c, tier), tier.view)) for c in ordered]
+    return [(c.id, _describe(c, _elsewhere(c, tier), tier.view)) for c in ordered]
 
 
 @register("evict", "oldest", words=lambda rules: "the oldest first")
 def oldest_first(tier: TierView, rules: None, now_s: float) -> Order:
     """Give up first what was left behind, then the oldest."""
     ordered = sorted(tier.checkpoints, key=lambda c: (c.live, c.id))
-    return [(c.id, _said(c, None, tier.view)) for c in ordered]
+    return [(c.id, _describe(c, None, tier.view)) for c in ordered]
 
 
 def _quickest_first(view: View) -> list[TierRules]:
@@ -183,7 +183,7 @@ def _elsewhere(checkpoint: CheckpointView, tier: TierView) -> TierRules | None:
     )
 
 
-def _said(checkpoint: CheckpointView, elsewhere: TierRules | None, view: View) -> str:
+def _describe(checkpoint: CheckpointView, elsewhere: TierRules | None, view: View) -> str:
     if not checkpoint.live:
         return "it is of an abandoned line" if checkpoint.abandoned else "deleted by a person"
     if elsewhere is not None:

@@ -55,7 +55,7 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     )
 
 
-def wants_repair(view: View, checkpoint: CheckpointView, tier_name: str) -> bool:
+def needs_repair(view: View, checkpoint: CheckpointView, tier_name: str) -> bool:
     """Say whether the damaged copy of a checkpoint on a tier is written anew: it can be read from another one, and what
     the tier retains would keep a whole copy there."""
     if not checkpoint.live:
@@ -133,11 +133,12 @@ def _has_moved_past(view: View, checkpoint: CheckpointView, tier: TierRules) -> 
     if tier.in_order:
         return True
     return (
-        _is_told_alike(view, tier) and _why_not_any_more(view, checkpoint, tier, held) is not None
+        _is_same_on_all_ranks(view, tier)
+        and _why_not_any_more(view, checkpoint, tier, held) is not None
     )
 
 
-def _is_told_alike(view: View, tier: TierRules) -> bool:
+def _is_same_on_all_ranks(view: View, tier: TierRules) -> bool:
     """Say whether all ranks come to the same answer about what the tier retains: of several, only by rules that go by
     steps and attempts alone."""
     return not view.many_ranks or all(rule.policy.alike for rule in tier.retain)
@@ -164,7 +165,7 @@ def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> boo
     Ranks must not come to different answers, or some would wait for the others' parts for ever: where there are
     several, a rule that goes by more than steps and attempts counts as one that wants it.
     """
-    if not tier.retain or not _is_told_alike(view, tier):
+    if not tier.retain or not _is_same_on_all_ranks(view, tier):
         return False
     newest = _newest_live(view.on(tier.name))
     expected = {

@@ -19,7 +19,7 @@ MARGIN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class BacklogForecast:
     """By how many more checkpoints a tier is behind after an hour of this cadence (0: it keeps up, or nothing is known
     yet), and what is to be said of that (None: nothing)."""
 
@@ -36,7 +36,7 @@ def forecast(
     bytes_per_s: float | None,
     stretches: int,
     waiting: int,
-) -> Forecast:
+) -> BacklogForecast:
     """Say how far behind a tier will be in an hour, and warn where it is sure that it falls behind: over enough saves
     and copies, by more than measuring errs, and with copies waiting by now.
 
@@ -45,7 +45,7 @@ def forecast(
     ``waiting`` copies now.
     """
     if bytes_per_s is None or every_s <= 0 or bytes <= 0:
-        return Forecast()
+        return BacklogForecast()
     due_s = every_s * tier.flush_every
     needed_bytes_per_s = bytes / due_s
     missing = (needed_bytes_per_s - bytes_per_s) / bytes
@@ -57,8 +57,8 @@ def forecast(
         and needed_bytes_per_s > MARGIN * bytes_per_s
     )
     if not sure:
-        return Forecast(behind=behind)
-    return Forecast(
+        return BacklogForecast(behind=behind)
+    return BacklogForecast(
         behind=behind,
         warning=f"at this cadence {tier.name} is {behind:.1f} checkpoints behind in an hour: one of "
         f"{format_size(bytes)} comes every {format_duration(due_s)}, which takes "

@@ -55,12 +55,12 @@ def register(
     def remember(decide: Decide) -> Decide:
         for function, expected in ((decide, given), (due, given), (words, "(rules)")):
             if function is not None and (fault := signature_fault(function, expected)):
-                raise ConfigError(f"register: {kind} policy {name!r}: {_home(function)}: {fault}")
+                raise ConfigError(f"register: {kind} policy {name!r}: {_origin(function)}: {fault}")
         known = _policies.get(place)
-        if known is not None and _home(known.decide) != _home(decide):
+        if known is not None and _origin(known.decide) != _origin(decide):
             raise ConfigError(
-                f"register: there is {with_article(kind)} policy named {name!r} already, {_home(known.decide)}; choose "
-                "another name"
+                f"register: there is {with_article(kind)} policy named {name!r} already, {_origin(known.decide)}; "
+                "choose another name"
             )
         _policies[place] = Policy(
             kind=PolicyKind(kind),
@@ -90,7 +90,7 @@ def _kinds() -> str:
     return f"one of {', '.join(PolicyKind)}"
 
 
-def _home(function: Callable[..., Any]) -> str:
+def _origin(function: Callable[..., Any]) -> str:
     """Say where a function is from: a module that is loaded anew may register again."""
     module = getattr(function, "__module__", "?")
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"

@@ -161,20 +161,20 @@ def missing_metrics(view: View, *, saves_min: int = 1) -> dict[str, str]:
     asked: dict[str, list[str]] = {}
     for tier in view.tiers:
         for rule in tier.retain:
-            if isinstance(rule.rules, Best):
+            if isinstance(rule.rules, BestRule):
                 asked.setdefault(rule.rules.metric, []).append(tier.name)
     whole = [c for c in view.checkpoints if any(map(c.readable_on, c.copies))] if asked else []
     given = sorted({name for checkpoint in whole for name in checkpoint.metrics})
     if not given and max((c.ordinal for c in whole), default=0) < saves_min:
         return {}
     return {
-        metric: _said(metric, tiers, given)
+        metric: _describe_missing(metric, tiers, given)
         for metric, tiers in asked.items()
         if metric not in given
     }
 
 
-def _said(metric: str, tiers: list[str], given: list[str]) -> str:
+def _describe_missing(metric: str, tiers: list[str], given: list[str]) -> str:
     said = (
         f'retain.best of {", ".join(tiers)} keeps nothing: no checkpoint has the metric "{metric}"'
     )
@@ -187,7 +187,7 @@ Kept = dict[CheckpointId, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Every:
+class EveryRule:
     """One checkpoint for so many training ``steps``, or for each period of so many seconds."""
 
     steps: int | None = None
@@ -200,7 +200,7 @@ class Every:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Best:
+class BestRule:
     """The ``count`` best by a metric."""
 
     metric: str
@@ -212,7 +212,7 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tags:
+class TagsRule:
     """What bears one of these tags; any tag where none is named."""
 
     names: tuple[str, ...] = ()
@@ -228,8 +228,8 @@ def keep_last(tier: TierView, count: int, now_s: float) -> Kept:
     return {c.id: f"last {place} of {count}" for place, c in enumerate(newest, start=1)}
 
 
-@register("retain", "every", rules=Every, words=str)
-def keep_every(tier: TierView, every: Every, now_s: float) -> Kept:
+@register("retain", "every", rules=EveryRule, words=str)
+def keep_every(tier: TierView, every: EveryRule, now_s: float) -> Kept:
     """Keep the first of each so many steps, or of each period.
 
     Steps are counted from 0: with 1000, the first checkpoint at or after 1000, at or after 2000 and so on, whether or
@@ -262,8 +262,8 @@ def _first_of_periods(checkpoints: Iterable[CheckpointView], period_s: float) ->
     }
 
 
-@register("retain", "best", rules=Best, words=str)
-def keep_best(tier: TierView, best: Best, now_s: float) -> Kept:
+@register("retain", "best", rules=BestRule, words=str)
+def keep_best(tier: TierView, best: BestRule, now_s: float) -> Kept:
     """Keep the best by a metric; of equal ones the newer is better. What has no such metric, or nan, is none."""
     sign = 1 if best.mode is Direction.MIN else -1
     measured = [c for c in tier.checkpoints if not math.isnan(c.metrics.get(best.metric, math.nan))]
@@ -298,8 +298,8 @@ def keep_for(tier: TierView, seconds: float, now_s: float) -> Kept:
     return kept
 
 
-@register("retain", "tags", rules=Tags, words=str)
-def keep_tagged(tier: TierView, tags: Tags, now_s: float) -> Kept:
+@register("retain", "tags", rules=TagsRule, words=str)
+def keep_tagged(tier: TierView, tags: TagsRule, now_s: float) -> Kept:
     """Keep what bears one of the tags."""
     kept = {}
     for checkpoint in tier.checkpoints:

@@ -25,7 +25,7 @@ SPARE = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Yielding:
+class YieldDecision:
     """The share of a tier's rate that a flush may take (1: all), and why."""
 
     share: float
@@ -34,12 +34,14 @@ class Yielding:
 
 def plan_yield(
     *, idle_s: Sequence[float], busy_s: Sequence[float], share: float, least: float
-) -> Yielding:
+) -> YieldDecision:
     """Choose the share for the next steps. ``idle_s`` are the seconds of steps without a flush, ``busy_s`` of those
     beside one that took ``share``; it takes ``least`` at least, whatever it does."""
     least = min(1.0, max(LEAST, least))
     if min(len(idle_s), len(busy_s)) < STEPS_MIN:
-        return Yielding(share=share, reason=f"too few steps are known, of {STEPS_MIN} of each kind")
+        return YieldDecision(
+            share=share, reason=f"too few steps are known, of {STEPS_MIN} of each kind"
+        )
     usual_s = statistics.median(idle_s)
     rise = statistics.median(busy_s) / usual_s - 1.0
     differ = statistics.median(abs(each - usual_s) for each in idle_s) / usual_s
@@ -47,12 +49,14 @@ def plan_yield(
         slower = max(least, share * SLOWER)
         if slower >= share:
             reason = f"steps take {format_share(rise)} longer, and it goes no slower than {format_share(least)}"
-            return Yielding(share=max(share, least), reason=reason)
-        return Yielding(share=slower, reason=f"steps take {format_share(rise)} longer beside it")
+            return YieldDecision(share=max(share, least), reason=reason)
+        return YieldDecision(
+            share=slower, reason=f"steps take {format_share(rise)} longer beside it"
+        )
     if rise < FALL and share < 1.0:
         faster = min(1.0, max(least, share * FASTER))
-        return Yielding(share=faster, reason="steps take no longer beside it")
-    return Yielding(share=max(share, least), reason="steps take about as long beside it")
+        return YieldDecision(share=faster, reason="steps take no longer beside it")
+    return YieldDecision(share=max(share, least), reason="steps take about as long beside it")
 
 
 def least_share(

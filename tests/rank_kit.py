@@ -10,8 +10,8 @@ from tests.core.ranks.threads import network, on_all
 from tierfall.config import Config
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.format.catalog import merge
-from tierfall.export.export import Exported, Format, Wish, export
-from tierfall.ops.reader import Reader
+from tierfall.export.export import ExportFormat, ExportOptions, ExportResult, export
+from tierfall.ops.reader import RunReader
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.telemetry.reports import RestoreReport
 
@@ -55,10 +55,10 @@ def save_on_ranks(
         assert on_all([one.close for one in opened]) == [None] * world_size
 
 
-def export_from(config: Config, *tiers: str, watch: Any = None, **wish: Any) -> Exported:
+def export_from(config: Config, *tiers: str, watch: Any = None, **wish: Any) -> ExportResult:
     """Export the newest step from these tiers."""
-    with Reader(config) as run:
+    with RunReader(config) as run:
         known = merge(run.list())[-1]
-        words = {"format": Format.SAFETENSORS, **wish}
+        words = {"format": ExportFormat.SAFETENSORS, **wish}
         more = () if watch is None else (watch,)
-        return export(known, tiers, run.opener(), Wish(**words), *more)
+        return export(known, tiers, run.opener(), ExportOptions(**words), *more)

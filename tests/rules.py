@@ -8,7 +8,7 @@ from tierfall.core.types.policy import Policy, PolicyKind, Rule
 from tierfall.core.types.values import CheckpointId, Direction
 from tierfall.core.types.view import TierView
 from tierfall.policies.registry import find
-from tierfall.policies.retention import Best, Every, Tags
+from tierfall.policies.retention import BestRule, EveryRule, TagsRule
 
 
 def rule(name: str, rules: Any = None, *, kind: PolicyKind = PolicyKind.RETAIN) -> Rule:
@@ -27,15 +27,15 @@ def retained(count: int | None) -> tuple[Rule, ...]:
 
 
 def every_steps(steps: int) -> Rule:
-    return rule("every", Every(steps=steps))
+    return rule("every", EveryRule(steps=steps))
 
 
 def every_period(seconds: float) -> Rule:
-    return rule("every", Every(period_s=seconds))
+    return rule("every", EveryRule(period_s=seconds))
 
 
 def best(metric: str, *, mode: str = "min", count: int = 1) -> Rule:
-    return rule("best", Best(metric=metric, mode=Direction(mode), count=count))
+    return rule("best", BestRule(metric=metric, mode=Direction(mode), count=count))
 
 
 def young(seconds: float) -> Rule:
@@ -43,7 +43,7 @@ def young(seconds: float) -> Rule:
 
 
 def tagged(*names: str) -> Rule:
-    return rule("tags", Tags(names=names))
+    return rule("tags", TagsRule(names=names))
 
 
 def order(name: str) -> Rule:

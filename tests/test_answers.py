@@ -17,7 +17,7 @@ import tierfall
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.capture.capturer import Capturer
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.copies import shard_reader as restoring
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.types.errors import (
@@ -82,7 +82,7 @@ def test_when_the_coordinator_breaks_down_whoever_waits_is_told(
     def broken(self: Coordinator, *words: Any) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(Coordinator, "_took", broken)
+    monkeypatch.setattr(Coordinator, "_on_outcome", broken)
     held.opened.set()
     with pytest.raises(TierfallError, match=r"coordinator stopped.*a defect"):
         handle.wait(timeout=PATIENCE_S)
@@ -380,7 +380,7 @@ def test_an_interrupt_is_not_its_own_cause(
     with tierfall.open(make_config()) as ckpt:
         for name in ("_copy", "copy_next"):
             with monkeypatch.context() as patch:
-                patch.setattr(Filling, name, interrupted)
+                patch.setattr(ImageCopier, name, interrupted)
                 with pytest.raises(KeyboardInterrupt) as caught:
                     ckpt.save(1 if name == "_copy" else 2, state_of(1))
                 assert caught.value.__cause__ is None

@@ -107,7 +107,7 @@ def rehearsal(stream: FakeStream, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
             config.device.capacity_bytes, torch.device("cpu"), name=config.device.name
         )
 
-    monkeypatch.setattr(saver, "Places", SlabPlaces(stream))
+    monkeypatch.setattr(saver, "CaptureDevices", SlabPlaces(stream))
     monkeypatch.setattr(saver, "_open_slab", open_slab)
     return made
 

@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierfall.config import Config, FileTier, HostTier, load_config
+from tierfall.config import Config, FileTierConfig, HostTierConfig, load_config
 from tierfall.core.types.errors import ConfigError, NotSupportedError
 from tierfall.core.types.values import CaptureMode, OnError, TierKind, Verify, WhenFull
 
@@ -134,9 +134,9 @@ def test_a_path_alone_means_host_memory_and_a_folder(
     monkeypatch.chdir(tmp_path)
     config = load_config({"run": "x", "tiers": "./checkpoints"})
     host, disk = config.tiers
-    assert isinstance(host, HostTier)
+    assert isinstance(host, HostTierConfig)
     assert (host.name, host.capacity_bytes, host.folder) == ("host", None, None)
-    assert isinstance(disk, FileTier)
+    assert isinstance(disk, FileTierConfig)
     assert (disk.name, disk.path) == ("disk", tmp_path / "checkpoints")
     assert config.interval.budget == pytest.approx(0.035)
     assert (config.capture.mode, config.capture.verify) == (CaptureMode.LAZY, Verify.SAMPLE)
@@ -787,22 +787,22 @@ def sections() -> dict[str, dict[str, Any]]:
     schema = Config.model_json_schema()
     headings = {
         **{
-            "Interval": "`interval`",
+            "IntervalSection": "`interval`",
             "Mtbf": "`mtbf`",
-            "Capture": "`capture`",
-            "Drain": "`drain`",
-            "Flush": "`flush`",
-            "Retain": "`retain`",
-            "Evict": "`evict`",
+            "CaptureSection": "`capture`",
+            "DrainSection": "`drain`",
+            "FlushSection": "`flush`",
+            "RetainSection": "`retain`",
+            "EvictSection": "`evict`",
         },
         **{
-            "Best": "`best`",
-            "Compress": "`compress`",
-            "HostTier": "A host tier",
-            "FileTier": "A file tier",
+            "BestSection": "`best`",
+            "CompressSection": "`compress`",
+            "HostTierConfig": "A host tier",
+            "FileTierConfig": "A file tier",
         },
-        **{"ObjectTier": "An object tier", "DeviceTier": "A device tier"},
-        "Events": "`events`",
+        **{"ObjectTierConfig": "An object tier", "DeviceTierConfig": "A device tier"},
+        "EventsSection": "`events`",
     }
     assert set(headings) == set(schema["$defs"])
     return {"The first level": schema} | {

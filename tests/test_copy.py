@@ -19,7 +19,7 @@ from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import load_config
-from tierfall.core.copies.verify import Verifier
+from tierfall.core.copies.verify import CopyVerifier
 from tierfall.core.format import documents
 from tierfall.core.format.records import Attempt, Mark
 from tierfall.core.types.errors import (
@@ -35,7 +35,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops import copy as copying
 from tierfall.ops import write_copy
-from tierfall.ops.copy import Copied, copy
+from tierfall.ops.copy import CopyResult, copy
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -56,7 +56,7 @@ def store_of(root: Path) -> StoredTier:
 def assert_good(root: Path, id: CheckpointId = ONE) -> None:
     """The copy is whole, alone, and restores bit for bit."""
     store = store_of(root)
-    with Verifier() as verifier:
+    with CopyVerifier() as verifier:
         checked = verifier.check_stored(store, id)
     store.close()
     assert checked.good, checked
@@ -70,7 +70,7 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-def run_copy(config: dict[str, Any], id: CheckpointId = ONE, tier: str = "far") -> Copied:
+def run_copy(config: dict[str, Any], id: CheckpointId = ONE, tier: str = "far") -> CopyResult:
     return copy(load_config(config), id, tier)
 
 

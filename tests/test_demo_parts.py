@@ -25,7 +25,7 @@ from tierfall.demo.process import Act, DemoError, Line, Trainer, none_left
 from tierfall.demo.screen import Screen
 from tierfall.demo.story import Stage
 from tierfall.demo.training import SMALL, Training, train
-from tierfall.telemetry.event_reader import Tail, last_events
+from tierfall.telemetry.event_reader import LogTail, last_events
 
 
 def step_line(step: int, loss: float) -> Line:
@@ -54,7 +54,7 @@ def chain(tmp_path: Path) -> Iterator[chains.Chain]:
 
 @pytest.fixture
 def stage(chain: chains.Chain) -> Iterator[Stage]:
-    with closing(Tail(chain.events)) as events:
+    with closing(LogTail(chain.events)) as events:
         yield Stage(screen=Screen(), chain=chain, steps=12, every=1, small=True, events=events)
 
 

@@ -29,7 +29,7 @@ from tests.replica_ranks import (
 )
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.scheduler.group.commits import Commits
-from tierfall.core.scheduler.group.dedup import Divider
+from tierfall.core.scheduler.group.dedup import ReplicaAssigner
 from tierfall.core.types.errors import CaptureError
 
 
@@ -65,13 +65,13 @@ def test_only_the_first_save_of_a_structure_asks_the_others(
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    real = Divider.ask
+    real = ReplicaAssigner.ask
 
-    def ask(self: Divider, event: Any) -> None:
+    def ask(self: ReplicaAssigner, event: Any) -> None:
         asked.append(event.id.step)
         real(self, event)
 
-    monkeypatch.setattr(Divider, "ask", ask)
+    monkeypatch.setattr(ReplicaAssigner, "ask", ask)
     opened = open_all(tmp_path, ranks)
     states = [replica(rank) for rank in range(3)]
     models = [{"model": state["model"]} for state in states]
@@ -153,7 +153,7 @@ def test_what_was_never_compared_is_no_checkpoint_of_the_next_start_either(
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = threading.Event()
-    for hears in ("_all_sealed", "_all_landed"):  # they die before rank 0 says anything
+    for hears in ("_on_all_sealed", "_on_all_uploaded"):  # they die before rank 0 says anything
         monkeypatch.setattr(Commits, hears, lambda *news, **more: heard.set())
     opened = open_all(tmp_path, ranks)
     states = [replica(rank, seed=rank) for rank in range(3)]

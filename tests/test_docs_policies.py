@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from tierfall.config import Retain, load_config
+from tierfall.config import RetainSection, load_config
 from tierfall.core.types.policy import PolicyKind
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, TierView, View
@@ -31,7 +31,7 @@ def rows() -> list[tuple[list[str], str]]:
 def test_the_pages_files_are_good_ones() -> None:
     flush, whole, part, drain = blocks()
     config = load_config(yaml.safe_load(whole))
-    assert len(config.stored[1].retain.rules()) == len(Retain.model_fields)
+    assert len(config.stored[1].retain.rules()) == len(RetainSection.model_fields)
     host = {"name": "h", "kind": "host"}
     store = load_config({"run": "x", "tiers": [host, *yaml.safe_load(flush)]}).stored[0]
     assert (store.flush.order, store.flush.within_s) == ({"newest_first": True}, 600.0)
@@ -46,7 +46,7 @@ def test_the_pages_files_are_good_ones() -> None:
 
 def test_every_rule_and_order_that_is_built_in_is_on_the_page() -> None:
     shown = {rule.partition(":")[0] for rules, _ in rows() for rule in rules}
-    known = {field.alias or name for name, field in Retain.model_fields.items()}
+    known = {field.alias or name for name, field in RetainSection.model_fields.items()}
     built_in = {
         kind: {
             name
@@ -79,7 +79,7 @@ def test_each_reason_is_one_that_the_rule_gives() -> None:
     asked = TierView(checkpoints=held, tier=tier, view=View(tiers=(tier,), checkpoints=held))
     for rules, reason in rows():
         for text in rules:
-            (rule,) = Retain.model_validate(yaml.safe_load(f"{{{text}}}")).rules()
+            (rule,) = RetainSection.model_validate(yaml.safe_load(f"{{{text}}}")).rules()
             assert reason in rule.policy.decide(asked, rule.rules, now).values(), text
 
 

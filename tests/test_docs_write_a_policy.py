@@ -23,7 +23,7 @@ from tierfall.core.types.policy import PolicyKind
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind, survives
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules
 from tierfall.policies import Measured, registry
-from tierfall.policies.cadence import Bound, choose_interval
+from tierfall.policies.cadence import IntervalBound, choose_interval
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush
 from tierfall.run.cadence import rules_of
@@ -162,7 +162,7 @@ def test_the_cadence_saves_half_as_often_at_night(
     rules = rules_of(config.interval, ())
     measured = Measured(step_s=0.1, cost_s=0.1, saved=True)
     choice = choose_interval(rules, measured, now_s=1e6 * 86400 + hour * 3600)
-    assert (choice.interval_steps, choice.bound) == (steps, Bound.OWN)
+    assert (choice.interval_steps, choice.bound) == (steps, IntervalBound.OWN)
     assert re.search(f"by_day: {when}", choice.reason)
 
 

@@ -19,7 +19,7 @@ from tierfall.core.types.events import Event
 from tierfall.core.types.values import CheckpointId
 from tierfall.telemetry import event_log
 from tierfall.telemetry.event_log import EventLog, LogFile, part_before
-from tierfall.telemetry.event_reader import Tail, last_events
+from tierfall.telemetry.event_reader import LogTail, last_events
 
 MAX_BYTES = 64 << 10
 
@@ -145,7 +145,7 @@ def test_a_line_that_a_kill_has_torn_is_skipped_and_ends_where_the_next_begins(p
 
 
 def test_a_reader_follows_over_every_move_of_the_file(path: Path) -> None:
-    tail, file, seen = Tail(path), LogFile(path, max_bytes=1000), []
+    tail, file, seen = LogTail(path), LogFile(path, max_bytes=1000), []
     assert tail.read() == []
     for number in range(200):
         line = json.dumps({"kind": "tier_failing", "reason": f"number {number}"}).encode() + b"\n"
@@ -163,7 +163,7 @@ def test_a_reader_waits_for_the_end_of_a_line(path: Path) -> None:
     path.parent.mkdir()
     line = b'{"kind":"tier_failing","reason":"number 5"}\n'
     path.write_bytes(line[:20])
-    tail = Tail(path)
+    tail = LogTail(path)
     assert tail.read() == []
     path.write_bytes(line)
     assert numbers(tail.read()) == [5]

@@ -35,9 +35,9 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId
 from tierfall.export import output, torch_file
-from tierfall.export.export import Exported, Format, Wish, export
+from tierfall.export.export import ExportFormat, ExportOptions, ExportResult, export
 from tierfall.export.select import select, tensors_of
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -87,12 +87,14 @@ def config(make_config: MakeConfig) -> dict[str, Any]:
     return config
 
 
-def export_from(config: dict[str, Any], *tiers: str, watch: Any = None, **wish: Any) -> Exported:
-    with Reader(load_config(config)) as run:
+def export_from(
+    config: dict[str, Any], *tiers: str, watch: Any = None, **wish: Any
+) -> ExportResult:
+    with RunReader(load_config(config)) as run:
         (known,) = merge(run.list())
-        words = {"format": Format.SAFETENSORS, **wish}
+        words = {"format": ExportFormat.SAFETENSORS, **wish}
         more = () if watch is None else (watch,)
-        return export(known, tiers, run.opener(), Wish(**words), *more)
+        return export(known, tiers, run.opener(), ExportOptions(**words), *more)
 
 
 def flip(path: Path, offset: int) -> None:
@@ -139,7 +141,7 @@ def test_a_model_loads_strictly_into_a_fresh_one_ties_included(
 
 @pytest.mark.parametrize("tier", ["host", *TIERS])
 def test_the_torch_file_is_what_load_returns(config: dict[str, Any], out: Path, tier: str) -> None:
-    done = export_from(config, tier, to=out, format=Format.TORCH)
+    done = export_from(config, tier, to=out, format=ExportFormat.TORCH)
     assert done.path == out / f"{WHOLE}.pt"
     assert "weights_only=False" in done.notes[0]
     loaded = torch.load(done.path, weights_only=False)
@@ -171,7 +173,7 @@ def assert_same(one: Any, other: Any) -> None:
 def test_parts_of_plain_values_load_by_weights_only(
     config: dict[str, Any], out: Path, only: str
 ) -> None:
-    done = export_from(config, "planes", to=out, format=Format.TORCH, only=(only,))
+    done = export_from(config, "planes", to=out, format=ExportFormat.TORCH, only=(only,))
     assert done.path == out / f"{only}.pt"
     assert done.notes == ()
     assert_same(torch.load(done.path, weights_only=True), tierfall.load(config)[only])
@@ -182,7 +184,7 @@ def test_several_parts_keep_their_names(config: dict[str, Any], out: Path) -> No
     assert done.path == out / f"{WHOLE}.safetensors"
     names = {"model.layers.0.weight", "model.layers.0.bias", "big"}
     assert set(safetensors.torch.load_file(done.path)) == names
-    done = export_from(config, "raw", to=out, format=Format.TORCH, only=("extra", "big"))
+    done = export_from(config, "raw", to=out, format=ExportFormat.TORCH, only=("extra", "big"))
     loaded = torch.load(done.path, weights_only=True)
     assert loaded["extra"] == some_state()["extra"]
     assert set(loaded) == {"extra", "big"}
@@ -207,7 +209,7 @@ def test_a_part_below_a_part(
     done = export_from(config, "raw", to=out, only=(only,))
     assert done.path.name == f"{only}.safetensors"
     assert set(safetensors.torch.load_file(done.path)) == names
-    inner = export_from(config, "raw", to=out, format=Format.TORCH, only=(only,))
+    inner = export_from(config, "raw", to=out, format=ExportFormat.TORCH, only=(only,))
     loaded = torch.load(inner.path, weights_only=True)
     assert set(loaded) == names if isinstance(loaded, dict) else torch.is_tensor(loaded)
 
@@ -230,9 +232,9 @@ def test_what_safetensors_does_not_hold_is_said(config: dict[str, Any], out: Pat
 # What goes wrong -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", [Format.SAFETENSORS, Format.TORCH])
+@pytest.mark.parametrize("format", [ExportFormat.SAFETENSORS, ExportFormat.TORCH])
 def test_a_damaged_chunk_is_read_from_the_next_tier_and_told(
-    config: dict[str, Any], tmp_path: Path, out: Path, format: Format
+    config: dict[str, Any], tmp_path: Path, out: Path, format: ExportFormat
 ) -> None:
     good = export_from(config, "host", to=tmp_path / "good", format=format).path.read_bytes()
     flip(step_of(tmp_path, "raw") / IMAGE, -70_000)
@@ -244,7 +246,7 @@ def test_a_damaged_chunk_is_read_from_the_next_tier_and_told(
     assert any("on raw" in fallback.what for fallback in done.fallbacks)
 
 
-@pytest.mark.parametrize("wish", [{}, {"only": ("big",)}, {"format": Format.TORCH}])
+@pytest.mark.parametrize("wish", [{}, {"only": ("big",)}, {"format": ExportFormat.TORCH}])
 def test_damage_in_every_copy_writes_nothing(
     config: dict[str, Any], tmp_path: Path, out: Path, wish: dict[str, Any]
 ) -> None:
@@ -295,12 +297,12 @@ def test_a_folder_in_its_place_and_a_file_in_place_of_the_folder_are_refused(
 
 
 @pytest.mark.parametrize("only", [(), ("model",)])
-@pytest.mark.parametrize("format", [Format.SAFETENSORS, Format.TORCH])
+@pytest.mark.parametrize("format", [ExportFormat.SAFETENSORS, ExportFormat.TORCH])
 def test_a_full_disk_leaves_nothing(
     config: dict[str, Any],
     out: Path,
     only: tuple[str, ...],
-    format: Format,
+    format: ExportFormat,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = os.pwrite
@@ -325,7 +327,7 @@ def test_a_disk_that_is_full_when_torch_writes_leaves_nothing(
 
     monkeypatch.setattr(torch_file.torch, "save", full)
     with pytest.raises(BackendError, match=r"torch\.save could not write it: .enforce fail"):
-        export_from(config, "raw", to=out, format=Format.TORCH)
+        export_from(config, "raw", to=out, format=ExportFormat.TORCH)
     assert not out.parent.exists()
 
 
@@ -362,7 +364,7 @@ def test_what_stops_torch_while_it_writes_is_what_is_raised(
 
     monkeypatch.setattr(torch_file.torch, "save", lambda state, file: real(state, Failing(file)))
     with pytest.raises(raised):
-        export_from(config, "raw", to=out, format=Format.TORCH)
+        export_from(config, "raw", to=out, format=ExportFormat.TORCH)
     assert not out.parent.exists()
 
 
@@ -375,11 +377,13 @@ def test_a_place_that_may_not_be_looked_at_is_said(
     def deny(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    with Reader(load_config(config)) as run:
+    with RunReader(load_config(config)) as run:
         (known,) = merge(run.list())
         monkeypatch.setattr(module, call, deny)
         with pytest.raises(AccessDeniedError, match=f"export to {out}.*check owner, mode"):
-            export(known, ["raw"], run.opener(), Wish(to=out, format=Format.SAFETENSORS))
+            export(
+                known, ["raw"], run.opener(), ExportOptions(to=out, format=ExportFormat.SAFETENSORS)
+            )
     monkeypatch.undo()
     assert not out.parent.exists()
 
@@ -406,9 +410,9 @@ def test_an_image_that_is_missing_beside_its_records_is_damage(
         export_from(config, "raw", to=out)
 
 
-@pytest.mark.parametrize("format", [Format.SAFETENSORS, Format.TORCH])
+@pytest.mark.parametrize("format", [ExportFormat.SAFETENSORS, ExportFormat.TORCH])
 def test_too_little_room_is_told_before_anything_is_written(
-    config: dict[str, Any], out: Path, format: Format, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], out: Path, format: ExportFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(output.shutil, "disk_usage", lambda path: usage(10, 0, 10))
@@ -417,8 +421,10 @@ def test_too_little_room_is_told_before_anything_is_written(
     assert not out.parent.exists()
 
 
-@pytest.mark.parametrize("format", [Format.SAFETENSORS, Format.TORCH])
-def test_an_interrupt_leaves_nothing(config: dict[str, Any], out: Path, format: Format) -> None:
+@pytest.mark.parametrize("format", [ExportFormat.SAFETENSORS, ExportFormat.TORCH])
+def test_an_interrupt_leaves_nothing(
+    config: dict[str, Any], out: Path, format: ExportFormat
+) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -451,7 +457,7 @@ def test_a_folder_that_was_there_stays_after_a_failure(
 def test_parts_that_are_not_there_are_refused(
     config: dict[str, Any], out: Path, only: tuple[str, ...], says: str
 ) -> None:
-    for format in (Format.SAFETENSORS, Format.TORCH):
+    for format in (ExportFormat.SAFETENSORS, ExportFormat.TORCH):
         with pytest.raises(ConfigError, match=says):
             export_from(config, "raw", to=out, only=only, format=format)
     assert not out.parent.exists()
@@ -471,13 +477,13 @@ def test_a_registered_type_that_is_not_registered_here_is_refused(
     config = make_config()
     with tierfall.open(config) as ckpt:
         ckpt.save(1, {"angle": Angle(30.0), "w": torch.ones(3)}, block=True)
-    done = export_from(config, "disk", to=out, format=Format.TORCH, only=("angle",))
+    done = export_from(config, "disk", to=out, format=ExportFormat.TORCH, only=("angle",))
     assert done.notes, "an object of a class is more than plain values"
     monkeypatch.setattr(value_codec, "_BY_NAME", {})
     with pytest.raises(RestoreError, match="registered type 'angle'"):
-        export_from(config, "disk", to=out / "again", format=Format.TORCH)
+        export_from(config, "disk", to=out / "again", format=ExportFormat.TORCH)
     assert not (out / "again").exists()
-    export_from(config, "disk", to=out, format=Format.TORCH, only=("w",))
+    export_from(config, "disk", to=out, format=ExportFormat.TORCH, only=("w",))
 
 
 def test_two_tensors_by_one_name_are_refused() -> None:

@@ -20,7 +20,7 @@ from tests.rank_kit import config_of, export_from
 from tierfall.config import Config
 from tierfall.core.types.errors import BackendError, CapacityError, IntegrityError, StorageFullError
 from tierfall.export import dcp_folder
-from tierfall.export.export import Format
+from tierfall.export.export import ExportFormat
 
 ALONE = "ignore:torch.distributed is disabled"
 MakeState = Callable[..., dict[str, Any]]
@@ -47,7 +47,7 @@ def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def test_dcp_loads_model_and_optimizer_by_its_own_names(
     config: Config, out: Path, make_state: MakeState
 ) -> None:
-    done = export_from(config, "shared", to=out, format=Format.DCP)
+    done = export_from(config, "shared", to=out, format=ExportFormat.DCP)
     assert done.path == out
     assert done.bytes == sum(file.stat().st_size for file in out.iterdir())
     model, optimizer = fresh()
@@ -63,7 +63,7 @@ def test_dcp_loads_model_and_optimizer_by_its_own_names(
 
 @pytest.mark.filterwarnings(ALONE)
 def test_the_whole_state_comes_back_nested(config: Config, out: Path, tmp_path: Path) -> None:
-    export_from(config, "shared", to=out, format=Format.DCP)
+    export_from(config, "shared", to=out, format=ExportFormat.DCP)
     dcp_to_torch_save(out, tmp_path / "all.pt")
     read = torch.load(tmp_path / "all.pt", weights_only=False)
     loaded = tierfall.load(config)
@@ -79,32 +79,34 @@ def test_the_whole_state_comes_back_nested(config: Config, out: Path, tmp_path: 
 
 
 def test_a_part_stands_by_itself_and_several_by_their_names(config: Config, out: Path) -> None:
-    export_from(config, "shared", to=out / "one", format=Format.DCP, only=("model",))
+    export_from(config, "shared", to=out / "one", format=ExportFormat.DCP, only=("model",))
     names = set(FileSystemReader(out / "one").read_metadata().state_dict_metadata)
     assert names == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    export_from(config, "shared", to=out / "two", format=Format.DCP, only=("model", "extra.epoch"))
+    export_from(
+        config, "shared", to=out / "two", format=ExportFormat.DCP, only=("model", "extra.epoch")
+    )
     metadata = FileSystemReader(out / "two").read_metadata()
     assert "model.0.weight" in metadata.state_dict_metadata
     assert "extra.epoch" in metadata.state_dict_metadata
     assert metadata.storage_meta is not None
     assert metadata.storage_meta.checkpoint_id == str(out / "two")
-    export_from(config, "shared", to=out / "leaf", format=Format.DCP, only=("empty",))
+    export_from(config, "shared", to=out / "leaf", format=ExportFormat.DCP, only=("empty",))
     assert set(FileSystemReader(out / "leaf").read_metadata().state_dict_metadata) == {"empty"}
 
 
 def test_an_empty_folder_gives_way_and_nothing_else_does(config: Config, out: Path) -> None:
     out.mkdir(parents=True)
-    export_from(config, "shared", to=out, format=Format.DCP)
+    export_from(config, "shared", to=out, format=ExportFormat.DCP)
     before = sorted(out.iterdir())
     with pytest.raises(BackendError, match="is there already; name a folder"):
-        export_from(config, "shared", to=out, format=Format.DCP, replace=True)
+        export_from(config, "shared", to=out, format=ExportFormat.DCP, replace=True)
     assert sorted(out.iterdir()) == before
     file = out.parent / "file"
     file.write_text("mine")
     with pytest.raises(BackendError, match="is there already"):
-        export_from(config, "shared", to=file, format=Format.DCP)
+        export_from(config, "shared", to=file, format=ExportFormat.DCP)
     with pytest.raises(BackendError, match="is no folder"):
-        export_from(config, "shared", to=file / "below", format=Format.DCP)
+        export_from(config, "shared", to=file / "below", format=ExportFormat.DCP)
 
 
 def test_a_folder_that_is_filled_meanwhile_stays(config: Config, out: Path) -> None:
@@ -113,7 +115,7 @@ def test_a_folder_that_is_filled_meanwhile_stays(config: Config, out: Path) -> N
         (out / "theirs").write_text("theirs")
 
     with pytest.raises(BackendError, match="is there already"):
-        export_from(config, "shared", to=out, format=Format.DCP, watch=fill)
+        export_from(config, "shared", to=out, format=ExportFormat.DCP, watch=fill)
     assert [path.name for path in out.iterdir()] == ["theirs"]
 
 
@@ -123,7 +125,7 @@ def test_damage_writes_nothing(config: Config, tmp_path: Path, out: Path) -> Non
     data[-70_000] ^= 1
     image.write_bytes(data)
     with pytest.raises(IntegrityError, match="damaged in every copy"):
-        export_from(config, "shared", to=out, format=Format.DCP)
+        export_from(config, "shared", to=out, format=ExportFormat.DCP)
     assert not out.parent.exists()
 
 
@@ -147,7 +149,7 @@ def test_what_stops_dcp_is_what_is_raised_and_leaves_nothing(
 
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
     with pytest.raises(raised):
-        export_from(config, "shared", to=out, format=Format.DCP)
+        export_from(config, "shared", to=out, format=ExportFormat.DCP)
     assert not out.parent.exists()
 
 
@@ -159,7 +161,7 @@ def test_a_disk_that_is_full_when_torch_writes_is_said(
 
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.torch.save", full)
     with pytest.raises(StorageFullError, match="No space left"):
-        export_from(config, "shared", to=out, format=Format.DCP)
+        export_from(config, "shared", to=out, format=ExportFormat.DCP)
     assert not out.parent.exists()
 
 
@@ -176,7 +178,7 @@ def test_files_that_came_out_short_are_noticed(
 
     monkeypatch.setattr(dcp_folder, "save", cut)
     with pytest.raises(BackendError, match="shorter than DCP says"):
-        export_from(config, "shared", to=out, format=Format.DCP)
+        export_from(config, "shared", to=out, format=ExportFormat.DCP)
     assert not out.parent.exists()
 
 
@@ -188,7 +190,7 @@ def test_no_room_is_said_before_anything_is_written(
 
     monkeypatch.setattr("tierfall.export.output.shutil.disk_usage", lambda path: Usage)
     with pytest.raises(CapacityError, match="free are 10 B"):
-        export_from(config, "shared", to=out, format=Format.DCP)
+        export_from(config, "shared", to=out, format=ExportFormat.DCP)
     assert not out.parent.exists()
 
 
@@ -201,6 +203,6 @@ def test_an_optimizer_that_does_not_know_its_parameters_keeps_their_numbers(
     optimizer.step()
     with tierfall.open(config) as ckpt:
         ckpt.save(1, {"optimizer": optimizer, "rng": None}, block=True)
-    export_from(config, "shared", to=out, format=Format.DCP)
+    export_from(config, "shared", to=out, format=ExportFormat.DCP)
     names = pickle.loads((out / ".metadata").read_bytes()).state_dict_metadata
     assert "optimizer.state.0.exp_avg" in names

@@ -18,15 +18,15 @@ import torch
 import tierfall
 from tests.rank_kit import config_of, export_from, save_on_ranks
 from tierfall.config import Config
-from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.image.header import ImageHeader, StoredTensor
-from tierfall.core.image.merge import Block, Merged
+from tierfall.core.image.merge import MergedHeader, TensorBlock
 from tierfall.core.image.tree import MapNode, TensorNode
 from tierfall.core.load.build import Fill
 from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError, StorageFullError
 from tierfall.core.types.values import CheckpointId
 from tierfall.export import gather, output
-from tierfall.export.export import Format
+from tierfall.export.export import ExportFormat
 
 TIERS = {"raw": {}, "zstd": {"compress": {"codec": "zstd"}}}
 STEP = "run/step-00000001-a0001"
@@ -70,7 +70,7 @@ def flip(path: Path, offset: int) -> None:
 def test_the_torch_file_is_what_load_returns_and_what_other_ranks_had_otherwise(
     config: Config, out: Path, tier: str
 ) -> None:
-    done = export_from(config, tier, to=out, format=Format.TORCH)
+    done = export_from(config, tier, to=out, format=ExportFormat.TORCH)
     assert done.path == out / "run-step-00000001.pt"
     assert set(done.sources) == {tier}
     assert "below per_rank" in done.notes[-1]
@@ -118,7 +118,7 @@ def test_a_part_is_named_as_of_one_rank(config: Config, out: Path) -> None:
     done = export_from(config, "zstd", to=out, only=("model",))
     assert done.path == out / "model.safetensors"
     torch.nn.Linear(40, 30).load_state_dict(safetensors.torch.load_file(done.path))
-    own = export_from(config, "raw", to=out, format=Format.TORCH, only=("per_rank.1.extra",))
+    own = export_from(config, "raw", to=out, format=ExportFormat.TORCH, only=("per_rank.1.extra",))
     assert torch.load(own.path) == {"epoch": 3, "seen": 101}
     both = export_from(config, "raw", to=out, only=("model", "extra"))
     assert any("left out" in note and "extra" in note for note in both.notes)
@@ -131,7 +131,7 @@ def test_a_part_is_named_as_of_one_rank(config: Config, out: Path) -> None:
 def test_ranks_that_have_all_alike_leave_nothing_of_their_own(tmp_path: Path, out: Path) -> None:
     config = config_of(tmp_path)
     save_on_ranks(config, 3, [1], lambda rank, step: make_state(0, step))
-    done = export_from(config, "shared", to=out, format=Format.TORCH)
+    done = export_from(config, "shared", to=out, format=ExportFormat.TORCH)
     assert "per_rank" not in torch.load(done.path, weights_only=False)
     assert not any("per_rank" in note for note in done.notes)
 
@@ -142,7 +142,7 @@ def test_an_entry_called_as_that_of_the_ranks_is_kept_apart(tmp_path: Path, out:
         config, 2, [1], lambda rank, step: {"per_rank": {"mine": rank, "w": torch.ones(2)}}
     )
     read = torch.load(
-        export_from(config, "shared", to=out, format=Format.TORCH).path, weights_only=False
+        export_from(config, "shared", to=out, format=ExportFormat.TORCH).path, weights_only=False
     )
     assert read["per_rank"]["mine"] == 0
     assert read["per_rank_"]["1"]["per_rank"] == {"mine": 1}
@@ -155,7 +155,7 @@ def test_the_random_state_of_each_rank_is_kept(tmp_path: Path, out: Path) -> Non
     save_on_ranks(
         config, 2, [1], lambda rank, step: {"w": torch.ones(2), "rng": {"mine": states[rank]}}
     )
-    done = export_from(config, "shared", to=out, format=Format.TORCH)
+    done = export_from(config, "shared", to=out, format=ExportFormat.TORCH)
     read = torch.load(done.path, weights_only=False)
     assert torch.equal(read["rng"]["mine"].get_state(), states[0].get_state())
     assert torch.equal(read["per_rank"]["1"]["rng"]["mine"].get_state(), states[1].get_state())
@@ -165,7 +165,7 @@ def test_where_ranks_have_values_of_another_kind_both_are_kept(tmp_path: Path, o
     config = config_of(tmp_path)
     mixed = [{"a": 5, "b": {"c": torch.ones(1)}}, {"a": {"x": torch.zeros(1)}, "b": True}]
     save_on_ranks(config, 2, [1], lambda rank, step: {**mixed[rank], "rng": None})
-    done = export_from(config, "shared", to=out, format=Format.TORCH)
+    done = export_from(config, "shared", to=out, format=ExportFormat.TORCH)
     read = torch.load(done.path, weights_only=False)
     assert read["a"] == 5
     assert read["b"] == {"c": torch.ones(1)}
@@ -198,7 +198,7 @@ def test_blocks_of_columns_are_put_together_in_little_memory(
     whole = torch.arange(60, dtype=torch.uint8).reshape(10, 6)
     data = [whole[:, :4].contiguous().flatten(), whole[:, 4:].contiguous().flatten()]
     columns = tuple(
-        Block(rank=r, start=0, end=len(data[r]), offset=(0, 4 * r), lengths=(10, 4 - 2 * r))
+        TensorBlock(rank=r, start=0, end=len(data[r]), offset=(0, 4 * r), lengths=(10, 4 - 2 * r))
         for r in range(2)
     )
     header = ImageHeader(
@@ -221,13 +221,13 @@ def test_blocks_of_columns_are_put_together_in_little_memory(
                     target.copy_(data[rank][fill.start : fill.end])
 
     told: list[tuple[int, int]] = []
-    gathered = gather.Gathered(
+    gathered = gather.MergedCheckpoint(
         run="run",
         id=CheckpointId(1, 1),
-        merged=Merged(header=header, blocks=(columns,), replicas={}),
+        merged=MergedHeader(header=header, blocks=(columns,), replicas={}),
         images=Images(),  # type: ignore[arg-type]
         own=None,
-        tally=Tally(),
+        tally=ReadTally(),
         watch=lambda done, total: told.append((done, total)),
     )
     path = tmp_path / "file"
@@ -252,9 +252,9 @@ def test_of_tensors_that_do_not_fit_together_load_takes_rank_0s_and_an_export_bo
     assert (len(opened["w"]), len(opened["per_rank.1.w"])) == (3, 4)
 
 
-@pytest.mark.parametrize("format", Format)
+@pytest.mark.parametrize("format", ExportFormat)
 def test_damage_is_read_from_the_next_tier_and_without_one_nothing_is_written(
-    config: Config, tmp_path: Path, out: Path, format: Format
+    config: Config, tmp_path: Path, out: Path, format: ExportFormat
 ) -> None:
     image = tmp_path / "raw" / STEP / "rank-00001-of-00002.safetensors"
     flip(image, -4)
@@ -266,9 +266,9 @@ def test_damage_is_read_from_the_next_tier_and_without_one_nothing_is_written(
     assert not (out.parent / "other").exists()
 
 
-@pytest.mark.parametrize("format", Format)
+@pytest.mark.parametrize("format", ExportFormat)
 def test_a_full_disk_leaves_nothing(
-    config: Config, out: Path, format: Format, monkeypatch: pytest.MonkeyPatch
+    config: Config, out: Path, format: ExportFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.pwrite
 

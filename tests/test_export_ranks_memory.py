@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.rank_kit import config_of, save_on_ranks
-from tierfall.export.export import Format
+from tierfall.export.export import ExportFormat
 
 MIB = 1 << 20
 IMAGE_BYTES = 96 * MIB
@@ -57,8 +57,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("format", Format)
-def test_an_export_of_several_ranks_takes_little_memory(saved: Path, format: Format) -> None:
+@pytest.mark.parametrize("format", ExportFormat)
+def test_an_export_of_several_ranks_takes_little_memory(saved: Path, format: ExportFormat) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _WATCHING, str(saved), format],
         capture_output=True,

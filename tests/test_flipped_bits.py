@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tierfall
-from tierfall.core.copies.verify import Verifier
+from tierfall.core.copies.verify import CopyVerifier
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.reader import open_place, resolve_path
@@ -60,7 +60,7 @@ def test_a_check_finds_every_flipped_bit(step_folder: Path) -> None:
     store, _ = open_place(resolve_path(step_folder))
     id = CheckpointId(1, 1)
     missed = []
-    with Verifier() as verifier:
+    with CopyVerifier() as verifier:
         assert verifier.check_stored(store, id).good
         for file, bit in flips(step_folder, TRIALS):
             found = verifier.check_stored(store, id)

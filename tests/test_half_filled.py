@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tierfall
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.errors import CaptureError, ConfigError, RestoreError, StepError
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -151,19 +151,19 @@ def test_an_interrupt_at_the_barrier_goes_through_and_its_image_is_never_sealed(
         ckpt.save(1, state, block=True)
         update()
         with monkeypatch.context() as patch:
-            held, run = threading.Event(), Filling.run
+            held, run = threading.Event(), ImageCopier.run
 
-            def run_later(self: Filling) -> None:
+            def run_later(self: ImageCopier) -> None:
                 held.wait(30)
                 run(self)
 
-            patch.setattr(Filling, "run", run_later)
+            patch.setattr(ImageCopier, "run", run_later)
 
-            def interrupt(self: Filling) -> bool:
+            def interrupt(self: ImageCopier) -> bool:
                 raise KeyboardInterrupt
 
             handle = ckpt.save(2, state)
-            patch.setattr(Filling, "copy_next", interrupt)
+            patch.setattr(ImageCopier, "copy_next", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 update()
             held.set()

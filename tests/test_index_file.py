@@ -27,7 +27,7 @@ from tierfall.core.tensor_index.store import open_index
 from tierfall.core.types import keys
 from tierfall.core.types.errors import BackendError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 from tierfall.tiers.stored import StoredTier
 
 ONE = CheckpointId(1, 1)
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, step: int, tier: str = "shared") -> Path:
 
 
 def commit_of(config: Config, tier: str, step: int) -> Commit:
-    with Reader(config) as reader:
+    with RunReader(config) as reader:
         return reader.stores[tier].read_commit(CheckpointId(step, 1))
 
 
@@ -304,7 +304,7 @@ def test_readers_take_it_or_the_manifests(
     made: list[int] = []
     real = reading.make_index
     monkeypatch.setattr(reading, "make_index", lambda *words: (made.append(1), real(*words))[1])
-    with Reader(config) as reader:
+    with RunReader(config) as reader:
         index = open_index(reader.stores["shared"], commit)
     assert [block.rank for block in index.find("w")[0].blocks] == [0, 1]
     assert len(made) == (how != "good")
@@ -316,7 +316,7 @@ def test_a_manifest_that_is_another_makes_no_index(config: Config, tmp_path: Pat
     manifest = "rank-00001-of-00002.json"
     (folder(tmp_path, 1) / "index.zst").unlink()
     (folder(tmp_path, 1) / manifest).write_bytes((folder(tmp_path, 2) / manifest).read_bytes())
-    with Reader(config) as reader:
+    with RunReader(config) as reader:
         store = reader.stores["shared"]
         with pytest.raises(tierfall.errors.IntegrityError, match="not the manifest"):
             open_index(store, store.read_commit(ONE))

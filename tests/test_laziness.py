@@ -13,7 +13,7 @@ from torch import nn
 
 import tierfall
 from tests.steps import wait_until
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.errors import CaptureError, StateChangedError
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -48,13 +48,13 @@ class Loop:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The capture thread does nothing until the event is set; only lazy captures are held."""
-    event, run = threading.Event(), Filling.run
+    event, run = threading.Event(), ImageCopier.run
 
-    def run_later(self: Filling) -> None:
+    def run_later(self: ImageCopier) -> None:
         assert event.wait(60)
         run(self)
 
-    monkeypatch.setattr(Filling, "run", run_later)
+    monkeypatch.setattr(ImageCopier, "run", run_later)
     yield event
     event.set()
 
@@ -270,9 +270,9 @@ def test_a_barrier_that_waits_too_long_gives_up_the_snapshot_and_never_the_train
 ) -> None:
     loop = Loop()
     claimed, stuck = threading.Event(), threading.Event()
-    copy = Filling._copy
+    copy = ImageCopier._copy
 
-    def copy_late(self: Filling, pieces: Any) -> None:
+    def copy_late(self: ImageCopier, pieces: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             claimed.set()
             assert stuck.wait(60)
@@ -281,7 +281,7 @@ def test_a_barrier_that_waits_too_long_gives_up_the_snapshot_and_never_the_train
     with tierfall.open(make_config(host={"capacity": "32MiB"}, max_wait="1s")) as ckpt:
         begun(ckpt, loop)
         with monkeypatch.context() as patch:
-            patch.setattr(Filling, "_copy", copy_late)
+            patch.setattr(ImageCopier, "_copy", copy_late)
             handle = ckpt.save(2, loop.state)
             assert claimed.wait(60)  # the capture thread is inside a copy
             before = loop.weights()

@@ -21,7 +21,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.integrations.path_names import parse
-from tierfall.integrations.path_reading import Files, tiers_of
+from tierfall.integrations.path_reading import CheckpointFiles, tiers_of
 from tierfall.run.by_path import PathSaves
 from tierfall.run.checkpointer import Checkpointer
 
@@ -69,7 +69,7 @@ def commit(saves: PathSaves, step: int, data: bytes = b"metadata") -> None:
 def read(saves: PathSaves, step: int, name: str) -> bytes:
     where = parse(f"run/step-{step}/{name}")
     with tiers_of(where, saves, "") as tiers:
-        files = Files(tiers.find(where), tiers)
+        files = CheckpointFiles(tiers.find(where), tiers)
         file = files.find(name)
         assert file is not None
         return files.open(file).read(1 << 20) or b""
@@ -78,7 +78,7 @@ def read(saves: PathSaves, step: int, name: str) -> bytes:
 def names(saves: PathSaves, step: int) -> set[str]:
     where = parse(f"run/step-{step}")
     with tiers_of(where, saves, "") as tiers:
-        return set(Files(tiers.find(where), tiers).all())
+        return set(CheckpointFiles(tiers.find(where), tiers).all())
 
 
 @pytest.mark.parametrize("coordinator", [0, 1])

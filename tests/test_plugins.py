@@ -21,7 +21,7 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.policy import PolicyKind
 from tierfall.core.types.view import TierView, Verdict, View
 from tierfall.policies import Measured, register, registry
-from tierfall.policies.cadence import Bound, choose_interval
+from tierfall.policies.cadence import IntervalBound, choose_interval
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush
 from tierfall.policies.retention import next_due_s, plan_retention
@@ -168,7 +168,7 @@ def test_a_cadence_that_fails_is_said_once_and_the_default_stands_for_it(
     measured = Measured(step_s=0.1, cost_s=0.035, saved=True)
     for _ in range(2):
         choice = choose_interval(rules, measured)
-        assert (choice.interval_steps, choice.bound) == (10, Bound.OVERHEAD)
+        assert (choice.interval_steps, choice.bound) == (10, IntervalBound.OVERHEAD)
     assert len(caplog.records) == 1
     assert said in caplog.text
 
@@ -181,7 +181,7 @@ def test_a_cadence_of_ones_own_waits_for_the_slowest_tier() -> None:
     choice = choose_interval(rules, quick)
     assert (choice.interval_steps, choice.reason) == (3, "mine: so it is")
     slow = choose_interval(rules, replace(quick, durable_s={"disk": 2.0}))
-    assert (slow.interval_steps, slow.bound) == (20, Bound.DURABLE)
+    assert (slow.interval_steps, slow.bound) == (20, IntervalBound.DURABLE)
 
 
 def test_a_cadence_of_ones_own_beside_another_measure_is_refused() -> None:

@@ -25,7 +25,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.ops import commands
 from tierfall.ops.copy import copy
 from tierfall.ops.measure import measure
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 from tierfall.setup import tiers as stores
 from tierfall.tiers.stored import StoredTier
 
@@ -162,15 +162,15 @@ def test_commands_leave_a_read_only_tier_alone_and_say_so(
     shutil.copytree(archive, tmp_path / "disk")
     config = load_config(make_config(disk={}, archive=ARCHIVE))
     before = files_below(archive)
-    with Reader(config) as reader:
+    with RunReader(config) as reader:
         listings = reader.list()
     known = merge(listings)
     assert all(not seen.owed for seen in commands.view_of(config, known).checkpoints)
     assert {d.tier for d in commands.plan_prune(config, listings)} == {"disk"}
-    carried = commands.carry_out(config, commands.PersonsOrder.DELETE, CheckpointId(1, 1))
+    carried = commands.run_command(config, commands.CommandKind.DELETE, CheckpointId(1, 1))
     assert carried.done == ("disk",)
     assert "archive is read-only: 1@1 stays" in str(carried.failed["archive"])
-    marked = commands.leave_mark(config, commands.PersonsOrder.PIN, known[1])
+    marked = commands.leave_mark(config, commands.CommandKind.PIN, known[1])
     assert marked.done == ("disk",)
     assert "archive is read-only" in str(marked.failed["archive"])
     with pytest.raises(ConfigError, match="tier archive is read_only"):

@@ -20,7 +20,7 @@ from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all, restore_all, stop_before_any_flush
 from tests.steps import wait_until
 from tierfall.cli.app import app
-from tierfall.config import Config, FileTier, ObjectTier
+from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
@@ -254,7 +254,7 @@ def test_a_tier_that_one_rank_cannot_reach_is_left_out_by_all(
         close_all(opener.all_open(fresh=True))
     real = stores._open_backend
 
-    def open_backend(tier: FileTier | ObjectTier, *, read_only: bool) -> Backend:
+    def open_backend(tier: FileTierConfig | ObjectTierConfig, *, read_only: bool) -> Backend:
         if str(tier.place) == str(tmp_path / str(who) / "far"):
             raise UnreachableError("nobody answers")
         return real(tier, read_only=read_only)

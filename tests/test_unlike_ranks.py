@@ -327,14 +327,16 @@ def test_what_was_found_unlike_and_not_named_yet_is_no_checkpoint_of_the_next_st
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All are killed before the tensor is named: the images were never sealed."""
-    from tierfall.core.scheduler.group.dedup import Divider
+    from tierfall.core.scheduler.group.dedup import ReplicaAssigner
 
     opened = open_all(tmp_path, ranks)
     states = [replica(rank) for rank in range(3)]
     save_whole(opened, 1, states)
     wait_sealed(opened)
     asked: list[Any] = []
-    monkeypatch.setattr(Divider, "_all_digests", lambda self, id, bodies: asked.append(id))
+    monkeypatch.setattr(
+        ReplicaAssigner, "_on_all_digests", lambda self, id, bodies: asked.append(id)
+    )
     for rank, state in enumerate(states):
         train(state, rank)
     handles = save_all(opened, 2, states)

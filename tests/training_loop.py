@@ -11,7 +11,7 @@ from tierfall.core.types.values import CheckpointId, TierKind, survives
 from tierfall.core.types.view import TierRules
 from tierfall.policies.cadence import CadenceRules
 from tierfall.run.announced_steps import AnnouncedSteps
-from tierfall.run.cadence import Cadence
+from tierfall.run.cadence import CadenceClock
 
 HOST = TierRules(name="host", kind=TierKind.HOST, survives=survives(TierKind.HOST, shared=False))
 STORE = TierRules(
@@ -43,7 +43,7 @@ class Loop:
     _due: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cadence = Cadence(
+        self.cadence = CadenceClock(
             self.rules,
             clock=lambda: self.now_s,
             images=lambda image_bytes: self.images,

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from tierfall.config import Config, load_config
-from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
-from tierfall.core.format.catalog import Listing
+from tierfall.core.format.catalog import ListRequest
 from tierfall.core.load.load import plan_load
-from tierfall.core.restore.reshard import Resize
-from tierfall.core.restore.restore import Request, restore
+from tierfall.core.restore.reshard import ResizeRules
+from tierfall.core.restore.restore import RestoreRequest, restore
 from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.ops.reader import Reader, moved, open_place, resolve_path
-from tierfall.run.checkpointer import Checkpointer, damage_noted
-from tierfall.setup.launcher import find_ranks, find_wire
+from tierfall.ops.reader import RunReader, moved, open_place, resolve_path
+from tierfall.run.checkpointer import Checkpointer, damage_reporter
+from tierfall.setup.launcher import find_ranks, find_transport
 from tierfall.setup.lineage import as_step
 from tierfall.setup.tiers import SHARD
 
@@ -52,7 +52,7 @@ def open(
     """
     settings = load_config(config, run=run)
     ranks = find_ranks(settings, run=settings.run, process_group=process_group)
-    connect = find_wire() if ranks.many else None
+    connect = find_transport() if ranks.many else None
     return Checkpointer(settings, run=settings.run, fresh=fresh, ranks=ranks, connect=connect)
 
 
@@ -72,7 +72,7 @@ def load(
     Raises ConfigError for a path that is none of these and for a device that is not there, RestoreError where nothing
     can be read whole.
     """
-    request = Request(
+    request = RestoreRequest(
         step=None if step is None else as_step(step, doing="load"),
         attempt=None if attempt is None else as_step(attempt, doing="load", what="attempt"),
         operation="load",
@@ -84,9 +84,9 @@ def load(
         if path.suffix not in _YAML:
             return _load_path(path, request, map_location)
     config = load_config(config_or_path)
-    with Reader(config) as reader:
+    with RunReader(config) as reader:
         places = {name: store.place for name, store in reader.stores.items()}
-        tally = Tally(found_damage=damage_noted(config.run, places))
+        tally = ReadTally(found_damage=damage_reporter(config.run, places))
         what = config.run
         return _load(reader.list(), request, reader.opener(), map_location, SHARD, what, tally)
 
@@ -102,7 +102,9 @@ def _check_device(map_location: str | torch.device) -> None:
         raise ConfigError(f"{what}: {str(error).splitlines()[0][:200]}") from error
 
 
-def _load_path(path: Path, request: Request, map_location: str | torch.device) -> dict[str, Any]:
+def _load_path(
+    path: Path, request: RestoreRequest, map_location: str | torch.device
+) -> dict[str, Any]:
     place = resolve_path(path)
     if place.checkpoint is not None:
         request = _within(place.checkpoint, request, path)
@@ -116,7 +118,7 @@ def _load_path(path: Path, request: Request, map_location: str | torch.device) -
             map_location,
             place.shard or SHARD,
             str(path),
-            Tally(found_damage=damage_noted(place.run, {store.name: store.place})),
+            ReadTally(found_damage=damage_reporter(place.run, {store.name: store.place})),
         )
     except RestoreError as error:
         elsewhere = moved(place)
@@ -129,7 +131,7 @@ def _load_path(path: Path, request: Request, map_location: str | torch.device) -
         store.close()
 
 
-def _within(checkpoint: CheckpointId, request: Request, path: Path) -> Request:
+def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path) -> RestoreRequest:
     """A step's folder names the checkpoint; a step or attempt beside it must not say otherwise."""
     if request.step not in (None, checkpoint.step) or request.attempt not in (
         None,
@@ -143,13 +145,13 @@ def _within(checkpoint: CheckpointId, request: Request, path: Path) -> Request:
 
 
 def _load(
-    listings: Sequence[Listing],
-    request: Request,
+    listings: Sequence[ListRequest],
+    request: RestoreRequest,
     open_image: OpenImage,
     map_location: str | torch.device,
     shard: Shard,
     what: str,
-    tally: Tally,
+    tally: ReadTally,
 ) -> dict[str, Any]:
     restored = restore(
         listings,
@@ -158,7 +160,7 @@ def _load(
         make_plan=lambda header: plan_load(header, map_location=map_location),
         shard=shard,
         chunks_max=LOAD_CHUNKS,
-        resize=Resize(values_of=0),
+        resize=ResizeRules(values_of=0),
         tally=tally,
     )
     if restored is None:

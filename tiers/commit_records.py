@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tierfall.core.format.records import Commit
-from tierfall.core.runtime.bounded_calls import side_by_side
-from tierfall.core.types.backend import Stored
+from tierfall.core.runtime.bounded_calls import run_in_parallel
+from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
@@ -34,7 +34,7 @@ class CommitRecords:
     def forget(self, checkpoint: CheckpointId) -> None:
         self._kept.pop(checkpoint, None)
 
-    def find(self, listed: Mapping[CheckpointId, Stored]) -> dict[CheckpointId, Found]:
+    def find(self, listed: Mapping[CheckpointId, StoredObject]) -> dict[CheckpointId, Found]:
         """Return the records that a listing has shown; what is not known as it is listed is read, several at a time.
         Raises the error of a tier that did not answer."""
         kept = {
@@ -46,7 +46,7 @@ class CommitRecords:
         found = dict(
             zip(
                 new,
-                side_by_side(
+                run_in_parallel(
                     lambda id: self._find(id, listed[id].bytes), new, parallel=self._parallel
                 ),
                 strict=True,
@@ -58,7 +58,7 @@ class CommitRecords:
         }
         return {id: kept[id] if id in kept else found[id] for id in listed}
 
-    def find_one(self, id: CheckpointId, listed: Stored) -> Found:
+    def find_one(self, id: CheckpointId, listed: StoredObject) -> Found:
         """Do so for one, and keep what is known of others."""
         was, record = self._kept.get(id, (None, None))
         if record is not None and was == _as_listed(listed):
@@ -88,5 +88,5 @@ class CommitRecords:
         return self._read(id, None)
 
 
-def _as_listed(stored: Stored) -> tuple[int, str]:
+def _as_listed(stored: StoredObject) -> tuple[int, str]:
     return stored.bytes, stored.version

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierfall.core.compression.codec import Packer
-from tierfall.core.compression.frame_table import Packed, chunk_widths, describe
+from tierfall.core.compression.frame_table import FrameTable, chunk_widths, make_frame_table
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.compression.seek_table import table_bytes
 from tierfall.core.format.commit_files import packed_files
@@ -126,7 +126,7 @@ class Packing:
 
 
 @dataclass(slots=True)
-class _Frame:
+class _PendingFrame:
     """A frame that waits for its turn; ``lease`` gives its buffer back."""
 
     data: memoryview
@@ -135,20 +135,20 @@ class _Frame:
 
 
 @dataclass(slots=True)
-class _Part:
+class _UploadPart:
     offset: int
     buffer: memoryview
     filled: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
-class _Stream:
+class _PackedStream:
     """What stands where, under one lock: frames by chunk, the part that is being filled, parts that are full."""
 
-    waiting: dict[int, _Frame] = field(default_factory=dict)
+    waiting: dict[int, _PendingFrame] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
-    filling: _Part | None = None
-    full: list[_Part] = field(default_factory=list)
+    filling: _UploadPart | None = None
+    full: list[_UploadPart] = field(default_factory=list)
     parts_out: int = 0
     end: int = 0
 
@@ -179,8 +179,8 @@ class PackedImageWriter:
         least = part_bytes(bound, max(packing.part_bytes, part_bytes_min))
         self._part_bytes = -(-min(least, bound) // _PAGE_BYTES) * _PAGE_BYTES
         self._lock = threading.Lock()
-        self._stream = _Stream()
-        self._packed: Packed | None = None
+        self._stream = _PackedStream()
+        self._packed: FrameTable | None = None
         self._published = False
         self._writer = create(bound)
 
@@ -199,7 +199,7 @@ class PackedImageWriter:
             lease.close()
             raise
         with self._lock:
-            self._stream.waiting[index] = _Frame(buffer[:length], lease)
+            self._stream.waiting[index] = _PendingFrame(buffer[:length], lease)
         self.send()
 
     def send(self) -> None:
@@ -243,13 +243,13 @@ class PackedImageWriter:
     def abort(self) -> None:
         self._writer.abort()
         with self._lock:
-            stream, self._stream = self._stream, _Stream()
+            stream, self._stream = self._stream, _PackedStream()
         for frame in stream.waiting.values():
             frame.lease.close()
 
-    def _described(self, manifest: Manifest) -> Packed:
+    def _described(self, manifest: Manifest) -> FrameTable:
         """All frames are in: put the seek table behind them, and close the last part."""
-        packed = describe(
+        packed = make_frame_table(
             manifest,
             self._packing.codec,
             level=self._packing.level,
@@ -259,7 +259,9 @@ class PackedImageWriter:
         tail = packed.seek_table(manifest)
         if tail:
             with self._lock:
-                self._stream.waiting[self._cut.chunk_count] = _Frame(memoryview(tail), ExitStack())
+                self._stream.waiting[self._cut.chunk_count] = _PendingFrame(
+                    memoryview(tail), ExitStack()
+                )
         return packed
 
     def _fill(self) -> None:
@@ -288,11 +290,11 @@ class PackedImageWriter:
         if stream.filling is None:
             if stream.parts_out >= self._packing.parallel:
                 return False
-            stream.filling = _Part(stream.end, self._packing.lend_part(self._part_bytes))
+            stream.filling = _UploadPart(stream.end, self._packing.lend_part(self._part_bytes))
             stream.parts_out += 1
         return True
 
-    def _take_from(self, frame: _Frame) -> None:
+    def _take_from(self, frame: _PendingFrame) -> None:
         stream = self._stream
         part = stream.filling
         assert part is not None

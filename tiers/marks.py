@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from tierfall.core.format.commit_files import damage_mark
 from tierfall.core.format.records import Commit, Mark, read_mark
-from tierfall.core.runtime.bounded_calls import side_by_side
+from tierfall.core.runtime.bounded_calls import run_in_parallel
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import KeyExistsError, KeyNotFoundError, TierfallError
@@ -75,7 +75,7 @@ class Marks:
         changed = self._changed()
         if changed == self._seen:
             asked = list(checkpoints)
-            found = side_by_side(self.of, asked, parallel=self._parallel)
+            found = run_in_parallel(self.of, asked, parallel=self._parallel)
             return dict(zip(asked, found, strict=True))
         files: dict[CheckpointId, set[str]] = {checkpoint: set() for checkpoint in checkpoints}
         for stored in self._backend.scan(f"{self._run}/"):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from tierfall.core.format.catalog import FoundCopy, Listing, StepFolderError, start_of
+from tierfall.core.format.catalog import FoundCopy, ListRequest, StepFolderError, start_of
 from tierfall.core.format.commit_files import damage_mark, without_index, wrong_files
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import (
@@ -29,9 +29,9 @@ from tierfall.core.format.records import (
     read_tier,
     stops_drop,
 )
-from tierfall.core.runtime.rate_limit import Pace
+from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Backend, Stored, delete_all
+from tierfall.core.types.backend import Backend, StoredObject, delete_all
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -71,7 +71,7 @@ class StoredTier:
         run: str,
         backend: Backend,
         packing: Packing | None = None,
-        pace: Pace | None = None,
+        pace: RateLimiter | None = None,
         recognise: Recognise | None = None,
         links: Callable[[str], Iterable[str]] = lambda folder: (),
         read_only: str = "",
@@ -121,14 +121,14 @@ class StoredTier:
 
     # What is there -------------------------------------------------------------------------------
 
-    def list(self) -> Listing:
+    def list(self) -> ListRequest:
         """Read all that this tier holds of the run, or report the error that kept it from answering."""
         try:
             return self._list()
         except TierfallError as error:
-            return Listing(tier=self.name, error=error)
+            return ListRequest(tier=self.name, error=error)
 
-    def _list(self) -> Listing:
+    def _list(self) -> ListRequest:
         self._marks.begin()  # before the listing: what changes later is noticed
         folders, attempts, starts = self._scan()
         records = self._commits.find(
@@ -139,17 +139,17 @@ class StoredTier:
             }
         )
         copies = [
-            self._judged(_found(checkpoint, folders[checkpoint], record), folders[checkpoint])
+            self._with_damage(_found(checkpoint, folders[checkpoint], record), folders[checkpoint])
             for checkpoint, record in records.items()
             if record is not None
         ]
         if any(copy.commit is not None and copy.damage is not None for copy in copies):
             # the folder of what was committed during the scan may have been read in part: look once more
             again, _, _ = self._scan()
-            copies = [self._judged(c, again[c.id]) for c in copies if c.id in again]
+            copies = [self._with_damage(c, again[c.id]) for c in copies if c.id in again]
             folders = {**folders, **again}
         copies = [self._as_marked(copy, folders[copy.id]) for copy in copies]
-        return Listing(
+        return ListRequest(
             tier=self.name,
             copies=tuple(sorted(copies, key=lambda c: c.id)),
             unfinished={
@@ -178,10 +178,12 @@ class StoredTier:
 
     def _scan(
         self,
-    ) -> tuple[dict[CheckpointId, dict[str, Stored]], tuple[int, ...], tuple[AttemptStart, ...]]:
+    ) -> tuple[
+        dict[CheckpointId, dict[str, StoredObject]], tuple[int, ...], tuple[AttemptStart, ...]
+    ]:
         """Return the files of every step's folder, by their names in it; the numbers of the attempts; and how those
         began that have committed something here."""
-        folders: dict[CheckpointId, dict[str, Stored]] = {}
+        folders: dict[CheckpointId, dict[str, StoredObject]] = {}
         attempts: list[int] = []
         starts: list[AttemptStart] = []
         for stored in self.backend.scan(f"{self._run}/"):
@@ -195,7 +197,7 @@ class StoredTier:
                 folders.setdefault(checkpoint, {})[rest] = stored
         return folders, tuple(sorted(attempts)), tuple(starts)
 
-    def _judged(self, copy: FoundCopy, files: Mapping[str, Stored]) -> FoundCopy:
+    def _with_damage(self, copy: FoundCopy, files: Mapping[str, StoredObject]) -> FoundCopy:
         """Hold the files of a checkpoint's folder, by name and size, against its commit record: what lacks one that the
         record names is damaged, whoever took it. The index is made of the manifests: a copy is whole without it."""
         if copy.commit is None:
@@ -255,7 +257,7 @@ class StoredTier:
         record = None if listed is None else self._commits.find_one(checkpoint, listed)
         if record is None:
             return None
-        return self._as_marked(self._judged(_found(checkpoint, files, record), files), files)
+        return self._as_marked(self._with_damage(_found(checkpoint, files, record), files), files)
 
     def settle(self, checkpoint: CheckpointId) -> None:
         """Make the commit record that was found here durable, once: whoever wrote it may have failed, or died, between
@@ -305,11 +307,11 @@ class StoredTier:
         key = self._key(checkpoint, keys.shard_name(shard, codec))
         return self.backend.read_cached(key, offset, end, views)
 
-    def files(self, checkpoint: CheckpointId) -> tuple[Stored, ...]:
+    def files(self, checkpoint: CheckpointId) -> tuple[StoredObject, ...]:
         """Everything in the step's folder, names relative to it."""
         prefix = keys.step_prefix(self._run, checkpoint)
         return tuple(
-            Stored(key=stored.key.removeprefix(prefix), bytes=stored.bytes)
+            StoredObject(key=stored.key.removeprefix(prefix), bytes=stored.bytes)
             for stored in self.backend.scan(prefix)
         )
 
@@ -847,7 +849,7 @@ def _start(name: str) -> AttemptStart | None:
     )
 
 
-def _found(checkpoint: CheckpointId, files: dict[str, Stored], record: Found) -> FoundCopy:
+def _found(checkpoint: CheckpointId, files: dict[str, StoredObject], record: Found) -> FoundCopy:
     return FoundCopy(
         id=checkpoint,
         state=CopyState.COMMITTED,
@@ -858,5 +860,5 @@ def _found(checkpoint: CheckpointId, files: dict[str, Stored], record: Found) ->
     )
 
 
-def _bytes(files: Iterable[Stored]) -> int:
+def _bytes(files: Iterable[StoredObject]) -> int:
     return sum(file.bytes for file in files)

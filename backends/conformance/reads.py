@@ -21,7 +21,7 @@ from tierfall.backends.conformance.kit import (
     read,
     refused,
 )
-from tierfall.core.types.backend import Backend, Publish, Stored, backend_fault
+from tierfall.core.types.backend import Backend, Publish, StoredObject, backend_fault
 from tierfall.core.types.errors import BackendError, KeyInvalidError, KeyNotFoundError
 
 ODD_KEYS = (
@@ -138,7 +138,9 @@ def a_scan_is_sorted_and_complete(bench: Bench) -> None:
         assert keys(backend) == [], "an empty place lists something"
         for number, key in enumerate(reversed(ODD_KEYS)):
             put(backend, key, bytes(number))
-        expected = [Stored(key=key, bytes=number) for number, key in enumerate(reversed(ODD_KEYS))]
+        expected = [
+            StoredObject(key=key, bytes=number) for number, key in enumerate(reversed(ODD_KEYS))
+        ]
         expected.sort(key=lambda each: each.key)
         assert list(backend.scan("")) == expected, "the listing differs from what was written"
         for key in ODD_KEYS:

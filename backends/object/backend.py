@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from tierfall.backends.object.client import BareAbsenceError, ObjectClient, Row
 from tierfall.backends.object.multipart_writer import PART_BYTES_MAX, PART_BYTES_MIN, ObjectWriter
-from tierfall.backends.object.writer_base import OrderedWriter, Shop
+from tierfall.backends.object.writer_base import OrderedWriter, WriterContext
 from tierfall.backends.toolkit.keys import (
     RESERVED_PREFIX,
     check_key,
@@ -22,7 +22,7 @@ from tierfall.backends.toolkit.keys import (
 )
 from tierfall.backends.toolkit.views import flat
 from tierfall.backends.toolkit.writers import Extent
-from tierfall.core.types.backend import Publish, Stored, Traits, Writer
+from tierfall.core.types.backend import Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -91,7 +91,7 @@ class ObjectStoreBackend:
         if publish is Publish.IF_ABSENT and not self._traits.conditional_create:
             raise BackendError(f"{what}: this store does not keep a conditional create")
         self._check_writable(what)
-        shop = Shop(client=self._client, living=self._living)
+        shop = WriterContext(client=self._client, living=self._living)
         uploads = self._client.uploads
         if uploads is None:
             return OrderedWriter(shop, key, extent=extent, publish=publish)
@@ -117,13 +117,13 @@ class ObjectStoreBackend:
         check_key(key)
         return False
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         check_key(key)
-        return Stored(
+        return StoredObject(
             key=key, bytes=self._client.look(self._full(key), self._what("stat", key)).bytes
         )
 
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         check_prefix(prefix)
         return iter(self._listed(prefix))
 
@@ -175,12 +175,12 @@ class ObjectStoreBackend:
         """Close the connections. Writers that are still open may go on to their abort."""
         self._client.close()
 
-    def _listed(self, prefix: str) -> list[Stored]:
-        found: list[Stored] = []
+    def _listed(self, prefix: str) -> list[StoredObject]:
+        found: list[StoredObject] = []
         for row in self._rows(prefix, self._what("list", prefix)):
             key = row.key.removeprefix(self._client.prefix)
             if is_key(key) and key.startswith(prefix):
-                found.append(Stored(key=key, bytes=row.bytes, version=row.version))
+                found.append(StoredObject(key=key, bytes=row.bytes, version=row.version))
         return sorted(found, key=lambda each: each.key)
 
     def _rows(self, prefix: str, what: str) -> Iterator[Row]:

@@ -24,8 +24,8 @@ from tierfall.backends.object.writer_base import (
     CONDITIONAL_BYTES_MAX,
     SINGLE_BYTES_MAX,
     ObjectFrame,
-    Shop,
-    State,
+    WriterContext,
+    WriterState,
 )
 from tierfall.backends.toolkit.views import flat
 from tierfall.backends.toolkit.writers import Extent
@@ -52,7 +52,7 @@ class ObjectWriter(ObjectFrame):
     """Fills one new object; see ``core.contracts.Writer``."""
 
     def __init__(
-        self, shop: Shop, uploads: Uploads, key: str, *, extent: Extent, publish: Publish
+        self, shop: WriterContext, uploads: Uploads, key: str, *, extent: Extent, publish: Publish
     ) -> None:
         super().__init__(shop, key, extent=extent, publish=publish)
         self._uploads = uploads
@@ -129,7 +129,7 @@ class ObjectWriter(ObjectFrame):
             self.abort()
             raise
         with self._lock:
-            is_dead = self._state is State.DEAD
+            is_dead = self._state is WriterState.DEAD
         if is_dead:
             # Given up meanwhile: a part that comes after the abort may have outlived it.
             with suppress(BackendError):
@@ -145,7 +145,7 @@ class ObjectWriter(ObjectFrame):
                 self._living.add(begun)
                 with self._lock:
                     self._unfinished = begun
-                    is_dead = self._state is State.DEAD
+                    is_dead = self._state is WriterState.DEAD
                 if is_dead:
                     # Given up while it was begun, when there was nothing to remove yet.
                     self._die()

@@ -27,7 +27,7 @@ SINGLE_BYTES_MAX = 8 * 1024 * 1024
 CONDITIONAL_BYTES_MAX = 64 * 1024 * 1024
 
 
-class State(StrEnum):
+class WriterState(StrEnum):
     OPEN = "open"
     PUBLISHING = "publishing"
     WAITING = "waiting to be published again"
@@ -36,7 +36,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shop:
+class WriterContext:
     """What the writers of one backend share: its client, and the ids of what they have begun."""
 
     client: ObjectClient
@@ -46,42 +46,42 @@ class Shop:
 class ObjectFrame(AbortOnExit):
     """One new object; a subclass takes the bytes."""
 
-    def __init__(self, shop: Shop, key: str, *, extent: Extent, publish: Publish) -> None:
+    def __init__(self, shop: WriterContext, key: str, *, extent: Extent, publish: Publish) -> None:
         self._client = shop.client
         self._living = shop.living
         self._key = key
         self._extent = extent
         self._publish_mode = publish
         self._lock = threading.Lock()
-        self._state = State.OPEN
+        self._state = WriterState.OPEN
         self._kept: dict[int, bytearray] = {}
         self._unfinished = ""
 
     def publish(self) -> None:
         with self._lock:
-            if self._state not in (State.OPEN, State.WAITING):
+            if self._state not in (WriterState.OPEN, WriterState.WAITING):
                 self._refuse("publish")
-            self._state = State.PUBLISHING
+            self._state = WriterState.PUBLISHING
         try:
             self._publish(self._what("publish"))
         except BackendError as error:
             if error.retryable and self._publish_mode is Publish.REPLACE:
-                self._state = State.WAITING
+                self._state = WriterState.WAITING
             else:
                 self._die()
             raise
         except BaseException:
             self._die()
             raise
-        self._state = State.PUBLISHED
+        self._state = WriterState.PUBLISHED
         self._kept.clear()
         self._living.discard(self._unfinished)
 
     def abort(self) -> None:
         with self._lock:
-            if self._state not in (State.OPEN, State.WAITING):
+            if self._state not in (WriterState.OPEN, WriterState.WAITING):
                 return
-            self._state = State.DEAD
+            self._state = WriterState.DEAD
         self._die()
 
     @abstractmethod
@@ -94,7 +94,7 @@ class ObjectFrame(AbortOnExit):
 
     def _die(self) -> None:
         """Leave nothing; where the store cannot be asked, it is left to ``discard_unfinished``."""
-        self._state = State.DEAD
+        self._state = WriterState.DEAD
         self._kept.clear()
         with suppress(BackendError):
             self._remove()
@@ -114,7 +114,7 @@ class ObjectFrame(AbortOnExit):
         self._client.put(self._full_key, memoryview(self._joined()), self._publish_mode, what)
 
     def _check_open(self, operation: str) -> None:
-        if self._state is not State.OPEN:
+        if self._state is not WriterState.OPEN:
             self._refuse(operation)
 
     def _refuse(self, operation: str) -> None:
@@ -139,7 +139,7 @@ class OrderedWriter(ObjectFrame):
     again a moment later, because the bytes before are lost; whoever still has them writes a new object.
     """
 
-    def __init__(self, shop: Shop, key: str, *, extent: Extent, publish: Publish) -> None:
+    def __init__(self, shop: WriterContext, key: str, *, extent: Extent, publish: Publish) -> None:
         super().__init__(shop, key, extent=extent, publish=publish)
         self._stream: Stream | None = None
         self._end = 0

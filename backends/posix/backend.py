@@ -23,11 +23,11 @@ from tierfall.backends.posix.system import (
     read_whole,
     translated,
 )
-from tierfall.backends.posix.writer import PosixWriter, Shop
+from tierfall.backends.posix.writer import PosixWriter, PosixWriterContext
 from tierfall.backends.toolkit.keys import check_key, check_prefix, is_key, is_part, is_unfinished
 from tierfall.backends.toolkit.views import BouncePool, flat
 from tierfall.backends.toolkit.writers import Extent
-from tierfall.core.types.backend import Publish, Stored, Traits
+from tierfall.core.types.backend import Publish, StoredObject, Traits
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -77,7 +77,7 @@ class PosixBackend:
             block_bytes=BOUNCE_BYTES, alignment_bytes=max(block_bytes, 1), keep=_MAX_PARALLEL
         )
         self._living: set[str] = set()
-        self._shop = Shop(
+        self._shop = PosixWriterContext(
             folders=self._folders, medium=self._medium, pool=pool, living=self._living
         )
         self._traits = Traits(
@@ -151,15 +151,15 @@ class PosixBackend:
             f"{status.st_size}; it was cut short, or another object was expected"
         )
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         check_key(key)
         parent, _, leaf = key.rpartition("/")
         with self._asking("stat", key), self._folders.opened(parent) as folder:
             status = os.stat(leaf, dir_fd=folder, follow_symlinks=False)
             self._check_regular(status, key)
-        return Stored(key=key, bytes=status.st_size)
+        return StoredObject(key=key, bytes=status.st_size)
 
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         check_prefix(prefix)
         return self._scan(prefix)
 
@@ -305,12 +305,12 @@ class PosixBackend:
             "itself there"
         )
 
-    def _scan(self, prefix: str) -> Iterator[Stored]:
+    def _scan(self, prefix: str) -> Iterator[StoredObject]:
         listings = Listings(self._entries)
-        pending: list[Stored | str] = [prefix]
+        pending: list[StoredObject | str] = [prefix]
         while pending:
             item = pending.pop()
-            if isinstance(item, Stored):
+            if isinstance(item, StoredObject):
                 yield item
                 continue
             pending.append(item)
@@ -346,18 +346,18 @@ class PosixBackend:
         return count
 
 
-def _next_folders(pending: list[Stored | str], count: int) -> list[Stored | str]:
+def _next_folders(pending: list[StoredObject | str], count: int) -> list[StoredObject | str]:
     """Take from the end of ``pending`` up to so many folders, and the objects between them, in their order."""
-    group: list[Stored | str] = []
+    group: list[StoredObject | str] = []
     while pending and count:
         group.append(pending.pop())
         count -= isinstance(group[-1], str)
     return group
 
 
-def _below(prefix: str, entries: Iterable[Entry]) -> list[Stored | str]:
+def _below(prefix: str, entries: Iterable[Entry]) -> list[StoredObject | str]:
     """Name what lies in a folder as objects and longer prefixes, in the order of the keys that they stand for."""
-    found: dict[str, Stored | str] = {}
+    found: dict[str, StoredObject | str] = {}
     for entry in entries:
         key = prefix + entry.name
         if not is_key(key):
@@ -365,7 +365,7 @@ def _below(prefix: str, entries: Iterable[Entry]) -> list[Stored | str]:
         if entry.is_folder:
             found[key + "/"] = key + "/"
         else:
-            found[key] = Stored(key=key, bytes=entry.bytes, version=entry.version)
+            found[key] = StoredObject(key=key, bytes=entry.bytes, version=entry.version)
     return [found[name] for name in sorted(found)]
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.backends.posix.system import sync_error
-from tierfall.core.runtime.bounded_calls import side_by_side
+from tierfall.core.runtime.bounded_calls import run_in_parallel
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -278,7 +278,7 @@ class Listings:
 
     def list(self, folders: Sequence[str]) -> list[list[Entry]]:
         if self.at_once > 1:
-            return side_by_side(self._entries, folders, parallel=LISTINGS_AT_ONCE)
+            return run_in_parallel(self._entries, folders, parallel=LISTINGS_AT_ONCE)
         began_s = time.monotonic()
         found = [self._entries(folder) for folder in folders]
         is_slow = time.monotonic() - began_s > SLOW_S * len(folders)

@@ -34,7 +34,7 @@ _CREATE_TRIES = 16
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
-class _State(StrEnum):
+class _PosixWriterState(StrEnum):
     OPEN = "open"
     PUBLISHING = "publishing"
     PUBLISHED = "published"
@@ -42,7 +42,7 @@ class _State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shop:
+class PosixWriterContext:
     """What the writers of one backend share: its folders, its medium, its bounce blocks, the names in use."""
 
     folders: Folders
@@ -54,14 +54,16 @@ class Shop:
 class PosixWriter(AbortOnExit):
     """Fills one new object; see ``core.contracts.Writer``."""
 
-    def __init__(self, shop: Shop, key: str, *, extent: Extent, publish: Publish) -> None:
+    def __init__(
+        self, shop: PosixWriterContext, key: str, *, extent: Extent, publish: Publish
+    ) -> None:
         self._shop = shop
         self._key = key
         self._parent, _, self._leaf = key.rpartition("/")
         self._extent = extent
         self._publish = publish
         self._lock = threading.Lock()
-        self._state = _State.OPEN
+        self._state = _PosixWriterState.OPEN
         self._busy = 0
         self._coverage = Coverage()
         self._name = unfinished_name()
@@ -109,7 +111,7 @@ class PosixWriter(AbortOnExit):
         self._finish_publish()
 
     def abort(self) -> None:
-        if self._state is not _State.PUBLISHED:
+        if self._state is not _PosixWriterState.PUBLISHED:
             self._die()
 
     def _start(self) -> tuple[int, int]:
@@ -157,7 +159,7 @@ class PosixWriter(AbortOnExit):
         finally:
             with self._lock:
                 self._busy -= 1
-            if fatal or self._state is _State.DEAD:
+            if fatal or self._state is _PosixWriterState.DEAD:
                 self._die()
 
     def _put(self, offset: int, data: memoryview) -> None:
@@ -184,7 +186,7 @@ class PosixWriter(AbortOnExit):
             return self._direct
 
     def _check_open(self, operation: str) -> None:
-        if self._state is not _State.OPEN:
+        if self._state is not _PosixWriterState.OPEN:
             raise BackendError(
                 f"{self._what(operation)}: this writer is {self._state}; create a new one"
             )
@@ -192,7 +194,7 @@ class PosixWriter(AbortOnExit):
     def _begin_publish(self) -> None:
         with self._lock:
             self._check_open("publish")
-            self._state = _State.PUBLISHING
+            self._state = _PosixWriterState.PUBLISHING
             busy = self._busy
         if busy:
             self._die()
@@ -251,7 +253,7 @@ class PosixWriter(AbortOnExit):
         try:
             self._shop.folders.sync(self._folder, state=state)
         finally:
-            self._state = _State.PUBLISHED
+            self._state = _PosixWriterState.PUBLISHED
             self._shop.living.discard(self._name)
             folder, self._folder = self._folder, -1
             os.close(folder)
@@ -260,8 +262,8 @@ class PosixWriter(AbortOnExit):
         """Remove the file at once, and close it when no write uses it any more: a number closed too early would lead
         a late write into somebody else's file."""
         with self._lock:
-            if self._state is not _State.DEAD:
-                self._state = _State.DEAD
+            if self._state is not _PosixWriterState.DEAD:
+                self._state = _PosixWriterState.DEAD
                 # Gone already, or the medium fails: then discard_unfinished finds it; the first error is what counts.
                 with suppress(OSError):
                     os.unlink(self._name, dir_fd=self._folder)

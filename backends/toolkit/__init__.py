@@ -11,7 +11,14 @@ from tierfall.backends.toolkit.registry import register
 from tierfall.backends.toolkit.store import KeyValueStore
 from tierfall.backends.toolkit.views import aligned_block, copy_bytes, flat
 from tierfall.backends.toolkit.writers import AbortOnExit, Coverage, Extent
-from tierfall.core.types.backend import Backend, Publish, Stored, SyncedBackend, Traits, Writer
+from tierfall.core.types.backend import (
+    Backend,
+    Publish,
+    StoredObject,
+    SyncedBackend,
+    Traits,
+    Writer,
+)
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -40,7 +47,7 @@ __all__ = [
     "LostWriteError",
     "Publish",
     "StorageFullError",
-    "Stored",
+    "StoredObject",
     "SyncedBackend",
     "Traits",
     "UnreachableError",

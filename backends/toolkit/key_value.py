@@ -23,7 +23,7 @@ from tierfall.backends.toolkit.store import (
 )
 from tierfall.backends.toolkit.views import copy_bytes, flat
 from tierfall.backends.toolkit.writers import AbortOnExit, Coverage, Extent
-from tierfall.core.types.backend import Publish, Stored, Traits
+from tierfall.core.types.backend import Publish, StoredObject, Traits
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -107,11 +107,11 @@ class KeyValueBackend:
         check_key(key)
         return False
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         value, pieces = self.values.find(key, self.what("stat", check_key(key)))
-        return _stored(Stored(key=key, bytes=value.nbytes), pieces)
+        return _stored(StoredObject(key=key, bytes=value.nbytes), pieces)
 
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         return iter(sorted(self._listed(check_prefix(prefix)), key=lambda each: each.key))
 
     def delete(self, key: str) -> None:
@@ -167,7 +167,7 @@ class KeyValueBackend:
             at += part.nbytes
         return None
 
-    def _listed(self, prefix: str) -> Iterator[Stored]:
+    def _listed(self, prefix: str) -> Iterator[StoredObject]:
         what = self.what("list", prefix)
         for each in self.values.list(prefix, what):
             if not is_key(each.key):
@@ -178,7 +178,7 @@ class KeyValueBackend:
             with suppress(KeyNotFoundError):  # removed meanwhile
                 value, pieces = self.values.find(each.key, what)
                 yield _stored(
-                    Stored(key=each.key, bytes=value.nbytes, version=each.version), pieces
+                    StoredObject(key=each.key, bytes=value.nbytes, version=each.version), pieces
                 )
 
     def _check_writable(self, what: str) -> None:
@@ -380,8 +380,8 @@ class KeyValueWriter(AbortOnExit):
         raise BackendError(f"{what}: this writer is {self._state}; create a new one")
 
 
-def _stored(value: Stored, pieces: Pieces | None) -> Stored:
+def _stored(value: StoredObject, pieces: Pieces | None) -> StoredObject:
     """Describe an object by the value under its key, or by its pieces; their name is another for each writer."""
     if pieces is None:
         return value
-    return Stored(key=value.key, bytes=pieces.length, version=pieces.name)
+    return StoredObject(key=value.key, bytes=pieces.length, version=pieces.name)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tierfall.backends.toolkit.keys import is_unfinished
 from tierfall.backends.toolkit.views import flat
-from tierfall.core.types.backend import Stored
+from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -76,7 +76,7 @@ class KeyValueStore(ABC):
         """Remove a value. One that is not there is no error."""
 
     @abstractmethod
-    def list(self, prefix: str) -> Iterable[Stored]:
+    def list(self, prefix: str) -> Iterable[StoredObject]:
         """Return every key that begins with ``prefix``, with the bytes of its value, in any order; all keys where
         ``prefix`` is empty."""
 
@@ -191,11 +191,11 @@ class Values:
         for key in pieces.keys() if pieces else ():
             self.delete(key, what)
 
-    def list(self, prefix: str, what: str) -> list[Stored]:
+    def list(self, prefix: str, what: str) -> list[StoredObject]:
         with self._asking(what):
             found = list(self._store.list(prefix))
             for each in found:
-                if not isinstance(each, Stored):
+                if not isinstance(each, StoredObject):
                     raise BackendError(
                         f"{what}: {self._name}.list returned {each!r:.40}; expected a Stored(key=..., bytes=...) for "
                         "each key"

@@ -10,7 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Self, cast
 
-from tierfall.core.types.backend import Backend, Publish, Stored, SyncedBackend, Traits, Writer
+from tierfall.core.types.backend import (
+    Backend,
+    Publish,
+    StoredObject,
+    SyncedBackend,
+    Traits,
+    Writer,
+)
 
 
 class Wrapper:
@@ -43,10 +50,10 @@ class Wrapper:
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
         return self._inner.read_cached(key, offset, end, views)
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         return self._inner.stat(key)
 
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         return self._inner.scan(prefix)
 
     def delete(self, key: str) -> None:
@@ -65,7 +72,7 @@ class Wrapper:
         self._inner.close()
 
 
-class Heard(Wrapper):
+class LastAnswer(Wrapper):
     """Passes every call on to ``inner``; ``heard_s`` is when a read, an fsync or a row of a listing last came, in
     seconds of the monotonic clock: whoever waits with a bound tells by that a long listing from silence."""
 
@@ -77,7 +84,7 @@ class Heard(Wrapper):
         self._inner.read_into(key, offset, view)
         self.heard_s = time.monotonic()
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         found = self._inner.stat(key)
         self.heard_s = time.monotonic()
         return found
@@ -86,7 +93,7 @@ class Heard(Wrapper):
         super().sync(folder)
         self.heard_s = time.monotonic()
 
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         for stored in self._inner.scan(prefix):
             self.heard_s = time.monotonic()
             yield stored

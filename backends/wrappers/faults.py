@@ -29,7 +29,7 @@ from fnmatch import fnmatchcase
 from tierfall.backends.toolkit.keys import check_key
 from tierfall.backends.toolkit.views import flat
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
-from tierfall.core.types.backend import Backend, Publish, Stored, Traits, Writer
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import (
     BackendError,
     LostWriteError,
@@ -175,11 +175,11 @@ class Faulty(Wrapper):
         """Nothing is in the page cache: every read is one that a fault may strike."""
         return False
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         with self.striking(Operation.STAT, key):
             return self._inner.stat(key)
 
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         """List what ``inner`` has; a FAIL_AFTER breaks off after about half of it was handed out."""
         with self.striking(Operation.SCAN, prefix) as faults:
             found = list(self._inner.scan(prefix))

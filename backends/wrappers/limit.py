@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from tierfall.backends.toolkit.views import flat
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
-from tierfall.core.runtime.rate_limit import Pace
-from tierfall.core.types.backend import Backend, Publish, Stored, Traits, Writer
+from tierfall.core.runtime.rate_limit import RateLimiter
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 
 SLICE_S = 0.05
 SLICE_BYTES_MIN = 256 * 1024
@@ -32,7 +32,7 @@ class Limited(Wrapper):
         *,
         bytes_per_second: int | None,
         max_parallel: int | None = None,
-        writes: Pace | None = None,
+        writes: RateLimiter | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -43,9 +43,9 @@ class Limited(Wrapper):
         super().__init__(inner)
         self._slots = threading.BoundedSemaphore(max_parallel) if max_parallel else None
         self._max_parallel = max_parallel
-        own = Pace(bytes_per_second, clock, sleep) if bytes_per_second else None
+        own = RateLimiter(bytes_per_second, clock, sleep) if bytes_per_second else None
         self._writes = own if writes is None else writes
-        self._reads = Pace(bytes_per_second, clock, sleep) if bytes_per_second else None
+        self._reads = RateLimiter(bytes_per_second, clock, sleep) if bytes_per_second else None
 
     @property
     def traits(self) -> Traits:
@@ -75,7 +75,7 @@ class Limited(Wrapper):
 
     # What is in the page cache costs the medium nothing: ``read_cached`` is passed on as it is.
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         with self.slot():
             return self._inner.stat(key)
 

@@ -17,15 +17,15 @@ from typing import TypeVar
 
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
 from tierfall.backends.wrappers.limit import Limited
-from tierfall.core.runtime.rate_limit import Pace
-from tierfall.core.types.backend import Backend, Publish, Stored, Writer
+from tierfall.core.runtime.rate_limit import RateLimiter
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
 from tierfall.core.types.errors import BackendError
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class RetryPolicy:
     """How often and how long apart: waits double from ``first_wait_s`` to ``longest_wait_s``, each cut by a random
     part of up to a half, so that many ranks do not come back at once. Nothing is tried again after ``most_s``."""
 
@@ -78,7 +78,7 @@ class Retrying(Wrapper):
         if tries < 1 or first_wait_s < 0 or longest_wait_s < 0:
             raise ValueError(f"Retrying: {tries} tries and waits below 0 s make no sense")
         super().__init__(inner)
-        self._patience = Patience(
+        self._patience = RetryPolicy(
             tries=tries,
             first_wait_s=first_wait_s,
             longest_wait_s=longest_wait_s,
@@ -102,10 +102,10 @@ class Retrying(Wrapper):
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         self._patience.again(lambda: self._inner.read_into(key, offset, view))
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         return self._patience.again(lambda: self._inner.stat(key))
 
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         """List whole before the first item is handed out, so that a listing that broke off can begin again."""
         yield from self._patience.again(lambda: list(self._inner.scan(prefix)))
 
@@ -125,7 +125,7 @@ class Retrying(Wrapper):
 
 
 class _RetryingWriter(WriterWrapper):
-    def __init__(self, inner: Writer, patience: Patience, publish: Publish, what: str) -> None:
+    def __init__(self, inner: Writer, patience: RetryPolicy, publish: Publish, what: str) -> None:
         super().__init__(inner)
         self._patience = patience
         self._mode = publish
@@ -172,7 +172,7 @@ def wrap(
     *,
     bandwidth: int | None = None,
     max_parallel: int | None = None,
-    writes: Pace | None = None,
+    writes: RateLimiter | None = None,
     tries: int = 5,
     first_wait_s: float = 0.2,
     longest_wait_s: float = 10.0,

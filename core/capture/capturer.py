@@ -17,7 +17,7 @@ from typing import Any
 
 from tierfall.core.capture.barrier import Barrier
 from tierfall.core.capture.events import CaptureFailed, CaptureSealed
-from tierfall.core.capture.lazy_evidence import Evidence
+from tierfall.core.capture.lazy_evidence import LazyEvidence
 from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.capture.storage_watch import StorageWatch
 from tierfall.core.format.commit_files import raw_files
@@ -52,7 +52,7 @@ class Capturer:
         self._waiting = threading.RLock()
         self._unsettled: tuple[Snapshot, float] | None = None
         self.barrier = Barrier(self._at_barrier, recorded=self._at_recording)
-        self.evidence = Evidence(self.barrier, checked=checked)
+        self.evidence = LazyEvidence(self.barrier, checked=checked)
         self._storages = StorageWatch(self._at_freeing)
         self._thread = threading.Thread(
             target=self._run, name=f"tierfall-{name}-capture", daemon=True
@@ -172,7 +172,7 @@ class Capturer:
                 as_capture_error(snapshot.id, error) if failed else _interrupted(snapshot, error),
                 even_if_hashed=not snapshot.past_barrier,
             )
-            self._let_go(snapshot)
+            self._release(snapshot)
             if snapshot.lazy:
                 self.evidence.failed(snapshot.id, error)
             self._queue.put(snapshot)
@@ -186,15 +186,15 @@ class Capturer:
                 _waited_too_long(snapshot, give_up_after), even_if_hashed=not snapshot.past_barrier
             )
         if filling.failure is None and not snapshot.past_barrier:
-            self._pass(snapshot)
-        self._let_go(snapshot)
+            self._pass_barrier(snapshot)
+        self._release(snapshot)
         if idle:
             filling.release_sources()
         if filling.failure is not None:
             failure = as_capture_error(snapshot.id, filling.failure)
             raise failure from failure.__cause__
 
-    def _pass(self, snapshot: Snapshot) -> None:
+    def _pass_barrier(self, snapshot: Snapshot) -> None:
         """Take a snapshot past its barrier; if its image is complete, it is sealed now."""
         with self._seal_lock:
             snapshot.past_barrier = True
@@ -202,7 +202,7 @@ class Capturer:
         if ready:
             self._queue.put(snapshot)
 
-    def _let_go(self, snapshot: Snapshot) -> None:
+    def _release(self, snapshot: Snapshot) -> None:
         """Hold nobody at the barrier any more, unless the state is still read: who passes next, on another stream say,
         is held too then."""
         filling = snapshot.filling
@@ -272,7 +272,7 @@ class Capturer:
                 self._capture(snapshot)
             except BaseException as error:  # noqa: BLE001 - every failure is the coordinator's to weigh
                 snapshot.failed = True
-                snapshot.filling.fail(_as_failure(snapshot, error), even_if_hashed=True)
+                snapshot.filling.fail(_as_raisable(snapshot, error), even_if_hashed=True)
                 snapshot.filling.abandon()
                 snapshot.filling.release_sources()
                 traceback.clear_frames(error.__traceback__)
@@ -305,7 +305,7 @@ class Capturer:
         filling.release_sources()
         if snapshot.share is not None:
             snapshot.share.finish()
-        manifest, commit = describe(snapshot)
+        manifest, commit = make_records(snapshot)
         if snapshot.share is None or snapshot.share.digests is None:  # else once it is compared
             snapshot.region.seal(manifest=manifest, commit=commit)
             snapshot.handle.tell_captured()
@@ -345,7 +345,7 @@ def _interrupted(snapshot: Snapshot, error: BaseException) -> CaptureError:
     return CaptureError(f"save of step {snapshot.id.step}: interrupted: {error!r}")
 
 
-def _as_failure(snapshot: Snapshot, error: BaseException) -> Exception:
+def _as_raisable(snapshot: Snapshot, error: BaseException) -> Exception:
     """What ended the capture thread as it may be raised in another: SystemExit, say, was not meant for that one."""
     if isinstance(error, Exception):
         return error
@@ -369,7 +369,7 @@ def as_capture_error(id: CheckpointId, error: BaseException) -> BaseException:
     return failure
 
 
-def describe(snapshot: Snapshot) -> tuple[bytes, bytes]:
+def make_records(snapshot: Snapshot) -> tuple[bytes, bytes]:
     """Make manifest and commit record of a complete image, and return both as they are written."""
     cut = snapshot.geometry
     manifest = Manifest(

@@ -19,14 +19,20 @@ from collections.abc import Callable, Mapping
 import torch
 import xxhash
 
-from tierfall.core.capture.device_copies import Flight, Flights, Shelter, Slab, size_of
+from tierfall.core.capture.device_copies import (
+    CopiesInFlight,
+    CopyInFlight,
+    Slab,
+    SpillBuffer,
+    size_of,
+)
 from tierfall.core.format.records import DIGEST_PREFIX
-from tierfall.core.image.segments import HOST, Cutting, Piece, Segment
-from tierfall.core.image.sources import Sources, pieces_in
-from tierfall.core.image.targets import Targets
-from tierfall.core.runtime.rate_limit import Pace
+from tierfall.core.image.segments import HOST, Segment, Segmentation, SegmentPart
+from tierfall.core.image.sources import TensorSources, pieces_in
+from tierfall.core.image.targets import RegionTargets
+from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import CopyStream
-from tierfall.core.runtime.wait import Bell
+from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.samples import ImageCheck
 from tierfall.core.types.errors import CaptureError
 
@@ -41,22 +47,22 @@ def chunk_digest(view: memoryview) -> str:
     return DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(view)
 
 
-class Filling:
+class ImageCopier:
     """One image on its way into memory. ``copied``: every source was read, or its copy launched; ``final_chunks`` is
     the watermark; ``digests`` are complete when ``hashed``."""
 
     def __init__(
         self,
         *,
-        targets: Targets,
+        targets: RegionTargets,
         memory: memoryview,
         header: bytes,
-        cutting: Cutting,
-        sources: Sources,
+        cutting: Segmentation,
+        sources: TensorSources,
         on_progress: Callable[[int], None],
         streams: Mapping[int, CopyStream] | None = None,
         slab: tuple[int, Slab] | None = None,
-        pace: Pace | None = None,
+        pace: RateLimiter | None = None,
         check: ImageCheck | None = None,
     ) -> None:
         """Copy what is not captured lazily of the ``sources``. ``targets`` and ``memory`` are the same region.
@@ -71,13 +77,13 @@ class Filling:
         self._sources = sources
         self._on_progress = on_progress
         self._segments = deque(cutting.segments)
-        self._flights = Flights(streams or {})
+        self._flights = CopiesInFlight(streams or {})
         self._slab = slab
         self._pace = pace
         self._lock = threading.Lock()
         self._copying: set[int] = set()
-        self._bells: list[Bell] = []
-        self._held: Bell | None = None
+        self._bells: list[InterruptibleEvent] = []
+        self._held: InterruptibleEvent | None = None
         """Rung when the thread that copies alone is done; None while none does."""
         self._missing = cutting.missing.copy()
         self.digests: list[str] = [""] * len(self._missing)
@@ -106,7 +112,7 @@ class Filling:
                 self._copy(left)
         self._flights.follow_callers()
 
-    def _clone_there(self, piece: Piece) -> bool:
+    def _clone_there(self, piece: SegmentPart) -> bool:
         """Take a copy on the device, to be captured later; False where it has no room."""
         source, copies = self._sources.tensor(piece.index), []
         try:
@@ -142,9 +148,9 @@ class Filling:
         finally:
             # no function of our own: an interrupt could come before its first line
             self._copying.discard(me)
-            self._left_copy()
+            self._finish_clone()
 
-    def _left_copy(self) -> None:
+    def _finish_clone(self) -> None:
         with self._lock:
             if not self._copying:
                 self.copied = self.copied or not (self._segments or self.failure)
@@ -162,7 +168,7 @@ class Filling:
         """Wait until no thread is inside a copy, so that the memory may be given away or the sources changed."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._copying:
-            bell = Bell()
+            bell = InterruptibleEvent()
             self._bells.append(bell)
             left = LOOK_AGAIN_S if deadline is None else deadline - time.monotonic()
             if left <= 0:
@@ -205,11 +211,11 @@ class Filling:
 
         Whoever passes later, by another thread or stream, is held likewise, as long as sources are still read.
         """
-        shelter: Shelter | None = None
+        shelter: SpillBuffer | None = None
         waiting: list[tuple[Segment, torch.Tensor]] = []
         try:
-            self._held = Bell()
-            shelter = self._take_shelter()
+            self._held = InterruptibleEvent()
+            shelter = self._spill()
             waiting = list(shelter.rooms) if shelter is not None else []
             self._copy_to(waiting)
             while self.copy_next():
@@ -229,7 +235,7 @@ class Filling:
             if shelter is not None and waiting:
                 shelter.leave(len(waiting))
 
-    def _take_shelter(self) -> Shelter | None:
+    def _spill(self) -> SpillBuffer | None:
         """Take spare memory of a device for what has not been claimed there, as far as there is any: it is captured
         from there, and need not be waited for."""
         if self._slab is None:
@@ -237,7 +243,7 @@ class Filling:
         place, slab = self._slab
         with self._lock:
             unclaimed = [segment for segment in self._segments if segment[0].place == place]
-            shelter = Shelter.for_last(slab, unclaimed)
+            shelter = SpillBuffer.for_last(slab, unclaimed)
             if shelter is not None:
                 moved = {id(segment) for segment, _ in shelter.rooms}
                 self._segments = deque(s for s in self._segments if id(s) not in moved)
@@ -254,7 +260,9 @@ class Filling:
 
         self._flights.streams[rooms[0][0][0].place].for_caller(copy_all)
 
-    def _launch_from(self, shelter: Shelter, waiting: list[tuple[Segment, torch.Tensor]]) -> None:
+    def _launch_from(
+        self, shelter: SpillBuffer, waiting: list[tuple[Segment, torch.Tensor]]
+    ) -> None:
         """Launch what is sheltered; what was launched is taken off ``waiting``."""
         while waiting and self.failure is None:
             segment, room = waiting[0]
@@ -284,27 +292,27 @@ class Filling:
         so ``alone``, the capture thread does nothing."""
         try:
             if alone:
-                self._held = Bell()
+                self._held = InterruptibleEvent()
             while self.copy_next():
                 continue
-            return self.wait_idle(_left_s(deadline)) and self._wait_landed(deadline)
+            return self.wait_idle(_left_s(deadline)) and self._wait_copied(deadline)
         finally:
             # before any call: an interrupt could come before its first line
             held, self._held = self._held, None
             if held is not None:
                 held.ring()
 
-    def _wait_landed(self, deadline: float | None) -> bool:
+    def _wait_copied(self, deadline: float | None) -> bool:
         while (flight := self._flights.first) is not None:
             if deadline is not None:
                 while not flight.mark.is_done():
                     if time.monotonic() >= deadline:
                         return False
                     time.sleep(LANDED_POLL_S)
-            self._land(flight)
+            self._complete(flight)
         return True
 
-    def _land(self, flight: Flight) -> None:
+    def _complete(self, flight: CopyInFlight) -> None:
         """Wait for a flight, and take it for done. Raises what the device reports; the flight is over all the same."""
         failure: BaseException | None = None
         try:
@@ -327,7 +335,7 @@ class Filling:
         self._wait_for_held()
         while (flight := self._flights.first) is not None:
             try:
-                self._land(flight)
+                self._complete(flight)
             except Exception:
                 logger.debug("a copy off a device ended in an error", exc_info=True)
 
@@ -376,18 +384,18 @@ class Filling:
         """Do one thing; what keeps the bus to a device busy comes first. While a thread is held at the barrier, all
         cores and the whole bandwidth of the memory are for what it copies."""
         self._wait_for_held()
-        self._keep_pace()
+        self._throttle()
         claimed = not self._flights.is_full and self.copy_next()
         while (flight := self._flights.first) is not None and flight.mark.is_done():
-            self._land(flight)
+            self._complete(flight)
         if (claimed and self._flights) or self.hash_ready() or claimed:
             return True
         flight = self._flights.first
         if flight is not None:
-            self._land(flight)
+            self._complete(flight)
         return flight is not None
 
-    def _keep_pace(self) -> None:
+    def _throttle(self) -> None:
         if self._pace is None or self._flights.is_full:
             return
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from tierfall.core.image.segments import Segment
-from tierfall.core.runtime.streams import CopyStream, Mark
+from tierfall.core.runtime.streams import CopyStream, StreamEvent
 
 FLYING_BYTES_MAX = 256 << 20
 """What the capture thread lets be under way: enough to keep the bus busy while it hashes a chunk."""
@@ -19,7 +19,7 @@ ALIGNMENT_BYTES = 512
 """What device kernels copy at full speed from."""
 
 
-class Block(Protocol):
+class SpareBlock(Protocol):
     """A piece of a slab, in somebody's use until ``release``."""
 
     @property
@@ -41,15 +41,15 @@ class Slab(Protocol):
         """What may be taken in one piece."""
         ...
 
-    def take(self, size_bytes: int) -> Block | None:
+    def take(self, size_bytes: int) -> SpareBlock | None:
         """Take so many bytes; None where they are not free in one piece."""
         ...
 
 
-class Shelter:
+class SpillBuffer:
     """A block that several segments share, one after the other; it goes back when the last of them has left."""
 
-    def __init__(self, block: Block, segments: Sequence[Segment]) -> None:
+    def __init__(self, block: SpareBlock, segments: Sequence[Segment]) -> None:
         self._block = block
         self._left = len(segments)
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class Shelter:
             at += _aligned(size_of(segment))
 
     @classmethod
-    def for_last(cls, slab: Slab, segments: Sequence[Segment]) -> Shelter | None:
+    def for_last(cls, slab: Slab, segments: Sequence[Segment]) -> SpillBuffer | None:
         """Shelter as many of the last segments as a slab has room for; None where that is none."""
         room, needed, first = slab.room_bytes, 0, len(segments)
         while first > 0 and needed + (size := _aligned(size_of(segments[first - 1]))) <= room:
@@ -81,12 +81,12 @@ def _aligned(size_bytes: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class CopyInFlight:
     """One segment on its way; ``shelter`` is what it flies from, where that is not the state itself."""
 
     segment: Segment
-    mark: Mark
-    shelter: Shelter | None
+    mark: StreamEvent
+    shelter: SpillBuffer | None
 
     @property
     def size_bytes(self) -> int:
@@ -97,12 +97,12 @@ def size_of(segment: Segment) -> int:
     return sum(piece.end - piece.start for piece in segment)
 
 
-class Flights:
+class CopiesInFlight:
     """What is under way. Whoever changes it holds the filling's lock, but for what is said otherwise."""
 
     def __init__(self, streams: Mapping[int, CopyStream]) -> None:
         self.streams = streams
-        self._flying: deque[Flight] = deque()
+        self._flying: deque[CopyInFlight] = deque()
         self._bytes = 0
 
     def __bool__(self) -> bool:
@@ -113,7 +113,7 @@ class Flights:
         return self._bytes >= FLYING_BYTES_MAX
 
     @property
-    def first(self) -> Flight | None:
+    def first(self) -> CopyInFlight | None:
         """The one that was launched first; asked without the lock."""
         try:
             return self._flying[0]
@@ -130,7 +130,7 @@ class Flights:
         segment: Segment,
         work: Callable[[], None],
         *,
-        shelter: Shelter | None,
+        shelter: SpillBuffer | None,
         lock: threading.Lock,
     ) -> None:
         """Queue copies on the stream of the device that a segment lies on; takes the lock itself.
@@ -139,7 +139,7 @@ class Flights:
         """
         stream = self.streams[segment[0].place]
         try:
-            flight = Flight(segment, stream.enqueue(work), shelter)
+            flight = CopyInFlight(segment, stream.enqueue(work), shelter)
             with lock:
                 self._flying.append(flight)
                 self._bytes += flight.size_bytes
@@ -147,10 +147,10 @@ class Flights:
             stream.finish()  # a part may be queued, and nobody would wait for it
             raise
 
-    def has(self, flight: Flight) -> bool:
+    def has(self, flight: CopyInFlight) -> bool:
         return flight in self._flying
 
-    def landed(self, flight: Flight) -> None:
+    def landed(self, flight: CopyInFlight) -> None:
         """Take a flight for done."""
         self._flying.remove(flight)
         self._bytes -= flight.size_bytes

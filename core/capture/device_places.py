@@ -14,7 +14,7 @@ from tierfall.core.runtime.streams import CopyStream, Streams
 _IS_CPU = attrgetter("is_cpu")
 
 
-class Places:
+class CaptureDevices:
     """The devices of one process, numbered as they are met.
 
     After ``of``, ``elsewhere`` names the kinds of devices met that no stream serves: what lies there is read as if it

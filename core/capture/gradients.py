@@ -28,7 +28,7 @@ BYTES_MAX = 1 << 20
 
 
 @dataclass(slots=True)
-class _Look:
+class _WatchedGradient:
     """The ``place`` of a parameter in its optimizer (group, number), its gradient at the last step, and an unused one
     at a save since, with the save's step.
 
@@ -45,7 +45,7 @@ class GradientWatch:
     """Told of each optimizer step before it runs, and of each save. It logs one warning at most."""
 
     def __init__(self) -> None:
-        self._looks: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Look] = (
+        self._looks: weakref.WeakKeyDictionary[torch.optim.Optimizer, _WatchedGradient] = (
             weakref.WeakKeyDictionary()
         )
         self._over = False
@@ -62,25 +62,25 @@ class GradientWatch:
 
     def stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step, with these arguments of its ``step``."""
-        look = None if self._over else self._look_at(optimizer)
+        look = None if self._over else self._record_gradient(optimizer)
         if look is None:
             return
         gradient = _gradient_of(_parameter_at(optimizer, look.place))
         if gradient is not None and look.saved is not None and look.saved[0] is gradient:
-            self._say(look.saved[1])
+            self._warn(look.saved[1])
         closure = len(args) > 1 or kwargs.get("closure") is not None  # it makes gradients itself
         look.used = None if closure else gradient
         look.saved = None
 
-    def _look_at(self, optimizer: torch.optim.Optimizer) -> _Look | None:
+    def _record_gradient(self, optimizer: torch.optim.Optimizer) -> _WatchedGradient | None:
         look = self._looks.get(optimizer)
         if look is None and len(self._looks) < OPTIMIZERS_MAX:
             place = _smallest(optimizer)
             if place is not None:
-                look = self._looks[optimizer] = _Look(place)
+                look = self._looks[optimizer] = _WatchedGradient(place)
         return look
 
-    def _say(self, step: int) -> None:
+    def _warn(self, step: int) -> None:
         self._over = True
         self._looks.clear()
         logger.warning(

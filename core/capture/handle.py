@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from tierfall.core.runtime.wait import Bell
+from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import CaptureError, ConfigError, FlushError, TierfallError
 from tierfall.core.types.units import as_seconds
 from tierfall.core.types.values import CheckpointId, SaveOutcome
@@ -50,7 +50,7 @@ class SaveHandle:
         self._began = clock()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._bells: list[Bell] = []
+        self._bells: list[InterruptibleEvent] = []
         self._captured = False
         self._failure: BaseException | None = None
         self._outcome = SaveOutcome.PENDING
@@ -105,7 +105,7 @@ class SaveHandle:
         self._wait(lambda: self._captured or self._failure is not None, timeout, "captured")
         with self._lock:
             if self._failure is not None and not self._captured:
-                raise _again(self._failure)
+                raise _raised_anew(self._failure)
 
     def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
         """Wait until the step is committed on ``tier`` (default: the last one that it is flushed to).
@@ -122,7 +122,7 @@ class SaveHandle:
         with self._lock:
             if name in self._done:
                 return
-            raise _again(self._failed.get(name) or self._failure)
+            raise _raised_anew(self._failed.get(name) or self._failure)
 
     def done(self, tier: str | None = None) -> bool:
         """Say whether the step is committed on ``tier`` (default: the last one that it is flushed to)."""
@@ -151,7 +151,7 @@ class SaveHandle:
             self._done.add(self._in_memory)
             if not self._tiers:
                 self._outcome = SaveOutcome.SAVED
-            self._ring()
+            self._notify()
 
     def tell_given_up(self, outcome: SaveOutcome, error: BaseException) -> None:
         """The image will never be complete, skipped or failed; or, superseded, it lies in memory no more.
@@ -161,7 +161,7 @@ class SaveHandle:
         with self._lock:
             if self._outcome is SaveOutcome.SAVED:
                 self._failed.update((t, error) for t in self._tiers if t not in self._done)
-                self._ring()
+                self._notify()
                 return
             self._outcome = outcome
             self._failure = error
@@ -169,7 +169,7 @@ class SaveHandle:
                 self._captured = False
                 self._done.discard(self._in_memory)
                 self._failed.clear()
-            self._ring()
+            self._notify()
 
     def tell_committed(self, tier: str) -> None:
         with self._lock:
@@ -178,14 +178,14 @@ class SaveHandle:
             self._durable_s[tier] = self._clock() - self._began
             if self._tiers and tier == self._tiers[-1]:
                 self._outcome = SaveOutcome.SAVED
-            self._ring()
+            self._notify()
 
     def tell_tier_failed(self, tier: str, error: BaseException) -> None:
         with self._lock:
             self._failed[tier] = error
             if self._tiers and tier == self._tiers[-1]:
                 self._outcome = SaveOutcome.FAILED
-            self._ring()
+            self._notify()
 
     def tell_settled(self) -> bool:
         """Say whether nothing of this save goes on: every tier that it is flushed to has it, or does not take it."""
@@ -204,9 +204,9 @@ class SaveHandle:
                 self._outcome = SaveOutcome.FAILED
                 if not self._captured:
                     self._failure = error
-            self._ring()
+            self._notify()
 
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         """Wake everybody who waits; called under the lock."""
         while self._bells:
             self._bells.pop().ring()
@@ -233,7 +233,7 @@ class SaveHandle:
         ):  # under capture.verify the image waits for its barrier: this is one
             self.before_wait(timeout)
         while True:
-            bell = Bell()
+            bell = InterruptibleEvent()
             with self._lock:
                 if ready():
                     return
@@ -248,7 +248,7 @@ class SaveHandle:
                 )
 
 
-def _again(error: BaseException | None) -> BaseException:
+def _raised_anew(error: BaseException | None) -> BaseException:
     """Make a fresh exception of the same kind, caused by the original: raised twice, that would grow its traceback."""
     if error is None:
         return FlushError("the save was given up")

@@ -27,7 +27,7 @@ _REMEDY = (
 )
 
 
-class Evidence:
+class LazyEvidence:
     """Asked by the thread that saves. The capture thread calls ``failed`` and ``held``; a thread at the barrier calls
     ``failed`` too, so that the next save knows. ``checked`` says whether images are compared with the state."""
 
@@ -87,10 +87,10 @@ class Evidence:
             self._chosen = (key, self._choose(view, trusted))
             if trusted is not None:
                 # Those that the user wrapped in item() have no parameter for an owner.
-                self._say_unseen([unseen[owner] for owner in {*view.owners} & unseen.keys()])
+                self._log_unseen([unseen[owner] for owner in {*view.owners} & unseen.keys()])
         return self._chosen[1]
 
-    def _say_unseen(self, names: Collection[str]) -> None:
+    def _log_unseen(self, names: Collection[str]) -> None:
         if names:
             self.say_once(
                 f"copied before save() returns: {_few(names)}; no torch optimizer was seen to step "

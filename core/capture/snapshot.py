@@ -11,17 +11,17 @@ import torch
 from tierfall.core.format.records import (
     Commit,
     Geometry,
-    Line,
+    Lineage,
     Manifest,
 )
 from tierfall.core.types.values import CheckpointId, Shard
 
 if TYPE_CHECKING:
-    from tierfall.core.capture.copier import Filling
+    from tierfall.core.capture.copier import ImageCopier
     from tierfall.core.capture.handle import SaveHandle
     from tierfall.core.format.documents import Spliced
-    from tierfall.core.image.dedup import Digests
-    from tierfall.core.sampling.replicas import ReplicaPlan, ReplicaReading, StreamsOf
+    from tierfall.core.image.dedup import ReplicaDigests
+    from tierfall.core.sampling.replicas import ReplicaPlan, ReplicaReading, StreamProvider
     from tierfall.core.state.view import StateView
 
 
@@ -78,10 +78,10 @@ class Share:
     structure: str
     division: str | None = None
     replicas: ReplicaPlan | None = None
-    digests: Digests | None = None
+    digests: ReplicaDigests | None = None
     reading: ReplicaReading | None = None
 
-    def read(self, view: StateView, ordinal: int, streams: StreamsOf) -> None:
+    def read(self, view: StateView, ordinal: int, streams: StreamProvider) -> None:
         """Read what is compared, unless all of it was digested: on the thread that saves."""
         if self.replicas is not None and self.digests is None:
             self.reading = self.replicas.read(view, ordinal, streams)
@@ -104,14 +104,14 @@ class Snapshot:
     none was found. It is sealed then.
     """
 
-    line: Line
+    line: Lineage
     shard: Shard
     geometry: Geometry
     structure: str
     pieces: Spliced
     region: HostRegion
     handle: SaveHandle
-    filling: Filling
+    filling: ImageCopier
     wall_time_s: float
     node: str
     share: Share | None = None

@@ -18,7 +18,7 @@ from tierfall.core.compression.frames import LEVEL_MAX, LEVEL_MIN, frame_bytes_m
 from tierfall.core.compression.seek_table import FrameLength, table_bytes, write_table
 from tierfall.core.format import documents
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.json_fields import Members
+from tierfall.core.format.json_fields import JsonFields
 from tierfall.core.format.records import IMAGE_BYTES_MAX, Geometry, Manifest
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import IntegrityError
@@ -28,7 +28,7 @@ _PACKING = {codec.value: codec for codec in (Codec.ZSTD, Codec.PLANES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class FrameTable:
     """Where the frame of each chunk of an image lies, and how it is unpacked.
 
     ``raw_bytes`` is the length of the image; ``widths`` are those of ``planes``, and all 1 for ``zstd``. The frames
@@ -81,16 +81,16 @@ class Packed:
         return documents.seal(members)
 
 
-def describe(
+def make_frame_table(
     manifest: Manifest, codec: Codec, *, level: int, lengths: Sequence[int], widths: Sequence[int]
-) -> Packed:
+) -> FrameTable:
     """Describe the file whose frames have these lengths, in the order of the manifest's chunks.
 
     ``widths`` are those that the chunks were packed with: ``chunk_widths``.
     """
     if not len(lengths) == len(widths) == manifest.chunk_count:
         raise ValueError(f"{len(lengths)} frames and {len(widths)} widths for {manifest!r}")
-    return Packed(
+    return FrameTable(
         codec=codec,
         level=level,
         raw_bytes=manifest.image_bytes,
@@ -100,9 +100,9 @@ def describe(
     )
 
 
-def read_packed(data: bytes, manifest: Manifest, *, what: str) -> Packed:
+def read_frame_table(data: bytes, manifest: Manifest, *, what: str) -> FrameTable:
     """Read the record of a packed image of this manifest from bytes that nobody vouches for."""
-    reader = Members(documents.open_sealed(data, what=what), what)
+    reader = JsonFields(documents.open_sealed(data, what=what), what)
     codec = _PACKING.get(reader.get("codec", str))
     if codec is None:
         raise IntegrityError(f"{what}: a codec that packs nothing")
@@ -124,7 +124,7 @@ def read_packed(data: bytes, manifest: Manifest, *, what: str) -> Packed:
         widths = _numbers(reader, "widths", manifest, what)
     if not set(widths) <= set(WIDTHS):
         raise IntegrityError(f"{what}: a plane width is none of {WIDTHS}")
-    return Packed(
+    return FrameTable(
         codec=codec,
         level=level,
         raw_bytes=raw_bytes,
@@ -134,7 +134,7 @@ def read_packed(data: bytes, manifest: Manifest, *, what: str) -> Packed:
     )
 
 
-def _numbers(reader: Members, name: str, manifest: Manifest, what: str) -> list[int]:
+def _numbers(reader: JsonFields, name: str, manifest: Manifest, what: str) -> list[int]:
     numbers = reader.list_of(name, int)
     if len(numbers) != manifest.chunk_count:
         raise IntegrityError(
@@ -179,7 +179,7 @@ def _items(pieces: Spliced, what: str) -> list[tuple[int, int]]:
     return found
 
 
-def _piece(piece: Any, what: str) -> Members:
+def _piece(piece: Any, what: str) -> JsonFields:
     if not isinstance(piece, dict):
         raise IntegrityError(f"{what}: an entry is not an object")
-    return Members(piece, what)
+    return JsonFields(piece, what)

@@ -9,7 +9,7 @@ from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.streams import Streams
 
 
-class Ring:
+class BufferRing:
     """Buffers for chunks of one size, packed ones too, and copy streams. Keep it from one restore to the next: first
     touches cost more than reads, and page-locking more than copying."""
 

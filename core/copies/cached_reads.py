@@ -30,13 +30,13 @@ def copy_bytes(target: int, source: int, count: int) -> None:
         ctypes.memmove(target + done, source + done, min(PIECE_BYTES, count - done))
 
 
-class Written:
+class WrittenTargets:
     """What of its targets a restore has begun to write to, if only in part. Reading threads share it."""
 
     def __init__(self) -> None:
-        self._ranges: list[tuple[Landing, int, int]] = []
+        self._ranges: list[tuple[TargetWriter, int, int]] = []
 
-    def add(self, landing: Landing, start: int, end: int) -> None:
+    def add(self, landing: TargetWriter, start: int, end: int) -> None:
         """Note the targets of ``start`` to ``end`` of an image's data; called before the first of these bytes goes to
         one."""
         self._ranges.append((landing, start, end))
@@ -50,10 +50,10 @@ class Written:
                     yield target[low - fill.start : high - fill.start]
 
 
-class Landing:
+class TargetWriter:
     """The targets of one restore. Reading threads share it."""
 
-    def __init__(self, fills: Sequence[Fill], written: Written) -> None:
+    def __init__(self, fills: Sequence[Fill], written: WrittenTargets) -> None:
         """``fills`` stand in image order. ``written`` is told what is written to."""
         self._fills = fills
         self.written = written

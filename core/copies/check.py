@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.snapshot import HostRegion
-from tierfall.core.compression.frame_table import Packed, read_packed
+from tierfall.core.compression.frame_table import FrameTable, read_frame_table
 from tierfall.core.copies.images import (
     Image,
     PackedImage,
@@ -38,7 +38,7 @@ from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.tensor_index.index import read_index
 from tierfall.core.tensor_index.store import checked_index
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Stored
+from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import (
     IntegrityError,
     KeyNotFoundError,
@@ -59,7 +59,7 @@ class CheckableStore(ReadableStore, Protocol):
 
     def read_index(self, checkpoint: CheckpointId) -> bytes: ...
 
-    def files(self, checkpoint: CheckpointId) -> tuple[Stored, ...]: ...
+    def files(self, checkpoint: CheckpointId) -> tuple[StoredObject, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class CheckedCopy:
         return not self.damage and self.error is None and not self.gone
 
 
-class Hands(Protocol):
+class VerifyResources(Protocol):
     """What a check works with: threads, and buffers that are used again."""
 
     def pool_for(self, manifest: Manifest) -> BufferPool: ...
@@ -111,7 +111,7 @@ class Hands(Protocol):
 class CopyCheck:
     """The check of one copy, while it goes on."""
 
-    def __init__(self, hands: Hands, tier: str, id: CheckpointId) -> None:
+    def __init__(self, hands: VerifyResources, tier: str, id: CheckpointId) -> None:
         self._hands = hands
         self._tier = tier
         self._id = id
@@ -189,13 +189,13 @@ class CopyCheck:
     def _manifest(self, image: Image, shard: Shard) -> Manifest | None:
         name = keys.manifest_name(shard)
         if self._commit is None:
-            return self._try(name, lambda: self._lone_manifest(image, name))
+            return self._try(name, lambda: self._unnamed_manifest(image, name))
         commit = self._commit
         if any(damage.file == name for damage in self.damage):
             return None
         return self._try(name, lambda: checked_manifest(image, commit, shard))
 
-    def _lone_manifest(self, image: Image, name: str) -> Manifest:
+    def _unnamed_manifest(self, image: Image, name: str) -> Manifest:
         manifest = read_manifest(image.manifest_bytes(), what=f"{self._tier}: {name}")
         if manifest.line.checkpoint != self._id:
             raise IntegrityError(f"{self._tier}: {name} speaks of {manifest.line.checkpoint}")
@@ -252,11 +252,11 @@ class CopyCheck:
         if tail != packed.seek_table(manifest):
             self._note(name, "its seek table is not the one that was written")
 
-    def _packed(self, image: StoredImage, manifest: Manifest, name: str) -> Packed | None:
+    def _packed(self, image: StoredImage, manifest: Manifest, name: str) -> FrameTable | None:
         if self._commit is not None:
             return checked_packed(image, self._commit, manifest)
         data = image.store.read_stored(self._id, manifest.shard)
-        return read_packed(data, manifest, what=f"{self._tier}: {name}")
+        return read_frame_table(data, manifest, what=f"{self._tier}: {name}")
 
     def _check_index(self, store: CheckableStore, commit: Commit) -> None:
         name = keys.INDEX_NAME
@@ -331,7 +331,7 @@ class CopyCheck:
         try:
             view = image.read(manifest, index, buffer)
         except IntegrityError as error:
-            self._note(name, self._said(name, error), index)
+            self._note(name, self._describe_error(name, error), index)
             return
         if chunk_digest(view) != manifest.digests[index]:
             start, end = manifest.chunk_range(index)
@@ -356,7 +356,7 @@ class CopyCheck:
             self._note_error(file, error, chunk)
         return None
 
-    def _said(self, file: str, error: TierfallError) -> str:
+    def _describe_error(self, file: str, error: TierfallError) -> str:
         """What an error says, without the name of the file that it is about."""
         text = str(error)
         for lead in (f"{file} of {self._id}: ", f"{file}: "):
@@ -368,7 +368,7 @@ class CopyCheck:
         self, file: str, error: IntegrityError | NotSupportedError, chunk: int | None = None
     ) -> None:
         newer = isinstance(error, NotSupportedError)
-        self._note(file, self._said(file, error), chunk, newer=newer)
+        self._note(file, self._describe_error(file, error), chunk, newer=newer)
 
     def _note(
         self, file: str, problem: str, chunk: int | None = None, *, newer: bool = False

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tierfall.core.copies.buffer_ring import Ring
-from tierfall.core.copies.cached_reads import Written
-from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.copies.buffer_ring import BufferRing
+from tierfall.core.copies.cached_reads import WrittenTargets
+from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.images import Image
-from tierfall.core.copies.shard_reader import NOWHERE, Job, OpenImage, find_images
+from tierfall.core.copies.shard_reader import NOWHERE, OpenImage, ShardReader, find_images
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader
@@ -19,19 +19,19 @@ from tierfall.core.types.values import Shard
 
 
 @dataclass(slots=True)
-class Parts:
+class CheckpointReader:
     """Opens images when they are needed, and reads for this rank alone. ``nowhere`` says what is wrong where no tier
     holds one; ``touched``: targets may have been written to, and ``written`` which."""
 
     checkpoint: KnownCheckpoint
     tiers: Sequence[str]
     open_image: OpenImage
-    tally: Tally
-    ring: Ring | None
+    tally: ReadTally
+    ring: BufferRing | None
     chunks_max: int | None
     nowhere: str = NOWHERE
     touched: bool = False
-    written: Written = field(default_factory=Written)
+    written: WrittenTargets = field(default_factory=WrittenTargets)
     _found: dict[Shard, tuple[list[Image], Manifest]] = field(default_factory=dict)
 
     def world_size(self, ours: int) -> int:
@@ -76,10 +76,10 @@ class Parts:
         """Note that this rank comes no further, for ``error``; return what keeps other ranks from being told so."""
         return None
 
-    def open(self, shard: Shard) -> Job:
+    def open(self, shard: Shard) -> ShardReader:
         """Open one rank's image to be read; raises as ``header`` does."""
         images, manifest = self.find(shard)
-        return Job(images, manifest, self.tally, self.ring, self.chunks_max)
+        return ShardReader(images, manifest, self.tally, self.ring, self.chunks_max)
 
     def find(self, shard: Shard) -> tuple[list[Image], Manifest]:
         """Open the good copies of one rank's image; raises as ``find_images`` does."""

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.copies.cached_reads import Landing, Written, copy_bytes
+from tierfall.core.copies.cached_reads import TargetWriter, WrittenTargets, copy_bytes
 from tierfall.core.copies.images import READ_THREADS, Image, PackedImage
 from tierfall.core.copies.to_device import DeviceCopies, Piece
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest
@@ -45,12 +45,12 @@ class Fallback:
 FoundDamage = Callable[[str, CheckpointId, TierfallError], None]
 
 
-def _nobody_minds(tier: str, id: CheckpointId, error: TierfallError) -> None:
+def _ignore_damage(tier: str, id: CheckpointId, error: TierfallError) -> None:
     """Nobody asked to hear of damaged copies."""
 
 
 @dataclass(slots=True)
-class Tally:
+class ReadTally:
     """What a restore has read, by tier, what it got from other ranks, by tier and rank, and what it passed over. Shared
     by the reading threads, of which any tells ``found_damage``, once for each copy that is not what was written, or is
     not there."""
@@ -58,7 +58,7 @@ class Tally:
     bytes: dict[str, int] = field(default_factory=dict)
     received: dict[tuple[str, int], int] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
-    found_damage: FoundDamage = _nobody_minds
+    found_damage: FoundDamage = _ignore_damage
     damaged: set[tuple[str, CheckpointId]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -89,7 +89,7 @@ class Tally:
 class ChunkReader:
     """Reads verified chunks of one image, from whichever of its copies is good. Thread-safe."""
 
-    def __init__(self, images: Sequence[Image], manifest: Manifest, tally: Tally) -> None:
+    def __init__(self, images: Sequence[Image], manifest: Manifest, tally: ReadTally) -> None:
         """``images`` are copies that carry this very manifest, fastest first."""
         self._images = images
         self._manifest = manifest
@@ -204,7 +204,7 @@ def count_threads(
     return max(1, min(threads, chunks_max // each))
 
 
-def in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
+def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
     """Do something for each number, begun in their order, on so many threads; once it fails, no more is begun.
 
     Raises a first failure once all threads have stopped.
@@ -243,31 +243,31 @@ def read_fills(
     threads: int,
     pool: BufferPool,
     streams: Streams,
-    written: Written,
+    written: WrittenTargets,
 ) -> None:
     """Bring the bytes of every fill to its targets. Raises the first failure once all threads have stopped.
 
     However it ends, no copy is under way any more; what is queued on a target's device later comes after them.
     """
-    landing = Landing(fills, written)
+    landing = TargetWriter(fills, written)
     copies = DeviceCopies(fills, pool, streams)
 
     def read(index: int) -> None:
         low, high = manifest.chunk_range(index)
         with pool.lend(high - low) as buffer:
-            bring(reader, manifest, index, landing, copies, buffer)
+            read_chunk_to_targets(reader, manifest, index, landing, copies, buffer)
 
     try:
-        in_threads(threads, read, _chunks_of(manifest, fills))
+        run_in_threads(threads, read, _chunks_of(manifest, fills))
     finally:
         copies.finish()
 
 
-def bring(
+def read_chunk_to_targets(
     reader: ChunkReader,
     manifest: Manifest,
     index: int,
-    landing: Landing,
+    landing: TargetWriter,
     copies: DeviceCopies,
     buffer: Buffer,
 ) -> None:
@@ -292,7 +292,7 @@ def _chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:
 
 
 def scatter(
-    view: memoryview, start: int, landing: Landing, copies: DeviceCopies, buffer: Buffer
+    view: memoryview, start: int, landing: TargetWriter, copies: DeviceCopies, buffer: Buffer
 ) -> None:
     """Copy bytes that begin at ``start`` of the data to all targets in them; onto devices later."""
     source = torch.frombuffer(view, dtype=torch.uint8)

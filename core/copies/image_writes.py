@@ -13,7 +13,7 @@ from tierfall.core.format.records import Commit, Geometry, Manifest, NamedFile
 from tierfall.core.types.values import CheckpointId, Shard
 
 
-class ImageWriter(Protocol):
+class ImageUpload(Protocol):
     """One image on its way to a tier; several threads bring its chunks.
 
     ``put`` takes the chunks from ``index`` on, which lie from ``start`` in the image. After a retryable failure the
@@ -38,7 +38,7 @@ class WritableStore(Protocol):
 
     def create_shard(
         self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
-    ) -> ImageWriter: ...
+    ) -> ImageUpload: ...
 
     def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None: ...
 
@@ -46,7 +46,7 @@ class WritableStore(Protocol):
 @contextmanager
 def begun_image(
     store: WritableStore, id: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
-) -> Iterator[ImageWriter]:
+) -> Iterator[ImageUpload]:
     """Begin an image, for the block to write and publish; nothing of it stays where the block fails before that."""
     writer = store.create_shard(id, shard, cut, pieces)
     try:
@@ -58,7 +58,7 @@ def begun_image(
 
 def publish_image(
     store: WritableStore,
-    writer: ImageWriter,
+    writer: ImageUpload,
     manifest: Manifest,
     commit: Commit,
     *,

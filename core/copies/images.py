@@ -13,7 +13,7 @@ import numpy as np
 
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.compression.codec import Unpacker
-from tierfall.core.compression.frame_table import Packed, read_packed
+from tierfall.core.compression.frame_table import FrameTable, read_frame_table
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import sha256
@@ -135,7 +135,7 @@ class StoredImage:
 class PackedImage:
     """A packed image on a stored tier. Threads share it; beside the buffer each read uses one of a chunk's length."""
 
-    def __init__(self, raw: StoredImage, packed: Packed, *, chunk_bytes: int) -> None:
+    def __init__(self, raw: StoredImage, packed: FrameTable, *, chunk_bytes: int) -> None:
         self._raw = raw
         self._packed = packed
         self._scratch = BufferPool(bytes=frame_bytes_max(chunk_bytes), count=READ_THREADS)
@@ -240,7 +240,7 @@ def checked_manifest(image: Image, commit: Commit, shard: Shard) -> Manifest:
     return manifest
 
 
-def checked_packed(image: StoredImage, commit: Commit, manifest: Manifest) -> Packed | None:
+def checked_packed(image: StoredImage, commit: Commit, manifest: Manifest) -> FrameTable | None:
     """Read how an image is packed, and hold it against the commit record; None where it is raw."""
     shard = manifest.shard
     name = keys.stored_name(shard)
@@ -253,7 +253,7 @@ def checked_packed(image: StoredImage, commit: Commit, manifest: Manifest) -> Pa
     data = image.store.read_stored(image.id, shard)
     if len(data) != named.bytes or sha256(data) != named.digest:
         raise IntegrityError(f"{what}: it is not the record that the commit record names")
-    packed = read_packed(data, manifest, what=what)
+    packed = read_frame_table(data, manifest, what=what)
     if packed.codec is not stored.codec or packed.stored_bytes != stored.file.bytes:
         raise IntegrityError(f"{what}: it contradicts its commit record")
     return packed

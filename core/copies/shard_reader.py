@@ -7,14 +7,14 @@ from types import TracebackType
 from typing import Self
 
 from tierfall.core.capture.snapshot import HostRegion
-from tierfall.core.copies.buffer_ring import Ring
-from tierfall.core.copies.cached_reads import Written
+from tierfall.core.copies.buffer_ring import BufferRing
+from tierfall.core.copies.cached_reads import WrittenTargets
 from tierfall.core.copies.chunk_reader import (
     ChunkReader,
-    Tally,
+    ReadTally,
     count_threads,
-    in_threads,
     read_fills,
+    run_in_threads,
 )
 from tierfall.core.copies.images import (
     Image,
@@ -71,24 +71,28 @@ def image_opener(
     return open_image
 
 
-class Job:
+class ShardReader:
     """One checkpoint, ready to be read: its good copies and its manifest. Used in a with."""
 
     def __init__(
         self,
         images: Sequence[Image],
         manifest: Manifest,
-        tally: Tally,
-        ring: Ring | None,
+        tally: ReadTally,
+        ring: BufferRing | None,
         chunks_max: int | None,
     ) -> None:
         self.manifest = manifest
         self._reader = ChunkReader(images, manifest, tally)
         self._threads = count_threads(manifest, images, chunks_max)
-        self._own: Ring | None = None
+        self._own: BufferRing | None = None
         if ring is None:
             size = manifest.chunk_bytes
-            ring = Ring(size) if chunks_max is None else Ring(size, count_max=self._threads)
+            ring = (
+                BufferRing(size)
+                if chunks_max is None
+                else BufferRing(size, count_max=self._threads)
+            )
             self._own = ring
         self._ring = ring
 
@@ -101,7 +105,7 @@ class Job:
                 what=f"header of {self.manifest.line.checkpoint}",
             )
 
-    def fill(self, fills: Sequence[Fill], written: Written) -> None:
+    def fill(self, fills: Sequence[Fill], written: WrittenTargets) -> None:
         ring = self._ring
         pool, streams = ring.pool, ring.streams
         read_fills(self._reader, self.manifest, fills, self._threads, pool, streams, written)
@@ -115,7 +119,7 @@ class Job:
             with self._ring.pool.take(high - low) as buffer:
                 use(index, self._reader.read(index, buffer))
 
-        in_threads(self._threads, read, indexes)
+        run_in_threads(self._threads, read, indexes)
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +134,7 @@ class Job:
             self._own.release()
 
 
-def _vouch_for_the_same(one: Commit | None, other: Commit, shard: Shard) -> bool:
+def _name_same_manifest(one: Commit | None, other: Commit, shard: Shard) -> bool:
     """Say whether two commit records name the same manifest of a shard: then one reading of it serves both copies."""
     name = keys.manifest_name(shard)
     return one is not None and one.line == other.line and one.file(name) == other.file(name)
@@ -147,7 +151,7 @@ def find_images(
     tiers: Sequence[str],
     open_image: OpenImage,
     shard: Shard,
-    tally: Tally,
+    tally: ReadTally,
     *,
     nowhere: str = NOWHERE,
 ) -> tuple[list[Image], Manifest]:
@@ -168,7 +172,7 @@ def find_images(
             if found.commit is None:
                 raise found.damage or IntegrityError(f"{tier}: no commit record")
             image = open_image(tier, checkpoint.id, shard)
-            if manifest is not None and not _vouch_for_the_same(vouched, found.commit, shard):
+            if manifest is not None and not _name_same_manifest(vouched, found.commit, shard):
                 raise IntegrityError(
                     f"{tier}: holds another snapshot of {checkpoint.id} than faster tiers do"
                 )

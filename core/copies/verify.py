@@ -17,10 +17,10 @@ from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.types.errors import BackendError, KeyNotFoundError, TierfallError
 from tierfall.core.types.values import CheckpointId
 
-__all__ = ["CheckableStore", "CheckedCopy", "Damage", "Verifier"]
+__all__ = ["CheckableStore", "CheckedCopy", "CopyVerifier", "Damage"]
 
 
-class Verifier:
+class CopyVerifier:
     """Checks copies one after another, by several threads, through buffers that are used again."""
 
     def __init__(self, on_bytes: Callable[[int], None] = lambda count: None) -> None:

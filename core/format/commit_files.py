@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tierfall.core.format.documents import sha256
-from tierfall.core.format.records import Commit, Line, NamedFile
+from tierfall.core.format.records import Commit, Lineage, NamedFile
 from tierfall.core.types import keys
 from tierfall.core.types.values import Codec, Shard
 
@@ -121,7 +121,7 @@ def _names(commit: Commit) -> set[tuple[str, int, str | None]]:
     return {(file.name, file.bytes, file.digest) for file in plain(commit).files}
 
 
-def damage_mark(line: Line) -> str:
+def damage_mark(line: Lineage) -> str:
     """Name the mark which says that a copy of this very checkpoint is damaged: another attempt of the same number may
     save a step of the same name."""
     return f"damaged-{sha256(line.attempt_id.encode()).removeprefix('sha256:')[:32]}"

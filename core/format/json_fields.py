@@ -12,7 +12,7 @@ from tierfall.core.types.errors import ConfigError, IntegrityError
 T = TypeVar("T")
 
 
-class Members:
+class JsonFields:
     """Typed access to a parsed object; whatever is missing or of another type is damage."""
 
     def __init__(self, members: Mapping[str, Any], what: str) -> None:
@@ -67,10 +67,10 @@ class Members:
         except ConfigError as error:
             raise IntegrityError(str(error)) from error
 
-    def optional(self, name: str, read: Callable[[Members], T]) -> T | None:
+    def optional(self, name: str, read: Callable[[JsonFields], T]) -> T | None:
         """Read an object that may be null, but must be there."""
         if name not in self._members:
             raise IntegrityError(f"{self._what}: member {name!r} is missing")
         if self._members[name] is None:
             return None
-        return read(Members(self.get(name, dict), f"{self._what}: {name}"))
+        return read(JsonFields(self.get(name, dict), f"{self._what}: {name}"))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 from tierfall.core.format import documents
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.json_fields import Members
+from tierfall.core.format.json_fields import JsonFields
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.lineage import AttemptStart
@@ -32,7 +32,7 @@ DIGEST_PREFIX = "xxh3-128:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Lineage:
     """Where a checkpoint stands among the others of its run.
 
     ``ordinal`` is its place in its line, 1 above the one it continues from; ``started_from`` is the checkpoint that its
@@ -56,7 +56,7 @@ class Manifest:
     ``digests`` has one ``xxh3-128:`` digest per chunk. ``pieces`` is the serialised table of tensor pieces.
     """
 
-    line: Line
+    line: Lineage
     shard: Shard
     image_bytes: int
     data_start: int
@@ -76,7 +76,7 @@ class Manifest:
     def encode(self) -> bytes:
         return documents.seal(
             {
-                **_line_members(self.line),
+                **_lineage_members(self.line),
                 "rank": self.shard.rank,
                 "world_size": self.shard.world_size,
                 "image_bytes": self.image_bytes,
@@ -102,7 +102,7 @@ def chunk_range(index: int, image_bytes: int, data_start: int, chunk_bytes: int)
 
 def read_manifest(data: bytes, *, what: str) -> Manifest:
     """Read a manifest from bytes that nobody vouches for."""
-    reader = Members(documents.open_sealed(data, what=what), what)
+    reader = JsonFields(documents.open_sealed(data, what=what), what)
     world_size = reader.number("world_size", 1, 10**9)
     image_bytes = reader.number("image_bytes", 1, IMAGE_BYTES_MAX)
     data_start = reader.number("data_start", 8, min(image_bytes, HEADER_BYTES_MAX + (1 << 20)))
@@ -114,7 +114,7 @@ def read_manifest(data: bytes, *, what: str) -> Manifest:
         raise IntegrityError(f"{what}: a chunk's digest is not of the form {DIGEST_PREFIX}...")
     pieces = reader.get("pieces", list)
     return Manifest(
-        line=_line(reader),
+        line=_read_lineage(reader),
         shard=Shard(reader.number("rank", 0, world_size - 1), world_size),
         image_bytes=image_bytes,
         data_start=data_start,
@@ -154,7 +154,7 @@ class Commit:
     written there, and is still to get.
     """
 
-    line: Line
+    line: Lineage
     world_size: int
     files: tuple[NamedFile, ...]
     nodes: tuple[str, ...]
@@ -180,7 +180,7 @@ class Commit:
         owed = {"owed": [_checkpoint_members(id) for id in self.owed]} if self.owed else {}
         return documents.seal(
             {
-                **_line_members(self.line),
+                **_lineage_members(self.line),
                 **owed,
                 "world_size": self.world_size,
                 "wall_time_s": self.wall_time_s,
@@ -194,7 +194,7 @@ class Commit:
 
 def read_commit(data: bytes, *, what: str) -> Commit:
     """Read a commit record from bytes that nobody vouches for."""
-    reader = Members(documents.open_sealed(data, what=what), what)
+    reader = JsonFields(documents.open_sealed(data, what=what), what)
     metrics = reader.get("metrics", dict)
     if not all(isinstance(v, int | float | str) for v in metrics.values()):
         raise IntegrityError(f"{what}: a metric is not a number")
@@ -203,7 +203,7 @@ def read_commit(data: bytes, *, what: str) -> Commit:
     if len({file.name for file in files}) < len(files) or len(set(images)) < len(images):
         raise IntegrityError(f"{what}: names a file twice, or two images of one shard")
     return Commit(
-        line=_line(reader),
+        line=_read_lineage(reader),
         world_size=reader.number("world_size", 1, 10**9),
         files=files,
         nodes=tuple(reader.list_of("nodes", str)),
@@ -217,14 +217,14 @@ def read_commit(data: bytes, *, what: str) -> Commit:
     )
 
 
-def _owed(reader: Members, what: str) -> tuple[CheckpointId, ...]:
+def _owed(reader: JsonFields, what: str) -> tuple[CheckpointId, ...]:
     """Read what a record need not have."""
     found = reader.list_of("owed", dict) if reader.has("owed") else []
-    return tuple(_checkpoint(Members(each, f"{what}: owed")) for each in found)
+    return tuple(_checkpoint(JsonFields(each, f"{what}: owed")) for each in found)
 
 
 def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
-    reader = Members(entry, f"{what}: files")
+    reader = JsonFields(entry, f"{what}: files")
     file = NamedFile(
         name=reader.name("name"),
         bytes=reader.number("bytes", 0, IMAGE_BYTES_MAX),
@@ -277,7 +277,7 @@ def encode_start(run: str, start: AttemptStart) -> bytes:
 
 
 def read_attempt(data: bytes, *, what: str) -> Attempt:
-    reader = Members(documents.open_sealed(data, what=what), what)
+    reader = JsonFields(documents.open_sealed(data, what=what), what)
     return Attempt(
         run=reader.name("run"),
         number=reader.number("attempt", 1, keys.ATTEMPT_MAX),
@@ -329,7 +329,7 @@ class TierRecord:
 def read_tier(data: bytes, *, what: str) -> TierRecord:
     """Read a tier's record from bytes that nobody vouches for."""
     members = documents.open_sealed(data, what=what)
-    reader = Members(members, what)
+    reader = JsonFields(members, what)
     others = reader.get("others", dict)
     return TierRecord(
         run=reader.name("run"),
@@ -343,7 +343,7 @@ def read_tier(data: bytes, *, what: str) -> TierRecord:
 def _known_tier(entry: object, what: str) -> KnownTier:
     if not isinstance(entry, dict):
         raise IntegrityError(f"{what}: it is not an object")
-    reader = Members(entry, what)
+    reader = JsonFields(entry, what)
     device = entry.get("device")
     return KnownTier(
         id=reader.get("id", str),
@@ -353,7 +353,7 @@ def _known_tier(entry: object, what: str) -> KnownTier:
     )
 
 
-def _maybe(reader: Members, members: Mapping[str, Any], name: str) -> bool | None:
+def _maybe(reader: JsonFields, members: Mapping[str, Any], name: str) -> bool | None:
     """Read what is true, false, or not known."""
     return None if members.get(name) is None else reader.flag(name)
 
@@ -386,7 +386,7 @@ def stops_drop(marks: Collection[str], *, tombstoned: bool) -> bool:
 
 
 def read_mark(data: bytes, *, what: str) -> Mark:
-    reader = Members(documents.open_sealed(data, what=what), what)
+    reader = JsonFields(documents.open_sealed(data, what=what), what)
     name = reader.name("mark")
     if not keys.is_ours(f"{keys.MARKS_FOLDER}/{name}"):
         raise IntegrityError(f"{what}: {name!r} is not a mark that tierfall writes")
@@ -398,7 +398,7 @@ def read_mark(data: bytes, *, what: str) -> Mark:
     )
 
 
-def _line_members(line: Line) -> dict[str, object]:
+def _lineage_members(line: Lineage) -> dict[str, object]:
     last = {"at_end": True} if line.at_end else {}
     return {
         "run": line.run,
@@ -415,8 +415,8 @@ def _checkpoint_members(id: CheckpointId | None) -> dict[str, int] | None:
     return None if id is None else {"step": id.step, "attempt": id.attempt}
 
 
-def _line(reader: Members) -> Line:
-    return Line(
+def _read_lineage(reader: JsonFields) -> Lineage:
+    return Lineage(
         run=reader.name("run"),
         checkpoint=_checkpoint(reader),
         attempt_id=reader.get("attempt_id", str),
@@ -426,7 +426,7 @@ def _line(reader: Members) -> Line:
     )
 
 
-def _checkpoint(reader: Members) -> CheckpointId:
+def _checkpoint(reader: JsonFields) -> CheckpointId:
     return CheckpointId(
         reader.number("step", 0, keys.STEP_MAX), reader.number("attempt", 1, keys.ATTEMPT_MAX)
     )

@@ -34,7 +34,7 @@ Keys = NDArray[np.uint64]
 _HASHED_BYTES = 64 << 20
 
 
-class Digested(IntEnum):
+class KeyKind(IntEnum):
     """What of a tensor was digested: the last two bits of a key, which are none in a table."""
 
     WHOLE = 0
@@ -47,7 +47,7 @@ _KEY = np.uint64(~3 & 0xFFFF_FFFF_FFFF_FFFF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Table:
+class ReplicaTable:
     """What one rank saves: ``keys`` of what others may hold alike, with ``sizes`` in bytes, and ``own_bytes`` of what
     nobody else writes. ``structure`` names the state that it is a table of; ``step_s`` is how long a training step
     takes, 0 where that is not known."""
@@ -62,7 +62,7 @@ class Table:
         return [self.structure, self.own_bytes, pack(self.keys), pack(self.sizes), self.step_s]
 
     @classmethod
-    def from_json(cls, data: Any) -> Table:
+    def from_json(cls, data: Any) -> ReplicaTable:
         structure, own_bytes, keys, sizes, step_s = data
         return cls(
             structure=str(structure),
@@ -73,7 +73,7 @@ class Table:
         )
 
 
-class Shareable:
+class ReplicatedTensors:
     """The tensors of a view that other ranks may hold too, in the order of its table."""
 
     def __init__(self, view: StateView, structure: str, *, step_s: float = 0.0) -> None:
@@ -102,7 +102,7 @@ class Shareable:
             keys.append(xxhash.xxh3_64_intdigest(said.encode("utf-8", "surrogatepass")) & ~3)
             sizes.append(size)
         column = np.array(keys, dtype=np.uint64)
-        self.table = Table(
+        self.table = ReplicaTable(
             structure=f"{structure}-{xxhash.xxh3_128_hexdigest(column.tobytes())}",
             own_bytes=own_bytes,
             keys=column,
@@ -110,7 +110,7 @@ class Shareable:
             step_s=step_s,
         )
 
-    def left_out(self, division: Division, rank: int) -> dict[int, int]:
+    def left_out(self, division: ReplicaAssignment, rank: int) -> dict[int, int]:
         """Return which tensors, by their numbers in the view, other ranks write, and which."""
         owners = division.owners_of(self.table.keys)
         return {
@@ -124,12 +124,12 @@ class Shareable:
         names = (self.view.names[number] for number in self.numbers)
         return dict(zip(map(int, self.table.keys), names, strict=True))
 
-    def digests(self, division: Division) -> Digests:
+    def digests(self, division: ReplicaAssignment) -> ReplicaDigests:
         """Digest, from the live tensors, all bytes of what is written for several ranks."""
         groups = division.groups_of(self.table.keys)
         shared = np.flatnonzero(groups != NOBODY)
         sources = (self.view.sources[self.numbers[at]] for at in shared)
-        return Digests(
+        return ReplicaDigests(
             keys=self.table.keys[shared],
             values=np.array([_digest(source) for source in sources], dtype=np.uint64),
             groups=groups[shared],
@@ -141,7 +141,7 @@ NOBODY = -1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Division:
+class ReplicaAssignment:
     """Who writes what several ranks hold: ``keys``, ascending, the rank that writes each, ``owners``, and the number of
     the group that each is in, ``groups``. ``id`` is equal where all ranks' tables are. ``entries`` and ``bytes`` are
     what the rank shares that shares most, and ``step_s`` is the shortest step of any: they say how long a rotation
@@ -171,10 +171,10 @@ class Division:
             found[there] = column[at[there]]
         return found
 
-    def apart(self) -> Division:
+    def apart(self) -> ReplicaAssignment:
         """Return the division by which each rank writes all that it holds."""
         none = np.zeros(0, dtype=np.int64)
-        return Division(
+        return ReplicaAssignment(
             id=f"{self.id}-apart",
             keys=none.astype(np.uint64),
             owners=none,
@@ -189,7 +189,7 @@ class Division:
         return [self.id, *map(pack, columns), self.entries, self.bytes, self.step_s]
 
     @classmethod
-    def from_json(cls, data: Any) -> Division:
+    def from_json(cls, data: Any) -> ReplicaAssignment:
         id, keys, owners, groups, entries, bytes, step_s = data
         return cls(
             id=str(id),
@@ -202,7 +202,7 @@ class Division:
         )
 
 
-def divide(tables: Sequence[Table]) -> Division:
+def assign_writers(tables: Sequence[ReplicaTable]) -> ReplicaAssignment:
     """Divide what the ranks list, the largest first, each to the one of its ranks that has least to write by then."""
     keys, sizes, ranks = _columns(
         [table.keys for table in tables], [table.sizes for table in tables]
@@ -225,7 +225,7 @@ def divide(tables: Sequence[Table]) -> Division:
     for table in tables:
         about.update(table.structure.encode() + table.keys.tobytes() + table.sizes.tobytes())
     shared = [np.isin(table.keys, unique[several]) for table in tables]
-    return Division(
+    return ReplicaAssignment(
         step_s=min(table.step_s for table in tables),
         id=about.hexdigest(),
         keys=unique[several],
@@ -237,16 +237,16 @@ def divide(tables: Sequence[Table]) -> Division:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Digests:
+class ReplicaDigests:
     """What one rank digested of tensors that others hold too: their ``keys``, in whose last bits stands what of each
-    was digested (``Digested``), the digests, ``values``, and the ``groups`` that they are in."""
+    was digested (``KeyKind``), the digests, ``values``, and the ``groups`` that they are in."""
 
     keys: Keys
     values: Keys
     groups: NDArray[np.int64]
 
     @classmethod
-    def join(cls, parts: Sequence[Digests]) -> Digests:
+    def join(cls, parts: Sequence[ReplicaDigests]) -> ReplicaDigests:
         if not parts:
             none = np.zeros(0, dtype=np.int64)
             return cls(keys=none.astype(np.uint64), values=none.astype(np.uint64), groups=none)
@@ -256,10 +256,12 @@ class Digests:
             groups=np.concatenate([part.groups for part in parts]),
         )
 
-    def without(self, groups: Collection[int]) -> Digests:
+    def without(self, groups: Collection[int]) -> ReplicaDigests:
         """Leave groups out."""
         keep = ~np.isin(self.groups, [*groups])
-        return Digests(keys=self.keys[keep], values=self.values[keep], groups=self.groups[keep])
+        return ReplicaDigests(
+            keys=self.keys[keep], values=self.values[keep], groups=self.groups[keep]
+        )
 
     def by_group(self) -> dict[int, int]:
         """Digest each group as a whole."""
@@ -277,7 +279,7 @@ class Digests:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class ReplicaDifference:
     """What ranks hold under one name, and not alike: those that have it as the first of them, and those that do not;
     ``more``: so many further tensors are not alike."""
 
@@ -297,7 +299,7 @@ def are_alike(by_group: Mapping[int, Mapping[Any, int]]) -> bool:
     )
 
 
-def find_difference(digests: Mapping[int, Any]) -> Difference | None:
+def find_difference(digests: Mapping[int, Any]) -> ReplicaDifference | None:
     """Compare what ``Digests.to_json`` gave on each rank; return the first tensor that is not alike."""
     if not digests:
         return None
@@ -312,7 +314,7 @@ def find_difference(digests: Mapping[int, Any]) -> Difference | None:
     same = keys == key
     alike = found[same] == found[same][0]
     ranks = np.array(ranks_in_order)[places]
-    return Difference(
+    return ReplicaDifference(
         key=int(key & _KEY),
         ranks=tuple(map(int, ranks[same][alike])),
         others=tuple(map(int, ranks[same][~alike])),
@@ -331,12 +333,12 @@ def _columns(keys: Sequence[Keys], values: Sequence[Keys]) -> tuple[Keys, Keys, 
 def _digest(tensor: torch.Tensor) -> int:
     """Digest a tensor's bytes as an image has them; what lies on a device comes to the host in parts."""
     hasher = xxhash.xxh3_64()
-    for part in _parts(tensor):
+    for part in _digest_parts(tensor):
         hasher.update(memoryview(part.numpy()))  # type: ignore[arg-type]
     return hasher.intdigest()
 
 
-def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+def _digest_parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     flat = as_bytes(tensor)
     if flat is None:
         flat = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)

@@ -29,7 +29,7 @@ from tierfall.core.image.tree import (
     walk,
 )
 from tierfall.core.tensors import dtypes, numpy_values, value_codec
-from tierfall.core.tensors.dtensor import Piece
+from tierfall.core.tensors.dtensor import TensorPiece
 from tierfall.core.tensors.tensors import are_dense
 from tierfall.core.tensors.value_codec import Coded
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
@@ -51,7 +51,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     end: int
-    piece: Piece | None = None
+    piece: TensorPiece | None = None
     written_by: int | None = None
     strides: tuple[int, ...] | None = None
 
@@ -138,7 +138,7 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
         raise ValueError("the tree is not a mapping")
     if len(reader.used_slots) != len(tensors) or len(reader.used_values) != len(values):
         raise ValueError("the tree leaves out tensors or values")
-    check = _Check(tensors, values)
+    check = _ValueCheck(tensors, values)
     check.tree(tree)
     check.groups(reader.groups)
     return ImageHeader(
@@ -268,7 +268,9 @@ def _with_pieces(tensors: tuple[StoredTensor, ...], entries: list[Any]) -> tuple
             for at, length, whole in zip(offset, stored.shape, shape, strict=True)
         ):
             raise ValueError(f"tensor {stored.name!r} is a block that lies outside of its whole")
-        found[position] = replace(stored, piece=Piece(tuple(shape), tuple(offset), stored.shape))
+        found[position] = replace(
+            stored, piece=TensorPiece(tuple(shape), tuple(offset), stored.shape)
+        )
     return tuple(found)
 
 
@@ -302,7 +304,7 @@ def _types(static: dict[str, Any]) -> dict[str, str] | None:
 # ---- values and what the tree makes of tensors
 
 
-class _Check:
+class _ValueCheck:
     """Decodes every value, with stand-ins for what is not read yet: afterwards none can be malformed."""
 
     def __init__(self, tensors: tuple[StoredTensor, ...], values: list[Coded]) -> None:

@@ -21,7 +21,7 @@ from tierfall.core.format.documents import FORMAT, Spliced, sha256
 from tierfall.core.format.records import HEADER_BYTES_MAX, IMAGE_BYTES_MAX
 from tierfall.core.state.view import Node, StateView
 from tierfall.core.tensors import dtypes
-from tierfall.core.tensors.dtensor import Piece
+from tierfall.core.tensors.dtensor import TensorPiece
 from tierfall.core.tensors.value_codec import Coded
 from tierfall.core.types.errors import CaptureError
 
@@ -36,7 +36,7 @@ ELSEWHERE = "elsewhere"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Placement:
     """Where one tensor's bytes lie, relative to the start of the data, and as what safetensors reads them.
 
     ``index`` is the tensor's place in ``StateView.tensors``.
@@ -56,7 +56,7 @@ class Layout:
     the manifest's table of tensors. ``elsewhere`` is as in ``plan_layout``."""
 
     structure: str
-    slots: tuple[Slot, ...]
+    slots: tuple[Placement, ...]
     data_start: int
     data_bytes: int
     elsewhere: Mapping[int, int] = field(repr=False)
@@ -148,7 +148,7 @@ def _check_sizes(header_bytes: int, image_bytes: int) -> None:
         )
 
 
-def _place(view: StateView, elsewhere: Mapping[int, int]) -> tuple[Slot, ...]:
+def _place(view: StateView, elsewhere: Mapping[int, int]) -> tuple[Placement, ...]:
     names = view.names
     sizes = [dtype.itemsize for dtype in view.dtypes]
     here = [index for index in range(len(names)) if index not in elsewhere]
@@ -159,7 +159,7 @@ def _place(view: StateView, elsewhere: Mapping[int, int]) -> tuple[Slot, ...]:
         start, end = end, end + dtypes.byte_count(dtype, shape)
         code = dtypes.code_of(dtype)
         slots.append(
-            Slot(
+            Placement(
                 index=index,
                 name=names[index],
                 start=start,
@@ -171,7 +171,7 @@ def _place(view: StateView, elsewhere: Mapping[int, int]) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
-def _true_dtypes(view: StateView, slots: Sequence[Slot]) -> list[Coded]:
+def _true_dtypes(view: StateView, slots: Sequence[Placement]) -> list[Coded]:
     """List slot, dtype and shape of whatever is stored as U8 and is not."""
     return [
         [position, dtypes.name_of(view.dtypes[slot.index]), list(view.shapes[slot.index])]
@@ -206,17 +206,17 @@ def _written_by_others(view: StateView, elsewhere: Mapping[int, int]) -> list[Co
     ]
 
 
-def _table_entry(slot: Slot) -> bytes:
+def _table_entry(slot: Placement) -> bytes:
     entry = {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": (slot.start, slot.end)}
     return b"," + _quote(slot.name) + b":" + _dump(entry)
 
 
-def _pieces(view: StateView, slots: Sequence[Slot]) -> Spliced:
+def _pieces(view: StateView, slots: Sequence[Placement]) -> Spliced:
     """One piece per tensor: whole, or the block of it that this rank holds."""
     entries = []
     for slot in slots:
         lengths = tuple(view.shapes[slot.index])
-        whole = Piece(lengths, (0,) * len(lengths), lengths)
+        whole = TensorPiece(lengths, (0,) * len(lengths), lengths)
         piece = view.pieces[slot.index] or whole
         entries.append(
             {

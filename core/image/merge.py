@@ -40,7 +40,7 @@ from tierfall.core.types.text import ranks_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class TensorBlock:
     """A part of a tensor as one rank's image has it: bytes ``start`` to ``end`` of that image's data, what begins at
     ``offset`` of the whole and is ``lengths`` long."""
 
@@ -52,13 +52,13 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
+class MergedHeader:
     """``header`` describes whole tensors, at places of no image; ``blocks`` are, per slot, where its bytes are, and
     ``replicas`` where else the very same bytes must be for it to be one tensor."""
 
     header: ImageHeader
-    blocks: Sequence[tuple[Block, ...]]
-    replicas: Mapping[int, tuple[Block, ...]]
+    blocks: Sequence[tuple[TensorBlock, ...]]
+    replicas: Mapping[int, tuple[TensorBlock, ...]]
 
 
 def merge_headers(
@@ -68,10 +68,10 @@ def merge_headers(
     own: int | None,
     rank: int = 0,
     rules: Mapping[str, OnResize] | None = None,
-) -> Merged:
+) -> MergedHeader:
     """Lay the headers of all ranks over each other; ``own`` is the rank whose values count where they differ. Without
     one, ``rules`` say by name what becomes of an entry on ``rank``."""
-    merging = _Merging(unfold(headers), own, rank, (rules or {}) if own is None else {})
+    merging = _Merger(unfold(headers), own, rank, (rules or {}) if own is None else {})
     return merging.merge(what, lambda number: rank_of(number, headers))
 
 
@@ -83,7 +83,7 @@ class _Conflict(Exception):
     """Ranks do not have the same; the message says what."""
 
 
-class _Merging:
+class _Merger:
     def __init__(
         self,
         headers: Mapping[int, ImageHeader],
@@ -100,7 +100,7 @@ class _Merging:
         self._holders: list[dict[int, StoredTensor]] = []
         self._values: list[Coded] = []
 
-    def merge(self, what: str, rank_of: Callable[[int], int]) -> Merged:
+    def merge(self, what: str, rank_of: Callable[[int], int]) -> MergedHeader:
         for rank, header in self._headers.items():
             for stored in held(header):
                 slot = self._slots.setdefault(stored.name, len(self._slots))
@@ -128,7 +128,7 @@ class _Merging:
             types=self._types(),
             merged=True,
         )
-        return Merged(header=header, blocks=tuple(blocks), replicas=replicas)
+        return MergedHeader(header=header, blocks=tuple(blocks), replicas=replicas)
 
     def _types(self) -> dict[str, str] | None:
         """The classes of all ranks' objects; None where a rank's image does not say."""
@@ -143,7 +143,7 @@ class _Merging:
 
     def _whole(
         self, holders: Mapping[int, StoredTensor], start: int
-    ) -> tuple[StoredTensor, tuple[Block, ...], tuple[Block, ...]]:
+    ) -> tuple[StoredTensor, tuple[TensorBlock, ...], tuple[TensorBlock, ...]]:
         """Describe a tensor whole, with the blocks to read, and those that have to be equal to one of them."""
         first = holders[self._own] if self._own in holders else next(iter(holders.values()))
         shape = first.shape if first.piece is None else first.piece.shape
@@ -155,11 +155,11 @@ class _Merging:
             start + byte_count(first.dtype, shape),
             strides=first.strides if first.piece is None else None,
         )
-        found: dict[tuple[Any, Any], list[Block]] = {}
+        found: dict[tuple[Any, Any], list[TensorBlock]] = {}
         for rank, stored in holders.items():
             offset = (0,) * len(shape) if stored.piece is None else stored.piece.offset
             if stored.written_by is None and (stored.length or not whole.length):
-                block = Block(
+                block = TensorBlock(
                     rank=rank,
                     start=stored.start,
                     end=stored.end,
@@ -185,7 +185,7 @@ class _Merging:
             return holders
         return {rank: holders[rank] for rank in (one, holders[one].written_by) if rank in holders}
 
-    def _choose(self, same: Sequence[Block], own: StoredTensor | None) -> Block:
+    def _choose(self, same: Sequence[TensorBlock], own: StoredTensor | None) -> TensorBlock:
         """Take this rank's own, or that of the rank that writes it for this one."""
         rank = self._own if own is None or own.written_by is None else own.written_by
         return next((block for block in same if block.rank == rank), same[0])

@@ -29,14 +29,14 @@ from tierfall.core.image.tree import (
 PER_RANK = "per_rank"
 
 
-class Pair(NamedTuple):
+class TensorPair(NamedTuple):
     """Tensors of one name, a rank's own and rank 0's, of which it is asked whether their bytes are the same."""
 
     own: StoredTensor
     first: StoredTensor
 
 
-Differing = Callable[[int, Sequence[Pair]], frozenset[Pair]]
+Differing = Callable[[int, Sequence[TensorPair]], frozenset[TensorPair]]
 """Tells which pairs of a rank differ in their bytes."""
 
 
@@ -48,7 +48,7 @@ def set_aside(
     name = PER_RANK
     while name in taken:
         name += "_"
-    first = _First(headers[0])
+    first = _FirstRank(headers[0])
     result = {0: headers[0]}
     for rank, header in headers.items():
         if rank == 0:
@@ -65,36 +65,38 @@ def set_aside(
     return result, name
 
 
-class _First:
+class _FirstRank:
     """What rank 0 has, by name."""
 
     def __init__(self, header: ImageHeader) -> None:
         self._header = header
         self._leaves = dict(leaves(header.tree, ""))
-        self._above = {above for name in self._leaves for above in _above(name)}
+        self._above = {above for name in self._leaves for above in _parent_name(name)}
 
-    def pairs(self, header: ImageHeader, name: str, node: Node) -> list[Pair] | None:
+    def pairs(self, header: ImageHeader, name: str, node: Node) -> list[TensorPair] | None:
         """Return what has to be equal for rank 0 to have the same; None where it is plain that it has not."""
         there = self._leaves.get(name)
         if isinstance(node, PiecesNode) or isinstance(there, PiecesNode):
             return []  # blocks of one tensor, of which one of them has none or several
         if there is None:
-            covered = name in self._above or any(above in self._leaves for above in _above(name))
+            covered = name in self._above or any(
+                above in self._leaves for above in _parent_name(name)
+            )
             return None if covered else []  # what rank 0 has nothing of is taken as it is
         own, first = list(_primitives(node, "")), list(_primitives(there, ""))
         if [n for n, _ in own] != [n for n, _ in first]:
             return None
         pairs = []
         for (_, one), (_, other) in zip(own, first, strict=True):
-            if not self._alike(header, one, other):
+            if not self._is_equal(header, one, other):
                 return None
             slots = zip(slots_of(one), slots_of(other), strict=True)
-            pairs += [Pair(header.tensors[a], self._header.tensors[b]) for a, b in slots]
+            pairs += [TensorPair(header.tensors[a], self._header.tensors[b]) for a, b in slots]
         if any(map(_is_of_another_shape, pairs)):
             return None
-        return [pair for pair in pairs if _is_asked(pair)]
+        return [pair for pair in pairs if _must_compare(pair)]
 
-    def _alike(self, header: ImageHeader, one: Node, other: Node) -> bool:
+    def _is_equal(self, header: ImageHeader, one: Node, other: Node) -> bool:
         """Say whether two nodes are the same but for the bytes of their tensors. What differs between tensors
         themselves is a conflict, which merging names."""
         if type(one) is not type(other):
@@ -108,17 +110,17 @@ class _First:
         ) == _text(self._header.values[other.number])
 
 
-def _is_asked(pair: Pair) -> bool:
+def _must_compare(pair: TensorPair) -> bool:
     """Blocks of one tensor differ as they should, and what another rank writes is the same."""
     own, first = pair
     return not _is_cut(pair) and own.length > 0 and _has_bytes(own) and _has_bytes(first)
 
 
-def _is_cut(pair: Pair) -> bool:
+def _is_cut(pair: TensorPair) -> bool:
     return pair.own.piece is not None or pair.first.piece is not None
 
 
-def _is_of_another_shape(pair: Pair) -> bool:
+def _is_of_another_shape(pair: TensorPair) -> bool:
     """Say whether two whole tensors cannot be one."""
     own, first = pair
     return not _is_cut(pair) and (own.dtype, own.shape) != (first.dtype, first.shape)
@@ -133,7 +135,7 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _above(name: str) -> Iterator[str]:
+def _parent_name(name: str) -> Iterator[str]:
     for index, letter in enumerate(name):
         if letter == ".":
             yield name[:index]
@@ -173,7 +175,7 @@ def _with_own(
         tensors.append(replace(stored, name=f"{key}.{rank}.{stored.name}", piece=None))
     root: dict[str, Any] = {}
     for name, node in own:
-        _put(root, name, _moved(node, moved))
+        _put(root, name, _reindexed(node, moved))
     entry = (key, MapNode("dict", ((str(rank), _tree(root)),)))
     tree = replace(header.tree, entries=(*header.tree.entries, entry))
     return replace(header, tensors=tuple(tensors), tree=tree)
@@ -200,7 +202,7 @@ def _tree(entries: Mapping[str, Any]) -> MapNode:
     )
 
 
-def _moved(node: Node, slots: Mapping[int, int]) -> Node:
+def _reindexed(node: Node, slots: Mapping[int, int]) -> Node:
     """Return a node whose tensors lie at other places of the table."""
     match node:
         case TensorNode():
@@ -211,4 +213,4 @@ def _moved(node: Node, slots: Mapping[int, int]) -> Node:
             return PiecesNode(tuple(slots[slot] for slot in node.slots))
         case QuantizedNode():
             node = replace(node, slot=slots[node.slot])
-    return node.map_children(lambda child: _moved(child, slots))
+    return node.map_children(lambda child: _reindexed(child, slots))

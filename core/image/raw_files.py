@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.merge import Merged
+from tierfall.core.image.merge import MergedHeader
 from tierfall.core.image.tree import MapNode, TensorNode
 from tierfall.core.types.errors import CaptureError, RestoreError
 
@@ -39,7 +39,7 @@ def refuse_files(header: ImageHeader, *, doing: str, instead: Callable[[], str] 
         )
 
 
-def file_slots(merged: Merged) -> dict[str, int]:
+def file_slots(merged: MergedHeader) -> dict[str, int]:
     """Name the files, and the slot of each one's bytes."""
     found = next((node for key, node in merged.header.tree.entries if key == ENTRY), None)
     if not isinstance(found, MapNode):

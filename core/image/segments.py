@@ -22,7 +22,7 @@ HOST = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SegmentPart:
     """Bytes of tensor number ``index``, which go to ``start`` in the data and begin at ``source_start`` of its own.
 
     ``slot`` is the tensor's place in the image; ``whole`` says that these are all its bytes; ``place`` is HOST or the
@@ -38,10 +38,10 @@ class Piece:
     place: int
 
 
-Segment = tuple[Piece, ...]
+Segment = tuple[SegmentPart, ...]
 
 
-class Cutting:
+class Segmentation:
     """The segments of one layout: ``at_once`` what is copied before save() returns, ``segments`` what is captured
     lazily, both in image order; ``lazy`` are the numbers of the latter's tensors.
 
@@ -88,7 +88,7 @@ class Cutting:
         return chunk_range(index, layout.image_bytes, layout.data_start, self.chunk_bytes)
 
     def _cut(self, view: StateView, lazy: Sequence[bool]) -> None:
-        batches: dict[tuple[bool, int], list[Piece]] = {}
+        batches: dict[tuple[bool, int], list[SegmentPart]] = {}
         batched: dict[tuple[bool, int], int] = {}
         kinds = {True: self.segments, False: self.at_once}
         for number, slot in enumerate(self._layout.slots):
@@ -110,15 +110,17 @@ class Cutting:
         for segments in kinds.values():
             segments.sort(key=lambda segment: segment[0].start)
 
-    def _pieces(self, slot: int, index: int, start: int, end: int, *, plain: bool) -> list[Piece]:
+    def _pieces(
+        self, slot: int, index: int, start: int, end: int, *, plain: bool
+    ) -> list[SegmentPart]:
         if not plain:
-            return [Piece(slot, index, start, end, 0, True, self._place(index))]
+            return [SegmentPart(slot, index, start, end, 0, True, self._place(index))]
         pieces = []
         at = start
         while at < end:
             stop = min(end, (at // self.chunk_bytes + 1) * self.chunk_bytes, at + SEGMENT_BYTES)
             whole = stop - at == end - start
-            pieces.append(Piece(slot, index, at, stop, at - start, whole, self._place(index)))
+            pieces.append(SegmentPart(slot, index, at, stop, at - start, whole, self._place(index)))
             at = stop
         return pieces
 

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import torch
 
-from tierfall.core.image.segments import Piece, Segment
-from tierfall.core.image.targets import Targets
+from tierfall.core.image.segments import Segment, SegmentPart
+from tierfall.core.image.targets import RegionTargets
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names
 from tierfall.core.tensors.tensors import as_bytes, copy_whole
@@ -24,7 +24,7 @@ _NO_VERSION = -1
 _VERSION = attrgetter("_version")
 
 
-class Sources:
+class TensorSources:
     """The tensors of a view, with their version counters at the moment when they were taken."""
 
     def __init__(self, view: StateView, lazy: Sequence[int]) -> None:
@@ -43,7 +43,7 @@ class Sources:
     def tensor(self, index: int) -> torch.Tensor:
         return self._tensors[index]
 
-    def replace(self, piece: Piece, copy: torch.Tensor) -> None:
+    def replace(self, piece: SegmentPart, copy: torch.Tensor) -> None:
         """Read a copy from now on, which nobody else knows."""
         self._tensors[piece.index] = copy
         self._replaced.add(piece.index)
@@ -53,7 +53,7 @@ class Sources:
 
     # Reading ---------------------------------------------------------------------------------------
 
-    def copy(self, segment: Segment, targets: Targets, *, non_blocking: bool = False) -> None:
+    def copy(self, segment: Segment, targets: RegionTargets, *, non_blocking: bool = False) -> None:
         """Copy a segment into its place."""
         to, of = [], []
         with torch.inference_mode(False), torch.no_grad():
@@ -69,7 +69,7 @@ class Sources:
                     of.append(source)
                 else:
                     to.append(targets.flat(piece.start, piece.end))
-                    of.append(_part(source, piece))
+                    of.append(_bytes_of(source, piece))
             if len(to) == 1:
                 to[0].copy_(of[0], non_blocking=non_blocking)
             elif to:
@@ -89,10 +89,10 @@ class Sources:
             self.refuse([index])
         return alias
 
-    def _read(self, piece: Piece, target: torch.Tensor) -> None:
+    def _read(self, piece: SegmentPart, target: torch.Tensor) -> None:
         source = self._held(piece.index)
         if self._plain[piece.index]:
-            target.copy_(_part(source, piece))
+            target.copy_(_bytes_of(source, piece))
         else:
             copy_whole(target, source)
 
@@ -129,7 +129,7 @@ class Sources:
         )
 
 
-def pieces_in(memory: torch.Tensor, segment: Segment) -> Iterator[tuple[Piece, torch.Tensor]]:
+def pieces_in(memory: torch.Tensor, segment: Segment) -> Iterator[tuple[SegmentPart, torch.Tensor]]:
     """Each piece of a segment, and where it lies in flat memory that holds one after the other."""
     at = 0
     for piece in segment:
@@ -138,7 +138,7 @@ def pieces_in(memory: torch.Tensor, segment: Segment) -> Iterator[tuple[Piece, t
         at = end
 
 
-def _part(source: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _bytes_of(source: torch.Tensor, piece: SegmentPart) -> torch.Tensor:
     """The bytes of a plain tensor that are a piece."""
     flat = as_bytes(source)
     assert flat is not None, "a plain tensor has bytes"

@@ -14,7 +14,7 @@ VIEWS_MAX = 100_000
 """So many views are kept, of about 500 bytes each."""
 
 
-class Targets:
+class RegionTargets:
     """One region's image: ``flat`` bytes, and a typed view per tensor."""
 
     def __init__(self, memory: torch.Tensor, layout: Layout) -> None:
@@ -47,15 +47,15 @@ class TargetCache:
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
-        self._by_address: dict[int, Targets] = {}
+        self._by_address: dict[int, RegionTargets] = {}
 
-    def of(self, memory: torch.Tensor, layout: Layout) -> Targets:
+    def of(self, memory: torch.Tensor, layout: Layout) -> RegionTargets:
         """Return the targets of a region, whose bytes ``memory`` are."""
         if layout is not self._layout:
             self.clear()
             self._layout = layout
         address = memory.data_ptr()
-        found = self._by_address.get(address) or Targets(memory, layout)
+        found = self._by_address.get(address) or RegionTargets(memory, layout)
         if (len(self._by_address) + 1) * len(layout.slots) <= VIEWS_MAX:
             self._by_address[address] = found
         return found

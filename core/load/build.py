@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class BlockTarget:
     """Memory for a block of a tensor: ``target``, flat, gets what begins at ``offset`` and is ``lengths`` long; without
     them all of it."""
 
@@ -64,7 +64,7 @@ class Builder:
     def __init__(self, header: ImageHeader) -> None:
         self.header = header
         self._targets: dict[int, list[torch.Tensor]] = {}
-        self._blocks: list[Want] = []
+        self._blocks: list[BlockTarget] = []
         self._flat: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._typed: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._laid_out: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -78,12 +78,14 @@ class Builder:
         self, slot: int, flat: torch.Tensor, offset: tuple[int, ...], lengths: tuple[int, ...]
     ) -> None:
         """Note memory for a block of a slot, of a header that is merged."""
-        self._blocks.append(Want(slot=slot, target=flat, offset=offset, lengths=lengths))
+        self._blocks.append(BlockTarget(slot=slot, target=flat, offset=offset, lengths=lengths))
 
-    def wants(self) -> tuple[Want, ...]:
+    def wants(self) -> tuple[BlockTarget, ...]:
         """Return all memory that is to be filled, whole tensors and blocks."""
         wholes = (
-            Want(slot=slot, target=flat) for slot, flats in self._targets.items() for flat in flats
+            BlockTarget(slot=slot, target=flat)
+            for slot, flats in self._targets.items()
+            for flat in flats
         )
         return (*wholes, *self._blocks)
 
@@ -228,7 +230,7 @@ class Builder:
         except ValueError as error:
             raise IntegrityError(f"{self.header.what}: a value is damaged: {error}") from error
 
-    def _codec(self, name: str) -> value_codec.Codec:
+    def _codec(self, name: str) -> value_codec.ValueCodec:
         found = value_codec.codec_named(name)
         if found is None:
             raise RestoreError(

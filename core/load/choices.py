@@ -143,12 +143,12 @@ def _check_only(prefix: str, names: Sequence[str], what: str) -> None:
 
 
 def _nearest(wanted: str, names: Iterable[str]) -> str:
-    known = {name[:end] for name in names for end in _ends(name)}
+    known = {name[:end] for name in names for end in _suffixes(name)}
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.3)
     return ", ".join(near or sorted(known)[:3])
 
 
-def _ends(name: str) -> list[int]:
+def _suffixes(name: str) -> list[int]:
     return [i for i, letter in enumerate(name) if letter == "."] + [len(name)]
 
 
@@ -166,7 +166,7 @@ def key_names(value: object, name: str) -> Iterator[str]:
         for key, child in value.items():  # type: ignore[attr-defined]
             try:
                 below = naming.join(name, naming.part(key))
-            except value_codec.Uncodable:  # no checkpoint has such a key
+            except value_codec.NotEncodableError:  # no checkpoint has such a key
                 continue
             yield below
             yield from key_names(child, below)
@@ -174,10 +174,10 @@ def key_names(value: object, name: str) -> Iterator[str]:
 
 def plain_value(header: ImageHeader, node: ValueNode) -> object:
     """Return a plain value; None stands for an array, a long text and what a registered codec makes."""
-    return value_codec.decode(header.values[node.number], _Nothing())
+    return value_codec.decode(header.values[node.number], _NoContents())
 
 
-class _Nothing:
+class _NoContents:
     """Decodes without the contents of blobs and registered types."""
 
     def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
@@ -202,7 +202,7 @@ def renamed(header: ImageHeader, rules: Mapping[str, str] | None) -> ImageHeader
                 f"restore: rename={{{old!r}: ...}}: {header.what} holds nothing of that name; nearest: "
                 f"{_nearest(old, names)}"
             )
-    renaming = _Renaming(rules)
+    renaming = _Renamer(rules)
     tree = renaming.node(header.tree, "", "")
     assert isinstance(tree, MapNode)
     for old in rules.keys() - renaming.used:
@@ -216,7 +216,7 @@ def renamed(header: ImageHeader, rules: Mapping[str, str] | None) -> ImageHeader
     return replace(header, tree=tree, types=types)
 
 
-class _Renaming:
+class _Renamer:
     """``used`` are the rules that fitted something."""
 
     def __init__(self, rules: Mapping[str, str]) -> None:

@@ -35,18 +35,18 @@ from tierfall.core.image.tree import (
     ValueNode,
 )
 from tierfall.core.load import assign
-from tierfall.core.load.build import CPU, Fill, Want
+from tierfall.core.load.build import CPU, BlockTarget, Fill
 from tierfall.core.load.choices import Choices, plain_value, renamed
 from tierfall.core.load.fill_module import ModuleFiller
 from tierfall.core.load.fill_optimizer import OptimizerFiller
-from tierfall.core.load.plan import Action, Work, live_names
+from tierfall.core.load.plan import Action, RestoreWork, live_names
 from tierfall.core.state import optimizers
 from tierfall.core.state.item import Item, unwrap
 from tierfall.core.state.state_dicts import lost_entries, state_dict_of
 from tierfall.core.state.walk import is_stateful, type_name
 from tierfall.core.tensors import names, rng, value_codec
 from tierfall.core.tensors.names import Trail
-from tierfall.core.tensors.written_memory import LiveMemory, Range, Ranges
+from tierfall.core.tensors.written_memory import AddressRange, AddressRanges, LiveMemory
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import with_article
 
@@ -60,19 +60,19 @@ class FillPlan:
     """What is to be read, and where it goes; ``finish`` is called once every fill is."""
 
     fills: tuple[Fill, ...]
-    wants: tuple[Want, ...]
+    wants: tuple[BlockTarget, ...]
     _stages: tuple[tuple[Action, ...], ...]
-    _work: Work
+    _work: RestoreWork
 
     def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]:
         """Return the tensors of the state that were written to where ``targets``, parts of those of ``fills``, were."""
-        ranges = Ranges(Range.of(target) for target in targets)
+        ranges = AddressRanges(AddressRange.of(target) for target in targets)
         return [live for live in self._work.fitter.in_place() if ranges.overlaps(live.range)]
 
     def leaves(self, written: Iterable[LiveMemory]) -> list[str]:
         """Name the tensors, of those that another plan for this state has ``written`` to, that would stay so: this plan
         neither fills them nor removes them from the state."""
-        filled = Ranges(live.range for live in self._work.fitter.in_place())
+        filled = AddressRanges(live.range for live in self._work.fitter.in_place())
         return [
             live.name
             for live in written
@@ -103,7 +103,7 @@ def plan_fill(
     refuse_files(header, doing="restore")
     choices = choices or Choices()
     header = renamed(header, choices.rename)
-    work = Work.begin(header, state, choices)
+    work = RestoreWork.begin(header, state, choices)
     _Filler(work).top(state, header.tree)
     work.fitter.check_kept()
     work.fitter.check_overlaps()
@@ -114,7 +114,7 @@ def plan_fill(
 class _Filler:
     """Walks tree and state side by side, and notes what to fill and what to do after."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: RestoreWork) -> None:
         self.work = work
         self.selection = work.selection
         self.report = work.report
@@ -325,14 +325,14 @@ class _Filler:
         only_live = [key for key in plain if key not in stored and not self._keeps(name, key)]
         only_stored = [key for key in stored if key not in live and not self._keeps(name, key)]
         texts = [key for key in only_live if isinstance(key, str)]
-        renamed = _are_words(only_live) and _are_words(only_stored)
+        renamed = _are_identifiers(only_live) and _are_identifiers(only_stored)
         if texts and (renamed or not self.work.choices.goes_back):
             for key in texts:
                 self.report.extra(names.join(name, names.part(key)))
             for key in only_stored if renamed else ():
                 self.report.absent(names.join(name, names.part(key)), can_be_renamed=False)
         elif only_live and stored and len(plain) == len(live):
-            self.work.puts.append(lambda: _say_removed(only_live, name))
+            self.work.puts.append(lambda: _log_removed(only_live, name))
         for key in plain:
             if key in stored and not self._keeps(name, key):
                 below = names.join(name, names.part(key))
@@ -417,12 +417,12 @@ def _open_item(holder: Item) -> tuple[Any, Put]:
     return holder.value, put_back
 
 
-def _are_words(keys: Sequence[Any]) -> bool:
+def _are_identifiers(keys: Sequence[Any]) -> bool:
     """Say whether there are keys, all of them such as programs spell out, not numbers of steps and the like."""
     return bool(keys) and all(isinstance(key, str) and key.isidentifier() for key in keys)
 
 
-def _say_removed(keys: Sequence[Any], name: str) -> None:
+def _log_removed(keys: Sequence[Any], name: str) -> None:
     logger.warning(
         "restore: %s of %s is not in the checkpoint, and is removed: a plain mapping is put back whole "
         "(skip=[%r] keeps it)",

@@ -19,9 +19,15 @@ from torch.nn.parameter import is_lazy
 
 from tierfall.core.image.tree import ModuleNode, Node, QuantizedNode, TensorNode
 from tierfall.core.load.build import CPU
-from tierfall.core.load.plan import Work
+from tierfall.core.load.plan import RestoreWork
 from tierfall.core.tensors import names
-from tierfall.core.tensors.dtensor import Unsharded, is_sharded, like, local_part, local_tensor
+from tierfall.core.tensors.dtensor import (
+    NotOneBlockError,
+    is_sharded,
+    like,
+    local_part,
+    local_tensor,
+)
 from tierfall.core.tensors.names import Trail
 from tierfall.core.tensors.tensors import as_bytes, copy_whole, refusal
 from tierfall.core.types.errors import RestoreError
@@ -34,7 +40,7 @@ class ModuleFiller:
     """Plans one module as part of a restore."""
 
     def __init__(
-        self, work: Work, node: ModuleNode, live: nn.Module, name: str, trail: Trail
+        self, work: RestoreWork, node: ModuleNode, live: nn.Module, name: str, trail: Trail
     ) -> None:
         self._work = work
         self._node = node
@@ -67,7 +73,7 @@ class ModuleFiller:
             full = f"{self._name}.{below}"
             if work.selection.has(full):
                 work.extra(state[key], full, is_object=key in scan.owners)
-        if self._rest or self._loads_by_itself():
+        if self._rest or self._has_own_load():
             work.loads.append(lambda: self._load(tuple(state)))
         else:
             work.loads.append(self._after_load)
@@ -81,7 +87,7 @@ class ModuleFiller:
             ) from error
         return found
 
-    def _loads_by_itself(self) -> bool:
+    def _has_own_load(self) -> bool:
         """Say whether code that is not torch's own takes part in loading the module, or one in it."""
         if _is_own(type(self._live), "load_state_dict"):
             return True
@@ -132,7 +138,7 @@ class ModuleFiller:
             return
         try:
             local, piece = local_part(live)
-        except Unsharded as error:
+        except NotOneBlockError as error:
             self._work.report.refuses(name, f"cannot be restored into: {error}")
             return
         flat = torch.empty(local.nbytes, dtype=torch.uint8, device=local.device)

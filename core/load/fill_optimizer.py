@@ -18,10 +18,17 @@ from tierfall.core.image.header import StoredTensor
 from tierfall.core.image.tree import MapNode, Node, OptimizerNode, TensorNode, ValueNode
 from tierfall.core.load import assign
 from tierfall.core.load.build import CPU
-from tierfall.core.load.plan import Work
+from tierfall.core.load.plan import RestoreWork
 from tierfall.core.state import optimizers
 from tierfall.core.tensors import names
-from tierfall.core.tensors.dtensor import Piece, Unsharded, is_sharded, like, local_part, piece_of
+from tierfall.core.tensors.dtensor import (
+    NotOneBlockError,
+    TensorPiece,
+    is_sharded,
+    like,
+    local_part,
+    piece_of,
+)
 from tierfall.core.tensors.tensors import dense_strides, strided_copy
 
 _STEP = "step"
@@ -46,7 +53,7 @@ _PER_ELEMENT = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _StateEntry:
     """One entry of a parameter's state: what it is built from, None where the tensor that is there is filled; whether
     it is laid out in memory as its parameter is."""
 
@@ -59,7 +66,7 @@ class _Made:
 class OptimizerFiller:
     """Plans one optimizer as part of a restore."""
 
-    def __init__(self, work: Work, node: OptimizerNode, live: Optimizer, name: str) -> None:
+    def __init__(self, work: RestoreWork, node: OptimizerNode, live: Optimizer, name: str) -> None:
         self._work = work
         self._builder = work.builder
         self._node = node
@@ -116,7 +123,7 @@ class OptimizerFiller:
             self._work.report.refuses(
                 f"{self._name}.param_groups",
                 f"the checkpoint has {len(order)} groups, the state has {len(there)}: make the optimizer with the "
-                f"groups that it had and call add_param_group() after the restore, or {self._anew()}",
+                f"groups that it had and call add_param_group() after the restore, or {self._plan_new()}",
             )
             return None
         if order != sorted(order) and self._work.is_scheduled(self._live):
@@ -154,10 +161,10 @@ class OptimizerFiller:
             f"{self._name}.param_groups.{index}",
             f"no parameter group of the state holds the same {len(group)} parameters; the nearest lacks "
             f"{missing or 'none of them'} and has besides {more or 'no others'}: group the parameters as they were, or "
-            f"{self._anew()}",
+            f"{self._plan_new()}",
         )
 
-    def _anew(self) -> str:
+    def _plan_new(self) -> str:
         return f"skip=[{self._name!r}] to begin with a new optimizer"
 
     def _steps_on_device(self) -> set[int]:
@@ -233,24 +240,24 @@ class OptimizerFiller:
             self._builder.prepare(node, device)
             self._work.puts.append(lambda: self._replace(key, self._builder.build(node, device)))
             return
-        made: list[_Made] = []
+        made: list[_StateEntry] = []
         for entry, child in node.entries:
             below = f"{name}.{names.part(entry)}"
             if not selection.touches(below):
                 continue
             target = step_device if entry == _STEP else device
             value = None if live is None else live.get(entry)
-            if isinstance(child, TensorNode) and self._goes_into(child, value, target, below):
-                made.append(_Made(entry, None, target))
+            if isinstance(child, TensorNode) and self._fits_into(child, value, target, below):
+                made.append(_StateEntry(entry, None, target))
             else:
                 self._check_piece(child, key, below)
                 self._check_shape(entry, child, key, parameter, below)
                 if self._is_cut(child, key):
-                    made.append(_Made(entry, self._block(child, key, target, below), target))
+                    made.append(_StateEntry(entry, self._block(child, key, target, below), target))
                     continue
                 self._builder.prepare(child, target)
-                as_parameter = self._lies_as(parameter, child)
-                made.append(_Made(entry, child, target, as_parameter=as_parameter))
+                as_parameter = self._has_layout_of(parameter, child)
+                made.append(_StateEntry(entry, child, target, as_parameter=as_parameter))
         whole = selection.has(name)
         self._work.puts.append(lambda: self._renew(key, made, whole))
 
@@ -298,19 +305,19 @@ class OptimizerFiller:
         dtype = self._builder.header.tensors[node.slot].dtype
         try:
             local, piece = local_part(parameter)
-        except Unsharded as error:
+        except NotOneBlockError as error:
             self._work.report.refuses(name, f"cannot be restored: {error}")
             return None
         flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
         self._builder.add_block(node.slot, flat, piece.offset, tuple(local.shape))
         return like(parameter, flat.view(dtype).view(local.shape))
 
-    def _stored_piece(self, node: Node) -> Piece | None:
+    def _stored_piece(self, node: Node) -> TensorPiece | None:
         if not isinstance(node, TensorNode):
             return None
         return self._builder.header.tensors[node.slot].piece
 
-    def _lies_as(self, parameter: StoredTensor | None, node: Node) -> bool:
+    def _has_layout_of(self, parameter: StoredTensor | None, node: Node) -> bool:
         """Say whether state was laid out as its parameter when it was saved, as optimizers make it: fused ones walk
         both as they lie in memory, so that it is laid out as the parameter that is there now. Where the image has no
         strides, or not the parameter, it is taken for one where it was."""
@@ -323,7 +330,7 @@ class OptimizerFiller:
             return True
         return (stored.shape, stored.strides) == (parameter.shape, parameter.strides)
 
-    def _build(self, made: _Made, parameter: Any) -> Any:
+    def _build(self, made: _StateEntry, parameter: Any) -> Any:
         if isinstance(made.node, torch.Tensor | None):
             return made.node
         if made.as_parameter and isinstance(made.node, TensorNode):
@@ -331,7 +338,7 @@ class OptimizerFiller:
         built = self._builder.build(made.node, made.device)
         return built if self._stored_piece(made.node) is None else like(parameter, built)
 
-    def _goes_into(self, node: TensorNode, live: Any, device: torch.device, name: str) -> bool:
+    def _fits_into(self, node: TensorNode, live: Any, device: torch.device, name: str) -> bool:
         """Plan to fill a state tensor that is there; False where a new one is needed."""
         if not isinstance(live, torch.Tensor):
             return False
@@ -358,7 +365,7 @@ class OptimizerFiller:
             and tuple(live.shape) == stored.shape
         )
 
-    def _renew(self, key: Any, made: Sequence[_Made], whole: bool) -> None:
+    def _renew(self, key: Any, made: Sequence[_StateEntry], whole: bool) -> None:
         live = self._live.state[key]
         renewed = {
             each.entry: live[each.entry] if each.node is None else self._build(each, key)
@@ -410,8 +417,8 @@ def _update(live: dict[str, Any], values: dict[Any, Any]) -> None:
         live[key] = assign.merge(live.get(key), value)
 
 
-def _is_block(live: torch.Tensor, piece: Piece | None) -> bool:
+def _is_block(live: torch.Tensor, piece: TensorPiece | None) -> bool:
     try:
         return piece_of(live) == piece
-    except Unsharded:
+    except NotOneBlockError:
         return False

@@ -10,7 +10,7 @@ import torch
 
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.raw_files import refuse_files
-from tierfall.core.load.build import CPU, Builder, Fill, Want
+from tierfall.core.load.build import CPU, BlockTarget, Builder, Fill
 from tierfall.core.tensors.written_memory import LiveMemory
 
 
@@ -19,7 +19,7 @@ class LoadPlan:
     """What is to be read, and where it goes; ``result`` is ready once every fill is."""
 
     fills: tuple[Fill, ...]
-    wants: tuple[Want, ...]
+    wants: tuple[BlockTarget, ...]
     _builder: Builder
     _device: torch.device
 

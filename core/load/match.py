@@ -13,24 +13,24 @@ import torch
 
 from tierfall.core.image.tree import QuantizedNode
 from tierfall.core.load.build import CPU, Builder
-from tierfall.core.load.mismatch import Report
+from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.tensors import dtypes, tensors
 from tierfall.core.tensors.dtensor import (
-    Piece,
-    Unsharded,
+    NotOneBlockError,
+    TensorPiece,
     is_sharded,
     local_part,
     local_tensor,
     piece_of,
 )
-from tierfall.core.tensors.written_memory import LiveMemory, Range
+from tierfall.core.tensors.written_memory import AddressRange, LiveMemory
 from tierfall.core.types.errors import RestoreError
 
 
-class Fitter:
+class TensorMatcher:
     """Notes targets with the builder, and what is left to do once they are filled."""
 
-    def __init__(self, builder: Builder, report: Report) -> None:
+    def __init__(self, builder: Builder, report: MismatchReport) -> None:
         self._builder = builder
         self._report = report
         self._claims: dict[int, list[tuple[torch.Tensor, int, str]]] = {}
@@ -45,7 +45,7 @@ class Fitter:
         stored = self._builder.header.tensors[slot]
         try:
             piece = piece_of(live)
-        except Unsharded as error:
+        except NotOneBlockError as error:
             self._report.refuses(name, f"cannot be restored into: {error}")
             return False
         shape = stored.shape if stored.piece is None else stored.piece.shape
@@ -54,8 +54,8 @@ class Fitter:
             return True
         self._report.differs(
             name,
-            _said(stored.dtype, shape, stored.piece),
-            _said(live.dtype, tuple(live.shape), piece),
+            _describe(stored.dtype, shape, stored.piece),
+            _describe(live.dtype, tuple(live.shape), piece),
         )
         return False
 
@@ -72,7 +72,7 @@ class Fitter:
         elif self.compare(slot, live, name) and self._claim(slot, live, name):
             self._target(slot, live.detach(), name)
 
-    def _local(self, slot: int, live: torch.Tensor, name: str, block: Piece | None) -> None:
+    def _local(self, slot: int, live: torch.Tensor, name: str, block: TensorPiece | None) -> None:
         reason = tensors.refusal(live)
         if reason is not None:
             self._report.refuses(name, f"cannot be restored into: {reason}")
@@ -105,7 +105,7 @@ class Fitter:
         for targets in self._targets.values():
             for live, name in targets:
                 if tensors.as_bytes(live) is not None:
-                    yield LiveMemory(name, Range.of(live))
+                    yield LiveMemory(name, AddressRange.of(live))
 
     def keep(self, live: object, name: str) -> None:
         """Note what a caller wants to stay as it is."""
@@ -193,7 +193,9 @@ class Fitter:
         targets.append((live, name))
         return True
 
-    def _target(self, slot: int, live: torch.Tensor, name: str, block: Piece | None = None) -> None:
+    def _target(
+        self, slot: int, live: torch.Tensor, name: str, block: TensorPiece | None = None
+    ) -> None:
         flat = tensors.as_bytes(live)
         if flat is not None and block is not None:
             self._builder.add_block(slot, flat, block.offset, tuple(live.shape))
@@ -214,6 +216,6 @@ class Fitter:
         self.copies.append(lambda: tensors.fill_whole(live, temporary))
 
 
-def _said(dtype: torch.dtype, shape: tuple[int, ...], piece: Piece | None) -> str:
+def _describe(dtype: torch.dtype, shape: tuple[int, ...], piece: TensorPiece | None) -> str:
     where = "" if piece is None else f", of which this rank has {piece.lengths} at {piece.offset}"
     return f"{dtypes.name_of(dtype)} {shape}{where}"

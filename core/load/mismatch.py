@@ -15,7 +15,7 @@ _ADVICE = (
 )
 
 
-class Report:
+class MismatchReport:
     """Collects mismatches. What only one side has counts only where ``strict``; what differs counts always."""
 
     def __init__(self, strict: bool) -> None:

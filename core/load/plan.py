@@ -15,8 +15,8 @@ from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.tree import KeptNode, Node, RandomNode, ValueNode, leaves
 from tierfall.core.load.build import Builder
 from tierfall.core.load.choices import Choices, Selection, key_names, select
-from tierfall.core.load.match import Fitter
-from tierfall.core.load.mismatch import Report
+from tierfall.core.load.match import TensorMatcher
+from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.state import modules
 from tierfall.core.state.item import unwrap
 from tierfall.core.state.modules import Scans
@@ -28,7 +28,7 @@ _NEVER_MISSED = (RandomNode, KeptNode)
 
 
 @dataclass(slots=True)
-class Work:
+class RestoreWork:
     """The state of planning, shared by the walks over containers, modules and optimizers. ``filled`` are parameters
     whose values are restored, and whose gradients are of others; ``renewed`` the names below which nothing stays that
     the checkpoint does not have."""
@@ -37,10 +37,10 @@ class Work:
     header: ImageHeader
     choices: Choices
     selection: Selection
-    report: Report
+    report: MismatchReport
     scans: Scans
     builder: Builder = field(init=False)
-    fitter: Fitter = field(init=False)
+    fitter: TensorMatcher = field(init=False)
     filled: list[nn.Parameter] = field(default_factory=list)
     renewed: list[str] = field(default_factory=list)
     puts: list[Action] = field(default_factory=list)
@@ -49,14 +49,16 @@ class Work:
 
     def __post_init__(self) -> None:
         self.builder = Builder(self.header)
-        self.fitter = Fitter(self.builder, self.report)
+        self.fitter = TensorMatcher(self.builder, self.report)
 
     @classmethod
-    def begin(cls, header: ImageHeader, state: Mapping[Any, object], choices: Choices) -> Work:
+    def begin(
+        cls, header: ImageHeader, state: Mapping[Any, object], choices: Choices
+    ) -> RestoreWork:
         """Check what is asked for against both sides; RestoreError where a name is found nowhere."""
         live = (name for key, value in state.items() for name in _names_of(key, value))
         selection = select(header, choices, live)
-        report = Report(choices.strict)
+        report = MismatchReport(choices.strict)
         return cls(state, header, choices, selection, report, modules.scan_state(state))
 
     def stages(self) -> tuple[tuple[Action, ...], ...]:
@@ -97,7 +99,7 @@ class Work:
 def _names_of(key: Any, value: object) -> Iterator[str]:
     try:
         name = names.part(key)
-    except value_codec.Uncodable:
+    except value_codec.NotEncodableError:
         return
     yield name
     yield from live_names(value, name)

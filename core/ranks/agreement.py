@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tierfall.core.ranks.message_tree import Bodies, Council, Topic
-from tierfall.core.runtime.wait import Bell
+from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
+from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types import errors
 from tierfall.core.types.errors import RanksError, TierfallError
 from tierfall.core.types.text import ranks_named
@@ -21,14 +21,14 @@ ANSWER_S = 5.0
 """Rank 0 waits for the others, and the others so much longer for what it says of those that did not come."""
 
 
-class Together:
+class Agreement:
     """One rank's part in agreements. ``lost`` is what keeps it from reaching the others, once that is known."""
 
-    def __init__(self, council: Council, *, timeout_s: float) -> None:
+    def __init__(self, council: MessageTree, *, timeout_s: float) -> None:
         self._council = council
         self._timeout_s = timeout_s
         self._count = 0
-        self._bells: dict[Topic, Bell] = {}
+        self._bells: dict[Topic, InterruptibleEvent] = {}
         self._gathered: dict[Topic, Bodies] = {}
         self._announced: dict[Topic, Any] = {}
         self.lost: BaseException | None = None
@@ -51,7 +51,7 @@ class Together:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         topic: Topic = (AGREE, self._count)
         try:
-            bell = self._bells[topic] = Bell()
+            bell = self._bells[topic] = InterruptibleEvent()
             self._count += 1
             if self.lost is not None or topic in self._announced:  # before this rank came
                 bell.ring()
@@ -76,14 +76,14 @@ class Together:
 
     def take_gathered(self, topic: Topic, bodies: Bodies) -> None:
         self._gathered[topic] = bodies
-        self._ring(topic)
+        self._notify(topic)
 
     def take_announced(self, topic: Topic, body: Any) -> None:
         """Keep an answer for the call that waits for it, or that this rank has still to make: it comes too late then,
         and is told so at once."""
         if topic in self._bells or topic[1] >= self._count:  # type: ignore[operator]
             self._announced[topic] = body
-            self._ring(topic)
+            self._notify(topic)
 
     def lose(self, error: BaseException) -> None:
         """Nobody can be reached any more: whoever waits is told."""
@@ -91,7 +91,7 @@ class Together:
         for bell in list(self._bells.values()):
             bell.ring()
 
-    def _ring(self, topic: Topic) -> None:
+    def _notify(self, topic: Topic) -> None:
         bell = self._bells.get(topic)
         if bell is not None:
             bell.ring()
@@ -102,7 +102,7 @@ class Together:
         for kept in (self._bells, self._gathered, self._announced):
             kept.pop(topic, None)
 
-    def _wait(self, what: str, topic: Topic, bell: Bell, timeout_s: float) -> bool:
+    def _wait(self, what: str, topic: Topic, bell: InterruptibleEvent, timeout_s: float) -> bool:
         """Wait for the bell. Half-way, rank 0 has handed on to it what there is, so that it can name who is late."""
         if not bell.wait(timeout_s / 2):
             if self._council.topology.is_root:
@@ -120,7 +120,7 @@ class Together:
         topic: Topic,
         what: str,
         decide: Callable[[Bodies], Any],
-        bell: Bell,
+        bell: InterruptibleEvent,
         timeout_s: float,
     ) -> Any:
         try:
@@ -135,13 +135,13 @@ class Together:
             decision = decide({rank: body for rank, (_, body) in said.items()})
             value = json.loads(json.dumps(decision))  # the same on every rank, or an error now
         except BaseException as error:
-            self._council.announce(topic, _answer(what, error))
+            self._council.announce(topic, _error_to_json(what, error))
             raise
         self._council.announce(topic, {"value": value})
         return value
 
 
-def _answer(what: str, error: BaseException) -> dict[str, str]:
+def _error_to_json(what: str, error: BaseException) -> dict[str, str]:
     """What the others are told of an error: its kind is the nearest that stands in ``errors``."""
     for kind in type(error).__mro__:
         if issubclass(kind, TierfallError) and getattr(errors, kind.__name__, None) is kind:

@@ -21,7 +21,7 @@ _RECENT_MAX = 1024
 
 
 @dataclass(slots=True)
-class _Gathering:
+class _TopicMessages:
     """What was said of a topic so far by the ranks below this one."""
 
     awaited: frozenset[int]
@@ -34,7 +34,7 @@ class _Gathering:
         return len(self.bodies) == len(self.awaited)
 
 
-class _Recent:
+class _RecentTopics:
     """The topics that were added last; older ones are past caring about."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _Recent:
         return topic in self._topics
 
 
-class Council:
+class MessageTree:
     """One rank's part. All methods may be called from any thread; the callbacks run on the thread that calls.
 
     ``on_gathered(topic, bodies by rank)`` is called at rank 0 once all have contributed, and ``on_passed`` with the
@@ -61,9 +61,9 @@ class Council:
         self.topology = topology
         self._send = send
         self._lock = threading.RLock()
-        self._gatherings: dict[Topic, _Gathering] = {}
-        self._forgotten = _Recent()
-        self._hurried = _Recent()
+        self._gatherings: dict[Topic, _TopicMessages] = {}
+        self._forgotten = _RecentTopics()
+        self._hurried = _RecentTopics()
         self.on_gathered: Callable[[Topic, Bodies], None] = _ignore
         self.on_passed: Callable[[Topic, Bodies], None] = _ignore
         self.on_announced: Callable[[Topic, Any], None] = _ignore
@@ -81,21 +81,21 @@ class Council:
 
     def tell(self, topic: Topic, body: Any) -> None:
         """Tell rank 0 something that only this rank knows."""
-        self._pass_up({"tell": topic, "body": body, "rank": self.topology.rank})
+        self._send_up({"tell": topic, "body": body, "rank": self.topology.rank})
 
     def announce(self, topic: Topic, body: Any) -> None:
         """Tell every rank; for rank 0."""
         assert self.topology.is_root
-        self._pass_down({"down": topic, "body": body})
+        self._send_down({"down": topic, "body": body})
 
     def take(self, data: bytes) -> None:
         """Take a message that was sent to this rank."""
         message = json.loads(data)
         if "down" in message:
-            self._pass_down(message)
+            self._send_down(message)
             return
         if "tell" in message:
-            self._pass_up(message)
+            self._send_up(message)
             return
         if "hurry" in message:
             self.hand_on_what_there_is(tuple(message["hurry"]))
@@ -125,11 +125,11 @@ class Council:
         with self._lock:
             local = self.topology.local_ranks
             leaders = [rank for rank in self.topology.children if rank not in local]
-            self._post(leaders, {"hurry": topic})
+            self._send_to(leaders, {"hurry": topic})
             self._hurried.add(topic)
             gathering = self._gatherings.get(topic)
             if gathering is not None:
-                self._hand_on(topic, gathering)
+                self._forward(topic, gathering)
 
     def _add(self, topic: Topic, bodies: Bodies, *, leaders_only: bool) -> None:
         with self._lock:
@@ -138,13 +138,13 @@ class Council:
             gathering = self._gatherings.get(topic)
             if gathering is None:
                 awaited = self._awaited(leaders_only)
-                gathering = self._gatherings[topic] = _Gathering(awaited, leaders_only)
+                gathering = self._gatherings[topic] = _TopicMessages(awaited, leaders_only)
             gathering.bodies.update(bodies)
             complete = gathering.complete
             if complete:
                 del self._gatherings[topic]
             if complete or topic in self._hurried:
-                self._hand_on(topic, gathering)
+                self._forward(topic, gathering)
         if complete and self.topology.is_leader:
             notify = self.on_gathered if self.topology.is_root else self.on_passed
             notify(topic, dict(sorted(gathering.bodies.items())))
@@ -153,27 +153,27 @@ class Council:
         below = self.topology.below
         return below.intersection(self.topology.leaders) if leaders_only else below
 
-    def _hand_on(self, topic: Topic, gathering: _Gathering) -> None:
+    def _forward(self, topic: Topic, gathering: _TopicMessages) -> None:
         """Send what was not sent yet to the parent; rank 0 has none."""
         fresh = {r: b for r, b in gathering.bodies.items() if r not in gathering.handed_on}
         if self.topology.parent is None or not fresh:
             return
         gathering.handed_on |= fresh.keys()
         message = {"up": topic, "bodies": fresh, "leaders_only": gathering.leaders_only}
-        self._post([self.topology.parent], message)
+        self._send_to([self.topology.parent], message)
 
-    def _pass_up(self, message: dict[str, Any]) -> None:
+    def _send_up(self, message: dict[str, Any]) -> None:
         if self.topology.parent is None:
             self.on_told(tuple(message["tell"]), message["body"], message["rank"])
         else:
-            self._post([self.topology.parent], message)
+            self._send_to([self.topology.parent], message)
 
-    def _pass_down(self, message: dict[str, Any]) -> None:
+    def _send_down(self, message: dict[str, Any]) -> None:
         with self._lock:  # so that every rank hears things in one order
-            self._post(self.topology.children, message)
+            self._send_to(self.topology.children, message)
             self.on_announced(tuple(message["down"]), message["body"])
 
-    def _post(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
+    def _send_to(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
         data = json.dumps(message, separators=(",", ":")).encode()
         for rank in ranks:
             self._send(rank, data)

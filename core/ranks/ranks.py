@@ -11,11 +11,11 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from tierfall.core.ranks.agreement import AGREE, Together
-from tierfall.core.ranks.message_tree import Bodies, Council, Topic
-from tierfall.core.ranks.rendezvous import Place, join
+from tierfall.core.ranks.agreement import AGREE, Agreement
+from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
+from tierfall.core.ranks.rendezvous import RankPlacement, join
 from tierfall.core.ranks.topology import ALONE, Topology
-from tierfall.core.ranks.transport import StorePost
+from tierfall.core.ranks.transport import StoreTransport
 from tierfall.core.types.errors import RanksError
 from tierfall.core.types.values import Shard
 
@@ -26,7 +26,7 @@ LEAVE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered:
+class MessagesGathered:
     """All ranks have spoken (for rank 0), or all below this leader of a node (``passed``)."""
 
     topic: Topic
@@ -35,7 +35,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Announced:
+class DecisionAnnounced:
     """Rank 0 has decided."""
 
     topic: Topic
@@ -43,7 +43,7 @@ class Announced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class RankReported:
     """One rank tells rank 0 what only it knows."""
 
     topic: Topic
@@ -51,27 +51,29 @@ class Told:
     rank: int
 
 
-News = Gathered | Announced | Told
+RankMessage = MessagesGathered | DecisionAnnounced | RankReported
 
 
 class Ranks:
     """See the module. ``alone`` is the one rank of a run without others: the same, and nothing is ever sent."""
 
-    def __init__(self, topology: Topology, post: StorePost | None, *, timeout_s: float) -> None:
+    def __init__(
+        self, topology: Topology, post: StoreTransport | None, *, timeout_s: float
+    ) -> None:
         self.topology = topology
         self._post = post
         self._lock = threading.Lock()
-        self._listener: Callable[[News], None] | None = None
-        self._unheard: deque[News] = deque()
+        self._listener: Callable[[RankMessage], None] | None = None
+        self._unheard: deque[RankMessage] = deque()
         self._handing_on = False
-        self.council = Council(topology, post.send if post else _nobody)
-        self._together = Together(self.council, timeout_s=timeout_s)
+        self.council = MessageTree(topology, post.send if post else _ignore_data)
+        self._together = Agreement(self.council, timeout_s=timeout_s)
         self.agree = self._together.agree
-        self.council.on_gathered = self._gathered
-        self.council.on_passed = self._passed
-        self.council.on_announced = self._announced
-        self.council.on_told = lambda topic, body, rank: self._hear(
-            Told(topic=topic, body=body, rank=rank)
+        self.council.on_gathered = self._on_gathered
+        self.council.on_passed = self._on_passed
+        self.council.on_announced = self._on_announced
+        self.council.on_told = lambda topic, body, rank: self._on_message(
+            RankReported(topic=topic, body=body, rank=rank)
         )
         if post is not None:
             post.start(self.council.take, self._lose)
@@ -81,7 +83,7 @@ class Ranks:
         return cls(ALONE, None, timeout_s=1.0)
 
     @classmethod
-    def join(cls, place: Place, bootstrap: Store, *, run: str, timeout_s: float) -> Ranks:
+    def join(cls, place: RankPlacement, bootstrap: Store, *, run: str, timeout_s: float) -> Ranks:
         """Meet the others; see ``joining.join``."""
         return cls(*join(place, bootstrap, run=run, timeout_s=timeout_s), timeout_s=timeout_s)
 
@@ -106,12 +108,12 @@ class Ranks:
                 f"checkpoint: {self._together.lost}"
             ) from self._together.lost
 
-    def listen(self, listener: Callable[[News], None]) -> None:
+    def listen(self, listener: Callable[[RankMessage], None]) -> None:
         """Hand what is said from now on, and what was said before, to ``listener``: one after the other, in its order,
         on the thread that it came by. It may call this rank's council."""
         with self._lock:
             self._listener = listener
-        self._hand_on()
+        self._forward()
 
     def close(self, timeout_s: float) -> None:
         """Leave. What the others still need from here are their stores: so all leave together, within ``timeout_s``."""
@@ -119,7 +121,7 @@ class Ranks:
             return
         patience_s = LEAVE_S
         try:
-            self.agree("close: end", None, _nothing, timeout_s=timeout_s)
+            self.agree("close: end", None, _ignore_bodies, timeout_s=timeout_s)
             patience_s = timeout_s
         except RanksError as error:
             logger.warning(
@@ -133,12 +135,12 @@ class Ranks:
         if self._post is not None:
             self._post.close(LEAVE_S)
 
-    def _hear(self, news: News) -> None:
+    def _on_message(self, news: RankMessage) -> None:
         with self._lock:
             self._unheard.append(news)
-        self._hand_on()
+        self._forward()
 
-    def _hand_on(self) -> None:
+    def _forward(self) -> None:
         """Hand on what is unheard, by one thread at a time and under no lock: the listener may cause further news."""
         with self._lock:
             if self._listener is None or self._handing_on:
@@ -156,30 +158,30 @@ class Ranks:
             self._handing_on = False
             raise
 
-    def _gathered(self, topic: Topic, bodies: Bodies) -> None:
+    def _on_gathered(self, topic: Topic, bodies: Bodies) -> None:
         if topic[0] == AGREE:
             self._together.take_gathered(topic, bodies)
         else:
-            self._hear(Gathered(topic=topic, bodies=bodies))
+            self._on_message(MessagesGathered(topic=topic, bodies=bodies))
 
-    def _passed(self, topic: Topic, bodies: Bodies) -> None:
+    def _on_passed(self, topic: Topic, bodies: Bodies) -> None:
         if topic[0] != AGREE:
-            self._hear(Gathered(topic=topic, bodies=bodies, passed=True))
+            self._on_message(MessagesGathered(topic=topic, bodies=bodies, passed=True))
 
-    def _announced(self, topic: Topic, body: Any) -> None:
+    def _on_announced(self, topic: Topic, body: Any) -> None:
         if topic[0] == AGREE:
             self._together.take_announced(topic, body)
         else:
-            self._hear(Announced(topic=topic, body=body))
+            self._on_message(DecisionAnnounced(topic=topic, body=body))
 
     def _lose(self, error: BaseException) -> None:
         logger.error("rank %d: the other ranks cannot be reached: %s", self.topology.rank, error)
         self._together.lose(error)
 
 
-def _nothing(bodies: Bodies) -> None:
+def _ignore_bodies(bodies: Bodies) -> None:
     """Nothing is to be decided."""
 
 
-def _nobody(rank: int, data: bytes) -> None:
+def _ignore_data(rank: int, data: bytes) -> None:
     raise AssertionError(f"a rank that is alone sends nothing, not to rank {rank}")

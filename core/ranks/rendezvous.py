@@ -22,7 +22,13 @@ from typing import Any, TypeVar
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from tierfall.core.ranks.topology import Topology
-from tierfall.core.ranks.transport import Office, StorePost, leave, rest, see_off
+from tierfall.core.ranks.transport import (
+    Mailbox,
+    StoreTransport,
+    leave,
+    sleep_longer,
+    wait_for_guests,
+)
 from tierfall.core.types.errors import RanksError
 from tierfall.core.types.text import ranks_named
 
@@ -41,7 +47,7 @@ _FIRST_PAUSE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlacement:
     """What a process knows of its place before it has met the others.
 
     ``node`` is any text that tells nodes apart; ``address`` is where rank 0 can be reached; ``settings`` is what has to
@@ -56,12 +62,12 @@ class Place:
 
 
 def join(
-    place: Place, bootstrap: Store, *, run: str, timeout_s: float
-) -> tuple[Topology, StorePost]:
+    place: RankPlacement, bootstrap: Store, *, run: str, timeout_s: float
+) -> tuple[Topology, StoreTransport]:
     """Meet the other ranks of this start. Raises RanksError naming those that did not come within ``timeout_s``, and
     those whose settings differ."""
     door = f"tierfall/{run}/door"
-    enter = _welcome if place.rank == 0 else _enter
+    enter = _accept_ranks if place.rank == 0 else _join_as_guest
     what = f"open: rank {place.rank}: the store where the ranks of this job look for each other"
     bound_s = timeout_s + ANSWER_S + STORE_S
     try:
@@ -75,10 +81,10 @@ def join(
 def _within(timeout_s: float, call: Callable[[], T]) -> T:
     """Return what ``call`` returns, or raise what it raises; TimeoutError where it does not end: torch waits for ever
     for a store that has answered before and stands still."""
-    return _begun(call).result(timeout_s)
+    return _start_call(call).result(timeout_s)
 
 
-def _begun(call: Callable[[], T]) -> futures.Future[T]:
+def _start_call(call: Callable[[], T]) -> futures.Future[T]:
     """Begin a call on a thread of its own, which may never end."""
     future: futures.Future[T] = futures.Future()
     threading.Thread(target=_run, args=(future, call), name="tierfall-store", daemon=True).start()
@@ -102,15 +108,15 @@ def connect(host: str, port: int) -> TCPStore:
         raise TimeoutError(f"what listens at {host}:{port} does not answer as a store") from None
 
 
-def _welcome(
-    place: Place, bootstrap: Store, door: str, timeout_s: float
-) -> tuple[Topology, StorePost]:
+def _accept_ranks(
+    place: RankPlacement, bootstrap: Store, door: str, timeout_s: float
+) -> tuple[Topology, StoreTransport]:
     name = f"tierfall/{secrets.token_hex(8)}"
     server = _store(_LOCALHOST, 0, is_master=True)
     bootstrap.set(door, json.dumps([name, place.address, server.port]))
     others = range(1, place.world_size)
     missing = _wait_for_hellos(server, name, list(others), time.monotonic() + timeout_s)
-    said = {0: _said(place)} | {
+    said = {0: _placement_to_json(place)} | {
         rank: json.loads(server.get(_hello(name, rank))) for rank in others if rank not in missing
     }
     if missing:
@@ -119,15 +125,17 @@ def _welcome(
         problem = _differences(said)
     if problem:
         server.set(f"{name}/welcome", json.dumps({"error": problem}))
-        see_off(server, name, len(said) - 1, time.monotonic() + LOOK_AGAIN_S)  # they read it
+        wait_for_guests(
+            server, name, len(said) - 1, time.monotonic() + LOOK_AGAIN_S
+        )  # they read it
         raise RanksError(problem)
     nodes = [said[rank]["node"] for rank in range(place.world_size)]
     server.set(f"{name}/welcome", json.dumps({"nodes": nodes}))
     topology = Topology.of(0, nodes)
     ranks = frozenset((*topology.children, 0))
     guests = len(topology.leaders) - 1 + len(topology.local_ranks) - 1
-    office = Office(server, connect(_LOCALHOST, server.port), name, ranks, server=0, guests=guests)
-    return topology, StorePost(0, (office,))
+    office = Mailbox(server, connect(_LOCALHOST, server.port), name, ranks, server=0, guests=guests)
+    return topology, StoreTransport(0, (office,))
 
 
 def _wait_for_hellos(server: TCPStore, name: str, waiting: list[int], deadline: float) -> list[int]:
@@ -136,13 +144,13 @@ def _wait_for_hellos(server: TCPStore, name: str, waiting: list[int], deadline: 
     while waiting := [rank for rank in waiting if not server.check([_hello(name, rank)])]:
         if time.monotonic() >= deadline:
             break
-        pause = rest(pause)
+        pause = sleep_longer(pause)
     return waiting
 
 
-def _enter(
-    place: Place, bootstrap: Store, door: str, timeout_s: float
-) -> tuple[Topology, StorePost]:
+def _join_as_guest(
+    place: RankPlacement, bootstrap: Store, door: str, timeout_s: float
+) -> tuple[Topology, StoreTransport]:
     deadline = time.monotonic() + timeout_s
     visit = secrets.token_hex(8)
     address = ""
@@ -150,23 +158,23 @@ def _enter(
     while time.monotonic() < deadline:
         if bootstrap.check([door]):
             sign = bootstrap.get(door)
-            visitor = _Visitor(place, bootstrap, door, sign, visit, deadline)
+            visitor = _JoiningRank(place, bootstrap, door, sign, visit, deadline)
             found = visitor.knock()
             if found is not None:
                 return found
             address = f", or cannot be reached at {visitor.host}:{visitor.port}"
-        pause = rest(pause)
+        pause = sleep_longer(pause)
     raise RanksError(
         f"open: rank {place.rank} met no rank 0 within {timeout_s:g} s: rank 0 did not call open{address}"
     )
 
 
-class _Visitor:
+class _JoiningRank:
     """A rank before one address that stood at the door."""
 
     def __init__(
         self,
-        place: Place,
+        place: RankPlacement,
         bootstrap: Store,
         door: str,
         sign: bytes,
@@ -177,18 +185,18 @@ class _Visitor:
         self._bootstrap = bootstrap
         self._door = door
         self._sign = sign
-        self._hello = json.dumps(_said(place) | {"visit": visit})
+        self._hello = json.dumps(_placement_to_json(place) | {"visit": visit})
         self._deadline = deadline
         self._name, self.host, self.port = json.loads(sign)
         self._is_in = False  # let in: no other door is looked for any more
         self._has_left = False  # what may still wait here is to end
 
-    def knock(self) -> tuple[Topology, StorePost] | None:
+    def knock(self) -> tuple[Topology, StoreTransport] | None:
         """Go in; None where nobody is there for this process, or another address has come to stand at the door.
 
         The door is looked at meanwhile: torch tries for long to reach a store that went as it was being reached.
         """
-        going_in = _begun(self._go_in)
+        going_in = _start_call(self._enter)
         try:
             while not futures.wait([going_in], LOOK_AGAIN_S).done:
                 if self._is_in:
@@ -201,7 +209,7 @@ class _Visitor:
         finally:
             del going_in  # an error's traceback holds this frame, and so the store
 
-    def _go_in(self) -> tuple[Topology, StorePost] | None:
+    def _enter(self) -> tuple[Topology, StoreTransport] | None:
         key = f"{self._name}/welcome"
         try:
             store = connect(self.host, self.port)
@@ -219,13 +227,13 @@ class _Visitor:
         if "error" in answer:
             raise RanksError(answer["error"])
         topology = Topology.of(self._place.rank, answer["nodes"])
-        return topology, StorePost(topology.rank, self._offices(topology, store))
+        return topology, StoreTransport(topology.rank, self._mailboxes(topology, store))
 
     def _wait_for(self, store: TCPStore, welcome: str) -> bool:
         """Wait to be let in; False where this rank has left for another door."""
         pause = _FIRST_PAUSE_S
         while not store.check([welcome]):
-            pause = rest(pause)
+            pause = sleep_longer(pause)
             if self._has_left:
                 return False
             if time.monotonic() >= self._deadline + ANSWER_S:
@@ -236,27 +244,27 @@ class _Visitor:
         self._is_in = True
         return True
 
-    def _offices(self, topology: Topology, store: TCPStore) -> tuple[Office, ...]:
+    def _mailboxes(self, topology: Topology, store: TCPStore) -> tuple[Mailbox, ...]:
         """Reach those that this rank exchanges messages with: by the job's store, or by that of its node."""
         name, rank, local = self._name, topology.rank, frozenset(topology.local_ranks)
         try:
             if topology.node == 0:
-                return (Office(store, connect(self.host, self.port), name, local, server=0),)
+                return (Mailbox(store, connect(self.host, self.port), name, local, server=0),)
             key = f"{name}/port/{topology.node}"
             if not topology.is_leader:
                 patience = max(STORE_S, self._deadline - time.monotonic())
                 store.wait([key], timedelta(seconds=patience))
                 node = (_LOCALHOST, int(store.get(key)))
                 leader = topology.local_ranks[0]
-                return (Office(connect(*node), connect(*node), name, local, server=leader),)
+                return (Mailbox(connect(*node), connect(*node), name, local, server=leader),)
             own = _store(_LOCALHOST, 0, is_master=True)
             store.set(key, str(own.port))
             guests = len(local) - 1
-            inside = Office(
+            inside = Mailbox(
                 own, connect(_LOCALHOST, own.port), name, local, server=rank, guests=guests
             )
             leaders = frozenset(topology.leaders) - {rank}
-            outside = Office(store, connect(self.host, self.port), name, leaders, server=0)
+            outside = Mailbox(store, connect(self.host, self.port), name, leaders, server=0)
             return (inside, outside)
         except (OSError, RuntimeError) as error:
             raise RanksError(
@@ -264,7 +272,7 @@ class _Visitor:
             ) from error
 
 
-def _said(place: Place) -> dict[str, Any]:
+def _placement_to_json(place: RankPlacement) -> dict[str, Any]:
     return {"node": place.node, "settings": place.settings}
 
 

@@ -31,7 +31,7 @@ _MORE, _LAST, _LOST, _STOP = b"M", b"L", b"X", b"S"
 
 
 @dataclass(frozen=True, slots=True)
-class Office:
+class Mailbox:
     """A store, as one rank reaches it: one connection to send by, one to receive by; ``prefix`` is of this start.
 
     ``server`` is the rank whose process serves it, and ``guests`` says to how many other ranks this process does: none,
@@ -49,10 +49,10 @@ class Office:
         return f"{self.prefix}/inbox/{rank}"
 
 
-class StorePost:
+class StoreTransport:
     """Sends to and receives for one rank."""
 
-    def __init__(self, rank: int, offices: tuple[Office, ...]) -> None:
+    def __init__(self, rank: int, offices: tuple[Mailbox, ...]) -> None:
         self.rank = rank
         self._offices = offices
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class StorePost:
         self._closing = True
         deadline = time.monotonic() + timeout_s
         goodbye = threading.Thread(
-            target=self._say_goodbye,
+            target=self._announce_leave,
             args=(deadline,),
             name=f"tierfall-post-{self.rank}-close",
             daemon=True,
@@ -104,18 +104,18 @@ class StorePost:
         self._threads.clear()
         self._offices = ()
 
-    def _say_goodbye(self, deadline: float) -> None:
+    def _announce_leave(self, deadline: float) -> None:
         for office in self._offices:
             try:
                 if office.guests:
-                    see_off(office.sending, office.prefix, office.guests, deadline)
+                    wait_for_guests(office.sending, office.prefix, office.guests, deadline)
                 office.sending.queue_push(office.inbox(self.rank), _HEAD.pack(_STOP, self.rank))
                 if not office.guests:
                     leave(office.sending, office.prefix)
             except RuntimeError as error:
                 logger.debug("rank %d: the store is gone already: %s", self.rank, error)
 
-    def _send(self, office: Office, rank: int, data: bytes) -> None:
+    def _send(self, office: Mailbox, rank: int, data: bytes) -> None:
         try:
             with self._sending:
                 for kind, part in _parts(data):
@@ -126,7 +126,7 @@ class StorePost:
             if not self._closing:
                 logger.warning("rank %d: a message to rank %d is lost: %s", self.rank, rank, error)
 
-    def _receive(self, office: Office, deliver: Deliver, lost: Lost) -> None:
+    def _receive(self, office: Mailbox, deliver: Deliver, lost: Lost) -> None:
         office.receiving.set_timeout(_FOREVER)
         inbox = office.inbox(self.rank)
         begun: dict[int, bytearray] = {}
@@ -151,7 +151,7 @@ class StorePost:
                 except Exception:
                     logger.exception("rank %d: a message could not be taken", self.rank)
 
-    def _lose(self, office: Office, error: Exception, lost: Lost) -> None:
+    def _lose(self, office: Mailbox, error: Exception, lost: Lost) -> None:
         """Say so once, here and to those who reach the others through this rank alone."""
         with self._lock:
             if self._closing or self._is_lost:
@@ -179,17 +179,17 @@ def leave(store: Store, prefix: str) -> None:
     store.add(f"{prefix}/left", 1)
 
 
-def see_off(store: Store, prefix: str, guests: int, deadline: float) -> None:
+def wait_for_guests(store: Store, prefix: str, guests: int, deadline: float) -> None:
     """Wait until that many guests have left, or till ``deadline`` on the monotonic clock."""
     pause = _FIRST_PAUSE_S
     while (left := store.add(f"{prefix}/left", 0)) < guests:
         if time.monotonic() >= deadline:
             logger.debug("%d of %d guests have not left", guests - left, guests)
             return
-        pause = rest(pause)
+        pause = sleep_longer(pause)
 
 
-def rest(pause: float) -> float:
+def sleep_longer(pause: float) -> float:
     """Sleep so long; say how long next time."""
     time.sleep(pause)
     return min(2 * pause, _LONGEST_PAUSE_S)

@@ -12,15 +12,15 @@ from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
-from tierfall.core.copies.chunk_reader import Tally
-from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge
+from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, ListRequest, merge
 from tierfall.core.format.commit_files import named_shards
 from tierfall.core.format.records import Commit, read_commit
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.candidates import Request, choose
+from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.inventory import describe, merge_ranks
-from tierfall.core.restore.restore import HALF_FILLED, PASSABLE, Failure, Together
+from tierfall.core.restore.restore import HALF_FILLED, PASSABLE, RankFailure, Together
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, TierfallError
 from tierfall.core.types.text import ranks_named
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -35,12 +35,12 @@ _NAMED_MAX = 8
 
 def agree_to_restore(
     ranks: Ranks,
-    listings: Sequence[Listing],
-    request: Request,
+    listings: Sequence[ListRequest],
+    request: RestoreRequest,
     *,
     mine: Sequence[str],
-    tally: Tally,
-    look_again: Callable[[], Sequence[Listing]] | None = None,
+    tally: ReadTally,
+    look_again: Callable[[], Sequence[ListRequest]] | None = None,
     timeout_s: float | None = None,
 ) -> list[KnownCheckpoint]:
     """Return what all ranks may restore, newest first, the same on all; nothing where there is truly nothing.
@@ -55,7 +55,7 @@ def agree_to_restore(
     def decide(bodies: dict[int, Any]) -> dict[str, Any]:
         _check_same_request({rank: body["request"] for rank, body in bodies.items()})
         described = {rank: body["tiers"] for rank, body in bodies.items()}
-        return choose_together(described, order, request)
+        return choose_candidates(described, order, request)
 
     body = {"request": asdict(request), "tiers": describe(listings, mine=mine)}
     decision = ranks.agree("restore", body, decide, timeout_s=timeout_s)
@@ -65,15 +65,15 @@ def agree_to_restore(
     agreed = {CheckpointId(*id): c for id, c in zip(decision["order"], records, strict=True)}
     lives = {id: commit.line.attempt_id for id, commit in agreed.items()}
     seen = listings if look_again is None else look_again()
-    here = {known.id: known for known in merge(_held_to(lives, x) for x in seen)}
-    return [_known(here.get(id), commit) for id, commit in agreed.items()]
+    here = {known.id: known for known in merge(_keep_agreed(lives, x) for x in seen)}
+    return [_describe_known(here.get(id), commit) for id, commit in agreed.items()]
 
 
 def _record(said: str) -> Commit:
     return read_commit(said.encode(), what="restore: what the ranks agreed on")
 
 
-def _known(here: KnownCheckpoint | None, commit: Commit) -> KnownCheckpoint:
+def _describe_known(here: KnownCheckpoint | None, commit: Commit) -> KnownCheckpoint:
     """Return what is known here of a checkpoint; where that is nothing, or damaged, what the ranks agreed on says of
     which line it is, and how many ranks saved it."""
     if here is None:
@@ -81,11 +81,11 @@ def _known(here: KnownCheckpoint | None, commit: Commit) -> KnownCheckpoint:
     return here if here.commit is not None else replace(here, commit=commit)
 
 
-def together(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
+def make_barrier(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
     """Make what ``fill_first`` tells the other ranks by. ``timeout_s`` is how much longer than the fastest rank the
     slowest may take to fill its targets."""
 
-    def tell(checkpoint: KnownCheckpoint, error: BaseException | None) -> Failure | None:
+    def tell(checkpoint: KnownCheckpoint, error: BaseException | None) -> RankFailure | None:
         id = checkpoint.id
         failed = None
         if error is not None:
@@ -97,13 +97,13 @@ def together(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
         body = {"id": [id.step, id.attempt], "failed": failed}
         # Whoever has lost another rank does not wait for it as long as for one that is slow.
         patience_s = None if isinstance(error, LostError) else timeout_s
-        worst = ranks.agree("restore: fill", body, _worst, timeout_s=patience_s)
-        return None if worst is None else Failure(**worst)
+        worst = ranks.agree("restore: fill", body, _decisive_failure, timeout_s=patience_s)
+        return None if worst is None else RankFailure(**worst)
 
     return tell
 
 
-def finish_together(
+def finish_on_all_ranks(
     ranks: Ranks,
     finish: Callable[[], None],
     id: CheckpointId,
@@ -161,7 +161,7 @@ def _finished(bodies: Mapping[int, Any]) -> dict[str, Any]:
     return {"rank": rank, "failed": bodies[rank]["failed"], "saved": saved}
 
 
-def _worst(bodies: Mapping[int, Any]) -> dict[str, Any] | None:
+def _decisive_failure(bodies: Mapping[int, Any]) -> dict[str, Any] | None:
     """Return the failure that all ranks follow: the first that ends the restore, or else the first; what was lost only
     where no rank says why."""
     tried = {rank: tuple(body["id"]) for rank, body in bodies.items()}
@@ -187,7 +187,7 @@ def _check_same_request(requests: Mapping[int, dict[str, Any]]) -> None:
             )
 
 
-def _held_to(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing:
+def _keep_agreed(lives: Mapping[CheckpointId, str], listing: ListRequest) -> ListRequest:
     """Take what only shares its name with what was agreed on for damage: its shards are not of one checkpoint."""
 
     def held(copy: FoundCopy) -> FoundCopy:
@@ -205,8 +205,8 @@ def _held_to(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing:
 # What rank 0 decides ---------------------------------------------------------------------------------
 
 
-def choose_together(
-    described: Mapping[int, Mapping[str, Any]], order: Sequence[str], request: Request
+def choose_candidates(
+    described: Mapping[int, Mapping[str, Any]], order: Sequence[str], request: RestoreRequest
 ) -> dict[str, Any]:
     """Choose for all ranks, of what each has described; the answer is made of what JSON holds.
 
@@ -216,7 +216,7 @@ def choose_together(
     """
     listings = merge_ranks(described, order)
     whole, lacking = complete(listings)
-    tally = Tally()
+    tally = ReadTally()
     partial = {copy.id for listing in listings for copy in listing.copies} - whole - lacking.keys()
     for id in sorted(partial):
         reason = "only some ranks had sealed it in memory, and no tier that answered holds the rest"
@@ -243,12 +243,12 @@ def choose_together(
     }
 
 
-def _without(ids: Collection[CheckpointId], listing: Listing) -> Listing:
+def _without(ids: Collection[CheckpointId], listing: ListRequest) -> ListRequest:
     return replace(listing, copies=tuple(copy for copy in listing.copies if copy.id not in ids))
 
 
 def complete(
-    listings: Iterable[Listing],
+    listings: Iterable[ListRequest],
 ) -> tuple[frozenset[CheckpointId], dict[CheckpointId, str]]:
     """Return the checkpoints of which every shard is on some tier, and what the other committed ones lack.
 
@@ -267,7 +267,7 @@ def complete(
     return frozenset(whole), lacking
 
 
-def whole_on(listing: Listing, id: CheckpointId) -> bool:
+def whole_on(listing: ListRequest, id: CheckpointId) -> bool:
     """Say whether every shard of a checkpoint is on one tier, as far as a look at it tells."""
     copy = listing.copy(id)
     if copy is None or copy.commit is None or copy.damage is not None:

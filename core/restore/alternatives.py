@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tierfall.core.copies.chunk_reader import Tally
-from tierfall.core.copies.shard_reader import PASSABLE, Job, OpenImage, find_images
-from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.copies.shard_reader import PASSABLE, OpenImage, ShardReader, find_images
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.raw_files import are_files, refuse_files
-from tierfall.core.restore.candidates import Request
-from tierfall.core.restore.reshard import MakePlan, Plan
+from tierfall.core.restore.candidates import RestoreRequest
+from tierfall.core.restore.reshard import MakePlan, RestorePlan
 from tierfall.core.types.values import Shard
 
 
 def states_only(
     make_plan: MakePlan,
     candidates: Iterable[KnownCheckpoint],
-    listings: Sequence[Listing],
-    request: Request,
+    listings: Sequence[ListRequest],
+    request: RestoreRequest,
     open_image: OpenImage,
     shard: Shard,
 ) -> MakePlan:
@@ -31,7 +31,7 @@ def states_only(
     def instead() -> str:
         return step_instead(candidates, listings, request, open_image, shard)
 
-    def plan(header: ImageHeader) -> Plan:
+    def plan(header: ImageHeader) -> RestorePlan:
         refuse_files(header, doing=request.operation, instead=instead)
         return make_plan(header)
 
@@ -40,8 +40,8 @@ def states_only(
 
 def step_instead(
     candidates: Iterable[KnownCheckpoint],
-    listings: Sequence[Listing],
-    request: Request,
+    listings: Sequence[ListRequest],
+    request: RestoreRequest,
     open_image: OpenImage,
     shard: Shard,
 ) -> str:
@@ -62,10 +62,10 @@ def _header(
     """Read the header of one rank's image; they all say whether it is a state."""
     saved = shard.world_size if checkpoint.commit is None else checkpoint.commit.world_size
     one = shard if saved == shard.world_size else Shard(0, saved)
-    tally = Tally()
+    tally = ReadTally()
     try:
         images, manifest = find_images(checkpoint, tiers, open_image, one, tally)
-        with Job(images, manifest, tally, None, 1) as job:
+        with ShardReader(images, manifest, tally, None, 1) as job:
             return job.read_header()
     except PASSABLE:
         return None

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tierfall.core.copies.chunk_reader import Tally
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, StepFolderError, merge
+from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, StepFolderError, merge
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CheckpointId
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("tierfall")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RestoreRequest:
     """What to restore: by default the newest step of the live line. ``tier`` names the only tier to read from;
     ``operation`` and ``advice`` are words for messages."""
 
@@ -30,24 +30,30 @@ class Request:
     advice: str = "or pass unreachable='ignore' to go on without it"
 
 
-def choose(listings: Sequence[Listing], request: Request, tally: Tally) -> list[KnownCheckpoint]:
+def choose(
+    listings: Sequence[ListRequest], request: RestoreRequest, tally: ReadTally
+) -> list[KnownCheckpoint]:
     """Return what may be restored, newest first; nothing where every tier answered and none holds a checkpoint.
 
     Raises RestoreError where a tier could not be read that may hold something newer, and where what is there is not
     what the request names.
     """
-    _look(listings, request, tally)
+    _check_all_were_read(listings, request, tally)
     candidates = _candidates(listings, request, tally)
     if not candidates:
         _check_nothing(listings, request, tally)
     return candidates
 
 
-def _look(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
+def _check_all_were_read(
+    listings: Sequence[ListRequest], request: RestoreRequest, tally: ReadTally
+) -> None:
     """Refuse to take "could not look" for "nothing there"."""
     for listing in listings:
         for damage in listing.damaged:
-            if isinstance(damage, StepFolderError) and not _fits(damage.checkpoint, request):
+            if isinstance(damage, StepFolderError) and not _matches_request(
+                damage.checkpoint, request
+            ):
                 continue
             tally.passed_over(f"tier {listing.tier}", damage)
         if listing.error is None or (request.tier is not None and listing.tier != request.tier):
@@ -65,7 +71,7 @@ def _look(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
         ) from listing.error
 
 
-def _found_elsewhere(listings: Sequence[Listing], request: Request) -> bool:
+def _found_elsewhere(listings: Sequence[ListRequest], request: RestoreRequest) -> bool:
     """A step that was asked for by name, and is there, needs no look at the other tiers."""
     return request.step is not None and any(
         copy.id.step == request.step
@@ -76,19 +82,19 @@ def _found_elsewhere(listings: Sequence[Listing], request: Request) -> bool:
     )
 
 
-def _fits(checkpoint: CheckpointId, request: Request) -> bool:
+def _matches_request(checkpoint: CheckpointId, request: RestoreRequest) -> bool:
     return request.step in (None, checkpoint.step) and request.attempt in (None, checkpoint.attempt)
 
 
 def _candidates(
-    listings: Sequence[Listing], request: Request, tally: Tally
+    listings: Sequence[ListRequest], request: RestoreRequest, tally: ReadTally
 ) -> list[KnownCheckpoint]:
     """Newest first: what the request allows, minus what was deleted or left behind."""
     candidates = []
     for checkpoint in reversed(merge(listings)):
         if request.tier is not None and request.tier not in checkpoint.copies:
             continue
-        if not _fits(checkpoint.id, request):
+        if not _matches_request(checkpoint.id, request):
             continue
         if checkpoint.tombstoned:
             tally.passed_over(f"step {checkpoint.id}", "deleted by a person")
@@ -102,7 +108,9 @@ def _candidates(
     return candidates
 
 
-def _check_nothing(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
+def _check_nothing(
+    listings: Sequence[ListRequest], request: RestoreRequest, tally: ReadTally
+) -> None:
     """Raise RestoreError unless there is truly nothing: a request that fits none of what is there is no first start."""
     live = [c for c in merge(listings) if not c.tombstoned]
     damaged = any(listing.damaged for listing in listings)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tierfall.core.format.json_fields import Members
+from tierfall.core.format.json_fields import JsonFields
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.load.build import Fill
@@ -21,7 +21,7 @@ from tierfall.core.types.errors import IntegrityError
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class WrittenElsewhere:
     """Where each tensor lies that others write: ``starts`` are the places that the header has them at, ascending, and
     ``ranks`` and ``offsets`` the image and the start in its data."""
 
@@ -45,7 +45,9 @@ class Elsewhere:
         return found
 
 
-def find_elsewhere(header: ImageHeader, manifests: Mapping[int, Manifest], rank: int) -> Elsewhere:
+def find_written_elsewhere(
+    header: ImageHeader, manifests: Mapping[int, Manifest], rank: int
+) -> WrittenElsewhere:
     """Find what ``header``, of ``rank``, leaves to others, in their manifests. Raises IntegrityError where one of them
     does not have it: nothing is allocated for what is only claimed."""
     tables = {other: _table(manifest) for other, manifest in manifests.items()}
@@ -62,7 +64,7 @@ def find_elsewhere(header: ImageHeader, manifests: Mapping[int, Manifest], rank:
             starts.append(stored.start)
             ranks.append(owner)
             offsets.append(start)
-    return Elsewhere(tuple(starts), tuple(ranks), tuple(offsets))
+    return WrittenElsewhere(tuple(starts), tuple(ranks), tuple(offsets))
 
 
 _Described = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -90,7 +92,7 @@ def _table(manifest: Manifest) -> dict[_Described, int]:
 def _read(entry: Any, data_bytes: int, what: str) -> tuple[_Described, int] | None:
     if not isinstance(entry, dict):
         return None
-    reader = Members(entry, what)
+    reader = JsonFields(entry, what)
     shape, offset, lengths = (
         tuple(reader.list_of(name, int)) for name in ("shape", "offset", "lengths")
     )

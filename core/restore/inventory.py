@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tierfall.core.format.catalog import FoundCopy, Listing, of_one_life
+from tierfall.core.format.catalog import FoundCopy, ListRequest, of_one_lineage
 from tierfall.core.format.records import Commit, read_commit
 from tierfall.core.types import errors
 from tierfall.core.types.errors import (
@@ -23,11 +23,11 @@ from tierfall.core.types.lineage import AttemptStart, merge_starts
 from tierfall.core.types.values import CheckpointId, CopyState
 
 
-def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, Any]:
+def describe(listings: Iterable[ListRequest], *, mine: Sequence[str]) -> dict[str, Any]:
     """Return what the tiers named in ``mine`` hold, by tier, made of what JSON holds."""
     return {
         listing.tier: {
-            "error": _said(listing.error),
+            "error": _error_to_json(listing.error),
             "damaged": [str(damage) for damage in listing.damaged],
             "starts": describe_starts(listing.starts),
             "copies": [
@@ -37,7 +37,7 @@ def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, A
                     "state": copy.state.value,
                     "bytes": copy.bytes,
                     "marks": sorted(copy.marks),
-                    "damage": _said(copy.damage),
+                    "damage": _error_to_json(copy.damage),
                     "foreign": copy.foreign,
                     "commit": None if copy.commit is None else copy.commit.encode().decode(),
                 }
@@ -77,7 +77,7 @@ def read_starts(said: Iterable[list[Any]]) -> tuple[AttemptStart, ...]:
 
 def merge_ranks(
     described: Mapping[int, Mapping[str, Any]], order: Sequence[str]
-) -> tuple[Listing, ...]:
+) -> tuple[ListRequest, ...]:
     """Make one listing per tier, in ``order``, of what ranks have described.
 
     Records of one checkpoint, each of its own node, become one that names the shards of all. A tier that any rank could
@@ -89,9 +89,9 @@ def merge_ranks(
     )
 
 
-def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> Listing:
+def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> ListRequest:
     if not described:
-        return Listing(tier=tier, error=RanksError(f"no rank has looked at tier {tier}"))
+        return ListRequest(tier=tier, error=RanksError(f"no rank has looked at tier {tier}"))
     damaged: list[TierfallError] = []
     failures: list[TierfallError] = []
     starts: list[AttemptStart] = []
@@ -99,17 +99,19 @@ def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> Listin
     for rank, said in sorted(described.items()):
         starts += read_starts(said["starts"])
         if said["error"] is not None:
-            failures.append(_heard(said["error"], rank))
+            failures.append(_error_from_json(said["error"], rank))
         damaged += [IntegrityError(f"rank {rank}: {text}") for text in said["damaged"]]
         for member in said["copies"]:
             copy = _copy(member, rank, tier)
             found.setdefault(copy.id, {})[rank] = copy
     copies = []
     for _, by_rank in sorted(found.items()):
-        copy, lost = unite({f"{tier} of rank {rank}": copy for rank, copy in by_rank.items()})
+        copy, lost = unite_copies(
+            {f"{tier} of rank {rank}": copy for rank, copy in by_rank.items()}
+        )
         copies.append(copy)
         damaged += lost
-    return Listing(
+    return ListRequest(
         tier=tier,
         copies=tuple(copies),
         starts=tuple(merge_starts(starts).values()),
@@ -118,9 +120,9 @@ def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> Listin
     )
 
 
-def unite(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[TierfallError]]:
+def unite_copies(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[TierfallError]]:
     """Make one copy of those of several places, each named; what is wrong with some of them comes beside it."""
-    copies = of_one_life(dict(found))
+    copies = of_one_lineage(dict(found))
     marks = frozenset().union(*(copy.marks for copy in copies.values()))
     damages = [copy.damage for copy in copies.values() if copy.damage is not None]
     good = {where: copy for where, copy in copies.items() if copy.commit is not None}
@@ -162,19 +164,19 @@ def _copy(member: Mapping[str, Any], rank: int, tier: str) -> FoundCopy:
         state=CopyState(member["state"]),
         bytes=member["bytes"],
         commit=None if commit is None else read_commit(commit.encode(), what=what),
-        damage=None if damage is None else _heard(damage, rank),
+        damage=None if damage is None else _error_from_json(damage, rank),
         foreign=member["foreign"],
         marks=frozenset(member["marks"]),
     )
 
 
-def _said(error: TierfallError | None) -> dict[str, Any] | None:
+def _error_to_json(error: TierfallError | None) -> dict[str, Any] | None:
     if error is None:
         return None
     return {"kind": type(error).__name__, "text": str(error), "retryable": error.retryable}
 
 
-def _heard(said: Mapping[str, Any], rank: int) -> TierfallError:
+def _error_from_json(said: Mapping[str, Any], rank: int) -> TierfallError:
     """Make an error of what another rank said of it: of its kind, where that is one of tierfall's own."""
     kind = getattr(errors, said["kind"], None)
     if not (isinstance(kind, type) and issubclass(kind, TierfallError)):

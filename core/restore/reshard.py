@@ -14,14 +14,14 @@ from typing import Protocol
 
 import torch
 
-from tierfall.core.copies.checkpoint_reader import Parts
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.merge import Block, Merged, merge_headers
-from tierfall.core.load.build import Fill, Want
-from tierfall.core.restore.dedup_reads import find_elsewhere
-from tierfall.core.restore.reshard_reads import spread
+from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
+from tierfall.core.load.build import BlockTarget, Fill
+from tierfall.core.restore.dedup_reads import find_written_elsewhere
+from tierfall.core.restore.reshard_reads import plan_block_reads
 from tierfall.core.state.item import OnResize
 from tierfall.core.tensors.written_memory import LiveMemory
 from tierfall.core.types.errors import RestoreError
@@ -30,7 +30,7 @@ from tierfall.core.types.values import Shard
 logger = logging.getLogger("tierfall")
 
 
-class Plan(Protocol):
+class RestorePlan(Protocol):
     """Where the bytes of an image go; ``wants`` is the same of one that is merged. ``written`` names what a plan that
     failed has written to, ``leaves`` what of that another one would leave so."""
 
@@ -38,18 +38,18 @@ class Plan(Protocol):
     def fills(self) -> Sequence[Fill]: ...
 
     @property
-    def wants(self) -> Sequence[Want]: ...
+    def wants(self) -> Sequence[BlockTarget]: ...
 
     def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]: ...
 
     def leaves(self, written: Iterable[LiveMemory]) -> list[str]: ...
 
 
-MakePlan = Callable[[ImageHeader], Plan]
+MakePlan = Callable[[ImageHeader], RestorePlan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resize:
+class ResizeRules:
     """What becomes of entries when other ranks saved them: ``rules`` by name, or the values of one rank, whatever the
     others had."""
 
@@ -58,8 +58,8 @@ class Resize:
 
 
 def plan_parts(
-    parts: Parts, make_plan: MakePlan, shard: Shard, resize: Resize
-) -> tuple[Plan, Callable[[], None]]:
+    parts: CheckpointReader, make_plan: MakePlan, shard: Shard, resize: ResizeRules
+) -> tuple[RestorePlan, Callable[[], None]]:
     """Plan to restore what this rank, ``shard``, holds; return the plan, and what reads all that it needs.
 
     Raises RestoreError where the state does not fit what was saved.
@@ -68,9 +68,11 @@ def plan_parts(
     if world_size == shard.world_size:
         header = parts.header(shard)
         if not header.complete:
-            return _reshard(parts, make_plan, world_size, shard.rank, Resize(values_of=shard.rank))
+            return _reshard(
+                parts, make_plan, world_size, shard.rank, ResizeRules(values_of=shard.rank)
+            )
         manifests = parts.manifests(header.writers, world_size)
-        elsewhere = find_elsewhere(header, manifests, shard.rank)
+        elsewhere = find_written_elsewhere(header, manifests, shard.rank)
         try:
             plan = make_plan(header)
         except RestoreError as error:
@@ -82,11 +84,15 @@ def plan_parts(
 
 
 def _in_another_layout(
-    parts: Parts, make_plan: MakePlan, shard: Shard, header: ImageHeader, error: RestoreError
-) -> tuple[Plan, Callable[[], None]]:
+    parts: CheckpointReader,
+    make_plan: MakePlan,
+    shard: Shard,
+    header: ImageHeader,
+    error: RestoreError,
+) -> tuple[RestorePlan, Callable[[], None]]:
     """Plan with the parts of all ranks where this rank's own does not fit, for ``error``. That is what is raised where
     they cannot be read, unless ranks held tensors together: then another layout is what they are needed for."""
-    own = Resize(values_of=shard.rank)
+    own = ResizeRules(values_of=shard.rank)
     try:
         return _reshard(parts, make_plan, shard.world_size, shard.rank, own)
     except PASSABLE as unread:
@@ -97,14 +103,16 @@ def _in_another_layout(
 
 
 def _reshard(
-    parts: Parts, make_plan: MakePlan, world_size: int, rank: int, resize: Resize
-) -> tuple[Plan, Callable[[], None]]:
+    parts: CheckpointReader, make_plan: MakePlan, world_size: int, rank: int, resize: ResizeRules
+) -> tuple[RestorePlan, Callable[[], None]]:
     merged = merge_parts(parts, world_size, rank, resize)
     plan = make_plan(merged.header)
     return plan, plan_reads(parts, merged, world_size, plan.wants)
 
 
-def merge_parts(parts: Parts, world_size: int, rank: int, resize: Resize) -> Merged:
+def merge_parts(
+    parts: CheckpointReader, world_size: int, rank: int, resize: ResizeRules
+) -> MergedHeader:
     """Read the headers of all parts, and lay them over each other, for ``rank`` of those that restore."""
     headers = parts.headers(world_size)
     what = f"{parts.checkpoint.id} of {world_size} ranks"
@@ -112,12 +120,12 @@ def merge_parts(parts: Parts, world_size: int, rank: int, resize: Resize) -> Mer
 
 
 def plan_reads(
-    parts: Parts, merged: Merged, world_size: int, wants: Iterable[Want]
+    parts: CheckpointReader, merged: MergedHeader, world_size: int, wants: Iterable[BlockTarget]
 ) -> Callable[[], None]:
     """Return what reads all that is wanted of whole tensors, once their headers are merged."""
-    compared = {block.rank for slot in merged.replicas for block in _alike(merged, slot)}
+    compared = {block.rank for slot in merged.replicas for block in _find_replicas(merged, slot)}
     manifests = parts.manifests(compared, world_size)
-    reads = spread(merged, wants, same=_known_equal(merged, manifests))
+    reads = plan_block_reads(merged, wants, same=_known_equal(merged, manifests))
 
     def fill() -> None:
         parts.manifests(reads.fills, world_size)  # of those whose headers were not read before
@@ -127,14 +135,14 @@ def plan_reads(
     return fill
 
 
-def _alike(merged: Merged, slot: int) -> tuple[Block, ...]:
+def _find_replicas(merged: MergedHeader, slot: int) -> tuple[TensorBlock, ...]:
     """The one block of a tensor, and what has to be equal to it."""
     return (*merged.blocks[slot], *merged.replicas[slot])
 
 
 def _known_equal(
-    merged: Merged, manifests: Mapping[int, Manifest]
-) -> Iterable[tuple[Block, Block]]:
+    merged: MergedHeader, manifests: Mapping[int, Manifest]
+) -> Iterable[tuple[TensorBlock, TensorBlock]]:
     """Yield the replicas that lie at one place of images whose chunks there have the same digests: the same bytes."""
     for slot, others in merged.replicas.items():
         (first,) = merged.blocks[slot]
@@ -145,6 +153,6 @@ def _known_equal(
                 yield first, block
 
 
-def _digests(manifest: Manifest, block: Block) -> tuple[int, tuple[str, ...]]:
+def _digests(manifest: Manifest, block: TensorBlock) -> tuple[int, tuple[str, ...]]:
     low, high = block.start // manifest.chunk_bytes, (block.end - 1) // manifest.chunk_bytes
     return manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]

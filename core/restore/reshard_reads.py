@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 
 from tierfall.core.image.header import StoredTensor
-from tierfall.core.image.merge import Block, Merged
-from tierfall.core.load.build import Fill, Want
+from tierfall.core.image.merge import MergedHeader, TensorBlock
+from tierfall.core.load.build import BlockTarget, Fill
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.text import ranks_named
 
 
-class _Run(NamedTuple):
+class _ReadRange(NamedTuple):
     """A range of the data of one rank's image."""
 
     rank: int
@@ -28,14 +28,14 @@ class _Run(NamedTuple):
     end: int
 
 
-class _Copy(NamedTuple):
+class _RowCopy(NamedTuple):
     """What is copied out of rows that were read aside."""
 
     target: torch.Tensor
     source: torch.Tensor
 
 
-class _Check(NamedTuple):
+class _ReplicaCheck(NamedTuple):
     """Two replicas that must be equal."""
 
     name: str
@@ -45,13 +45,13 @@ class _Check(NamedTuple):
 
 
 @dataclass(slots=True)
-class Spread:
+class BlockReads:
     """``fills`` of each rank's image, in image order. Once all are read, ``finish`` does the rest."""
 
     fills: dict[int, list[Fill]] = field(default_factory=dict)
-    _shared: list[_Copy] = field(default_factory=list)
-    _copies: list[_Copy] = field(default_factory=list)
-    _checks: list[_Check] = field(default_factory=list)
+    _shared: list[_RowCopy] = field(default_factory=list)
+    _copies: list[_RowCopy] = field(default_factory=list)
+    _checks: list[_ReplicaCheck] = field(default_factory=list)
 
     def finish(self) -> None:
         """Copy what was read aside to where it belongs. Raises RestoreError where what counted as replicas differs."""
@@ -70,24 +70,31 @@ class Spread:
                 target.copy_(source)
 
 
-def spread(merged: Merged, wants: Iterable[Want], *, same: Iterable[tuple[Block, Block]]) -> Spread:
+def plan_block_reads(
+    merged: MergedHeader,
+    wants: Iterable[BlockTarget],
+    *,
+    same: Iterable[tuple[TensorBlock, TensorBlock]],
+) -> BlockReads:
     """Plan the reads for ``wants``; ``same`` are replicas that are known to be equal, and need not be read."""
-    plan = _Plan(merged, frozenset(same))
+    plan = _BlockReadPlanner(merged, frozenset(same))
     for want in wants:
         plan.add(want)
     return plan.done()
 
 
-class _Plan:
-    def __init__(self, merged: Merged, same: frozenset[tuple[Block, Block]]) -> None:
+class _BlockReadPlanner:
+    def __init__(
+        self, merged: MergedHeader, same: frozenset[tuple[TensorBlock, TensorBlock]]
+    ) -> None:
         self._merged = merged
         self._same = same
-        self._spread = Spread()
-        self._runs: dict[_Run, list[torch.Tensor]] = {}
-        self._names: dict[_Run, str] = {}
+        self._spread = BlockReads()
+        self._runs: dict[_ReadRange, list[torch.Tensor]] = {}
+        self._names: dict[_ReadRange, str] = {}
         self._checked: set[int] = set()
 
-    def add(self, want: Want) -> None:
+    def add(self, want: BlockTarget) -> None:
         stored = self._merged.header.tensors[want.slot]
         offset = want.offset or (0,) * len(stored.shape)
         lengths = stored.shape if want.lengths is None else want.lengths
@@ -97,9 +104,9 @@ class _Plan:
             self._checked.add(want.slot)
             self._check(stored, want.slot)
 
-    def done(self) -> Spread:
+    def done(self) -> BlockReads:
         """Put the runs into image order. Those that overlap, and are not one, are read aside together."""
-        cluster: list[_Run] = []
+        cluster: list[_ReadRange] = []
         for run in sorted(self._runs):
             if cluster and (run.rank != cluster[0].rank or run.start >= _end(cluster)):
                 self._close(cluster)
@@ -109,7 +116,7 @@ class _Plan:
             self._close(cluster)
         return self._spread
 
-    def _close(self, cluster: Sequence[_Run]) -> None:
+    def _close(self, cluster: Sequence[_ReadRange]) -> None:
         first = cluster[0]
         targets = tuple(self._runs[first])
         end = _end(cluster)
@@ -117,21 +124,21 @@ class _Plan:
             aside = torch.empty(end - first.start, dtype=torch.uint8)
             for run in cluster:
                 part = aside[run.start - first.start : run.end - first.start]
-                self._spread._shared += [_Copy(target, part) for target in self._runs[run]]
+                self._spread._shared += [_RowCopy(target, part) for target in self._runs[run]]
             targets = (aside,)
         fill = Fill(name=self._names[first], start=first.start, end=end, targets=targets)
         self._spread.fills.setdefault(first.rank, []).append(fill)
 
     def _read(self, rank: int, start: int, end: int, target: torch.Tensor, name: str) -> None:
         if end > start:
-            run = _Run(rank, start, end)
+            run = _ReadRange(rank, start, end)
             self._runs.setdefault(run, []).append(target)
             self._names[run] = name
 
     def _box(
         self,
         stored: StoredTensor,
-        block: Block,
+        block: TensorBlock,
         target: torch.Tensor,
         offset: Sequence[int],
         lengths: Sequence[int],
@@ -146,7 +153,7 @@ class _Plan:
         in_stored = [at - b for at, b in zip(low, block.offset, strict=True)]
         in_wanted = [at - a for at, a in zip(low, offset, strict=True)]
         length = math.prod(size) * item
-        if _is_run(size, block.lengths) and _is_run(size, lengths):
+        if _is_contiguous(size, block.lengths) and _is_contiguous(size, lengths):
             start = block.start + _place(in_stored, block.lengths) * item
             to = _place(in_wanted, lengths) * item
             self._read(block.rank, start, start + length, target[to : to + length], stored.name)
@@ -157,7 +164,7 @@ class _Plan:
         self._read(block.rank, start, start + rows * row, aside, stored.name)
         source = _cut(aside.view(rows, *block.lengths[1:], item), [0, *in_stored[1:]], size)
         whole = target.view(*lengths, item)
-        self._spread._copies.append(_Copy(_cut(whole, in_wanted, size), source))
+        self._spread._copies.append(_RowCopy(_cut(whole, in_wanted, size), source))
 
     def _check(self, stored: StoredTensor, slot: int) -> None:
         """Read what else must be equal, where nothing says yet that it is."""
@@ -171,17 +178,17 @@ class _Plan:
             other = torch.empty(block.end - block.start, dtype=torch.uint8)
             self._read(block.rank, block.start, block.end, other, stored.name)
             ranks = (first.rank, block.rank)
-            self._spread._checks.append(_Check(stored.name, ranks, one, other))
+            self._spread._checks.append(_ReplicaCheck(stored.name, ranks, one, other))
 
 
-def _is_run(size: Sequence[int], lengths: Sequence[int]) -> bool:
+def _is_contiguous(size: Sequence[int], lengths: Sequence[int]) -> bool:
     """Say whether a box of ``size`` is one run in a block of ``lengths``: after its first dimension of more than one,
     all are whole."""
     first = next((i for i, n in enumerate(size) if n > 1), len(size))
     return all(n == m for n, m in zip(size[first + 1 :], lengths[first + 1 :], strict=True))
 
 
-def _end(cluster: Sequence[_Run]) -> int:
+def _end(cluster: Sequence[_ReadRange]) -> int:
     return max(run.end for run in cluster)
 
 

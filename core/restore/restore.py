@@ -10,16 +10,16 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierfall.core.copies.buffer_ring import Ring
-from tierfall.core.copies.checkpoint_reader import Parts
-from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.copies.buffer_ring import BufferRing
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
+from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import NOWHERE, PASSABLE, OpenImage
-from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest
 from tierfall.core.format.commit_files import image_file
-from tierfall.core.restore.candidates import Request, choose
+from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.exchange.exchange import Exchange
 from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.reshard import MakePlan, Plan, Resize, plan_parts
+from tierfall.core.restore.reshard import MakePlan, ResizeRules, RestorePlan, plan_parts
 from tierfall.core.tensors.written_memory import LiveMemory
 from tierfall.core.types.errors import RanksError, RestoreError, TierfallError
 from tierfall.core.types.text import few_of
@@ -28,9 +28,9 @@ from tierfall.core.types.values import CheckpointId, Shard
 __all__ = [
     "HALF_FILLED",
     "PASSABLE",
-    "Failure",
-    "Request",
-    "Restored",
+    "RankFailure",
+    "RestoreRequest",
+    "RestoreResult",
     "Together",
     "choose",
     "fill_first",
@@ -39,17 +39,17 @@ __all__ = [
 
 logger = logging.getLogger("tierfall")
 
-RESIZE = Resize()
+RESIZE = ResizeRules()
 HALF_FILLED = "; THE STATE IS HALF FILLED: do not train on it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoreResult:
     """What was read: which checkpoint, the plan whose targets are filled, and from where."""
 
     checkpoint: KnownCheckpoint
-    plan: Plan
-    tally: Tally
+    plan: RestorePlan
+    tally: ReadTally
 
     def verified(self, shard: Shard) -> tuple[str, ...]:
         """Name the tiers of which all chunks of a shard's image were read, and were good. None where a part was read,
@@ -63,7 +63,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class RankFailure:
     """What the first rank that failed says of a checkpoint; ``for_good``: no older one is to be tried either."""
 
     rank: int
@@ -71,22 +71,22 @@ class Failure:
     for_good: bool
 
 
-Together = Callable[[KnownCheckpoint, BaseException | None], Failure | None]
+Together = Callable[[KnownCheckpoint, BaseException | None], RankFailure | None]
 """Tells the other ranks how a checkpoint was filled here (None: well), and returns how it was there (None: well)."""
 
 
 def restore(
-    listings: Sequence[Listing],
-    request: Request,
+    listings: Sequence[ListRequest],
+    request: RestoreRequest,
     *,
     open_image: OpenImage,
     make_plan: MakePlan,
     shard: Shard,
-    ring: Ring | None = None,
+    ring: BufferRing | None = None,
     chunks_max: int | None = None,
-    resize: Resize = RESIZE,
-    tally: Tally | None = None,
-) -> Restored | None:
+    resize: ResizeRules = RESIZE,
+    tally: ReadTally | None = None,
+) -> RestoreResult | None:
     """Fill the targets of a plan from the newest restorable checkpoint; ``listings`` stand fastest first.
 
     Stored chunks are read through ``ring``, or through buffers of their own; beside the targets no more host memory is
@@ -95,7 +95,7 @@ def restore(
     Returns None only when every tier answered and none holds a checkpoint. Raises RestoreError otherwise, with all that
     was tried; its text says when targets are half filled.
     """
-    tally = tally or Tally()
+    tally = tally or ReadTally()
     candidates = choose(listings, request, tally)
     if not candidates:
         return None
@@ -115,20 +115,20 @@ def restore(
 
 def fill_first(
     candidates: Sequence[KnownCheckpoint],
-    listings: Sequence[Listing],
-    request: Request,
-    tally: Tally,
+    listings: Sequence[ListRequest],
+    request: RestoreRequest,
+    tally: ReadTally,
     *,
     open_image: OpenImage,
     make_plan: MakePlan,
     shard: Shard,
-    ring: Ring | None = None,
+    ring: BufferRing | None = None,
     chunks_max: int | None = None,
-    resize: Resize = RESIZE,
+    resize: ResizeRules = RESIZE,
     together: Together | None = None,
     exchange: Exchange | None = None,
     nowhere: str = NOWHERE,
-) -> Restored:
+) -> RestoreResult:
     """Fill the targets of a plan from the first of ``candidates`` that is good; the rest is as for ``restore``.
 
     With several ranks, ``candidates`` are the same on all. ``together`` is called once per candidate, however filling
@@ -143,29 +143,29 @@ def fill_first(
     touched = False
     written: dict[str, tuple[LiveMemory, CheckpointId]] = {}
     for checkpoint in candidates:
-        plan: Plan | None = None
+        plan: RestorePlan | None = None
         fill: Callable[[], None] | None = None  # the one before this holds its targets
         error: BaseException | None = None
         unheard: TierfallError | None = None
         tiers = _tiers(checkpoint, request, listings)
         made = (checkpoint, tiers, open_image, tally, ring, chunks_max, nowhere)
-        parts = Parts(*made) if exchange is None else exchange.parts(*made)
+        parts = CheckpointReader(*made) if exchange is None else exchange.parts(*made)
         try:
             plan, fill = plan_parts(parts, make_plan, shard, resize)
             _check_none_left(plan, written, checkpoint, request)
             fill()
         except BaseException as failure:  # noqa: BLE001 - Ctrl-C, too: the other ranks must know; raised below
             unheard = parts.give_up(failure)
-            error = _judge(failure, checkpoint, request, tally, touched or parts.touched)
+            error = _classify(failure, checkpoint, request, tally, touched or parts.touched)
         touched = touched or parts.touched
         try:
-            elsewhere = _hear(together, checkpoint, error, request, touched, unheard)
+            elsewhere = _exchange_outcomes(together, checkpoint, error, request, touched, unheard)
             if error is not None and not isinstance(error, (*PASSABLE, LostError)):
                 raise error
             if elsewhere is not None:
-                _follow(elsewhere, error, checkpoint, request, tally, touched)
+                _follow_failure(elsewhere, error, checkpoint, request, tally, touched)
             elif plan is not None and error is None:
-                return Restored(checkpoint=checkpoint, plan=plan, tally=tally)
+                return RestoreResult(checkpoint=checkpoint, plan=plan, tally=tally)
             if plan is not None:
                 for memory in plan.written(parts.written.targets()):
                     written[memory.name] = memory, checkpoint.id
@@ -174,15 +174,15 @@ def fill_first(
     raise RestoreError(
         f"{request.operation}: none of the checkpoints can be read whole: "
         + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
-        + _half(touched)
+        + _half_written(touched)
     )
 
 
 def _check_none_left(
-    plan: Plan,
+    plan: RestorePlan,
     written: Mapping[str, tuple[LiveMemory, CheckpointId]],
     checkpoint: KnownCheckpoint,
-    request: Request,
+    request: RestoreRequest,
 ) -> None:
     """Raise RestoreError where tensors would stay as checkpoints that were passed over have ``written`` to them."""
     left = plan.leaves(memory for memory, _ in written.values())
@@ -197,11 +197,11 @@ def _check_none_left(
     )
 
 
-def _judge(
+def _classify(
     error: BaseException,
     checkpoint: KnownCheckpoint,
-    request: Request,
-    tally: Tally,
+    request: RestoreRequest,
+    tally: ReadTally,
     touched: bool,
 ) -> BaseException:
     """Return the error itself, one of PASSABLE, where an older step may be tried, or a LostError, of which another rank
@@ -210,24 +210,24 @@ def _judge(
     if isinstance(error, LostError):
         return error
     if not isinstance(error, PASSABLE):
-        return _ended(error, of, touched)
+        return _final_error(error, of, touched)
     if error.retryable and not request.ignore_unreachable:
         text = f"{of}: a copy could not be read, and no other is good: {error}. Try again, {request.advice}"
-        return _caused(RestoreError(text + _half(touched)), error)
-    _pass_over(checkpoint, error, tally)
+        return _with_cause(RestoreError(text + _half_written(touched)), error)
+    _log_fallback(checkpoint, error, tally)
     if request.step is not None:
-        return _caused(RestoreError(f"{of}: {error}" + _half(touched)), error)
+        return _with_cause(RestoreError(f"{of}: {error}" + _half_written(touched)), error)
     return error
 
 
-def _hear(
+def _exchange_outcomes(
     together: Together | None,
     checkpoint: KnownCheckpoint,
     error: BaseException | None,
-    request: Request,
+    request: RestoreRequest,
     touched: bool,
     unheard: TierfallError | None,
-) -> Failure | None:
+) -> RankFailure | None:
     """Tell the other ranks how it went here, and hear how it went there. Where they cannot be reached, or could not be
     already (``unheard``), that ends the restore, unless it has ended here already."""
     if together is None:
@@ -244,60 +244,66 @@ def _hear(
             return None
         if isinstance(error, LostError) and isinstance(lost, TierfallError):
             lost = RanksError(f"{lost} ({error})")
-        ended = _ended(lost, f"{request.operation} of {checkpoint.id}", touched)
+        ended = _final_error(lost, f"{request.operation} of {checkpoint.id}", touched)
         if ended is lost:
             raise lost
         raise ended from lost
 
 
-def _follow(
-    elsewhere: Failure,
+def _follow_failure(
+    elsewhere: RankFailure,
     error: BaseException | None,
     checkpoint: KnownCheckpoint,
-    request: Request,
-    tally: Tally,
+    request: RestoreRequest,
+    tally: ReadTally,
     touched: bool,
 ) -> None:
     """Do what another rank's failure asks of this one: end, or pass the checkpoint over."""
     text = f"rank {elsewhere.rank}: {elsewhere.message}"
     if elsewhere.for_good:
-        raise RestoreError(f"{request.operation} of {checkpoint.id}: {text}" + _half(touched))
+        raise RestoreError(
+            f"{request.operation} of {checkpoint.id}: {text}" + _half_written(touched)
+        )
     if error is None or isinstance(error, LostError):
-        _pass_over(checkpoint, text, tally)
+        _log_fallback(checkpoint, text, tally)
 
 
-def _pass_over(checkpoint: KnownCheckpoint, reason: object, tally: Tally) -> None:
+def _log_fallback(checkpoint: KnownCheckpoint, reason: object, tally: ReadTally) -> None:
     tally.passed_over(f"step {checkpoint.id}", reason)
     logger.error("restore: step %s is passed over: %s", checkpoint.id, reason)
 
 
-def _ended(error: BaseException, of: str, touched: bool) -> BaseException:
+def _final_error(error: BaseException, of: str, touched: bool) -> BaseException:
     """Return what a restore ends with that an error cut short: where targets were touched, it says so; and what the
     ranks could not do together names the checkpoint."""
     if not touched:
         return (
-            _caused(RanksError(f"{of}: {error}"), error) if isinstance(error, RanksError) else error
+            _with_cause(RanksError(f"{of}: {error}"), error)
+            if isinstance(error, RanksError)
+            else error
         )
     if isinstance(error, RestoreError):
-        return _caused(RestoreError(f"{error}" + _half(touched)), error)
+        return _with_cause(RestoreError(f"{error}" + _half_written(touched)), error)
     said = str(error) if isinstance(error, TierfallError) else repr(error)
-    what = f"{of}: {said}" + _half(touched)
+    what = f"{of}: {said}" + _half_written(touched)
     if isinstance(error, Exception):
-        return _caused(RestoreError(what), error)
+        return _with_cause(RestoreError(what), error)
     error.add_note(what)
     return error
 
 
-def _caused(error: TierfallError, cause: BaseException) -> TierfallError:
+def _with_cause(error: TierfallError, cause: BaseException) -> TierfallError:
     error.__cause__ = cause
     return error
 
 
-def _half(touched: bool) -> str:
+def _half_written(touched: bool) -> str:
     return HALF_FILLED if touched else ""
 
 
-def _tiers(checkpoint: KnownCheckpoint, request: Request, listings: Sequence[Listing]) -> list[str]:
+def _tiers(
+    checkpoint: KnownCheckpoint, request: RestoreRequest, listings: Sequence[ListRequest]
+) -> list[str]:
     """Name the tiers that a checkpoint may be read from, fastest first; after them those whose copy lacks files."""
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     read = [tier for tier in held if request.tier in (None, tier)]

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer(Generic[T]):
+class CallResult(Generic[T]):
     """What a call returned, or the error that it raised: an UnreachableError where it did not answer in time."""
 
     value: T | None = None
@@ -50,7 +50,7 @@ class _Call:
 
     bound_s: float
     began_s: float
-    answer: Answer[Any] = field(default_factory=Answer)
+    answer: CallResult[Any] = field(default_factory=CallResult)
     start: deque[bool] = field(default_factory=lambda: deque((True,)))
     turn: deque[bool] = field(default_factory=lambda: deque((True,)))
     over: bool = False
@@ -70,7 +70,7 @@ class BoundedCalls:
         doing: str,
         heard_s: Callable[[str], float] = lambda name: -math.inf,
         too_late: Callable[[T], None] = lambda value: None,
-    ) -> dict[str, Answer[T]]:
+    ) -> dict[str, CallResult[T]]:
         """Make all calls at once, and return what became of each, in the order given.
 
         One that does not return in ``bounds_s`` seconds, nor in as many since its tier last answered anything
@@ -79,20 +79,20 @@ class BoundedCalls:
         """
         finished: queue.SimpleQueue[str] = queue.SimpleQueue()
         made: dict[str, _Call] = {}
-        answers: dict[str, Answer[T]] = {}
+        answers: dict[str, CallResult[T]] = {}
         try:
             for name, function in calls.items():
                 late = self._late.get(name)
                 if late is not None and not _has_returned(late, bounds_s[name]):
                     waited_s = time.monotonic() - late.began_s
-                    answers[name] = _unanswered(name, doing, waited_s)
+                    answers[name] = _timeout_error(name, doing, waited_s)
                 else:
                     made[name] = _Call(bound_s=bounds_s[name], began_s=time.monotonic())
-                    _begin(name, made[name], function, finished, too_late)
+                    _start_call(name, made[name], function, finished, too_late)
             for name in self._wait(made, finished, heard_s):
                 is_late = self._late.get(name) is made[name]
                 answers[name] = (
-                    _unanswered(name, doing, bounds_s[name]) if is_late else made[name].answer
+                    _timeout_error(name, doing, bounds_s[name]) if is_late else made[name].answer
                 )
         except BaseException:  # Ctrl-C: what they return is disposed of
             for name, call in made.items():
@@ -135,7 +135,7 @@ def _has_returned(late: _Call, bound_s: float) -> bool:
     return late.over
 
 
-def side_by_side(do: Callable[[K], T], items: Iterable[K], *, parallel: int) -> list[T]:
+def run_in_parallel(do: Callable[[K], T], items: Iterable[K], *, parallel: int) -> list[T]:
     """Do something for each item, so many at a time, and return what it gave, in their order. Raises the first failure
     once all that was begun has ended."""
     given = list(items)
@@ -179,7 +179,7 @@ def _next(finished: queue.SimpleQueue[str], timeout_s: float) -> str:
         return ""
 
 
-def _begin(
+def _start_call(
     name: str,
     call: _Call,
     function: Callable[[], T],
@@ -190,9 +190,9 @@ def _begin(
         if not _take(call.start):
             return
         try:
-            answer: Answer[T] = Answer(value=function())
+            answer: CallResult[T] = CallResult(value=function())
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits as it is
-            answer = Answer(error=error)
+            answer = CallResult(error=error)
         call.answer = answer
         if _take(call.turn):
             finished.put(name)
@@ -203,13 +203,13 @@ def _begin(
     threading.Thread(target=run, name=f"tierfall-call-{name}", daemon=True).start()
 
 
-def _dispose(name: str, answer: Answer[T], too_late: Callable[[T], None]) -> None:
+def _dispose(name: str, answer: CallResult[T], too_late: Callable[[T], None]) -> None:
     try:
         too_late(answer.get())
     except TierfallError as error:
         logger.warning("tier %s answered too late, and could not be let go: %s", name, error)
 
 
-def _unanswered(name: str, doing: str, waited_s: float) -> Answer[Any]:
+def _timeout_error(name: str, doing: str, waited_s: float) -> CallResult[Any]:
     text = f"{doing}: tier {name} has not answered for {waited_s:.3g} s"
-    return Answer(error=UnreachableError(text))
+    return CallResult(error=UnreachableError(text))

@@ -22,7 +22,7 @@ from tierfall.core.runtime.pinned import PageLock
 if TYPE_CHECKING:
     import torch
 
-    from tierfall.core.runtime.streams import Mark
+    from tierfall.core.runtime.streams import StreamEvent
 
 logger = logging.getLogger("tierfall")
 
@@ -57,7 +57,7 @@ class Buffer:
     def __init__(self, bytes: int) -> None:
         self.view = allocate(bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
-        self.marks: list[Mark] = []
+        self.marks: list[StreamEvent] = []
         self.lock: PageLock | None = None
 
     @property

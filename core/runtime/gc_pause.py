@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Collect nothing inside, in no thread; afterwards as before. Not for anything that may wait."""
     was_on = gc.isenabled()
     try:

@@ -10,7 +10,7 @@ import torch
 LINE_BYTES = 64
 
 
-class Memory:
+class ProcessMemory:
     """This process's memory between two addresses, as arrays. The caller must know that what it reads is mapped. It
     owns nothing. ``lines`` begin where an address has this ``remainder`` by their length."""
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-class Pace:
+class RateLimiter:
     """Hands out the moments at which bytes may go, one after the other, for all threads together."""
 
     def __init__(
@@ -51,11 +51,11 @@ class Pace:
             self._sleep(start_s - now_s)
 
 
-class _Waited(threading.local):
+class _ThreadWaits(threading.local):
     seconds = 0.0
 
 
-_waited = _Waited()
+_waited = _ThreadWaits()
 
 
 def waited_s() -> float:

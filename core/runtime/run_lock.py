@@ -36,7 +36,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
+class LockOwner:
     """The process that holds a lock; what its note in the file does not say (yet) is None.
 
     ``start_ticks`` is the process's start time in clock ticks since boot: with it a pid that was used again is told
@@ -57,17 +57,17 @@ class Owner:
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldLock:
     """One lock of this process. ``spare_fds`` must not be closed before the lock is given back."""
 
     pid: int
     run: str
-    owner: Owner
+    owner: LockOwner
     spare_fds: list[int]
 
 
 # The kernel keeps these locks per process, so the registry is per process too: keyed by (st_dev, st_ino).
-_registry: dict[tuple[int, int], _Held] = {}
+_registry: dict[tuple[int, int], _HeldLock] = {}
 _registry_guard = threading.Lock()
 
 
@@ -103,7 +103,7 @@ class RunLock:
     def _take_once(cls, path: Path, run: str) -> RunLock | None:
         fd = _open(path, os.O_RDWR | os.O_CREAT, run)
         identity = _identity(os.fstat(fd))
-        held = _held(identity)
+        held = _held_by(identity)
         if held is not None:
             # The name came to mean a file that this process has locked since we looked: closing would free that lock.
             held.spare_fds.append(fd)
@@ -118,21 +118,21 @@ class RunLock:
         except BaseException:
             os.close(fd)
             raise
-        _registry[identity] = _Held(pid=os.getpid(), run=run, owner=owner, spare_fds=[])
+        _registry[identity] = _HeldLock(pid=os.getpid(), run=run, owner=owner, spare_fds=[])
         return cls(path, fd, identity)
 
     @staticmethod
-    def owner(path: Path) -> Owner | None:
+    def owner(path: Path) -> LockOwner | None:
         """Say who holds the lock at ``path``, without touching it; None where nobody does or there is no file."""
         with _registry_guard:
             identity = _identity_at(path)
             if identity is None:
                 return None
-            held = _held(identity)
+            held = _held_by(identity)
             if held is not None:
                 return held.owner
             fd = _open(path, os.O_RDONLY, "?")
-            held = _held(_identity(os.fstat(fd)))
+            held = _held_by(_identity(os.fstat(fd)))
             if held is not None:
                 held.spare_fds.append(fd)
                 return held.owner
@@ -187,7 +187,7 @@ class RunLock:
 
 def _refuse_second(path: Path, run: str) -> None:
     identity = _identity_at(path)
-    if identity is not None and _held(identity) is not None:
+    if identity is not None and _held_by(identity) is not None:
         raise _second(path, run)
 
 
@@ -198,7 +198,7 @@ def _second(path: Path, run: str) -> ConfigError:
     )
 
 
-def _held(identity: tuple[int, int]) -> _Held | None:
+def _held_by(identity: tuple[int, int]) -> _HeldLock | None:
     """What this process holds; an entry inherited over a fork is the parent's."""
     held = _registry.get(identity)
     return held if held is not None and held.pid == os.getpid() else None
@@ -258,7 +258,7 @@ def _lock(fd: int, path: Path, run: str) -> None:
         ) from error
 
 
-def _owner_of(fd: int, path: Path) -> Owner | None:
+def _owner_of(fd: int, path: Path) -> LockOwner | None:
     """Ask the kernel who holds the lock, and the file for the rest, where the file speaks of the same process."""
     kind, pid = _query(fd)
     if kind == fcntl.F_UNLCK:
@@ -267,7 +267,7 @@ def _owner_of(fd: int, path: Path) -> Owner | None:
     # A pid that is not visible from here (another pid namespace) is reported as 0 or less.
     if noted is not None and (pid <= 0 or noted.pid == pid):
         return noted
-    return Owner(pid=pid)
+    return LockOwner(pid=pid)
 
 
 def _query(fd: int) -> tuple[int, int]:
@@ -276,8 +276,8 @@ def _query(fd: int) -> tuple[int, int]:
     return kind, pid
 
 
-def _write_owner(fd: int, run: str) -> Owner:
-    owner = Owner(
+def _write_owner(fd: int, run: str) -> LockOwner:
+    owner = LockOwner(
         pid=os.getpid(),
         start_ticks=own_start_ticks(),
         node=platform.node(),
@@ -297,7 +297,7 @@ def _write_owner(fd: int, run: str) -> Owner:
     return owner
 
 
-def _read_owner(fd: int, path: Path) -> Owner | None:
+def _read_owner(fd: int, path: Path) -> LockOwner | None:
     """Read the owner's note; None where it is not (yet) there or not whole: the kernel's word counts, not the note."""
     data = os.pread(fd, _MAX_OWNER_BYTES, 0)
     try:
@@ -307,7 +307,7 @@ def _read_owner(fd: int, path: Path) -> Owner | None:
     pid = note.get("pid")
     if not isinstance(pid, int):
         return None
-    return Owner(
+    return LockOwner(
         pid=pid,
         start_ticks=_typed(note.get("start_ticks"), int),
         node=_typed(note.get("node"), str),

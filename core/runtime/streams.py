@@ -15,7 +15,7 @@ import torch
 Work = Callable[[], None]
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """A point in a stream."""
 
     def wait(self) -> None:
@@ -33,7 +33,7 @@ class CopyStream(Protocol):
         """Run what is enqueued from now on after all that the caller has enqueued on the device so far."""
         ...
 
-    def enqueue(self, work: Work) -> Mark:
+    def enqueue(self, work: Work) -> StreamEvent:
         """Run ``work``, whose tensor operations go to this stream; return the point after it."""
         ...
 
@@ -61,11 +61,11 @@ class CudaStream:
     def follow_caller(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def enqueue(self, work: Work) -> Mark:
+    def enqueue(self, work: Work) -> StreamEvent:
         # The device is set as well: a worker thread starts on device 0 and would open a context there.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             work()
-            return _CudaMark(self._device, self._stream)
+            return _CudaEvent(self._device, self._stream)
 
     def for_caller(self, work: Work) -> None:
         with torch.cuda.device(self._device):
@@ -79,7 +79,7 @@ class CudaStream:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-class _CudaMark:
+class _CudaEvent:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
         # blocking: a thread that waits sleeps, and takes no core from training

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 
 
-class Bell:
+class InterruptibleEvent:
     """Rung once, by any thread, and heard by the one that waits."""
 
     def __init__(self) -> None:

@@ -21,7 +21,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tierfall.core.sampling.samples import LINES_MAX, Sampled, SamplePlan, Samples, WholePlan
+from tierfall.core.sampling.samples import (
+    LINES_MAX,
+    SampledRange,
+    SamplePlan,
+    Samples,
+    WholeDigests,
+)
 from tierfall.core.state.item import unwrap
 from tierfall.core.tensors import names, value_codec
 from tierfall.core.tensors.dtensor import any_sharded, local_tensor
@@ -53,7 +59,7 @@ class _Holder(NamedTuple):
     step: Step
 
 
-class _Place(NamedTuple):
+class _TensorPath(NamedTuple):
     """Where a tensor is found: by ``step`` from the holder number ``holder``."""
 
     trail: names.Trail
@@ -66,21 +72,21 @@ class Fingerprint:
 
     def __init__(self, state: Mapping[Any, object], step_s: float | None = None) -> None:
         """``step_s`` says how long a training step takes."""
-        self._map = _Map(state)
+        self._map = _StateMap(state)
         budget_s = max(LEAST_S, STEP_SHARE * (step_s or 0.0))
         self._map.choose(max(TENSORS_MIN, int(budget_s / TENSOR_S)))
         self._places = self._map.places
         tensor_s = budget_s / max(1, len(self._places)) - TENSOR_S
         self._lines = min(LINES_MAX, max(LINES_MIN, int(tensor_s / LINE_S)))
         self._keys = tuple(state)
-        self._plan: _Plan | None = None
+        self._plan: _SamplingPlan | None = None
         found, self._counts = self._find(state)
         self._seen = self._look(found)
 
     def take(self, state: Mapping[Any, object]) -> bool:
         """Take it anew; False where the state has other entries by now, or a tensor is gone."""
         found, counts = self._find(state)
-        if self._keys != tuple(state) or counts != self._counts or None in map(_nothing, found):
+        if self._keys != tuple(state) or counts != self._counts or None in map(_is_none, found):
             return False
         self._seen = self._look(found)
         return True
@@ -114,7 +120,7 @@ class Fingerprint:
             found.append(tensor if isinstance(tensor, torch.Tensor) else None)
         return found, self._map.counts(holders)
 
-    def _look(self, tensors: Sequence[torch.Tensor]) -> _Seen:
+    def _look(self, tensors: Sequence[torch.Tensor]) -> _Observation:
         if any_sharded(tensors):
             tensors = [*map(local_tensor, tensors)]
         versions = [*map(_version, tensors)]
@@ -126,17 +132,19 @@ class Fingerprint:
             ],
         )
         if self._plan is None or self._plan.pointers != pointers:
-            self._plan = _Plan.of(tensors, pointers, self._lines)
+            self._plan = _SamplingPlan.of(tensors, pointers, self._lines)
         plan = self._plan
-        return _Seen(versions, pointers, plan.whole.digest(pointers), plan.samples.take(pointers))
+        return _Observation(
+            versions, pointers, plan.whole.digest(pointers), plan.samples.take(pointers)
+        )
 
 
-def _nothing(tensor: object) -> object:
+def _is_none(tensor: object) -> object:
     """None for None alone: a tensor is not to be compared with it."""
     return None if tensor is None else True
 
 
-class _Seen(NamedTuple):
+class _Observation(NamedTuple):
     """What was seen of the tensors of a fingerprint. An address of 0 is none."""
 
     versions: list[int]
@@ -146,23 +154,23 @@ class _Seen(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _SamplingPlan:
     """How tensors at these addresses are sampled."""
 
     pointers: array[int]
-    whole: WholePlan
+    whole: WholeDigests
     samples: SamplePlan
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], pointers: array[int], lines: int) -> _Plan:
+    def of(cls, tensors: Sequence[torch.Tensor], pointers: array[int], lines: int) -> _SamplingPlan:
         pieces = [
-            Sampled(place, 0, pointer, length, None)
+            SampledRange(place, 0, pointer, length, None)
             for place, (tensor, pointer) in enumerate(zip(tensors, pointers, strict=True))
             if pointer and tensor.is_cpu and (length := readable_bytes(tensor))
         ]
         short = [piece for piece in pieces if piece.bytes <= WHOLE_BYTES]
         long = [piece for piece in pieces if piece.bytes > WHOLE_BYTES]
-        return cls(pointers, WholePlan(short), SamplePlan(long, np.full(len(long), lines)))
+        return cls(pointers, WholeDigests(short), SamplePlan(long, np.full(len(long), lines)))
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -176,14 +184,14 @@ _STATE = -1
 """The number of the holder that is the state itself."""
 
 
-class _Map:
+class _StateMap:
     """Where the tensors of a state are found: those of modules and optimizers, and in plain containers. Nothing of the
     user's is called."""
 
     def __init__(self, state: Mapping[Any, object]) -> None:
         self._holders: list[_Holder] = []
         self._optimizers: list[int] = []
-        self.places: list[_Place] = []
+        self.places: list[_TensorPath] = []
         for key, value in state.items():
             self._below(value, (None, key), _STATE, itemgetter(key), 0)
 
@@ -231,7 +239,7 @@ class _Map:
         elif isinstance(value, Optimizer):
             self._optimizer(value, (trail, "state"), self._hold(parent, step))
         elif isinstance(value, torch.Tensor):
-            self.places.append(_Place(trail, parent, step))
+            self.places.append(_TensorPath(trail, parent, step))
         elif depth <= value_codec.DEPTH_MAX and isinstance(value, Mapping):
             holder = self._hold(parent, step)
             for key, child in value.items():
@@ -244,7 +252,7 @@ class _Map:
     def _module(self, root: nn.Module, trail: names.Trail, holder: int) -> None:
         if isinstance(root, torch.jit.ScriptModule):  # its tables are made anew at each look
             for name, _ in (*root.named_parameters(), *root.named_buffers()):
-                self.places.append(_Place((trail, name), holder, attrgetter(name)))
+                self.places.append(_TensorPath((trail, name), holder, attrgetter(name)))
             return
         holders = {"": holder}
         for name, module in root.named_modules():
@@ -256,7 +264,7 @@ class _Map:
                 for key, tensor in table.items():
                     if tensor is not None:
                         place = (trail, f"{name}.{key}" if name else key)
-                        self.places.append(_Place(place, holders[name], _entry(kind, key)))
+                        self.places.append(_TensorPath(place, holders[name], _entry(kind, key)))
 
     def _optimizer(self, live: Optimizer, trail: names.Trail, holder: int) -> None:
         self._optimizers.append(holder)
@@ -270,7 +278,7 @@ class _Map:
                     holds = self._hold(holder, _state_of(at, index))
                     for key in tensors:
                         place = ((trail, number), key)
-                        self.places.append(_Place(place, holds, itemgetter(key)))
+                        self.places.append(_TensorPath(place, holds, itemgetter(key)))
                 number += 1
 
 

@@ -28,8 +28,15 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from tierfall.core.image.dedup import NOBODY, Digested, Digests, Division, Keys, Shareable
-from tierfall.core.runtime.process_memory import LINE_BYTES, Memory
+from tierfall.core.image.dedup import (
+    NOBODY,
+    KeyKind,
+    Keys,
+    ReplicaAssignment,
+    ReplicaDigests,
+    ReplicatedTensors,
+)
+from tierfall.core.runtime.process_memory import LINE_BYTES, ProcessMemory
 from tierfall.core.runtime.streams import CopyStream
 from tierfall.core.sampling.samples import Integers, spread
 from tierfall.core.state.view import StateView
@@ -51,7 +58,7 @@ SUMS_TENSORS = 64
 _PHASES = 1 << 16
 
 
-class StreamsOf(Protocol):
+class StreamProvider(Protocol):
     """What gives the stream that copies from a device."""
 
     def of(self, device: torch.device) -> CopyStream | None: ...
@@ -60,13 +67,13 @@ class StreamsOf(Protocol):
 class ReplicaPlan:
     """What is read of the tensors of one structure. Used by the thread that saves."""
 
-    def __init__(self, shareable: Shareable, division: Division) -> None:
+    def __init__(self, shareable: ReplicatedTensors, division: ReplicaAssignment) -> None:
         view, groups = shareable.view, division.groups_of(shareable.table.keys)
         numbers = np.array(shareable.numbers, dtype=np.int64)
         dense = [view.plain[n] or view.strides[n] is not None for n in shareable.numbers]
         summed = [view.dtypes[n].itemsize in INTEGERS for n in shareable.numbers]
         shared = groups != NOBODY
-        self._all = _Entries(
+        self._all = _ReplicaColumns(
             numbers[shared],
             shareable.table.keys[shared],
             groups[shared],
@@ -81,10 +88,10 @@ class ReplicaPlan:
             1, -(-division.bytes // SUMS_BYTES), -(-division.entries // SUMS_TENSORS)
         )
         self._addresses: Integers | None = None
-        self._host: _Host | None = None
+        self._host: _HostSampler | None = None
         self._elsewhere: _Rotation | None = None
 
-    def read(self, view: StateView, ordinal: int, streams: StreamsOf) -> ReplicaReading:
+    def read(self, view: StateView, ordinal: int, streams: StreamProvider) -> ReplicaReading:
         """Read what is compared of the checkpoint ``ordinal`` of the line; on devices, after all that the caller has
         enqueued there."""
         addresses = np.frombuffer(view.pointers, dtype=np.int64)[self._all.numbers]
@@ -100,13 +107,13 @@ class ReplicaPlan:
         elsewhere = ~on_host & self._summed
         self._host = None
         if read.any():
-            self._host = _Host(self._all.only(read), addresses[read], self._ranges_turns)
+            self._host = _HostSampler(self._all.only(read), addresses[read], self._ranges_turns)
         self._elsewhere = None
         if elsewhere.any():
             self._elsewhere = _Rotation.of(self._all.only(elsewhere), self._sums_turns)
         self._addresses = addresses
 
-    def _sum_up(self, view: StateView, ordinal: int, streams: StreamsOf) -> list[_Sums]:
+    def _sum_up(self, view: StateView, ordinal: int, streams: StreamProvider) -> list[_ReplicaSums]:
         assert self._elsewhere is not None
         chosen = self._elsewhere.at(ordinal)
         devices = [view.sources[number].device for number in chosen.numbers]
@@ -115,12 +122,12 @@ class ReplicaPlan:
             stream = streams.of(device)
             if stream is not None:
                 there = chosen.only(np.array([other == device for other in devices]))
-                found.append(_Sums.begin(stream, there, view))
+                found.append(_ReplicaSums.begin(stream, there, view))
         return found
 
 
 @dataclass(frozen=True, slots=True)
-class _Entries:
+class _ReplicaColumns:
     """Columns of some tensors: their numbers in the state, keys, groups and sizes."""
 
     numbers: Integers
@@ -128,14 +135,14 @@ class _Entries:
     groups: Integers
     sizes: Integers
 
-    def only(self, chosen: NDArray[Any]) -> _Entries:
+    def only(self, chosen: NDArray[Any]) -> _ReplicaColumns:
         """Those that a mask or an array of places chooses."""
-        return _Entries(
+        return _ReplicaColumns(
             self.numbers[chosen], self.keys[chosen], self.groups[chosen], self.sizes[chosen]
         )
 
-    def digests(self, values: Sequence[int], what: Digested) -> Digests:
-        return Digests(
+    def digests(self, values: Sequence[int], what: KeyKind) -> ReplicaDigests:
+        return ReplicaDigests(
             keys=self.keys | np.uint64(what),
             values=np.array(values, dtype=np.uint64),
             groups=self.groups,
@@ -146,30 +153,30 @@ class _Entries:
 class _Rotation:
     """Entries, each of which has its turn once in so many ``turns``; at each turn some of every group have."""
 
-    entries: _Entries
+    entries: _ReplicaColumns
     nth: Integers
     turns: Integers
 
     @classmethod
-    def of(cls, entries: _Entries, turns: int) -> _Rotation:
+    def of(cls, entries: _ReplicaColumns, turns: int) -> _Rotation:
         entries = entries.only(np.lexsort((entries.keys, entries.groups)))
         _, counts = np.unique(entries.groups, return_counts=True)
         group, nth = spread(counts)
         return cls(entries, nth, np.minimum(turns, counts)[group])
 
-    def at(self, ordinal: int) -> _Entries:
+    def at(self, ordinal: int) -> _ReplicaColumns:
         return self.entries.only(self.nth % self.turns == ordinal % self.turns)
 
 
-class _Host:
+class _HostSampler:
     """Where lines and ranges of tensors in host memory lie, which is known as long as no tensor moves."""
 
-    def __init__(self, entries: _Entries, addresses: Integers, turns: int) -> None:
+    def __init__(self, entries: _ReplicaColumns, addresses: Integers, turns: int) -> None:
         order = np.argsort(addresses % LINE_BYTES, kind="stable")  # one memory serves one remainder
         self.entries, addresses = entries.only(order), addresses[order]
         sizes = self.entries.sizes
         self._turns = turns
-        self._span = Memory(int(addresses.min()), int((addresses + sizes).max()))
+        self._span = ProcessMemory(int(addresses.min()), int((addresses + sizes).max()))
         whole = sizes // LINE_BYTES
         counts = np.minimum(whole, LINES)
         self.line_ends = np.cumsum(counts)
@@ -191,7 +198,9 @@ class _Host:
         keys = (self.entries.keys[self.range_of] >> np.uint64(2)) % np.uint64(turns)
         self._range_turns = (keys.astype(np.int64) + range_nth) % turns
 
-    def _memories(self, addresses: Integers, of: Integers) -> list[tuple[Memory, slice, Integers]]:
+    def _memories(
+        self, addresses: Integers, of: Integers
+    ) -> list[tuple[ProcessMemory, slice, Integers]]:
         """Return memories whose lines begin where tensors do, which of all lines lie there, and the tensors' rows."""
         remainders = (addresses % LINE_BYTES)[of]
         found = []
@@ -199,11 +208,11 @@ class _Host:
             first, end = np.searchsorted(remainders, [remainder, remainder + 1])
             starts = addresses[of[first:end]]
             high = int((addresses + self.entries.sizes)[of[first:end]].max())
-            memory = Memory(int(starts.min()), high, remainder=int(remainder))
+            memory = ProcessMemory(int(starts.min()), high, remainder=int(remainder))
             found.append((memory, slice(first, end), (starts - memory.low) // LINE_BYTES))
         return found
 
-    def read(self, ordinal: int) -> _HostRead:
+    def read(self, ordinal: int) -> _HostSamples:
         phases = (self._phases + xxhash.xxh3_64_intdigest(b"%d" % ordinal) % _PHASES) % _PHASES
         places = self._first + phases * self._distances // _PHASES
         with torch.inference_mode(False), torch.no_grad():
@@ -217,24 +226,24 @@ class _Host:
         ranges = [
             xxhash.xxh3_64_intdigest(self._span.view[self._range_at[n] : ends[n]]) for n in chosen
         ]
-        return _HostRead(self, lines, tails, chosen, ranges)
+        return _HostSamples(self, lines, tails, chosen, ranges)
 
 
 @dataclass(frozen=True, slots=True)
-class _HostRead:
+class _HostSamples:
     """What was read in host memory: lines and tails, one tensor after the other, and digests of the ``chosen``
     ranges."""
 
-    plan: _Host
+    plan: _HostSampler
     lines: list[torch.Tensor]
     tails: torch.Tensor
     chosen: Integers
     ranges: list[int]
 
-    def digests(self) -> list[Digests]:
+    def digests(self) -> list[ReplicaDigests]:
         return [self._of_samples(), self._of_ranges()]
 
-    def _of_samples(self) -> Digests:
+    def _of_samples(self) -> ReplicaDigests:
         rows = [lines.numpy().view(np.uint8).ravel() for lines in self.lines]
         lines = np.concatenate(rows).data if rows else memoryview(b"")
         tails = self.tails.numpy().data
@@ -246,27 +255,27 @@ class _HostRead:
                 value = xxhash.xxh3_64_intdigest(tails[tail:tail_end], value)
             values.append(value)
             line, tail = line_end, tail_end
-        return self.plan.entries.digests(values, Digested.SAMPLES)
+        return self.plan.entries.digests(values, KeyKind.SAMPLES)
 
-    def _of_ranges(self) -> Digests:
+    def _of_ranges(self) -> ReplicaDigests:
         """Digest the ranges of each tensor together."""
         of: dict[int, int] = {}
         for index, digest in zip(self.plan.range_of[self.chosen], self.ranges, strict=True):
             of[index] = xxhash.xxh3_64_intdigest(digest.to_bytes(8, "little"), of.get(index, 0))
         entries = self.plan.entries.only(np.array([*of], dtype=np.int64))
-        return entries.digests([*of.values()], Digested.RANGES)
+        return entries.digests([*of.values()], KeyKind.RANGES)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class _ReplicaSums:
     """Sums over tensors on one device: of their elements as integers, modulo 2**64. None: it has no memory left."""
 
     stream: CopyStream
-    entries: _Entries
+    entries: _ReplicaColumns
     sums: torch.Tensor | None
 
     @classmethod
-    def begin(cls, stream: CopyStream, entries: _Entries, view: StateView) -> _Sums:
+    def begin(cls, stream: CopyStream, entries: _ReplicaColumns, view: StateView) -> _ReplicaSums:
         made: list[torch.Tensor] = []
 
         def add_up() -> None:
@@ -283,23 +292,23 @@ class _Sums:
             return cls(stream, entries, None)
         return cls(stream, entries, made[0])
 
-    def digests(self) -> Digests | None:
+    def digests(self) -> ReplicaDigests | None:
         sums = self.sums
         if sums is None:
             return None
         read: list[list[int]] = []
         self.stream.enqueue(lambda: read.append(sums.cpu().tolist())).wait()
-        return self.entries.digests([value % (1 << 64) for value in read[0]], Digested.SUM)
+        return self.entries.digests([value % (1 << 64) for value in read[0]], KeyKind.SUM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReading:
     """What was read at one save."""
 
-    host: _HostRead | None
-    sums: tuple[_Sums, ...]
+    host: _HostSamples | None
+    sums: tuple[_ReplicaSums, ...]
 
-    def digests(self) -> Digests:
+    def digests(self) -> ReplicaDigests:
         """Digest what was read; this waits for devices. Groups of which some sum could not be taken are left out."""
         parts = [] if self.host is None else self.host.digests()
         lost: set[int] = set()
@@ -309,4 +318,4 @@ class ReplicaReading:
                 lost.update(map(int, sums.entries.groups))
             else:
                 parts.append(found)
-        return Digests.join(parts).without(lost)
+        return ReplicaDigests.join(parts).without(lost)

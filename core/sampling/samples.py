@@ -34,9 +34,9 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from tierfall.core.image.segments import HOST, Cutting
-from tierfall.core.image.sources import Sources
-from tierfall.core.runtime.process_memory import LINE_BYTES, Memory
+from tierfall.core.image.segments import HOST, Segmentation
+from tierfall.core.image.sources import TensorSources
+from tierfall.core.runtime.process_memory import LINE_BYTES, ProcessMemory
 from tierfall.core.runtime.streams import CopyStream
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors.tensors import INTEGERS, as_bytes, as_integers
@@ -64,7 +64,7 @@ RANGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledRange:
     """A piece of a tensor in host memory as it is sampled: the tensor's number in the state, where the piece begins in
     the tensor and in the image (in the data), its length in bytes, and, of a tensor whose elements do not lie in order,
     which is one piece, shape, strides and item size."""
@@ -76,7 +76,7 @@ class Sampled:
     order: Order | None
 
 
-class _Group(NamedTuple):
+class _AlignedLines(NamedTuple):
     """Lines ``first`` to ``last``, whose places in the image's data have one remainder by the length of a line, and
     are the rows ``rows`` from there on."""
 
@@ -95,18 +95,18 @@ class _Draw:
     remainders: Integers
     lines_of: Integers
     lines_at: Integers
-    groups: tuple[_Group, ...]
+    groups: tuple[_AlignedLines, ...]
     in_order: int
     """The first lines, so many, lie in the image as they lie in memory: those of the groups."""
     now: Integers
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class _PlacedDraw:
     """A draw for pieces at certain ``addresses``: the numbers of the lines in ``memory``."""
 
     addresses: Integers
-    memory: Memory
+    memory: ProcessMemory
     draw: _Draw
     lines: torch.Tensor
     now: torch.Tensor
@@ -115,7 +115,7 @@ class _Placed:
 class SamplePlan:
     """Where the tensors of one layout are sampled, piece by piece. ``used`` may be called by any thread."""
 
-    def __init__(self, pieces: Sequence[Sampled], lines: Integers) -> None:
+    def __init__(self, pieces: Sequence[SampledRange], lines: Integers) -> None:
         """``lines`` says of each piece how many lines are read, at most."""
         # Those in order first, those of one alignment in the image together: each group is compared by one call.
         order = sorted(range(len(pieces)), key=lambda n: _alignment(pieces[n]))
@@ -127,7 +127,7 @@ class SamplePlan:
         self._sizes = np.array([p.bytes for p in self._pieces], dtype=np.int64)
         self._ordered = sum(p.order is None for p in self._pieces)
         self._uses = 0
-        self._placed: _Placed | None = None
+        self._placed: _PlacedDraw | None = None
 
     def take(self, pointers: array[int]) -> Samples | None:
         """Read the samples of tensors at these addresses, given by their numbers; None where there are none."""
@@ -150,14 +150,14 @@ class SamplePlan:
             return
         self._placed = self._place(placed.addresses, None)
 
-    def _place(self, addresses: Integers, draw: _Draw | None) -> _Placed:
+    def _place(self, addresses: Integers, draw: _Draw | None) -> _PlacedDraw:
         remainders = addresses % LINE_BYTES
         if draw is None or not np.array_equal(draw.remainders, remainders):
             draw = self._draw(remainders)
-        memory = Memory(int(addresses.min()), int((addresses + self._sizes).max()))
+        memory = ProcessMemory(int(addresses.min()), int((addresses + self._sizes).max()))
         offsets = addresses - memory.low
         lines = (offsets[draw.lines_of] + draw.lines_at) // LINE_BYTES
-        return _Placed(
+        return _PlacedDraw(
             addresses=addresses,
             memory=memory,
             draw=draw,
@@ -219,7 +219,7 @@ class Samples:
     """What was read of one state at save."""
 
     _plan: SamplePlan
-    _placed: _Placed
+    _placed: _PlacedDraw
     _lines: torch.Tensor
 
     def changed_in(self, data: torch.Tensor) -> list[int]:
@@ -261,15 +261,15 @@ class Samples:
         return sorted({int(self._plan.numbers[piece]) for piece in found})
 
 
-class WholePlan:
+class WholeDigests:
     """Pieces that are digested whole at each save."""
 
-    def __init__(self, pieces: Sequence[Sampled]) -> None:
+    def __init__(self, pieces: Sequence[SampledRange]) -> None:
         self._pieces = pieces
         self.numbers = np.array([p.index for p in pieces], dtype=np.int64)
         self._offsets = np.array([p.offset for p in pieces], dtype=np.int64)
         self._sizes = np.array([p.bytes for p in pieces], dtype=np.int64)
-        self._placed: tuple[Integers, Memory, list[slice]] | None = None
+        self._placed: tuple[Integers, ProcessMemory, list[slice]] | None = None
 
     def digest(self, pointers: array[int]) -> list[int]:
         """Digest the live pieces of tensors at these addresses, given by their numbers."""
@@ -277,7 +277,7 @@ class WholePlan:
             return []
         addresses = _addresses(pointers, self.numbers) + self._offsets
         if self._placed is None or not np.array_equal(self._placed[0], addresses):
-            memory = Memory(int(addresses.min()), int((addresses + self._sizes).max()))
+            memory = ProcessMemory(int(addresses.min()), int((addresses + self._sizes).max()))
             starts = (addresses - memory.low).tolist()
             slices = [*map(slice, starts, (addresses - memory.low + self._sizes).tolist())]
             self._placed = addresses, memory, slices
@@ -298,11 +298,11 @@ class WholePlan:
         return {piece.index for piece, digest, other in both if digest != other}
 
 
-class Ranges:
+class RotatingDigests:
     """Pieces cut into ranges that are digested in rotation: for each its tensor, where it begins there and in the
     image's data, and its length."""
 
-    def __init__(self, pieces: Sequence[Sampled]) -> None:
+    def __init__(self, pieces: Sequence[SampledRange]) -> None:
         self._orders = {p.index: p.order for p in pieces if p.order is not None}
         self._ranges = [
             (piece.index, piece.offset + at, piece.start + at, length)
@@ -313,7 +313,7 @@ class Ranges:
         ends = {index: offset + length for index, offset, _, length in self._ranges}
         self._numbers = np.array([*ends], dtype=np.int64)
         self._ends = np.array([*ends.values()], dtype=np.int64)
-        self._placed: tuple[Integers, Memory] | None = None
+        self._placed: tuple[Integers, ProcessMemory] | None = None
 
     def digest(self, pointers: array[int], budget_s: float | None) -> dict[int, int]:
         """Digest live ranges for so many seconds, or all of them; return the digests by the numbers of the ranges."""
@@ -330,11 +330,11 @@ class Ranges:
             self._next = (number + 1) % len(self._ranges)
         return digests
 
-    def _memory(self, pointers: array[int]) -> Memory:
+    def _memory(self, pointers: array[int]) -> ProcessMemory:
         addresses = _addresses(pointers, self._numbers)
         if self._placed is None or not np.array_equal(self._placed[0], addresses):
             low, high = int(addresses.min()), int((addresses + self._ends).max())
-            self._placed = addresses, Memory(low, high)
+            self._placed = addresses, ProcessMemory(low, high)
         return self._placed[1]
 
     def changed_in(self, data: memoryview, digests: Mapping[int, int]) -> set[int]:
@@ -356,7 +356,7 @@ class Ranges:
 _digest = xxhash.xxh3_64_intdigest
 
 
-def _held(piece: Sampled, data: memoryview) -> memoryview:
+def _held(piece: SampledRange, data: memoryview) -> memoryview:
     """Return the bytes of a piece in an image's ``data``, as they lie in memory."""
     if piece.order is not None:
         return as_in_memory(data[piece.start :], *piece.order)
@@ -429,11 +429,11 @@ def _addresses(pointers: array[int], numbers: Integers) -> Integers:
     return np.frombuffer(pointers, dtype=np.uint64).astype(np.int64)[numbers]
 
 
-def _alignment(piece: Sampled) -> tuple[bool, int]:
+def _alignment(piece: SampledRange) -> tuple[bool, int]:
     return piece.order is not None, piece.start % LINE_BYTES
 
 
-def _lines_of(pieces: Sequence[Sampled]) -> Integers:
+def _lines_of(pieces: Sequence[SampledRange]) -> Integers:
     """Return how many lines of each piece are read, at most: the two of the barrier of one that is digested whole; of
     others so many that their distance is that of LINES_MAX in the whole tensor, unless that is too many in all."""
     sizes = np.array([p.bytes for p in pieces], dtype=np.int64)
@@ -496,7 +496,7 @@ def spread(counts: Integers) -> tuple[Integers, Integers]:
     return of, np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
 
 
-def _grouped(places: Integers) -> tuple[_Group, ...]:
+def _grouped(places: Integers) -> tuple[_AlignedLines, ...]:
     """Group lines, given by their places in the image's data, which have runs of one remainder."""
     if not len(places):
         return ()
@@ -506,7 +506,7 @@ def _grouped(places: Integers) -> tuple[_Group, ...]:
     for first, last in pairwise(edges):
         remainder = int(remainders[first])
         rows = torch.from_numpy((places[first:last] - remainder) // LINE_BYTES)
-        groups.append(_Group(first, last, remainder, rows))
+        groups.append(_AlignedLines(first, last, remainder, rows))
     return tuple(groups)
 
 
@@ -521,16 +521,16 @@ def _where(tensors: Integers, differs: torch.Tensor) -> set[int]:
 class CheckPlan:
     """How the images of one cutting are checked against the state at save."""
 
-    def __init__(self, cutting: Cutting, view: StateView) -> None:
+    def __init__(self, cutting: Segmentation, view: StateView) -> None:
         pieces = [piece for segment in cutting.segments for piece in segment]
         here = [
-            Sampled(p.index, p.source_start, p.start, p.end - p.start, _order(view, p.index))
+            SampledRange(p.index, p.source_start, p.start, p.end - p.start, _order(view, p.index))
             for p in pieces
             if p.place == HOST and is_sampled(view, p.index)
         ]
-        self.whole = WholePlan([piece for piece in here if piece.bytes <= WHOLE_BYTES])
+        self.whole = WholeDigests([piece for piece in here if piece.bytes <= WHOLE_BYTES])
         self.samples = SamplePlan(here, _lines_of(here))
-        self.ranges = Ranges([piece for piece in here if piece.bytes > WHOLE_BYTES])
+        self.ranges = RotatingDigests([piece for piece in here if piece.bytes > WHOLE_BYTES])
         self.on_devices: dict[int, dict[int, int]] = {}
         """By place, of the tensors there: their numbers, and where each begins in the image's data."""
         for p in pieces:
@@ -539,7 +539,7 @@ class CheckPlan:
 
     def begin(
         self,
-        sources: Sources,
+        sources: TensorSources,
         streams: Mapping[int, CopyStream],
         budget_s: float | None,
     ) -> ImageCheck:

@@ -23,51 +23,51 @@ from tierfall.core.capture.events import (
 from tierfall.core.capture.snapshot import HostMemory
 from tierfall.core.format.commit_files import files_of
 from tierfall.core.format.records import Commit, stops_drop
-from tierfall.core.ranks.message_tree import Council
-from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
-from tierfall.core.runtime.wait import Bell
-from tierfall.core.scheduler.deletion.deleter import Dropper
-from tierfall.core.scheduler.deletion.verifier import Verifier
+from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
+from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.deletion.verifier import BackgroundVerifier
 from tierfall.core.scheduler.flush.admission import Admissions
-from tierfall.core.scheduler.flush.backlog import Pressure
-from tierfall.core.scheduler.flush.deadline import Draining
+from tierfall.core.scheduler.flush.backlog import Backlog
+from tierfall.core.scheduler.flush.deadline import DrainSchedule
 from tierfall.core.scheduler.flush.flusher import Flusher
-from tierfall.core.scheduler.flush.lane import Lane, LaneLimits
-from tierfall.core.scheduler.flush.queue import Turns
-from tierfall.core.scheduler.flush.saves import Saves
+from tierfall.core.scheduler.flush.lane import FlushLane, LaneLimits
+from tierfall.core.scheduler.flush.queue import FlushQueue
+from tierfall.core.scheduler.flush.saves import CaptureEvents
 from tierfall.core.scheduler.flush.superseding import Superseder
-from tierfall.core.scheduler.flush.throttle import Pacing
-from tierfall.core.scheduler.flush.throughput import Rates
-from tierfall.core.scheduler.group.commands import Orders
+from tierfall.core.scheduler.flush.throttle import Throttle
+from tierfall.core.scheduler.flush.throughput import TierThroughput
+from tierfall.core.scheduler.group.commands import Commands
 from tierfall.core.scheduler.group.commits import Commits
-from tierfall.core.scheduler.group.damage import Damages
-from tierfall.core.scheduler.group.external_commits import Finder
-from tierfall.core.scheduler.group.group_commands import NodesMarks, OrdersTogether
-from tierfall.core.scheduler.ledger.attempt_starts import Starts
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
-from tierfall.core.scheduler.ledger.notes import Notes
+from tierfall.core.scheduler.group.damage import DamageReports
+from tierfall.core.scheduler.group.external_commits import ExternalCommits
+from tierfall.core.scheduler.group.group_commands import GroupCommands, NodeMarks
+from tierfall.core.scheduler.ledger.attempt_starts import StartRecords
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.notes import EventEmitter
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
-    Admission,
-    Ask,
+    AdmissionRequest,
+    AssignmentRequest,
     ChangeMark,
     CheckChunk,
+    Command,
+    CommandKind,
     CommitCopy,
     CopyRun,
-    DivisionAsked,
-    DropCopy,
+    DeleteCopy,
     Event,
     FinishCopy,
-    Landed,
+    LedgerQuery,
     OpenCheck,
     OpenShard,
-    Order,
     Outcome,
-    PersonsOrder,
     ReadCommit,
     ReadMarks,
     RecordStart,
     Task,
+    Uploaded,
 )
 from tierfall.core.scheduler.policies import Policies
 from tierfall.core.types.drain_outlook import DrainDecision
@@ -78,10 +78,10 @@ from tierfall.core.types.values import CheckpointId, SaveOutcome, WhenFull
 logger = logging.getLogger("tierfall")
 
 
-class Inheritance(Protocol):
+class LeftoverMemory(Protocol):
     """Memory that ranks of an earlier start left."""
 
-    def committed(self, tier: str, newer: Entry) -> None: ...
+    def committed(self, tier: str, newer: LedgerEntry) -> None: ...
 
     def make_room(self) -> bool: ...
 
@@ -100,7 +100,7 @@ class Coordinator:
         max_wait_s: float,
         when_full: WhenFull = WhenFull.WAIT,
         unread: Collection[str] = (),
-        council: Council | None = None,
+        council: MessageTree | None = None,
         shared: Mapping[str, bool] | None = None,
         set_pace: Callable[[str, float | None], None] = lambda tier, bytes_per_s: None,
         verify_bytes_per_s: float | None = None,
@@ -117,14 +117,14 @@ class Coordinator:
         self._arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._events: deque[Event] = deque()
         self._tasks_out = 0
-        self.rates = Rates()
+        self.rates = TierThroughput()
         ledger.read_rates = self.rates.read_rates
         self.steps = 0
-        self._idle_bells: list[Bell] = []
+        self._idle_bells: list[InterruptibleEvent] = []
         self._tending = False
         order = tuple(rules.name for rules in ledger.rules)
         self.lanes = {
-            tier: Lane(
+            tier: FlushLane(
                 tier,
                 limits=limits,
                 order=order,
@@ -133,7 +133,7 @@ class Coordinator:
             )
             for tier, limits in lanes.items()
         }
-        self.dropper = Dropper(
+        self.dropper = Deleter(
             ledger=ledger,
             tiers=self.lanes,
             plan_drops=policies.plan_drops,
@@ -142,8 +142,8 @@ class Coordinator:
             missing_metrics=policies.missing_metrics,
             dispatch=self._dispatch,
         )
-        self.turns = Turns(ledger=ledger, plan_flush=policies.plan_flush)
-        self.draining = Draining(
+        self.turns = FlushQueue(ledger=ledger, plan_flush=policies.plan_flush)
+        self.draining = DrainSchedule(
             ledger=ledger, lanes=self.lanes, rates=self.rates, plan_drain=policies.plan_drain
         )
         self.turns.draining = self.draining
@@ -162,10 +162,10 @@ class Coordinator:
             dropper=self.dropper,
             plan_superseding=policies.plan_superseding,
         )
-        self.pressure = Pressure(
+        self.pressure = Backlog(
             ledger=ledger, rates=self.rates, foresee=policies.forecast, lateness=policies.lateness
         )
-        self.pacing = Pacing(
+        self.pacing = Throttle(
             rules=ledger.rules,
             rates=self.rates,
             pressure=self.pressure,
@@ -182,15 +182,15 @@ class Coordinator:
             when_full=when_full,
             max_wait_s=max_wait_s,
         )
-        self._saves = Saves(
+        self._saves = CaptureEvents(
             ledger=ledger, lanes=self.lanes, flusher=self._flusher, pressure=self.pressure
         )
         self.commits: Commits | None = None
-        self._marks: NodesMarks | None = None
+        self._marks: NodeMarks | None = None
         if council is not None:
             self._join(council, shared or {})
         self._orders = self._make_orders(council, unread)
-        self.verifier = Verifier(
+        self.verifier = BackgroundVerifier(
             ledger=ledger,
             council=council,
             is_split=self.dropper.is_split,
@@ -202,14 +202,14 @@ class Coordinator:
         )
         self.dropper.verifies = self.verifier.verify
         self.dropper.verifies_elsewhere = self.verifier.verify_elsewhere
-        self.starts = Starts(ledger=ledger, tiers=self.lanes, dispatch=self._dispatch)
-        self.finder = Finder(
+        self.starts = StartRecords(ledger=ledger, tiers=self.lanes, dispatch=self._dispatch)
+        self.finder = ExternalCommits(
             ledger=ledger, council=council, found=self._has_found, dispatch=self._dispatch
         )
-        self.damages = Damages(
+        self.damages = DamageReports(
             ledger=ledger,
             tiers=self.lanes,
-            wants_repair=policies.wants_repair,
+            needs_repair=policies.needs_repair,
             has_lost=self.dropper.survey,
             may_write=lambda: self.fenced is None and not self._tending,
             dispatch=self._dispatch,
@@ -228,7 +228,7 @@ class Coordinator:
         self._flusher.has_arrived = self.pressure.arrived
         self._flusher.memory_is_short = self._admissions.is_short
         self._flusher.is_unpinning = self._orders.is_unpinning
-        self.notes = Notes(notify)
+        self.notes = EventEmitter(notify)
         taking_notes = (self.dropper, self._flusher, self.turns, self.superseder)
         for part in (*taking_notes, self._admissions, self._saves):
             part.notes = self.notes
@@ -237,11 +237,11 @@ class Coordinator:
         self.durable = self._flusher.durable
         self.stopped: BaseException | None = None
 
-    def mind(self, inheritance: Inheritance) -> None:
+    def mind(self, inheritance: LeftoverMemory) -> None:
         """Let what earlier ranks left in memory go once it is not needed: it hears of every commit, unless a restore is
         reading, and gives room where a save finds none."""
 
-        def committed(tier: str, entry: Entry) -> None:
+        def committed(tier: str, entry: LedgerEntry) -> None:
             self._has_committed(tier, entry)
             if not self.dropper.paused:
                 inheritance.committed(tier, entry)
@@ -249,14 +249,14 @@ class Coordinator:
         self._flusher.has_committed = committed
         self._admissions.last_resort = inheritance.make_room
 
-    def _has_committed(self, tier: str, entry: Entry) -> None:
+    def _has_committed(self, tier: str, entry: LedgerEntry) -> None:
         """A copy is there, from which a damaged one on another tier may be written anew."""
         if self._flusher.others.decides and self.fenced is None and not self._tending:
             self.starts.committed(tier, entry.commit)
         if entry.repairable:
             self.damages.plan_repairs(entry)
 
-    def _join(self, council: Council, shared: Mapping[str, bool]) -> None:
+    def _join(self, council: MessageTree, shared: Mapping[str, bool]) -> None:
         """Decide together with the other ranks from now on: each part that decided alone asks them."""
         self.commits = Commits(
             council=council,
@@ -271,11 +271,11 @@ class Coordinator:
         parts = (self._flusher, self.turns, self._saves, self.superseder)
         for part in (*parts, self.pressure, self.draining):
             part.others = self.commits
-        self.commits.wants_drain = self._others_drain
-        self.commits.drains = self._rank_0_drains
+        self.commits.wants_drain = self._on_drain_of_rank
+        self.commits.drains = self._on_drain_of_rank_0
         for lane in self.lanes.values():
             lane.land_only = True
-        self._marks = NodesMarks(
+        self._marks = NodeMarks(
             council=council, shared=shared, dropper=self.dropper, dispatch=self._dispatch
         )
         self.dropper.plans = self.commits.decides
@@ -285,7 +285,7 @@ class Coordinator:
         self.dropper.is_split = self._marks.is_split
         self.dropper.alone = False
 
-    def _make_orders(self, council: Council | None, unread: Collection[str]) -> Orders:
+    def _make_orders(self, council: MessageTree | None, unread: Collection[str]) -> Commands:
         alone: dict[str, Any] = {
             "ledger": self.ledger,
             "lanes": self.lanes.values(),
@@ -295,8 +295,8 @@ class Coordinator:
             "unread": unread,
         }
         if council is None or self.commits is None:
-            return Orders(**alone)
-        return OrdersTogether(council=council, commits=self.commits, **alone)
+            return Commands(**alone)
+        return GroupCommands(council=council, commits=self.commits, **alone)
 
     @property
     def fenced(self) -> FencedError | None:
@@ -338,11 +338,11 @@ class Coordinator:
             match event:
                 case CaptureBegun():
                     event.snapshot.handle.tell_given_up(SaveOutcome.FAILED, self.stopped)
-                case Admission() | Ask():
+                case AdmissionRequest() | LedgerQuery():
                     event.answer(None, self.stopped)
-                case Order():
+                case Command():
                     event.answer({"tierfall": self.stopped})
-                case DivisionAsked():
+                case AssignmentRequest():
                     event.answer(None)
                 case Outcome(task=OpenShard(), error=None, value=(writer, _)) if writer is not None:
                     try:
@@ -389,7 +389,7 @@ class Coordinator:
             if tier in self.lanes and not wanted and not self.lanes[tier].is_at(id):
                 self._flusher.collect(tier, id, "it was left unfinished")
 
-    def _note_owed(self, only: Entry | None = None) -> None:
+    def _note_owed(self, only: LedgerEntry | None = None) -> None:
         """Work out what is owed of checkpoints that were found, or of one of them."""
         view = self.ledger.view()
         for checkpoint in view.checkpoints:
@@ -405,7 +405,7 @@ class Coordinator:
                 )
                 self.pressure.found(entry.id, tuple(entry.owed))
 
-    def _has_found(self, entry: Entry, tier: str) -> None:
+    def _has_found(self, entry: LedgerEntry, tier: str) -> None:
         """A checkpoint is there that another process wrote."""
         if self.fenced is None:
             self._note_owed(entry)
@@ -422,7 +422,7 @@ class Coordinator:
         took: list[Event] = []
         while self._events:
             took.append(self._events.popleft())
-            self._take(took[-1], now_s)
+            self._on_event(took[-1], now_s)
         self._admissions.note(took)
         self.draining.tick(now_s)
         for _ in range(2):  # what one of them changes may be what another has waited for
@@ -446,19 +446,19 @@ class Coordinator:
                 self._idle_bells.pop().ring()
         return self._next_s(now_s)
 
-    def ring_when_idle(self, bell: Bell) -> None:
+    def ring_when_idle(self, bell: InterruptibleEvent) -> None:
         """Ring once nothing is under way, and nothing is owed that can be had."""
         self._idle_bells.append(bell)
 
-    def forget(self, bell: Bell) -> None:
+    def forget(self, bell: InterruptibleEvent) -> None:
         if bell in self._idle_bells:
             self._idle_bells.remove(bell)
 
     # Events ----------------------------------------------------------------------------------------
 
-    def _take(self, event: Event, now_s: float) -> None:
+    def _on_event(self, event: Event, now_s: float) -> None:
         match event:
-            case Admission():
+            case AdmissionRequest():
                 self.pressure.asked(event.image_bytes, now_s)
                 self._admissions.ask(event)
             case (
@@ -469,26 +469,26 @@ class Coordinator:
                 | SaveGivenUp()
             ):
                 self._saves.take(event)
-            case Order():
-                if event.kind is PersonsOrder.DELETE:
+            case Command():
+                if event.kind is CommandKind.DELETE:
                     self.pressure.gone(event.id)
                 self._orders.give(event)
-            case Gathered() | Announced() | Told():
-                self._hear(event)
-            case DivisionAsked():
+            case MessagesGathered() | DecisionAnnounced() | RankReported():
+                self._on_message(event)
+            case AssignmentRequest():
                 assert self.commits is not None
                 self.commits.divider.ask(event)
-            case Ask():
-                self._answer(event)
+            case LedgerQuery():
+                self._answer_query(event)
             case Outcome():
                 self._tasks_out -= 1
                 self.rates.ended(event, now_s)
                 self._flusher.note_fence(event.error)
-                self._took(event, now_s)
+                self._on_outcome(event, now_s)
 
-    def _hear(self, news: News) -> None:
+    def _on_message(self, news: RankMessage) -> None:
         """Other ranks have said something."""
-        if isinstance(self._orders, OrdersTogether) and self._orders.is_about(news):
+        if isinstance(self._orders, GroupCommands) and self._orders.is_about(news):
             self._orders.hear(news)
         elif self.verifier.is_about(news):
             self.verifier.hear(news)
@@ -501,7 +501,7 @@ class Coordinator:
         elif self.commits is not None:
             self.commits.hear(news)
 
-    def _answer(self, event: Ask) -> None:
+    def _answer_query(self, event: LedgerQuery) -> None:
         try:
             value = event.function()
         except BaseException as error:  # noqa: BLE001 - handed to the asking thread as it is
@@ -509,12 +509,12 @@ class Coordinator:
         else:
             event.answer(value, None)
 
-    def _took(self, outcome: Outcome, now_s: float) -> None:
+    def _on_outcome(self, outcome: Outcome, now_s: float) -> None:
         match outcome.task:
-            case DropCopy() as task:
+            case DeleteCopy() as task:
                 if self.dropper.take_dropped(task, outcome, now_s):
                     self._flusher.room_was_made(self.lanes[task.tier], now_s)
-                self._orders.done(task.tier, task.id, _why_it_stays(task, outcome))
+                self._orders.done(task.tier, task.id, _why_not_deleted(task, outcome))
             case ReadMarks() as task:
                 take = self.dropper.take_marks if self._marks is None else self._marks.took
                 take(task, outcome)
@@ -530,9 +530,9 @@ class Coordinator:
                 assert self.commits is not None
                 self.commits.took(outcome, now_s)
             case task:
-                self._took_of_copy(task, outcome, now_s)
+                self._on_copy_outcome(task, outcome, now_s)
 
-    def _took_of_copy(
+    def _on_copy_outcome(
         self, task: OpenShard | CopyRun | FinishCopy | AbortShard, outcome: Outcome, now_s: float
     ) -> None:
         lane = self.lanes[task.tier]
@@ -541,19 +541,19 @@ class Coordinator:
         if done is not None and active is not None:
             if isinstance(task, OpenShard):
                 self._mark_what_was_there(lane.tier, active.entry)
-            self._copied(lane, active.entry, done)
+            self._on_copied(lane, active.entry, done)
         elif lane.stalled is not None:
             self._flusher.stalled(lane, task.id, lane.stalled, now_s)
         elif isinstance(task, CopyRun) and outcome.error is None and lane.goes_on():
             logger.info("flush of %s to %s goes on where it was", task.id, lane.tier)
             self._flusher.recovered(lane.tier)
 
-    def _mark_what_was_there(self, tier: str, entry: Entry) -> None:
+    def _mark_what_was_there(self, tier: str, entry: LedgerEntry) -> None:
         """A copy turns out to be committed already: what a person has marked it with since goes there now."""
         for mark in self._flusher.marks_of(entry) if self._flusher.others.decides else ():
             self._dispatch(ChangeMark(tier=tier, mark=mark))
 
-    def _copied(self, lane: Lane, entry: Entry, done: Commit | Landed) -> None:
+    def _on_copied(self, lane: FlushLane, entry: LedgerEntry, done: Commit | Uploaded) -> None:
         """All of a copy has arrived; alone, it is committed with that."""
         self.notes.flush_done(lane, entry)
         if self.commits is None:
@@ -561,7 +561,7 @@ class Coordinator:
             self._flusher.committed(lane.tier, entry.id, done.stored_bytes)
             return
         lane.succeeded(entry)
-        files = done.files if isinstance(done, Landed) else files_of(done, entry.shard)
+        files = done.files if isinstance(done, Uploaded) else files_of(done, entry.shard)
         self.commits.landed(lane.tier, entry, files)
 
     # Draining --------------------------------------------------------------------------------------
@@ -580,12 +580,12 @@ class Coordinator:
         else:
             self.commits.ask_for_drain(left_s)
 
-    def _others_drain(self, rank: int, left_s: float) -> None:
+    def _on_drain_of_rank(self, rank: int, left_s: float) -> None:
         assert self.commits is not None
         self.draining.begin(f"rank {rank}", self.ledger.now_s + left_s, self.ledger.now_s)
         self.commits.announce_drain(left_s)
 
-    def _rank_0_drains(self, left_s: float) -> None:
+    def _on_drain_of_rank_0(self, left_s: float) -> None:
         """Rank 0 plans towards a deadline: until then this rank's flushes yield to nobody either."""
         self.draining.hurry("rank 0", self.ledger.now_s + left_s)
 
@@ -608,7 +608,7 @@ class Coordinator:
         if self._tasks_out or self._orders.busy() or self._admissions.busy() or self.dropper.busy():
             return True
         return not self._tending and any(
-            e.snapshot is not None or self._can_be_had(e) for e in self.ledger.open()
+            e.snapshot is not None or self._is_readable(e) for e in self.ledger.open()
         )
 
     def owe_to_all(self, id: CheckpointId) -> None:
@@ -621,7 +621,7 @@ class Coordinator:
         there = entry.states.keys() | entry.damage.keys() | entry.set_aside.keys()
         entry.owed.update(tier for tier in self.lanes if tier not in there)
 
-    def _can_be_had(self, entry: Entry) -> bool:
+    def _is_readable(self, entry: LedgerEntry) -> bool:
         owed = entry.owed - self.ledger.failing.keys()
         if not owed or not self.draining.active:
             return bool(owed)
@@ -660,7 +660,7 @@ class Coordinator:
         return min([*waits, *(when for when in retries if when is not None)], default=None)
 
 
-def _why_it_stays(task: DropCopy, outcome: Outcome) -> BaseException | None:
+def _why_not_deleted(task: DeleteCopy, outcome: Outcome) -> BaseException | None:
     """Say why a copy that was to go is still there."""
     if outcome.error is not None or task.unfinished:
         return outcome.error

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.frames import frame_bytes_max
-from tierfall.core.copies.image_writes import ImageWriter, WritableStore, publish_image
+from tierfall.core.copies.image_writes import ImageUpload, WritableStore, publish_image
 from tierfall.core.copies.images import (
     Image,
     ReadableStore,
@@ -21,7 +21,7 @@ from tierfall.core.copies.images import (
     checked_manifest,
     unpacked,
 )
-from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.format.catalog import FoundCopy, ListRequest
 from tierfall.core.format.commit_files import files_of, shards_of
 from tierfall.core.format.records import (
     Attempt,
@@ -33,16 +33,16 @@ from tierfall.core.format.records import (
 )
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import waited_s
-from tierfall.core.scheduler.index_writer import Indexer
+from tierfall.core.scheduler.index_writer import IndexWriter
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
     ChangeMark,
     CheckChunk,
     CommitCopy,
     CopyRun,
-    DropCopy,
+    CopySource,
+    DeleteCopy,
     FinishCopy,
-    Landed,
     NotWholeError,
     OpenCheck,
     OpenShard,
@@ -51,8 +51,8 @@ from tierfall.core.scheduler.ledger.tasks import (
     ReadMarks,
     RecordStart,
     Side,
-    Source,
     Task,
+    Uploaded,
 )
 from tierfall.core.scheduler.shared_reads import SharedReads
 from tierfall.core.types.errors import (
@@ -67,10 +67,10 @@ from tierfall.core.types.values import CheckpointId, Shard
 logger = logging.getLogger("tierfall")
 
 
-class Store(ReadableStore, WritableStore, Protocol):
+class TaskStore(ReadableStore, WritableStore, Protocol):
     """A stored tier, as workers use it. All methods block."""
 
-    def list(self) -> Listing: ...
+    def list(self) -> ListRequest: ...
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
 
@@ -144,7 +144,7 @@ class TaskRunner:
 
     def __init__(
         self,
-        stores: Mapping[str, Store],
+        stores: Mapping[str, TaskStore],
         pools: Mapping[str, BufferPool],
         attempt: Callable[[], Attempt | None],
         *,
@@ -157,7 +157,7 @@ class TaskRunner:
         self._attempt = attempt
         self._images: dict[tuple[str, str, CheckpointId], Image] = {}
         self._images_lock = threading.Lock()
-        self._indexer = Indexer()
+        self._indexer = IndexWriter()
 
     def run(self, task: Task) -> Outcome:
         """Return what became of a task; never raises what the task raised."""
@@ -190,7 +190,7 @@ class TaskRunner:
             case AbortShard():
                 self._forget(task.tier)
                 return task.writer.abort()
-            case DropCopy():
+            case DeleteCopy():
                 return self._drop(task, store)
             case ChangeMark():
                 return self._change_mark(task, store)
@@ -200,7 +200,7 @@ class TaskRunner:
             case _:
                 return self._look(task, store)
 
-    def _look(self, task: ReadMarks | ReadCommit | OpenCheck | CheckChunk, store: Store) -> Any:
+    def _look(self, task: ReadMarks | ReadCommit | OpenCheck | CheckChunk, store: TaskStore) -> Any:
         match task:
             case ReadMarks():
                 _check_whole(task, store)
@@ -220,7 +220,7 @@ class TaskRunner:
             raise ConfigError("this process has no attempt and must not commit")
         return attempt
 
-    def _drop(self, task: DropCopy, store: Store) -> Any:
+    def _drop(self, task: DeleteCopy, store: TaskStore) -> Any:
         if not task.unfinished:
             _check_whole(task, store)
             return store.drop(
@@ -236,7 +236,7 @@ class TaskRunner:
             return commit
         return store.discard(task.id, task.shard, attempt=self._attempt())
 
-    def _change_mark(self, task: ChangeMark, store: Store) -> None:
+    def _change_mark(self, task: ChangeMark, store: TaskStore) -> None:
         store.check_newest(
             self._attempt(), doing=f"mark {task.mark.name!r} of {task.mark.checkpoint}"
         )
@@ -245,7 +245,9 @@ class TaskRunner:
         else:
             store.add_mark(task.mark)
 
-    def _open(self, task: OpenShard, store: Store) -> Commit | tuple[ImageWriter, Manifest | None]:
+    def _open(
+        self, task: OpenShard, store: TaskStore
+    ) -> Commit | tuple[ImageUpload, Manifest | None]:
         """Begin an image; or return the commit record of a copy whose commit succeeded, though its answer was lost.
 
         The fence comes first: what another process writes into a folder of that name must not be touched.
@@ -270,10 +272,10 @@ class TaskRunner:
         assert cut is not None
         assert pieces is not None
         if task.leftover:
-            store.discard(task.id, _own(task.shard), attempt=self._writer())
+            store.discard(task.id, _own_shard_only(task.shard), attempt=self._writer())
         return store.create_shard(task.id, task.shard, cut, pieces), manifest
 
-    def _read_manifest(self, task: OpenShard, source: Source) -> Manifest:
+    def _read_manifest(self, task: OpenShard, source: CopySource) -> Manifest:
         what = f"manifest of {task.id} on {source.tier}"
         try:
             if source.region is not None:
@@ -362,7 +364,7 @@ class TaskRunner:
             f"{task.tier}: chunk {task.index} of {task.id} does not match its digest"
         )
 
-    def _finish(self, task: FinishCopy, store: Store) -> Commit | Landed:
+    def _finish(self, task: FinishCopy, store: TaskStore) -> Commit | Uploaded:
         # what is published replaces files of that name, perhaps of what a newer attempt has committed
         store.check_publish(task.id, task.shard, attempt=self._writer())
         try:
@@ -373,15 +375,15 @@ class TaskRunner:
                 self._write_commit(commit, task, store)
         except BaseException as error:
             if not (task.repairs or getattr(error, "retryable", False)):
-                self._take_back(task, store)
+                self._retract(task, store)
             raise  # else all that is there serves the next try
         self._forget(task.tier)
         if task.land_only:
-            return Landed(files=files_of(commit, task.shard))
+            return Uploaded(files=files_of(commit, task.shard))
         self._name_latest(task, store)
         return commit
 
-    def _commit(self, task: CommitCopy, store: Store) -> Commit:
+    def _commit(self, task: CommitCopy, store: TaskStore) -> Commit:
         commit = task.commit
         if task.tables and (task.repairs or not store.holds(task.id)):
             # an index that is named stays as it is
@@ -390,10 +392,12 @@ class TaskRunner:
         self._name_latest(task, store)
         return commit
 
-    def _write_commit(self, commit: Commit, task: FinishCopy | CommitCopy, store: Store) -> None:
+    def _write_commit(
+        self, commit: Commit, task: FinishCopy | CommitCopy, store: TaskStore
+    ) -> None:
         store.commit(commit, attempt=self._writer(), marks=task.marks, repairs=task.repairs)
 
-    def _name_latest(self, task: FinishCopy | CommitCopy, store: Store) -> None:
+    def _name_latest(self, task: FinishCopy | CommitCopy, store: TaskStore) -> None:
         if not task.name_latest:
             return
         try:
@@ -401,21 +405,21 @@ class TaskRunner:
         except BackendError as error:  # a hint for people; the checkpoint is committed without it
             logger.warning("%s: could not write 'latest': %s", task.tier, error)
 
-    def _take_back(self, task: FinishCopy, store: Store) -> None:
+    def _retract(self, task: FinishCopy, store: TaskStore) -> None:
         """Remove what was published of a copy that could not be committed, so that it takes no room."""
         try:
             if not store.holds(task.id):
-                store.discard(task.id, _own(task.shard), attempt=self._writer())
+                store.discard(task.id, _own_shard_only(task.shard), attempt=self._writer())
         except TierfallError as error:
             logger.warning("%s: leftovers of %s stay for now: %s", task.tier, task.id, error)
 
 
-def _own(shard: Shard) -> Shard | None:
+def _own_shard_only(shard: Shard) -> Shard | None:
     """Whose files may go from a folder: all, where no other rank writes there."""
     return shard if shard.world_size > 1 else None
 
 
-def _check_whole(task: DropCopy | ReadMarks, store: Store) -> None:
+def _check_whole(task: DeleteCopy | ReadMarks, store: TaskStore) -> None:
     """Raise NotWholeError where a copy that a deletion relies on lacks files by now, as a person or a purge removed
     them, or could not be looked at."""
     damaged = {}
@@ -437,7 +441,7 @@ def _check_whole(task: DropCopy | ReadMarks, store: Store) -> None:
         raise NotWholeError(damaged)
 
 
-def _open_check(task: OpenCheck, store: Store) -> tuple[tuple[Image, Manifest], ...]:
+def _open_check(task: OpenCheck, store: TaskStore) -> tuple[tuple[Image, Manifest], ...]:
     commit = store.read_commit(task.id)
     opened = []
     for shard in shards_of(commit)[task.turn :: task.of]:
@@ -447,7 +451,7 @@ def _open_check(task: OpenCheck, store: Store) -> tuple[tuple[Image, Manifest], 
     return tuple(opened)
 
 
-def _check_same(task: OpenShard, store: Store) -> None:
+def _check_same(task: OpenShard, store: TaskStore) -> None:
     """Raise IntegrityError where what is committed there is another checkpoint: by its commit record, or, where that
     cannot be read, by a manifest that can."""
     refused = IntegrityError(

@@ -25,7 +25,7 @@ class IndexedStore(IndexStore, Protocol):
     def write_index(self, checkpoint: CheckpointId, data: bytes) -> None: ...
 
 
-class Indexer:
+class IndexWriter:
     """Writes indexes, and keeps the last one made. May be called from several threads."""
 
     def __init__(self) -> None:

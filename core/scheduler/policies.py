@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from tierfall.core.scheduler.flush.backlog import Foresee
+from tierfall.core.scheduler.flush.backlog import PredictBacklog
 from tierfall.core.scheduler.flush.throttle import LeastShare, PlanYield
 from tierfall.core.types.drain_outlook import DrainDecision
 from tierfall.core.types.values import CheckpointId
@@ -25,7 +25,7 @@ class Policies(Protocol):
 
     def still_owed(self, view: View, checkpoint: CheckpointView) -> tuple[str, ...]: ...
 
-    def wants_repair(self, view: View, checkpoint: CheckpointView, tier_name: str) -> bool: ...
+    def needs_repair(self, view: View, checkpoint: CheckpointView, tier_name: str) -> bool: ...
 
     def plan_flush(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
 
@@ -34,7 +34,7 @@ class Policies(Protocol):
     ) -> tuple[DrainDecision, ...]: ...
 
     @property
-    def forecast(self) -> Foresee: ...
+    def forecast(self) -> PredictBacklog: ...
 
     def lateness(self, tier: TierRules, behind_s: float) -> str | None: ...
 

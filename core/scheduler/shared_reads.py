@@ -24,24 +24,24 @@ WAIT_S = 5.0
 """How long a worker waits for another's read before it reads for itself."""
 
 
-class _State(StrEnum):
+class _ReadState(StrEnum):
     READING = "reading"
     READ = "read"
     FAILED = "failed"
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _SharedRun:
     """A run that somebody reads, or writes from: ``spare`` are the buffers that were left in exchange for its own, one
     for each who takes part but the first."""
 
     run: CopyRun
     buffer: Buffer
-    state: _State = _State.READING
+    state: _ReadState = _ReadState.READING
     spare: list[Buffer] = field(default_factory=list)
 
     def is_settled(self) -> bool:
-        return self.state is not _State.READING
+        return self.state is not _ReadState.READING
 
     def covers(self, run: CopyRun, buffer: Buffer) -> bool:
         """Say whether ``run`` wants bytes of this one, to be held against the same digests, and may leave ``buffer``
@@ -68,7 +68,7 @@ class SharedReads:
         """``wait_s``: the most that a worker waits for another's read of a run."""
         self._pools = pools
         self._wait_s = wait_s
-        self._held: list[_Held] = []
+        self._held: list[_SharedRun] = []
         self._changed = threading.Condition()
 
     @contextmanager
@@ -87,45 +87,45 @@ class SharedReads:
         finally:
             pool.give_back(self._leave(held))
 
-    def _join(self, run: CopyRun, buffer: Buffer) -> tuple[_Held, bool]:
+    def _join(self, run: CopyRun, buffer: Buffer) -> tuple[_SharedRun, bool]:
         """Find the run with somebody else, and leave ``buffer`` in exchange; or hold it anew, and be the one to read it
         (True). Who waits for a read takes part already, so that it is not given up before he looks."""
         deadline = time.monotonic() + self._wait_s
         with self._changed:
             while found := [held for held in self._held if held.covers(run, buffer)]:
-                held = next((held for held in found if held.state is _State.READ), found[0])
+                held = next((held for held in found if held.state is _ReadState.READ), found[0])
                 held.spare.append(buffer)
                 left_s = deadline - time.monotonic()
                 self._changed.wait_for(partial(_any_settled, found), max(0.0, left_s))
-                if held.state is _State.READ:
+                if held.state is _ReadState.READ:
                     return held, False
                 buffer = self._leave(held)
                 if not _any_settled(found):
                     break
-            self._held.append(_Held(run, buffer))
+            self._held.append(_SharedRun(run, buffer))
             return self._held[-1], True
 
-    def _fill(self, held: _Held, read: Callable[[memoryview], None]) -> None:
-        state = _State.FAILED
+    def _fill(self, held: _SharedRun, read: Callable[[memoryview], None]) -> None:
+        state = _ReadState.FAILED
         try:
             read(held.buffer.view)
-            state = _State.READ
+            state = _ReadState.READ
         finally:
             with self._changed:
                 held.state = state
-                if state is _State.FAILED:
+                if state is _ReadState.FAILED:
                     self._held.remove(held)
                 self._changed.notify_all()
 
-    def _leave(self, held: _Held) -> Buffer:
+    def _leave(self, held: _SharedRun) -> Buffer:
         """Return a buffer to take home: while others are at the shared one, that is one of those left for it."""
         with self._changed:
             if held.spare:
                 return held.spare.pop()
-            if held.state is not _State.FAILED:
+            if held.state is not _ReadState.FAILED:
                 self._held.remove(held)
             return held.buffer
 
 
-def _any_settled(found: Sequence[_Held]) -> bool:
+def _any_settled(found: Sequence[_SharedRun]) -> bool:
     return any(held.is_settled() for held in found)

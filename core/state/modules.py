@@ -232,7 +232,7 @@ def _refusal(kind: type[nn.Module]) -> str | None:
     return None
 
 
-class TreeShape(NamedTuple):
+class ModuleTreeShape(NamedTuple):
     """All that decides which tensors of a module tree its ``state_dict`` returns under which keys, but the tensors."""
 
     modules: list[type[Any]]
@@ -243,17 +243,17 @@ class TreeShape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tree:
+class ModuleTree:
     """A module and all below it, whose ``state_dict`` is nn.Module's own at each of them, without hooks and extra
     state: its modules, its tensors (``parameters`` of them come first), and its shape."""
 
-    shape: TreeShape
+    shape: ModuleTreeShape
     modules: list[nn.Module]
     parameters: int
     tensors: list[torch.Tensor | None]
 
 
-def tree_of(root: nn.Module) -> Tree | None:
+def tree_of(root: nn.Module) -> ModuleTree | None:
     """Return the tree of a module; None where something other than its tensors decides what its state_dict holds."""
     modules = [root]
     children: list[Any] = []
@@ -286,14 +286,14 @@ def tree_of(root: nn.Module) -> Tree | None:
     found = [*map(type, tensors)]
     if not set(found) <= _PLAIN_KINDS:
         return None
-    shape = TreeShape(
+    shape = ModuleTreeShape(
         kinds,
         [[*map(len, table)] for table in tables],
         [[*chain.from_iterable(table)] for table in tables],
         found,
         not_persistent,
     )
-    return Tree(shape, modules, count, tensors)
+    return ModuleTree(shape, modules, count, tensors)
 
 
 _PLAIN_KINDS = {torch.Tensor, nn.Parameter, type(None)}
@@ -309,12 +309,12 @@ def _is_stock(kind: type[nn.Module]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownTree:
+class KnownModuleTree:
     """What was found out about a tree of a certain shape: the names of its ``parameters``, and where each is among the
     tree's tensors (``parameters_at``); where the entries of its state_dict are there, in that one's order, and which of
     these are ``buffers``; and by what rule of the user's its tensors were taken (``ruled``)."""
 
-    shape: TreeShape
+    shape: ModuleTreeShape
     parameters: tuple[str, ...]
     parameters_at: tuple[int, ...]
     entries_at: tuple[int, ...]
@@ -322,7 +322,9 @@ class KnownTree:
     ruled: object
 
 
-def know(scan: ModuleScan, tree: Tree, keys: Sequence[str], ruled: object) -> KnownTree | None:
+def know(
+    scan: ModuleScan, tree: ModuleTree, keys: Sequence[str], ruled: object
+) -> KnownModuleTree | None:
     """Note what was found out about a tree by a scan and a state_dict; None where the tree does not have all of its
     entries."""
     starts: dict[int, tuple[int, int]] = {}
@@ -339,7 +341,7 @@ def know(scan: ModuleScan, tree: Tree, keys: Sequence[str], ruled: object) -> Kn
     if not at.keys() >= set(keys):
         return None
     entries_at = tuple(at[key] for key in keys)
-    return KnownTree(
+    return KnownModuleTree(
         shape=tree.shape,
         parameters=tuple(name for name, _ in scan.named_parameters()),
         parameters_at=tuple(at[raw] for raw in scan.parameters),
@@ -358,7 +360,7 @@ class Scans:
     """
 
     by_module: dict[int, ModuleScan] = field(default_factory=dict)
-    trees: dict[int, tuple[str, Tree, KnownTree | None]] = field(default_factory=dict)
+    trees: dict[int, tuple[str, ModuleTree, KnownModuleTree | None]] = field(default_factory=dict)
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)
 
     def of(self, module: nn.Module, name: str) -> ModuleScan:
@@ -366,12 +368,14 @@ class Scans:
         found = self.by_module.get(id(module))
         return found if found is not None and found.name == name else scan(module, name)
 
-    def tree(self, module: nn.Module, name: str) -> tuple[Tree | None, KnownTree | None]:
+    def tree(
+        self, module: nn.Module, name: str
+    ) -> tuple[ModuleTree | None, KnownModuleTree | None]:
         """Return the tree of a module that was first met at ``name``, and what is known of its shape."""
         at, tree, known = self.trees.get(id(module), ("", None, None))
         return (tree, known) if at == name else (None, None)
 
-    def add(self, module: nn.Module, name: str, known: Mapping[str, KnownTree]) -> None:
+    def add(self, module: nn.Module, name: str, known: Mapping[str, KnownModuleTree]) -> None:
         """Take in a module that stands at ``name``."""
         tree = tree_of(module)
         if tree is not None:
@@ -401,7 +405,7 @@ class Scans:
 
 
 def scan_state(
-    state: Mapping[object, object], known: Mapping[str, KnownTree] | None = None
+    state: Mapping[object, object], known: Mapping[str, KnownModuleTree] | None = None
 ) -> Scans:
     """Look at all modules and bare parameters of a state. Looks through plain containers only, and never calls anything
     of the user's. ``known`` is what earlier walks found out, by name."""
@@ -412,7 +416,7 @@ def scan_state(
 
 
 def _find(
-    value: object, name: str, scans: Scans, known: Mapping[str, KnownTree], depth: int
+    value: object, name: str, scans: Scans, known: Mapping[str, KnownModuleTree], depth: int
 ) -> None:
     kind = type(value)
     if kind is Item:
@@ -441,7 +445,7 @@ def _children(value: object, name: str) -> Iterator[tuple[str, object]]:
 def _may_name(key: object) -> bool:
     try:
         naming.part(key)
-    except value_codec.Uncodable:
+    except value_codec.NotEncodableError:
         return False  # the walk refuses it, with its path
     return True
 

@@ -13,22 +13,28 @@ from torch import nn
 from tierfall.core.state.tensor_table import TensorTable
 from tierfall.core.state.unsupported import refusal, refuse
 from tierfall.core.state.view import DECLARED, NO_OWNER, Node
-from tierfall.core.state.walk_cache import Recall
+from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.tensors import tensors, value_codec
-from tierfall.core.tensors.dtensor import Blocks, Piece, Unsharded, is_sharded, local_part
+from tierfall.core.tensors.dtensor import (
+    LocalBlocks,
+    NotOneBlockError,
+    TensorPiece,
+    is_sharded,
+    local_part,
+)
 from tierfall.core.tensors.names import Trail
 from tierfall.core.tensors.value_codec import Coded
 from tierfall.core.types.values import Changes
 
 
-class Taking:
+class TensorIntake:
     """Takes tensors into its ``table``, and a quantized one's scale into the walk's ``values``.
 
     The walk says where it is: what the innermost ``item()`` says (``ruled``), and, inside an optimizer, of which
     parameter the state is (``owner``: its id; NO_OWNER elsewhere).
     """
 
-    def __init__(self, values: list[Coded], recall: Recall) -> None:
+    def __init__(self, values: list[Coded], recall: WalkCache) -> None:
         self.table = TensorTable(recall)
         self.ruled: Changes | None = None
         self.owner = NO_OWNER
@@ -42,10 +48,10 @@ class Taking:
         parts = [self._local_part(t, trail) if is_sharded(t) else (t, None) for t in met]
         return [local for local, _ in parts], (*about, [piece for _, piece in parts])
 
-    def _local_part(self, tensor: torch.Tensor, trail: Trail) -> tuple[torch.Tensor, Piece]:
+    def _local_part(self, tensor: torch.Tensor, trail: Trail) -> tuple[torch.Tensor, TensorPiece]:
         try:
             return local_part(tensor)
-        except Unsharded as error:
+        except NotOneBlockError as error:
             refuse(trail, f"cannot be saved: {error}")
 
     def tensor(
@@ -72,7 +78,7 @@ class Taking:
             tensor = tensor.detach()
         return self.add(tensor, tensor.dtype, tensor.shape, name, trail, owner=owner)
 
-    def blocks(self, blocks: Blocks, name: str, trail: Trail) -> Node:
+    def blocks(self, blocks: LocalBlocks, name: str, trail: Trail) -> Node:
         """Take in what this rank holds of a tensor that was cut elsewhere."""
         parts = blocks.parts
         if len(parts) == 1 and parts[0][1] is None:
@@ -83,7 +89,9 @@ class Taking:
         ]
         return numbers[0] if len(numbers) == 1 else ("p", tuple(numbers))
 
-    def _block(self, tensor: torch.Tensor, piece: Piece | None, name: str, trail: Trail) -> int:
+    def _block(
+        self, tensor: torch.Tensor, piece: TensorPiece | None, name: str, trail: Trail
+    ) -> int:
         """Take a block in, and never as an alias: other ranks may have this block of one of two tied tensors alone."""
         reason = tensors.refusal(tensor)
         if reason is None and tensor.is_quantized:
@@ -130,7 +138,7 @@ class Taking:
         trail: Trail,
         *,
         owner: int = NO_OWNER,
-        piece: Piece | None = None,
+        piece: TensorPiece | None = None,
     ) -> int:
         """Put a tensor, of whose kind the caller is sure, into the table, and return its number."""
         changes, owner = self.rule(owner)

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from tierfall.core.state.view import NO_OWNER
-from tierfall.core.state.walk_cache import Columns, Part, Recall, look
+from tierfall.core.state.walk_cache import CachedPart, Columns, WalkCache, take_fingerprints
 from tierfall.core.tensors import tensors
-from tierfall.core.tensors.dtensor import Piece
+from tierfall.core.tensors.dtensor import TensorPiece
 from tierfall.core.tensors.names import Trail
 from tierfall.core.types.values import Changes
 
@@ -28,14 +28,14 @@ class TensorTable:
     As long as a walk meets what the one before met, row for row, the columns are that one's, and none is written.
     """
 
-    def __init__(self, recall: Recall) -> None:
+    def __init__(self, recall: WalkCache) -> None:
         self.tensors: list[torch.Tensor] = []
         self.pointers = array("Q")
         self._recall = recall
         self._repeated = recall.columns
         """The columns of the walk before, as long as this one repeats it."""
         self._columns = Columns([], [], [], [], [], [], [], [], [])
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, CachedPart] = {}
         self._taken: set[str] = set()
         self._first_at: dict[int, int] = {}
         self._more_at: dict[int, list[int]] = {}
@@ -49,7 +49,7 @@ class TensorTable:
         name: str,
         changes: Changes,
         trail: Trail,
-        piece: Piece | None = None,
+        piece: TensorPiece | None = None,
         *,
         owner: int = NO_OWNER,
         alone: bool = False,
@@ -92,13 +92,13 @@ class TensorTable:
         owners: list[int],
         met: Sequence[torch.Tensor],
         node: Any,
-    ) -> Part | None:
+    ) -> CachedPart | None:
         """Describe the tensors from number ``first`` on, which came from ``met``, so that they may be recalled.
 
         None where ``met`` are not what was stored, or one was stored before.
         """
         self._depart()
-        looks = look(met)
+        looks = take_fingerprints(met)
         if looks is None or any(dtype.is_complex for dtype in self._columns.dtypes[first:]):
             return None  # whether a complex one is conjugated, looks do not tell
         places = {id(tensor): place for place, tensor in enumerate(met)}
@@ -108,7 +108,7 @@ class TensorTable:
             return None
         if not self._more_at.keys().isdisjoint(first_at):  # several begin at one address
             return None
-        part = self._parts[first] = Part(
+        part = self._parts[first] = CachedPart(
             first=first,
             about=about,
             owners=owners,
@@ -121,7 +121,7 @@ class TensorTable:
         )
         return part
 
-    def take(self, part: Part, met: Sequence[torch.Tensor]) -> bool:
+    def take(self, part: CachedPart, met: Sequence[torch.Tensor]) -> bool:
         """Take the tensors of a part in again, out of all that were ``met``; False where one of them, or of their
         names, stands here already."""
         first = len(self.tensors)
@@ -175,7 +175,7 @@ class TensorTable:
         for part in self._parts.values():
             self._first_at.update(part.first_at)
 
-    def _take_columns(self, part: Part) -> None:
+    def _take_columns(self, part: CachedPart) -> None:
         for column, rows in zip(self._columns, part.columns, strict=True):
             column.extend(rows)
         self._taken.update(part.columns.names)

@@ -20,7 +20,7 @@ def refuse(trail: Trail, reason: str) -> NoReturn:
     raise refusal(trail, reason)
 
 
-def asked(ask: Callable[[], T], what: str, trail: Trail) -> T:
+def call_of_user(ask: Callable[[], T], what: str, trail: Trail) -> T:
     """Call what is not tierfall's own; whatever it raises is told with its place."""
     try:
         return ask()

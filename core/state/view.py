@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from tierfall.core.state.item import OnResize
 from tierfall.core.tensors import names as naming
-from tierfall.core.tensors.dtensor import Piece
+from tierfall.core.tensors.dtensor import TensorPiece
 from tierfall.core.tensors.names import Trail
 from tierfall.core.tensors.value_codec import Coded
 from tierfall.core.types.values import Changes
@@ -85,7 +85,7 @@ class StateView:
     tree: Node
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
-    pieces: tuple[Piece | None, ...]
+    pieces: tuple[TensorPiece | None, ...]
     values: list[Coded]
     rules: Mapping[str, OnResize]
     types: Mapping[str, str]

@@ -20,13 +20,13 @@ from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR
 from tierfall.core.state import modules, optimizers
 from tierfall.core.state.item import Item, OnResize
 from tierfall.core.state.modules import Scans
-from tierfall.core.state.placement import Taking
-from tierfall.core.state.unsupported import asked, refuse
+from tierfall.core.state.placement import TensorIntake
+from tierfall.core.state.unsupported import call_of_user, refuse
 from tierfall.core.state.view import NO_OWNER, UNSHARED, Node, StateView
-from tierfall.core.state.walk_cache import Recall, look
+from tierfall.core.state.walk_cache import WalkCache, take_fingerprints
 from tierfall.core.tensors import names as naming
 from tierfall.core.tensors import numpy_values, rng, tensors, value_codec
-from tierfall.core.tensors.dtensor import Blocks, Branch, any_sharded, is_sharded
+from tierfall.core.tensors.dtensor import Branch, LocalBlocks, any_sharded, is_sharded
 from tierfall.core.tensors.names import Trail
 from tierfall.core.tensors.value_codec import Coded
 from tierfall.core.types.errors import CaptureError
@@ -35,8 +35,8 @@ from tierfall.core.types.text import with_article
 T = TypeVar("T")
 
 
-def describe(
-    state: Mapping[Any, object], recall: Recall | None = None, *, with_random: bool = True
+def walk_state(
+    state: Mapping[Any, object], recall: WalkCache | None = None, *, with_random: bool = True
 ) -> StateView:
     """Walk a state; CaptureError, naming the path, where something in it cannot be saved.
 
@@ -47,7 +47,7 @@ def describe(
         raise CaptureError(
             f"save: state is {with_article(type(state).__name__)}; expected a mapping of names to what is to be saved"
         )
-    recall = Recall() if recall is None else recall
+    recall = WalkCache() if recall is None else recall
     scans = modules.scan_state(state, recall.trees)
     walk = _Walk(scans, recall)
     tree = walk.state(state, with_random=with_random)
@@ -76,7 +76,7 @@ def describe(
     )
 
 
-class _Plain:
+class _PlainValue:
     """A value that holds no tensors, written down, and its blobs, still without numbers."""
 
     __slots__ = ("blobs", "coded")
@@ -91,13 +91,13 @@ _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 
 class _Walk:
-    def __init__(self, scans: Scans, recall: Recall) -> None:
+    def __init__(self, scans: Scans, recall: WalkCache) -> None:
         self.scans = scans
         self._recall = recall
         self._recalled: set[str] = set()
         self._numberings: dict[str, optimizers.Numbering] = {}
         self.values: list[Coded] = []
-        self.taking = Taking(self.values, recall)
+        self.taking = TensorIntake(self.values, recall)
         self.table = self.taking.table
         self.rules: dict[str, OnResize] = {}
         self.types: dict[str, str] = {}
@@ -122,12 +122,12 @@ class _Walk:
 
     # ---- dispatch
 
-    def _walk(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _Plain:
+    def _walk(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _PlainValue:
         kind = type(value)
         if kind in _TENSORS:
             return self.taking.tensor(value, name, trail)
         if kind in _SCALARS:
-            return _Plain(value_codec.encode_atom(value))
+            return _PlainValue(value_codec.encode_atom(value))
         if kind is str or kind is bytes:
             return self._text(value, name, trail)
         if depth > value_codec.DEPTH_MAX:
@@ -139,10 +139,10 @@ class _Walk:
             return self._registered(registered, value, name, trail, depth)
         return self._object(value, name, trail, depth)
 
-    def _object(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _Plain:
+    def _object(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _PlainValue:
         if isinstance(value, Item):
             return self._item(value, name, trail, depth)
-        if isinstance(value, Blocks | Branch):
+        if isinstance(value, LocalBlocks | Branch):
             return self._in_parts(value, name, trail, depth)
         if isinstance(value, nn.Module):
             return self._within(value, trail, lambda: self._module(value, name, trail, depth))
@@ -160,7 +160,7 @@ class _Walk:
             return self._array(value, name, trail)
         if is_stateful(value):
             return self._within(value, trail, lambda: self._stateful(value, name, trail, depth))
-        return _Plain(self._atom(value, trail))
+        return _PlainValue(self._atom(value, trail))
 
     def _within(self, value: object, trail: Trail, visit: Callable[[], T]) -> T:
         if id(value) in self._ancestors:
@@ -171,9 +171,9 @@ class _Walk:
         finally:
             self._ancestors.discard(id(value))
 
-    def _settle(self, found: Node | _Plain) -> Node:
+    def _settle(self, found: Node | _PlainValue) -> Node:
         """Give a value its number, where its container holds tensors and so is not a value itself."""
-        if type(found) is not _Plain:
+        if type(found) is not _PlainValue:
             return found
         for number, (members, _) in enumerate(found.blobs):
             members["t"] = number
@@ -185,7 +185,7 @@ class _Walk:
     def _atom(self, value: object, trail: Trail) -> Coded:
         try:
             return value_codec.encode_atom(value)
-        except value_codec.Uncodable as error:
+        except value_codec.NotEncodableError as error:
             refuse(trail, f"cannot be saved: {error}; {_ADVICE}")
 
     def _key(self, key: object, trail: Trail) -> str | tuple[str]:
@@ -193,24 +193,24 @@ class _Walk:
             return key
         return (json.dumps(self._atom(key, trail), separators=(",", ":")),)
 
-    def _text(self, value: str | bytes, name: str, trail: Trail) -> _Plain:
+    def _text(self, value: str | bytes, name: str, trail: Trail) -> _PlainValue:
         if len(value) <= value_codec.BLOB_BYTES // 4:
-            return _Plain(value_codec.encode_atom(value))
+            return _PlainValue(value_codec.encode_atom(value))
         data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
         if len(data) <= value_codec.BLOB_BYTES:
-            return _Plain(value_codec.encode_atom(value))
+            return _PlainValue(value_codec.encode_atom(value))
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return self._blob(flat, "str" if isinstance(value, str) else "bytes", name, trail)
 
     def _blob(
         self, flat: torch.Tensor, kind: str, name: str, trail: Trail, **members: Coded
-    ) -> _Plain:
+    ) -> _PlainValue:
         coded = {value_codec.TAG: "blob", "k": kind, "t": 0, **members}
-        return _Plain(
+        return _PlainValue(
             coded, [(coded, self.taking.add(flat, flat.dtype, tuple(flat.shape), name, trail))]
         )
 
-    def _array(self, value: Any, name: str, trail: Trail) -> _Plain:
+    def _array(self, value: Any, name: str, trail: Trail) -> _PlainValue:
         reason = numpy_values.why_not(value)
         if reason is not None:
             refuse(trail, f"cannot be saved: {reason}; save it as plain numbers or text")
@@ -218,33 +218,35 @@ class _Walk:
         members = {"d": value.dtype.str, "s": list(value.shape)}
         return self._blob(source, "array", name, trail, **members)
 
-    def _generator(self, value: torch.Generator, name: str, trail: Trail) -> _Plain:
+    def _generator(self, value: torch.Generator, name: str, trail: Trail) -> _PlainValue:
         return self._blob(value.get_state(), "generator", name, trail, d=str(value.device))
 
     def _registered(
-        self, registered: value_codec.Codec, value: object, name: str, trail: Trail, depth: int
-    ) -> Node | _Plain:
-        def encoded() -> Node | _Plain:
-            inner = asked(lambda: registered.encode(value), f"codec {registered.name!r}", trail)
+        self, registered: value_codec.ValueCodec, value: object, name: str, trail: Trail, depth: int
+    ) -> Node | _PlainValue:
+        def encoded() -> Node | _PlainValue:
+            inner = call_of_user(
+                lambda: registered.encode(value), f"codec {registered.name!r}", trail
+            )
             return self._walk(inner, name, trail, depth + 1)
 
         found = self._within(value, trail, encoded)
-        if type(found) is not _Plain:
+        if type(found) is not _PlainValue:
             return ("c", registered.name, found)
-        return _Plain(
+        return _PlainValue(
             {value_codec.TAG: "codec", "n": registered.name, "v": found.coded}, found.blobs
         )
 
     # ---- containers
 
-    def _container(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _Plain:
+    def _container(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _PlainValue:
         if type(value) is list:
             run = value_codec.encode_run(value)
             if run is not None:
-                return _Plain(run)
+                return _PlainValue(run)
         return self._within(value, trail, lambda: self._children(value, name, trail, depth))
 
-    def _children(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _Plain:
+    def _children(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _PlainValue:
         if type(value) is list or type(value) is tuple:
             found = [
                 self._walk(child, f"{name}.{i}", (trail, i), depth + 1)
@@ -268,7 +270,7 @@ class _Walk:
             )
         return ("d", kind, tuple(keys), tuple(map(self._settle, found)))
 
-    def _item(self, value: Item, name: str, trail: Trail, depth: int) -> Node | _Plain:
+    def _item(self, value: Item, name: str, trail: Trail, depth: int) -> Node | _PlainValue:
         outer = self.taking.ruled
         self.taking.ruled = value.changes or outer
         if value.on_resize is not OnResize.RESHARD:
@@ -280,8 +282,8 @@ class _Walk:
         finally:
             self.taking.ruled = outer
 
-    def _in_parts(self, value: Blocks | Branch, name: str, trail: Trail, depth: int) -> Node:
-        if isinstance(value, Blocks):
+    def _in_parts(self, value: LocalBlocks | Branch, name: str, trail: Trail, depth: int) -> Node:
+        if isinstance(value, LocalBlocks):
             return self.taking.blocks(value, name, trail)
         nodes = [
             self._settle(self._walk(child, f"{name}.{naming.part(key)}", (trail, key), depth + 1))
@@ -295,13 +297,13 @@ class _Walk:
     def _module(self, module: nn.Module, name: str, trail: Trail, depth: int) -> Node:
         tree, known = self.scans.tree(module, name)
         if tree is not None and known is not None:
-            node = self._recalled_tree(tree, known, name)
+            node = self._cached_tree(tree, known, name)
             if node is not None:
                 return node
         scan = self.scans.of(module, name)
         if scan.refused is not None:
             refuse(trail, scan.refused)
-        state = asked(module.state_dict, "state_dict()", trail)
+        state = call_of_user(module.state_dict, "state_dict()", trail)
         if not isinstance(state, Mapping) or not _all_str(state):
             refuse(
                 trail, f"has a state_dict() that is not a mapping of str: {type(state).__name__}"
@@ -315,12 +317,12 @@ class _Walk:
         met = list(state.values())
         if any_sharded(met):
             met, about = self.taking.local_parts(met, about, trail)
-        node = self._recalled_or(
+        node = self._cached_or(
             name,
             about,
             met,
             owners,
-            lambda: self._module_anew(scan, state, owners, name, trail, depth),
+            lambda: self._walk_module(scan, state, owners, name, trail, depth),
         )
         if tree is not None and self._recall.part(name) is not None:
             known = modules.know(scan, tree, keys, self.taking.ruled)
@@ -328,8 +330,8 @@ class _Walk:
                 self._recall.trees[name] = known
         return node
 
-    def _recalled_tree(
-        self, tree: modules.Tree, known: modules.KnownTree, name: str
+    def _cached_tree(
+        self, tree: modules.ModuleTree, known: modules.KnownModuleTree, name: str
     ) -> Node | None:
         """Return the node that stood for a tree of the same shape at the last walk, if its tensors are what they were;
         its state_dict need not be asked for them."""
@@ -341,7 +343,7 @@ class _Walk:
         owners = [*map(id, entries)]
         for place in known.buffers:
             owners[place] = NO_OWNER
-        looks, first = look(met), len(self.table.tensors)
+        looks, first = take_fingerprints(met), len(self.table.tensors)
         if looks is None or not part.is_again(first, part.about, owners, looks):
             return None
         if not self.table.take(part, met):
@@ -349,7 +351,7 @@ class _Walk:
         self._recalled.add(name)
         return part.node
 
-    def _recalled_or(
+    def _cached_or(
         self,
         name: str,
         about: tuple[Any, ...],
@@ -361,7 +363,7 @@ class _Walk:
         first = len(self.table.tensors)
         part = self._recall.part(name)
         self._recalled.add(name)
-        looks = look(met) if part is not None else None
+        looks = take_fingerprints(met) if part is not None else None
         if part is not None and looks is not None:
             again = part.is_again(first, about, owners, looks)
             if again and self.table.take(part, met):
@@ -374,7 +376,7 @@ class _Walk:
         self._recall.keep(name, known)
         return node
 
-    def _module_anew(
+    def _walk_module(
         self,
         scan: modules.ModuleScan,
         state: Mapping[str, Any],
@@ -438,7 +440,7 @@ class _Walk:
         owners = [*chain.from_iterable(map(repeat, map(id, state), map(len, held)))]
         if any_sharded(met):
             met, about = self.taking.local_parts(met, about, trail)
-        return self._recalled_or(name, about, met, owners, anew)
+        return self._cached_or(name, about, met, owners, anew)
 
     def _optimizer_state(
         self,
@@ -461,7 +463,9 @@ class _Walk:
         below = f"{name}.{numbering.part(number)}"
         return (number, self._settle(self._owned(value, id(key), below, (trail, number), depth)))
 
-    def _owned(self, value: Any, owner: int, name: str, trail: Trail, depth: int) -> Node | _Plain:
+    def _owned(
+        self, value: Any, owner: int, name: str, trail: Trail, depth: int
+    ) -> Node | _PlainValue:
         """Walk what an optimizer keeps of one parameter."""
         outer, self.taking.owner = self.taking.owner, owner
         try:
@@ -477,7 +481,7 @@ class _Walk:
                 "is a ZeroRedundancyOptimizer, each rank of which has the state of some parameters alone and does not "
                 "say which; shard by torch.distributed.fsdp.fully_shard (FSDP2)",
             )
-        state = asked(value.state_dict, "state_dict()", trail)
+        state = call_of_user(value.state_dict, "state_dict()", trail)
         return ("s", self._settle(self._walk(state, name, trail, depth + 1)))
 
 
@@ -507,8 +511,8 @@ def _all_str(keys: Iterable[object]) -> bool:
 
 
 def _all_plain(found: list[Any]) -> bool:
-    return all(type(child) is _Plain for child in found)
+    return all(type(child) is _PlainValue for child in found)
 
 
-def _join(coded: Coded, found: list[_Plain]) -> _Plain:
-    return _Plain(coded, [blob for child in found for blob in child.blobs])
+def _join(coded: Coded, found: list[_PlainValue]) -> _PlainValue:
+    return _PlainValue(coded, [blob for child in found for blob in child.blobs])

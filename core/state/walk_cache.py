@@ -2,7 +2,7 @@
 
 Of a tensor only its address, shape, strides and kind are kept, never the tensor itself: memory that the training lets
 go of is free. A part is taken from here only where everything that a walk would look at is as it was. Where nothing but
-tensors decides what a module's ``state_dict`` holds (``modules.Tree``), that is not even called.
+tensors decides what a module's ``state_dict`` holds (``modules.ModuleTree``), that is not even called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tierfall.core.state.modules import KnownTree
+from tierfall.core.state.modules import KnownModuleTree
 from tierfall.core.state.optimizers import Numbering
 
 BLOCK = 256
@@ -28,7 +28,7 @@ _DTYPE = operator.attrgetter("dtype")
 _NEGATED = torch.Tensor.is_neg
 
 
-class Looks(NamedTuple):
+class Fingerprints(NamedTuple):
     """Where tensors lie, and how they are read."""
 
     pointers: array[int]
@@ -38,11 +38,11 @@ class Looks(NamedTuple):
     negated: list[bool]
 
 
-def look(tensors: Sequence[torch.Tensor]) -> Looks | None:
+def take_fingerprints(tensors: Sequence[torch.Tensor]) -> Fingerprints | None:
     """Look at tensors; None where one of them is no plain tensor in strides."""
     if set(map(type, tensors)) != {torch.Tensor}:
         return None
-    looks = Looks(array("Q"), [], [], [], [])
+    looks = Fingerprints(array("Q"), [], [], [], [])
     try:
         for start in range(0, len(tensors), BLOCK):
             block = tensors[start : start + BLOCK]
@@ -72,7 +72,7 @@ class Columns(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class CachedPart:
     """A run of tensors in a walk's table, beginning at number ``first``, and the node that stands for them.
 
     ``about`` is what else has to be equal for the same tensors to mean the same, and ``owners`` those of all that were
@@ -83,14 +83,16 @@ class Part:
     first: int
     about: tuple[Any, ...]
     owners: list[int]
-    looks: Looks
+    looks: Fingerprints
     node: Any
     columns: Columns
     pointers: array[int]
     picked: tuple[int, ...] | None
     first_at: dict[int, int]
 
-    def is_again(self, first: int, about: tuple[Any, ...], owners: list[int], looks: Looks) -> bool:
+    def is_again(
+        self, first: int, about: tuple[Any, ...], owners: list[int], looks: Fingerprints
+    ) -> bool:
         """Say whether tensors that look so, met at the same place of a walk, are this part."""
         return (
             self.first == first
@@ -100,22 +102,22 @@ class Part:
         )
 
 
-class Recall:
+class WalkCache:
     """The parts of the walk before, by the name that each stands at, and the module trees that it met; the columns of
     its table, where there were no aliases but in parts, and the parts by their first numbers there."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, Part] = {}
-        self.trees: dict[str, KnownTree] = {}
+        self._parts: dict[str, CachedPart] = {}
+        self.trees: dict[str, KnownModuleTree] = {}
         self.numberings: dict[str, Numbering] = {}
         """Of the optimizers that the walk before met, without their parameters."""
         self.columns: Columns | None = None
-        self.parts_at: dict[int, Part] = {}
+        self.parts_at: dict[int, CachedPart] = {}
 
-    def part(self, name: str) -> Part | None:
+    def part(self, name: str) -> CachedPart | None:
         return self._parts.get(name)
 
-    def keep(self, name: str, part: Part | None) -> None:
+    def keep(self, name: str, part: CachedPart | None) -> None:
         """Remember a part, or that there is none."""
         if part is None:
             self._parts.pop(name, None)

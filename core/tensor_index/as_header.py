@@ -16,7 +16,7 @@ import torch
 
 from tierfall.core.image.blocks import unfold, with_pieces
 from tierfall.core.image.header import ImageHeader, StoredTensor
-from tierfall.core.image.merge import Block, Merged
+from tierfall.core.image.merge import MergedHeader, TensorBlock
 from tierfall.core.image.tree import PiecesNode, TensorNode, leaves
 from tierfall.core.tensor_index.index import Index
 from tierfall.core.tensors.dtypes import byte_count
@@ -28,7 +28,7 @@ escaped."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _WholeTensor:
     """A tensor, whole; the names that blocks of it have in the index; and what this rank's image has of it."""
 
     name: str
@@ -38,7 +38,9 @@ class _Source:
     own: StoredTensor | None
 
 
-def lay_over(header: ImageHeader, rank: int, index: Index, *, what: str) -> Merged | None:
+def merge_with_index(
+    header: ImageHeader, rank: int, index: Index, *, what: str
+) -> MergedHeader | None:
     """Merge as ``merge_headers`` does for ``rank``, whose header this is; blocks are looked up as they are asked for.
 
     None where the header and the index do not say enough, or do not fit: then all headers have to be read. Ties are as
@@ -52,7 +54,7 @@ def lay_over(header: ImageHeader, rank: int, index: Index, *, what: str) -> Merg
     here = [_whole_name(stored.name) for stored in own.tensors]
     if names.keys() != {*here, *elsewhere}:
         return None
-    sources: list[_Source] = []
+    sources: list[_WholeTensor] = []
     known: list[StoredTensor | None] = [*own.tensors, *(None for _ in elsewhere)]
     for name, stored in zip([*here, *elsewhere], known, strict=True):
         source = _source(name, names[name], stored, index)
@@ -74,7 +76,7 @@ def lay_over(header: ImageHeader, rank: int, index: Index, *, what: str) -> Merg
         values=own.values,
         merged=True,
     )
-    return Merged(header=whole, blocks=_Blocks(rank, sources, index), replicas={})
+    return MergedHeader(header=whole, blocks=_SlotBlocks(rank, sources, index), replicas={})
 
 
 def _whole_name(name: str) -> str:
@@ -83,7 +85,7 @@ def _whole_name(name: str) -> str:
 
 def _source(
     name: str, names: Iterable[str], stored: StoredTensor | None, index: Index
-) -> _Source | None:
+) -> _WholeTensor | None:
     """What a tensor is; None where ranks say different things of it, or a replica of it is not known to be one."""
     kinds = {kind for one in names for kind in index.kinds(one)}
     if len(kinds) != 1:
@@ -93,17 +95,17 @@ def _source(
         blocks = [b for one in names for tensor in index.find(one) for b in tensor.blocks]
         if len(blocks) > 1 and any(block.lengths == shape for block in blocks):
             return None
-        return _Source(name, dtype, shape, tuple(names), None)
+        return _WholeTensor(name, dtype, shape, tuple(names), None)
     whole = stored.shape if stored.piece is None else stored.piece.shape
     if (dtype, shape) != (stored.dtype, whole):
         return None
-    return _Source(name, dtype, shape, tuple(names), stored)
+    return _WholeTensor(name, dtype, shape, tuple(names), stored)
 
 
-class _Blocks(Sequence[tuple[Block, ...]]):
+class _SlotBlocks(Sequence[tuple[TensorBlock, ...]]):
     """By slot, the blocks that a tensor is read from: each once, this rank's own where it has it."""
 
-    def __init__(self, rank: int, sources: Sequence[_Source], index: Index) -> None:
+    def __init__(self, rank: int, sources: Sequence[_WholeTensor], index: Index) -> None:
         self._rank = rank
         self._sources = sources
         self._index = index
@@ -112,16 +114,18 @@ class _Blocks(Sequence[tuple[Block, ...]]):
         return len(self._sources)
 
     @overload
-    def __getitem__(self, slot: int) -> tuple[Block, ...]: ...
+    def __getitem__(self, slot: int) -> tuple[TensorBlock, ...]: ...
     @overload
-    def __getitem__(self, slot: slice) -> Sequence[tuple[Block, ...]]: ...
-    def __getitem__(self, slot: int | slice) -> tuple[Block, ...] | Sequence[tuple[Block, ...]]:
+    def __getitem__(self, slot: slice) -> Sequence[tuple[TensorBlock, ...]]: ...
+    def __getitem__(
+        self, slot: int | slice
+    ) -> tuple[TensorBlock, ...] | Sequence[tuple[TensorBlock, ...]]:
         if isinstance(slot, slice):
             return [self[number] for number in range(len(self))[slot]]
         source = self._sources[slot]
         own = source.own
         first = self._rank if own is None or own.written_by is None else own.written_by
-        alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Block]] = {}
+        alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TensorBlock]] = {}
         for name in source.names:
             for tensor in self._index.find(name):
                 for block in tensor.blocks:

@@ -32,7 +32,7 @@ def _numbers() -> array[int]:
 
 
 @dataclass(slots=True)
-class _Blocks:
+class _BlockColumns:
     """The blocks of one tensor so far; offsets and lengths block by block."""
 
     ranks: array[int] = field(default_factory=_numbers)
@@ -41,12 +41,12 @@ class _Blocks:
     lengths: array[int] = field(default_factory=_numbers)
 
 
-class IndexMaker:
+class IndexBuilder:
     """Takes the tables of all ranks, in the order of the ranks, and makes one index of them."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._tensors: dict[_Key, _Blocks] = {}
+        self._tensors: dict[_Key, _BlockColumns] = {}
         self._bytes: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def add(self, rank: int, pieces: Sequence[Any], *, what: str) -> None:
@@ -69,7 +69,7 @@ class IndexMaker:
         blocks = self._tensors.get(key)
         if blocks is None:
             _check_key(*key)
-            blocks = self._tensors[key] = _Blocks()
+            blocks = self._tensors[key] = _BlockColumns()
         if stored_bytes == 0 and 0 not in shape:
             return  # it has no bytes of it in its image
         block_bytes = self._bytes.get((key[1], lengths))

@@ -24,9 +24,9 @@ import zstandard
 
 from tierfall.core.compression.frames import check_frame
 from tierfall.core.format import documents
-from tierfall.core.format.json_fields import Members
+from tierfall.core.format.json_fields import JsonFields
 from tierfall.core.format.records import DIGEST_PREFIX, HEADER_BYTES_MAX, IMAGE_BYTES_MAX
-from tierfall.core.image.merge import Block
+from tierfall.core.image.merge import TensorBlock
 from tierfall.core.tensor_index.columns import WIDTHS, Column, aligned, unpack
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
@@ -45,11 +45,11 @@ class IndexedTensor:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[TensorBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _IndexEntry:
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Index:
     """All tensors of a checkpoint. Blocks stay in arrays until their tensor is asked for."""
 
     def __init__(
-        self, what: str, world_size: int, entries: Sequence[_Entry], columns: dict[str, Column]
+        self, what: str, world_size: int, entries: Sequence[_IndexEntry], columns: dict[str, Column]
     ) -> None:
         self._what = what
         self.world_size = world_size
@@ -99,7 +99,7 @@ class Index:
         entries = [self._entries[number] for number in self._numbers.get(name, ())]
         return tuple((self._dtype(entry), entry.shape) for entry in entries)
 
-    def _dtype(self, entry: _Entry) -> torch.dtype:
+    def _dtype(self, entry: _IndexEntry) -> torch.dtype:
         dtype = dtypes.from_name(entry.dtype)
         if dtype is None:
             raise NotSupportedError(
@@ -131,13 +131,13 @@ class Index:
 
     def _block(
         self,
-        entry: _Entry,
+        entry: _IndexEntry,
         dtype: torch.dtype,
         rank: int,
         start: int,
         offset: tuple[int, ...],
         lengths: tuple[int, ...],
-    ) -> Block:
+    ) -> TensorBlock:
         outside = any(
             at + length > whole
             for at, length, whole in zip(offset, lengths, entry.shape, strict=True)
@@ -147,7 +147,7 @@ class Index:
             raise IntegrityError(
                 f"{self._what}: a block of tensor {entry.name!r} lies where none can"
             )
-        return Block(rank=rank, start=start, end=end, offset=offset, lengths=lengths)
+        return TensorBlock(rank=rank, start=start, end=end, offset=offset, lengths=lengths)
 
 
 def read_index(data: bytes, *, what: str, bytes_max: int = INDEX_BYTES_MAX) -> Index:
@@ -160,10 +160,10 @@ def read_index(data: bytes, *, what: str, bytes_max: int = INDEX_BYTES_MAX) -> I
     if head_bytes > min(HEADER_BYTES_MAX, len(content) - LENGTH_BYTES):
         raise IntegrityError(f"{what}: its head claims {head_bytes} bytes, more than it may have")
     head = bytes(memoryview(content)[LENGTH_BYTES : LENGTH_BYTES + head_bytes])
-    reader = Members(documents.open_sealed(head, what=what), what)
+    reader = JsonFields(documents.open_sealed(head, what=what), what)
     world_size = reader.number("world_size", 1, 10**9)
     entries = [_entry(entry, what) for entry in reader.list_of("tensors", list)]
-    widths = Members(reader.get("columns", dict), f"{what}: columns")
+    widths = JsonFields(reader.get("columns", dict), f"{what}: columns")
     begin = aligned(LENGTH_BYTES + head_bytes)
     digest = DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(memoryview(content)[begin:])
     if reader.get("columns_digest", str) != digest:
@@ -204,17 +204,17 @@ def _unpacked(data: bytes, what: str, bytes_max: int) -> bytearray:
     return content
 
 
-def _entry(entry: list[Any], what: str) -> _Entry:
+def _entry(entry: list[Any], what: str) -> _IndexEntry:
     if len(entry) != 4:
         raise IntegrityError(f"{what}: an entry of tensors is not of four members")
     name, dtype, shape, blocks = entry
     named = isinstance(name, str) and isinstance(dtype, str)
     if not named or not dtypes.is_shape(shape) or type(blocks) is not int or blocks < 0:
         raise IntegrityError(f"{what}: an entry of tensors has a member of a wrong type")
-    return _Entry(name, dtype, tuple(shape), blocks)
+    return _IndexEntry(name, dtype, tuple(shape), blocks)
 
 
-def _width(widths: Members, name: str, what: str) -> int:
+def _width(widths: JsonFields, name: str, what: str) -> int:
     width = widths.number(name, min(WIDTHS), max(WIDTHS))
     if width not in WIDTHS:
         raise IntegrityError(f"{what}: column {name!r} has a width that no integer has")

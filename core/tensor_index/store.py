@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from tierfall.core.format import documents
 from tierfall.core.format.documents import sha256
-from tierfall.core.format.json_fields import Members
+from tierfall.core.format.json_fields import JsonFields
 from tierfall.core.format.records import Commit
-from tierfall.core.tensor_index.builder import IndexMaker
+from tierfall.core.tensor_index.builder import IndexBuilder
 from tierfall.core.tensor_index.index import Index, read_index
 from tierfall.core.types import keys
 from tierfall.core.types.errors import BackendError, IntegrityError, NotSupportedError
@@ -79,10 +79,10 @@ def make_index(store: IndexStore, commit: Commit) -> bytes:
     Raises IntegrityError where a manifest is not good, CapacityError where there are too many blocks, and whatever
     keeps the tier from being read.
     """
-    maker = IndexMaker(commit.world_size)
+    maker = IndexBuilder(commit.world_size)
     for shard, data in _manifests(store, commit):
         what = f"{store.name}: {keys.manifest_name(shard)} of {commit.line.checkpoint}"
-        pieces: list[Any] = Members(documents.open_sealed(data, what=what), what).get(
+        pieces: list[Any] = JsonFields(documents.open_sealed(data, what=what), what).get(
             "pieces", list
         )
         maker.add(shard.rank, pieces, what=what)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A block of a tensor of ``shape``: it begins at ``offset`` and is ``lengths`` long, per dimension."""
 
     shape: tuple[int, ...]
@@ -23,11 +23,11 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
+class LocalBlocks:
     """What this rank holds of one tensor, as whoever cut it says: plain tensors, each with its place (None: all of it).
     Without any the tensor is the state's all the same, and lies in other ranks' images."""
 
-    parts: tuple[tuple[torch.Tensor, Piece | None], ...]
+    parts: tuple[tuple[torch.Tensor, TensorPiece | None], ...]
 
 
 class Branch(dict[str, Any]):
@@ -35,11 +35,11 @@ class Branch(dict[str, Any]):
     that are to be put together."""
 
 
-class Unsharded(ValueError):
+class NotOneBlockError(ValueError):
     """A tensor of several ranks that cannot be taken as one block; the message says why."""
 
 
-_pieces: dict[Any, Piece] = {}
+_pieces: dict[Any, TensorPiece] = {}
 _PIECES_MAX = 100_000
 
 
@@ -57,13 +57,13 @@ def any_sharded(values: Iterable[object]) -> bool:
     return any(issubclass(kind, module.DTensor) for kind in set(map(type, values)))
 
 
-def local_part(tensor: Any) -> tuple[torch.Tensor, Piece]:
+def local_part(tensor: Any) -> tuple[torch.Tensor, TensorPiece]:
     """Return the memory of this rank's part of a DTensor, and where it lies. Raises Unsharded where that is not one
     block of the whole."""
     local = local_tensor(tensor)
     piece = _block(tensor)
     if tuple(local.shape) != piece.lengths:
-        raise Unsharded(
+        raise NotOneBlockError(
             f"its part here is of shape {tuple(local.shape)}, and its placement says {piece.lengths}"
         )
     return local, piece
@@ -79,7 +79,7 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return local
 
 
-def piece_of(tensor: Any) -> Piece | None:
+def piece_of(tensor: Any) -> TensorPiece | None:
     """Return where this rank's part lies; None for what is no DTensor. Raises Unsharded as ``local_part`` does."""
     return _block(tensor) if is_sharded(tensor) else None
 
@@ -97,21 +97,25 @@ def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _block(tensor: Any) -> Piece:
+def _block(tensor: Any) -> TensorPiece:
     here = tensor.device_mesh.get_coordinate()
     if here is None:
-        raise Unsharded("this rank is not in its mesh, and has no part of it; leave it out here")
+        raise NotOneBlockError(
+            "this rank is not in its mesh, and has no part of it; leave it out here"
+        )
     # A process may come back as another rank of a mesh that is otherwise the same.
     key = (tensor.device_mesh, tuple(here), tensor.placements, tensor.shape)
     known = _pieces.get(key)
     if known is not None:
         return known
     if any(placement.is_partial() for placement in tensor.placements):
-        raise Unsharded("its parts are summands of the whole (Partial); redistribute it first")
+        raise NotOneBlockError(
+            "its parts are summands of the whole (Partial); redistribute it first"
+        )
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
-        raise Unsharded(f"this rank holds {len(chunks)} blocks of it, expected one")
-    piece = Piece(tuple(tensor.shape), tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+        raise NotOneBlockError(f"this rank holds {len(chunks)} blocks of it, expected one")
+    piece = TensorPiece(tuple(tensor.shape), tuple(chunks[0].offsets), tuple(chunks[0].sizes))
     if len(_pieces) >= _PIECES_MAX:  # of shapes that never come again
         _pieces.clear()
     _pieces[key] = piece

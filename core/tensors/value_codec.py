@@ -32,12 +32,12 @@ DEPTH_MAX = 64
 Coded = Any  # what json.dumps takes
 
 
-class Uncodable(TypeError):
+class NotEncodableError(TypeError):
     """A value that no codec writes; the caller knows where it stands."""
 
 
 @dataclass(frozen=True, slots=True)
-class Codec:
+class ValueCodec:
     """A user's way to write values of one type as values that tierfall writes."""
 
     type: type
@@ -46,7 +46,7 @@ class Codec:
     decode: Callable[[Any], object]
 
 
-class Blobs(Protocol):
+class BlobSource(Protocol):
     """What decoding asks of its caller: the contents of blobs, and values of registered types."""
 
     def blob(self, number: int, kind: str, members: dict[str, Any]) -> object: ...
@@ -55,8 +55,8 @@ class Blobs(Protocol):
 
 
 # The registry is process-wide because register_codec is: a type has one codec wherever it stands.
-_BY_TYPE: dict[type, Codec] = {}
-_BY_NAME: dict[str, Codec] = {}
+_BY_TYPE: dict[type, ValueCodec] = {}
+_BY_NAME: dict[str, ValueCodec] = {}
 
 
 def register_codec(
@@ -76,7 +76,7 @@ def register_codec(
         raise ConfigError(
             f"register_codec: the name {name!r} belongs to {taken.type.__qualname__}; choose another"
         )
-    _BY_TYPE[type] = _BY_NAME[name] = Codec(type, name, encode, decode)
+    _BY_TYPE[type] = _BY_NAME[name] = ValueCodec(type, name, encode, decode)
 
 
 def _check_codec(type: object, name: object, encode: object, decode: object) -> None:
@@ -89,11 +89,11 @@ def _check_codec(type: object, name: object, encode: object, decode: object) -> 
             raise ConfigError(f"register_codec: {what} is {given!r}, which cannot be called")
 
 
-def codec_for(type: type) -> Codec | None:
+def codec_for(type: type) -> ValueCodec | None:
     return _BY_TYPE.get(type)
 
 
-def codec_named(name: str) -> Codec | None:
+def codec_named(name: str) -> ValueCodec | None:
     return _BY_NAME.get(name)
 
 
@@ -106,7 +106,7 @@ def encode_atom(value: object, depth: int = 0) -> Coded:
     if encode is not None:
         return encode(value)
     if depth > DEPTH_MAX:
-        raise Uncodable(f"it is nested deeper than {DEPTH_MAX} levels")
+        raise NotEncodableError(f"it is nested deeper than {DEPTH_MAX} levels")
     if type(value) is tuple:
         return tagged("tuple", [encode_atom(v, depth + 1) for v in value])
     if type(value) is set:
@@ -114,7 +114,7 @@ def encode_atom(value: object, depth: int = 0) -> Coded:
         return tagged("set", sorted((encode_atom(v, depth + 1) for v in value), key=json.dumps))
     scalar = numpy_values.encode_scalar(value)
     if scalar is None:
-        raise Uncodable(f"{type(value).__module__}.{type(value).__qualname__} has no codec")
+        raise NotEncodableError(f"{type(value).__module__}.{type(value).__qualname__} has no codec")
     return {TAG: "scalar", "d": scalar[0], "v": scalar[1]}
 
 
@@ -175,7 +175,7 @@ MAPPING_TYPES: dict[str, Callable[[], dict[Any, Any]]] = {
 # ---- reading
 
 
-def decode(coded: Coded, blobs: Blobs, depth: int = 0) -> Any:
+def decode(coded: Coded, blobs: BlobSource, depth: int = 0) -> Any:
     """Read a value back; ValueError where the JSON is not what ``encode`` writes."""
     if depth > 2 * DEPTH_MAX:
         raise ValueError("a value is nested too deeply")
@@ -192,7 +192,7 @@ def decode(coded: Coded, blobs: Blobs, depth: int = 0) -> Any:
     return _decode_nested(str(tag), coded, blobs, depth)
 
 
-def _decode_nested(tag: str, coded: dict[str, Any], blobs: Blobs, depth: int) -> Any:
+def _decode_nested(tag: str, coded: dict[str, Any], blobs: BlobSource, depth: int) -> Any:
     match tag:
         case "tuple":
             return tuple(decode(v, blobs, depth + 1) for v in _member(coded, "v", list))
@@ -212,7 +212,7 @@ def _decode_nested(tag: str, coded: dict[str, Any], blobs: Blobs, depth: int) ->
     raise ValueError(f"a value has the unknown tag {tag[:40]!r}")
 
 
-def _decode_items(kind: str, items: list[Any], blobs: Blobs, depth: int) -> dict[Any, Any]:
+def _decode_items(kind: str, items: list[Any], blobs: BlobSource, depth: int) -> dict[Any, Any]:
     result = MAPPING_TYPES[kind]()
     for entry in items:
         if not isinstance(entry, list) or len(entry) != 2:

@@ -12,7 +12,7 @@ import torch
 from tierfall.core.tensors.tensors import span
 
 
-class Range(NamedTuple):
+class AddressRange(NamedTuple):
     """Addresses on a device."""
 
     device: torch.device
@@ -30,13 +30,13 @@ class LiveMemory:
     """Memory of a tensor that the caller owns, and the tensor's name in the state."""
 
     name: str
-    range: Range
+    range: AddressRange
 
 
-class Ranges:
+class AddressRanges:
     """A set of addresses."""
 
-    def __init__(self, ranges: Iterable[Range]) -> None:
+    def __init__(self, ranges: Iterable[AddressRange]) -> None:
         self._starts: dict[torch.device, list[int]] = {}
         self._ends: dict[torch.device, list[int]] = {}
         for device, start, end in sorted(ranges, key=lambda r: (str(r.device), r.start)):
@@ -47,13 +47,13 @@ class Ranges:
                 starts.append(start)
                 ends.append(end)
 
-    def overlaps(self, range: Range) -> bool:
+    def overlaps(self, range: AddressRange) -> bool:
         """Say whether a range has addresses of the set."""
         ends = self._ends.get(range.device, [])
         at = bisect_right(ends, range.start)
         return at < len(ends) and self._starts[range.device][at] < range.end
 
-    def contains(self, range: Range) -> bool:
+    def contains(self, range: AddressRange) -> bool:
         """Say whether the set has all addresses of a range."""
         starts = self._starts.get(range.device, [])
         at = bisect_right(starts, range.start) - 1

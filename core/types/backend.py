@@ -59,7 +59,7 @@ class Traits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredObject:
     """One object as a scan or a stat reports it. ``version`` is another text once the object was written anew, '' where
     the medium says no such thing: an ETag, the time of the last change."""
 
@@ -146,11 +146,11 @@ class Backend(Protocol):
         those of ``read_into``."""
         ...
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         """Describe one object; KeyNotFoundError where the store has answered that it is not there."""
         ...
 
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         """Every object whose key starts with ``prefix`` (empty, or ending in '/'), sorted by key; unfinished objects
         and names that no valid key has are left out. A prefix with nothing below it yields nothing; a place that
         cannot be read raises, also in the middle of the iteration."""

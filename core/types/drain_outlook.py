@@ -8,7 +8,7 @@ from enum import StrEnum
 from tierfall.core.types.values import CheckpointId
 
 
-class Prospect(StrEnum):
+class ArrivalOutlook(StrEnum):
     """Whether a copy will have arrived at the deadline: it will, it will not, or nobody can say."""
 
     ARRIVES = "arrives"
@@ -23,7 +23,7 @@ class DrainDecision:
 
     checkpoint: CheckpointId
     tier: str
-    prospect: Prospect
+    prospect: ArrivalOutlook
     left_bytes: int
     goes: bool
     reason: str

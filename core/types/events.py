@@ -200,7 +200,7 @@ class TierRecovered(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored(OfCheckpoint):
+class StateRestored(OfCheckpoint):
     """A state was filled from a checkpoint: ``bytes`` by tier in ``sources``, and what was passed over, and why."""
 
     kind: ClassVar[str] = "restored"
@@ -211,7 +211,7 @@ class Restored(OfCheckpoint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(Event):
+class OperationFailed(Event):
     """Something else went wrong: ``doing`` says what was being done."""
 
     kind: ClassVar[str] = "error"
@@ -244,8 +244,8 @@ KINDS: tuple[type[Event], ...] = (
     DropFailed,
     TierFailing,
     TierRecovered,
-    Restored,
-    Failed,
+    StateRestored,
+    OperationFailed,
     EventsLost,
     Closed,
 )
@@ -259,7 +259,7 @@ def ignore(event: Event) -> None:
     """Tell nobody."""
 
 
-def members(event: Event) -> dict[str, Any]:
+def event_to_json(event: Event) -> dict[str, Any]:
     """Write an event as JSON members, but for its time: ``kind``, then its own fields; an id is a step and an
     attempt."""
     found: dict[str, Any] = {"kind": event.kind}
@@ -289,7 +289,7 @@ def member_names(kind: type[Event]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Recent:
+class RecentEvents:
     """The last events of a process, for whoever looks at it, from any thread."""
 
     limit: int = 16

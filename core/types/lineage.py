@@ -135,11 +135,11 @@ def abandoned(
     checkpoints: Iterable[tuple[CheckpointId, str | None]], starts: Iterable[AttemptStart]
 ) -> frozenset[CheckpointId]:
     """Return the abandoned ones of ``checkpoints``, each with its attempt's id; ``starts`` are resolved."""
-    is_left = left_behind_by(starts)
+    is_left = abandoned_by(starts)
     return frozenset(checkpoint for checkpoint, id in checkpoints if is_left(checkpoint, id))
 
 
-def left_behind_by(
+def abandoned_by(
     starts: Iterable[AttemptStart],
 ) -> Callable[[CheckpointId, str | None], bool]:
     """Return what says of a checkpoint, by its attempt's id, whether these ``starts`` have abandoned it."""

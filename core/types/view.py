@@ -155,8 +155,8 @@ class View:
     def last_left_behind_on(self, tiers: tuple[str, ...]) -> CheckpointId | None:
         """Name the last checkpoint that came to be of all abandoned ones with a committed copy on one of these tiers:
         that of the last attempt, and of its last step."""
-        if tiers not in self._left_behind:
-            self._left_behind[tiers] = max(
+        if tiers not in self._abandoned:
+            self._abandoned[tiers] = max(
                 (
                     c.id
                     for c in self.checkpoints
@@ -166,10 +166,10 @@ class View:
                 key=lambda id: (id.attempt, id.step),
                 default=None,
             )
-        return self._left_behind[tiers]
+        return self._abandoned[tiers]
 
     @cached_property
-    def _left_behind(self) -> dict[tuple[str, ...], CheckpointId | None]:
+    def _abandoned(self) -> dict[tuple[str, ...], CheckpointId | None]:
         return {}
 
     @cached_property

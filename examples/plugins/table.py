@@ -34,7 +34,7 @@ class Table(toolkit.KeyValueStore):
 
     def list(self, prefix):
         rows = self.run("SELECT key, length(value) FROM objects WHERE instr(key, ?) = 1", prefix)
-        return [toolkit.Stored(key=key, bytes=size) for key, size in rows]
+        return [toolkit.StoredObject(key=key, bytes=size) for key, size in rows]
 
     def error_type(self, error):
         return toolkit.StorageFullError if "is full" in str(error) else toolkit.UnreachableError

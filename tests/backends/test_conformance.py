@@ -15,7 +15,7 @@ from tierfall.backends.conformance import CHECKS, check_backend, check_promise, 
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.toolkit.key_value import KeyValueWriter
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
-from tierfall.core.types.backend import Backend, Publish, Stored, Traits, Writer
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import BackendError, KeyNotFoundError
 
 
@@ -107,18 +107,18 @@ class _Lenient(_Changed):
 
 
 class _Unsorted(_Changed):
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         return iter(list(super().scan(prefix))[::-1])
 
 
 class _Sloppy(_Changed):
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         folder = prefix.rstrip("/")
         return (each for each in super().scan("") if each.key.startswith(folder))
 
 
 class _Vague(_Changed):
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         try:
             return super().stat(key)
         except KeyNotFoundError as error:
@@ -215,7 +215,7 @@ class _Outdated(_Changed):
 
 
 class _Leaking(_Changed):
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         raise OSError("what a library says")
 
 

@@ -21,7 +21,7 @@ from tierfall.backends.toolkit import (
     KeyValueStore,
     Publish,
     StorageFullError,
-    Stored,
+    StoredObject,
     UnreachableError,
 )
 
@@ -355,7 +355,7 @@ def test_a_store_may_list_more_than_it_was_asked_for(
     backend: KeyValueBackend, store: Store
 ) -> None:
     class Loose(Store):
-        def list(self, prefix: str) -> Iterable[Stored]:
+        def list(self, prefix: str) -> Iterable[StoredObject]:
             return super().list("")
 
     loose = KeyValueBackend(Loose(), place="kv://place")

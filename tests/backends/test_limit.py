@@ -13,7 +13,7 @@ from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
 from tierfall.backends.wrappers.limit import SLICE_BYTES_MIN, Limited
 from tierfall.backends.wrappers.retry import Retrying, wrap
-from tierfall.core.types.backend import Backend, Publish, Stored, Traits, Writer
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import KeyNotFoundError, UnreachableError
 
 
@@ -68,7 +68,7 @@ class Watched(Wrapper):
         self.see("read", offset, view.nbytes)
         super().read_into(key, offset, view)
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         self.see("stat")
         return super().stat(key)
 

@@ -106,10 +106,10 @@ def test_an_error_of_ours_is_one_line_and_a_bug_is_a_traceback(
 
         return raise_it
 
-    monkeypatch.setattr(looking, "Reader", refuse(tierfall.errors.BackendError("no such luck")))
+    monkeypatch.setattr(looking, "RunReader", refuse(tierfall.errors.BackendError("no such luck")))
     answer = cli("ls", code=1)
     assert (answer.out, answer.err) == ("", "tierfall: no such luck\n")
-    monkeypatch.setattr(looking, "Reader", refuse(RuntimeError("a bug")))
+    monkeypatch.setattr(looking, "RunReader", refuse(RuntimeError("a bug")))
     result = CliRunner().invoke(app, ["ls", "--config", str(cli.path)])
     assert isinstance(result.exception, RuntimeError)
 
@@ -126,7 +126,7 @@ def test_an_error_of_the_configuration_is_wrong_usage_wherever_it_is_found(
         def fail(*words: object, error: Any = error, **more: object) -> None:
             raise error("no such luck")
 
-        monkeypatch.setattr(looking, "Reader", fail)
+        monkeypatch.setattr(looking, "RunReader", fail)
         assert cli("ls", code=code).err == "tierfall: no such luck\n"
 
 
@@ -139,7 +139,7 @@ def test_ctrl_c_is_said_and_has_an_exit_code_of_its_own(
     def interrupt(*words: object, **more: object) -> None:
         raise stop
 
-    monkeypatch.setattr(looking, "Reader", interrupt)
+    monkeypatch.setattr(looking, "RunReader", interrupt)
     answer = cli("ls", code=130)
     assert (answer.out, answer.err) == ("", "tierfall: interrupted\n")
     answer = cli("ls", "--json", code=130)
@@ -257,7 +257,7 @@ def test_progress_is_shown_to_whoever_watches(
     saved(cli, [1])
     asked: list[tuple[int, bool]] = []
 
-    class Seen(checking.Watch):
+    class Seen(checking.ProgressBar):
         def __init__(self, label: str, total: int, *, shown: bool) -> None:
             asked.append((total, shown))
             super().__init__(label, total, shown=False)
@@ -265,7 +265,7 @@ def test_progress_is_shown_to_whoever_watches(
         def add(self, count: int) -> None:
             asked.append((-count, True))
 
-    monkeypatch.setattr(checking, "Watch", Seen)
+    monkeypatch.setattr(checking, "ProgressBar", Seen)
     cli("verify")
     (total, shown), *read = asked
     assert not shown

@@ -17,10 +17,10 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.keys import unfinished_name
 from tierfall.config import load_config
 from tierfall.core.format.catalog import merge
-from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import AccessDeniedError
 from tierfall.ops import commands
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
@@ -97,10 +97,10 @@ def test_a_pin_that_comes_too_late_claims_nothing(
     cli = make_cli(disk={}, far={})
     saved(cli, [1, 2])
     config = load_config(cli.config)
-    with Reader(config) as reader:
+    with RunReader(config) as reader:
         checkpoint = commands.find(merge(reader.list()), 1, None, doing="pin")
     shutil.rmtree(tmp_path / "disk" / "run" / "step-00000001-a0001")
-    carried = commands.leave_mark(config, PersonsOrder.PIN, checkpoint)
+    carried = commands.leave_mark(config, CommandKind.PIN, checkpoint)
     assert carried.done == ("far",)
     assert "was dropped from disk just now" in str(carried.failed["disk"])
     assert not (tmp_path / "disk" / "run" / "step-00000001-a0001").exists()

@@ -180,7 +180,7 @@ def test_what_a_killed_check_left_goes_with_the_next_one(
     pid = os.fork()
     if not pid:
         if moment == "writing":
-            measure.in_threads = lambda threads, do, numbers: do(0) or os._exit(0)  # type: ignore[assignment]
+            measure.run_in_threads = lambda threads, do, numbers: do(0) or os._exit(0)  # type: ignore[assignment]
         measure._timed = lambda do: do() or os._exit(0)  # type: ignore[assignment]
         measure.measure(load_config(cli.path), 300 << 10)
     os.waitpid(pid, 0)

@@ -204,13 +204,13 @@ def test_both_show_progress_to_whoever_watches(
         (copying, ("copy", "1", "--to", "far")),
     ):
         told: list[tuple[int, int]] = []
-        base: Any = module.Watch
+        base: Any = module.ProgressBar
 
         class Seen(base):  # type: ignore[misc]
             def set(self, done: int, total: int) -> None:
                 told.append((done, total))  # noqa: B023 - used within this round
 
-        monkeypatch.setattr(module, "Watch", Seen)
+        monkeypatch.setattr(module, "ProgressBar", Seen)
         cli(*words)
         assert told[-1][0] == told[-1][1] > 80_000
 

@@ -12,13 +12,13 @@ from cli_kit import Cli
 
 import tierfall
 from tests.steps import state_of
-from tierfall.cli.foreseeing import Learned, Wishes, learned, workload
+from tierfall.cli.foreseeing import ForecastInputs, MeasuredRun, measure_run, workload
 from tierfall.config import load_config
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint
-from tierfall.core.format.records import Commit, Line, NamedFile
+from tierfall.core.format.records import Commit, Lineage, NamedFile
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.ops import measure as measuring
-from tierfall.ops.measure import Measured
+from tierfall.ops.measure import TierMeasurement
 
 MakeCli = Callable[..., Cli]
 SMALL = ("--size", "64KiB")
@@ -32,7 +32,7 @@ RATES = {"disk": 1e9, "far": 1e6}
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiers as fast as these, whatever the machine's are."""
 
-    def measure(*args: Any) -> tuple[Measured, ...]:
+    def measure(*args: Any) -> tuple[TierMeasurement, ...]:
         found = measuring.measure(*args)
         return tuple(replace(tier, write_bytes_per_s=RATES.get(tier.name)) for tier in found)
 
@@ -160,7 +160,9 @@ def known(step: int, at_s: float, *, attempt: int = 1, abandoned: bool = False) 
     """A checkpoint of four ranks on two nodes, whose record here names one node's two images."""
     id = CheckpointId(step, attempt)
     commit = Commit(
-        line=Line(run="r", checkpoint=id, attempt_id="a", ordinal=step // 100, started_from=None),
+        line=Lineage(
+            run="r", checkpoint=id, attempt_id="a", ordinal=step // 100, started_from=None
+        ),
         world_size=4,
         files=tuple(NamedFile(name=f"i{n}", bytes=1000, digest=None) for n in range(2))
         + (NamedFile(name="m", bytes=77, digest="sha256:0"),),
@@ -172,7 +174,7 @@ def known(step: int, at_s: float, *, attempt: int = 1, abandoned: bool = False) 
 
 
 def test_size_and_times_are_those_of_the_live_line() -> None:
-    found = learned(
+    found = measure_run(
         [
             known(100, 0.0),
             known(200, 5.0, abandoned=True),
@@ -183,19 +185,19 @@ def test_size_and_times_are_those_of_the_live_line() -> None:
             known(600, 9200.0, attempt=2),
         ]
     )
-    assert found == Learned(image_bytes=1000, step_s=2.0, save_every_s=200.0, ranks=4, nodes=2)
-    assert learned([]) == Learned()
-    assert learned([known(100, 0.0)]).save_every_s is None
+    assert found == MeasuredRun(image_bytes=1000, step_s=2.0, save_every_s=200.0, ranks=4, nodes=2)
+    assert measure_run([]) == MeasuredRun()
+    assert measure_run([known(100, 0.0)]).save_every_s is None
 
 
 def test_options_come_before_what_the_run_tells(make_config: Callable[..., Any]) -> None:
     settings = load_config(make_config(disk={}))
-    run = Learned(image_bytes=1000, step_s=2.0, save_every_s=200.0, ranks=4, nodes=2)
+    run = MeasuredRun(image_bytes=1000, step_s=2.0, save_every_s=200.0, ranks=4, nodes=2)
     nothing = {"image_bytes": None, "save_every_s": None, "step_s": None, "ranks": None}
-    load = workload(settings, Wishes(**nothing, nodes=None), run)  # type: ignore[arg-type]
+    load = workload(settings, ForecastInputs(**nothing, nodes=None), run)  # type: ignore[arg-type]
     assert load is not None
     assert (load.image_bytes, load.save_every_s, load.ranks, load.nodes) == (1000, 200.0, 4, 2)
-    wishes = Wishes(**{**nothing, "image_bytes": 5, "save_every_s": 60.0}, nodes=None)  # type: ignore[arg-type]
+    wishes = ForecastInputs(**{**nothing, "image_bytes": 5, "save_every_s": 60.0}, nodes=None)  # type: ignore[arg-type]
     load = workload(settings, wishes, run)
     assert load is not None
     assert (load.image_bytes, load.save_every_s, load.ranks, load.nodes) == (5, 60.0, 1, 1)

@@ -12,7 +12,7 @@ from cli_kit import Cli, Trainer, flip
 import tierfall
 from tests.steps import files_below, state_of
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.core.types.backend import Stored
+from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import AccessDeniedError
 
 MakeCli = Callable[..., Cli]
@@ -29,7 +29,7 @@ def silence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     scan = PosixBackend.scan
     denied: set[str] = set()
 
-    def refuse(self: PosixBackend, prefix: str) -> Iterator[Stored]:
+    def refuse(self: PosixBackend, prefix: str) -> Iterator[StoredObject]:
         if self.place in denied:
             raise AccessDeniedError(f"list {prefix!r} in {self.place}: is not there for you")
         return scan(self, prefix)

@@ -13,7 +13,7 @@ from cli_kit import Cli, Trainer, flip
 import tierfall
 from tests.steps import blank, files_below, state_of, steps_on, wait_until
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.core.copies.verify import Verifier
+from tierfall.core.copies.verify import CopyVerifier
 from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import CheckpointId
 from tierfall.tiers.arena.layout import BLOCK_BYTES, EXTENTS_START, PAGE_BYTES
@@ -256,7 +256,7 @@ def test_a_copy_that_is_dropped_meanwhile_is_not_called_damaged(
         return found or look(id, *words, **more)
 
     setattr(store, when, drop_first)
-    with Verifier() as verifier:
+    with CopyVerifier() as verifier:
         found = verifier.check_stored(store, CheckpointId(1, 1))
     store.close()
     assert (found.gone, found.error, found.damage, found.good) == (True, None, (), False)

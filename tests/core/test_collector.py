@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tierfall
-from tierfall.core.runtime.gc_pause import collector_paused
+from tierfall.core.runtime.gc_pause import gc_paused
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def collector_on() -> Iterator[None]:
 
 
 def fail() -> None:
-    with collector_paused():
+    with gc_paused():
         assert not gc.isenabled()
         raise KeyError
 
@@ -38,7 +38,7 @@ def test_it_is_on_again_after_a_failure() -> None:
 
 def test_who_has_it_off_keeps_it_off() -> None:
     gc.disable()
-    with collector_paused():
+    with gc_paused():
         assert not gc.isenabled()
     assert not gc.isenabled()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tierfall.core.runtime import run_lock as lock_module
-from tierfall.core.runtime.run_lock import Owner, RunLock
+from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types.errors import BackendError, ConfigError, LockError
 
 HOLD = """
@@ -231,7 +231,7 @@ def test_owner_is_known_by_the_kernel_where_the_note_is_unusable(
     process = start(HOLD, path)
     assert first_line(process) == "held"
     path.write_bytes(note)
-    assert RunLock.owner(path) == Owner(pid=process.pid)
+    assert RunLock.owner(path) == LockOwner(pid=process.pid)
     with pytest.raises(LockError, match=f"process {process.pid}, since an unknown time"):
         RunLock.take(path, run="gpt")
 
@@ -243,7 +243,7 @@ def test_note_of_an_earlier_owner_is_not_believed(path: Path, start: Start) -> N
     process = start(HOLD, path)
     assert first_line(process) == "held"
     path.write_bytes(note)
-    assert RunLock.owner(path) == Owner(pid=process.pid)
+    assert RunLock.owner(path) == LockOwner(pid=process.pid)
 
 
 def test_release_lets_others_in_keeps_the_file_and_may_be_repeated(path: Path) -> None:

@@ -19,7 +19,7 @@ from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import (
     Attempt,
     Commit,
-    Line,
+    Lineage,
     Manifest,
     Mark,
     NamedFile,
@@ -33,7 +33,7 @@ from tierfall.core.format.records import (
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
 from tierfall.core.types.values import CheckpointId, Shard
 
-LINE = Line(
+LINE = Lineage(
     run="gpt",
     checkpoint=CheckpointId(400, 7),
     attempt_id="0123456789abcdef0123456789abcdef",

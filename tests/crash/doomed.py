@@ -18,7 +18,7 @@ import torch
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.folders import Folders
 from tierfall.backends.posix.writer import PosixWriter
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.flush.admission import Admissions
 from tierfall.core.scheduler.flush.superseding import Superseder
@@ -167,9 +167,9 @@ _IMAGE, _PACKED = ".safetensors", ".safetensors.zst"
 _MANIFEST, _COMMIT = "-00001.json", "/commit.json"
 
 CAPTURE = {
-    "capture-copy": Point(owner=Filling, method="copy_next", calls=(2, 60)),
-    "capture-copied": Point(owner=Filling, method="copy_next", after=True, calls=(2, 60)),
-    "capture-hash": Point(owner=Filling, method="hash_ready", calls=(2, 60)),
+    "capture-copy": Point(owner=ImageCopier, method="copy_next", calls=(2, 60)),
+    "capture-copied": Point(owner=ImageCopier, method="copy_next", after=True, calls=(2, 60)),
+    "capture-hash": Point(owner=ImageCopier, method="hash_ready", calls=(2, 60)),
     "capture-room": Point(owner=Arena, method="allocate", after=True, calls=(1, 6)),
     "capture-unsealed": Point(owner=Region, method="seal", calls=(1, 5)),
     "capture-sealed": Point(owner=Region, method="seal", after=True, calls=(1, 5)),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import tierfall
 from tests.distributed import killing, program
 from tierfall.core.copies.chunk_reader import ChunkReader
-from tierfall.core.restore.exchange.rounds import _Hand
+from tierfall.core.restore.exchange.rounds import _RoundRunner
 
 RANK, WORLD = program.RANK, int(os.environ["WORLD_SIZE"])
 
@@ -108,9 +108,9 @@ def _restore(given: Any, folder: str, tensors: int, group: str, mine: bool, **ch
 
 def _break(how: str) -> None:
     if how == "dies":
-        killing.at(_Hand, "_send", 3, killing.kill_self)
+        killing.at(_RoundRunner, "_send", 3, killing.kill_self)
     if how == "stops":
-        killing.at(_Hand, "_send", 3, killing.stop_self)
+        killing.at(_RoundRunner, "_send", 3, killing.stop_self)
     if how == "raises":
         killing.at(ChunkReader, "read_from", 3, _raise)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.copies.chunk_reader import ChunkReader
 from tierfall.session.session import Session
 from tierfall.tiers.arena.region import Region
@@ -30,7 +30,7 @@ class Point:
 POINTS = {
     "open": Point(Session, "begin_line"),
     "opened": Point(Session, "begin_line", after=True),
-    "capture": Point(Filling, "__init__", after=True),
+    "capture": Point(ImageCopier, "__init__", after=True),
     "seal": Point(Region, "seal"),
     "sealed": Point(Region, "seal", after=True),
     "flush": Point(RawImageWriter, "put", after=True),

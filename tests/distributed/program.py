@@ -17,7 +17,7 @@ import torch
 import tierfall
 from tests.distributed import killing
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.core.ranks.transport import StorePost
+from tierfall.core.ranks.transport import StoreTransport
 from tierfall.core.scheduler.flush.flusher import Flusher
 from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.types.errors import StorageFullError
@@ -218,7 +218,7 @@ def cost(folder: str, saves: int, **changes: Any) -> Any:
         if inside and threading.get_ident() == caller:
             on_caller.append("message")
 
-    watch(StorePost, "send", count)
+    watch(StoreTransport, "send", count)
     watch(
         Commits, "landed", lambda _, tier, entry, files: landed.update({entry.id.step: time.time()})
     )

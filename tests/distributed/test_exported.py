@@ -17,7 +17,7 @@ from tests.distributed.job import Job
 from tierfall.cli.app import app
 from tierfall.core.tensor_index.store import open_index
 from tierfall.core.types.values import CheckpointId
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 
@@ -84,7 +84,7 @@ def test_the_index_has_the_blocks_of_fsdp_by_rank(
     make_job: Callable[..., Job], config: tierfall.Config
 ) -> None:
     make_job(3, program=PROGRAM).run("train", layout="fsdp", until=2)
-    with Reader(config) as reader:
+    with RunReader(config) as reader:
         store = reader.stores["pfs"]
         commit = store.read_commit(CheckpointId(2, 1))
         assert commit.file("index.zst") is not None

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import tierfall
-from tierfall.core.copies.verify import Verifier
+from tierfall.core.copies.verify import CopyVerifier
 from tierfall.core.format.documents import FORMAT
 from tierfall.ops.reader import open_place, resolve_path
 
@@ -53,7 +53,7 @@ def test_every_golden_file_is_as_it_was_written(golden: Path) -> None:
     store, listings = open_place(resolve_path(golden))
     (listing,) = listings.values()
     assert [copy.id.step for copy in listing.copies] == list(contents.STEPS)
-    with Verifier() as verifier:
+    with CopyVerifier() as verifier:
         for copy in listing.copies:
             checked = verifier.check_stored(store, copy.id)
             assert checked.good, checked.damage

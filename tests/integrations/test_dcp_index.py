@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from tests.integrations.dcp_help import QUIET
 from tests.rank_kit import config_of, save_on_ranks
 from tierfall.config import Config
-from tierfall.core.copies.checkpoint_reader import Parts
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.types.values import Shard
 from tierfall.integrations.dcp import TierReader
@@ -52,13 +52,13 @@ def config(tmp_path: Path) -> Config:
 def headers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of which ranks' images headers are read, in order."""
     read: list[int] = []
-    real = Parts.header_here
+    real = CheckpointReader.header_here
 
-    def header_here(parts: Parts, shard: Shard) -> ImageHeader:
+    def header_here(parts: CheckpointReader, shard: Shard) -> ImageHeader:
         read.append(shard.rank)
         return real(parts, shard)
 
-    monkeypatch.setattr(Parts, "header_here", header_here)
+    monkeypatch.setattr(CheckpointReader, "header_here", header_here)
     return read
 
 

@@ -24,7 +24,7 @@ from tests.integrations.dcp_help import QUIET, Renaming, emptied, nested, same
 from tests.integrations.dcp_ranks import Group, let_threads_meet
 from tests.test_dividing_ranks import close_all, open_all
 from tests.test_path_saving import commit, write
-from tierfall.core.copies.checkpoint_reader import Parts
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.tensor_index.index import Index
 from tierfall.core.types.errors import RestoreError, UnreachableError
@@ -174,7 +174,7 @@ def test_ranks_of_which_one_cannot_read_the_index_all_take_the_headers(
         really_open, really_index = opening._open, opening._read_index
         asking = threading.local()
 
-        def header_here(parts: Parts, shard: Shard) -> ImageHeader:
+        def header_here(parts: CheckpointReader, shard: Shard) -> ImageHeader:
             read[asking.session].add(shard.rank)
             return really_read(parts, shard)
 
@@ -182,13 +182,13 @@ def test_ranks_of_which_one_cannot_read_the_index_all_take_the_headers(
             asking.session = ckpt._session
             return really_open(ckpt, *more)
 
-        def read_index(ckpt: Checkpointer, parts: Parts) -> Index | None:
+        def read_index(ckpt: Checkpointer, parts: CheckpointReader) -> Index | None:
             if ckpt is pair[1].ckpt:
                 raise UnreachableError("this rank cannot read the index")
             return really_index(ckpt, parts)
 
-        really_read = Parts.header_here
-        monkeypatch.setattr(Parts, "header_here", header_here)
+        really_read = CheckpointReader.header_here
+        monkeypatch.setattr(CheckpointReader, "header_here", header_here)
         monkeypatch.setattr(opening, "_open", open_here)
         found = on(pair, lambda rank: rank.load(emptied(state)))
         assert all(same(one, state) for one in found)

@@ -44,7 +44,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.run.checkpointer import _open
-from tierfall.run.staging import Stage
+from tierfall.run.staging import StagedFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -287,7 +287,7 @@ def test_what_another_thread_of_dcps_cannot_write_is_saved_by_none(
 ) -> None:
     """DCP's writer does not look how its own threads have ended."""
     saves, here, met = ckpt._by_path, threading.current_thread(), threading.Event()
-    create = saves.create if failing == "write" else Stage.create
+    create = saves.create if failing == "write" else StagedFiles.create
 
     def failing_elsewhere(*given: Any) -> Any:
         if threading.current_thread() is here:
@@ -300,7 +300,7 @@ def test_what_another_thread_of_dcps_cannot_write_is_saved_by_none(
         monkeypatch.setattr(file.raw, "_grow", lambda *ranges: _full())
         return file
 
-    monkeypatch.setattr(saves if failing == "write" else Stage, "create", failing_elsewhere)
+    monkeypatch.setattr(saves if failing == "write" else StagedFiles, "create", failing_elsewhere)
     state = {f"w{number}": torch.ones(1000) for number in range(4)}
     with pytest.raises(CheckpointException, match=r"given up|files are gone"):
         dcp.save(state, storage_writer=FsspecWriter(path(1), thread_count=2))

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tests.rules import NEWEST_FIRST, SCATTERED, order, retained
-from tierfall.config import Retain
+from tierfall.config import RetainSection
 from tierfall.core.types.drain_outlook import DrainDecision
 from tierfall.core.types.loss_bound import LossBound
 from tierfall.core.types.policy import Rule
@@ -278,7 +278,7 @@ def _retain(words: list[str]) -> tuple[Rule, ...]:
         members["best"] = {"metric": metric, "mode": mode, "count": count}
     if members.get("tags") not in (None, "true"):
         members["tags"] = str(members["tags"]).split(",")
-    return Retain.model_validate(members).rules()
+    return RetainSection.model_validate(members).rules()
 
 
 def _when_full(kind: TierKind) -> WhenFull | None:

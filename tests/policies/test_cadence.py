@@ -13,8 +13,8 @@ from tierfall.core.types.values import LossClass, TierKind
 from tierfall.core.types.view import TierRules
 from tierfall.policies.cadence import (
     PROFILE_STEPS,
-    Bound,
     CadenceRules,
+    IntervalBound,
     Measured,
     availability_s,
     best_ettr_interval_s,
@@ -151,19 +151,19 @@ def measured(**more: Any) -> Measured:
 def test_a_measured_interval_begins_with_steps_then_a_save_then_a_second() -> None:
     rules = CadenceRules(overhead=0.035, tiers=(HOST, STORE))
     nothing = choose_interval(rules, Measured())
-    assert (nothing.interval_steps, nothing.bound) == (None, Bound.MEASURING)
+    assert (nothing.interval_steps, nothing.bound) == (None, IntervalBound.MEASURING)
     assert f"{PROFILE_STEPS} steps are measured" in nothing.reason
     first = choose_interval(rules, Measured(step_s=0.1))
-    assert (first.interval_steps, first.bound) == (1, Bound.MEASURING)
+    assert (first.interval_steps, first.bound) == (1, IntervalBound.MEASURING)
     second = choose_interval(rules, measured(cost_s=None))
-    assert (second.interval_steps, second.bound) == (PROFILE_STEPS, Bound.MEASURING)
+    assert (second.interval_steps, second.bound) == (PROFILE_STEPS, IntervalBound.MEASURING)
     full = measured(cost_s=None, durable_s={"store": 12.0}, foreground_s=0.5, step_s=0.3)
     assert choose_interval(rules, full).interval_steps == 39, "CheckFreq's: the first is through"
 
 
 def test_an_overhead_is_kept_by_the_fewest_steps_and_the_reason_has_its_inputs() -> None:
     choice = choose_interval(CadenceRules(overhead=0.035, tiers=(HOST,)), measured())
-    assert (choice.interval_steps, choice.bound) == (40, Bound.OVERHEAD)
+    assert (choice.interval_steps, choice.bound) == (40, IntervalBound.OVERHEAD)
     assert "costs 0.14 s" in choice.reason
     assert "takes 0.1 s" in choice.reason
     assert "3.500%" in choice.reason
@@ -181,19 +181,19 @@ def test_no_measured_interval_is_shorter_than_the_slowest_tier_keeps_up_with(
     slow = measured(durable_s={"nvme": 40.0, "store": 60.0})
     choice = choose_interval(rules, slow)
     q = 1 + (rules.overhead or 0.0)
-    assert choice.bound is Bound.DURABLE
+    assert choice.bound is IntervalBound.DURABLE
     assert choice.interval_steps == math.ceil(40.0 / (2 * q * 0.1)), "the store takes every tenth"
     assert "tier nvme has a save after 40 s, and host memory holds 2" in choice.reason
     one = choose_interval(rules, measured(durable_s={"nvme": 40.0}, images=1))
     assert one.interval_steps == math.ceil(40.0 / (q * 0.1))
     quick = choose_interval(rules, measured(durable_s={"nvme": 1.0}))
-    assert quick.bound is not Bound.DURABLE
+    assert quick.bound is not IntervalBound.DURABLE
 
 
 def test_an_mtbf_is_answered_by_daly_in_steps() -> None:
     rules = CadenceRules(mtbf_s={LossClass.PROCESS: 11134.8, LossClass.SITE: 1e6}, tiers=(HOST,))
     choice = choose_interval(rules, measured(cost_s=60.0, step_s=2.0))
-    assert (choice.interval_steps, choice.bound) == (round(1116.3 / 2), Bound.FAILURES)
+    assert (choice.interval_steps, choice.bound) == (round(1116.3 / 2), IntervalBound.FAILURES)
     assert "a failure every 1.113e+04 s" in choice.reason
 
 
@@ -226,7 +226,7 @@ def test_without_failures_or_a_cost_no_tier_has_a_cadence() -> None:
 
 def test_what_is_set_is_not_measured() -> None:
     steps = choose_interval(CadenceRules(every_steps=100), Measured())
-    assert (steps.interval_steps, steps.bound) == (100, Bound.EVERY)
+    assert (steps.interval_steps, steps.bound) == (100, IntervalBound.EVERY)
     timed = choose_interval(CadenceRules(every_s=600.0), measured(step_s=2.0))
-    assert (timed.interval_steps, timed.bound) == (300, Bound.EVERY)
+    assert (timed.interval_steps, timed.bound) == (300, IntervalBound.EVERY)
     assert choose_interval(CadenceRules(every_s=600.0), Measured()).interval_steps is None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tierfall.policies.cadence import AGAIN_AFTER, TRIALS, Trial, choose_lazy
+from tierfall.policies.cadence import AGAIN_AFTER, TRIALS, LazyTrial, choose_lazy
 
 
-def run_of(saves: int, *, lazy_s: float, blocking_s: float, steps: int = 10) -> list[Trial]:
+def run_of(saves: int, *, lazy_s: float, blocking_s: float, steps: int = 10) -> list[LazyTrial]:
     """A run in which saves cost so much, by the mode that was chosen for each."""
-    trials: list[Trial] = []
+    trials: list[LazyTrial] = []
     for _ in range(saves):
         lazy, _ = choose_lazy(trials)
-        trials.append(Trial(lazy, steps, lazy_s if lazy else blocking_s))
+        trials.append(LazyTrial(lazy, steps, lazy_s if lazy else blocking_s))
     return trials
 
 
@@ -45,18 +45,18 @@ def test_a_machine_that_changes_changes_the_choice() -> None:
     trials = run_of(50, lazy_s=1.0, blocking_s=1.2)
     for _ in range(20 * AGAIN_AFTER):
         lazy, _ = choose_lazy(trials)
-        trials.append(Trial(lazy, 10, 2.0 if lazy else 1.2))
+        trials.append(LazyTrial(lazy, 10, 2.0 if lazy else 1.2))
         del trials[:-300]
     assert choose_lazy(trials)[0] is False
 
 
 def test_one_odd_interval_decides_nothing() -> None:
     trials = run_of(30, lazy_s=1.0, blocking_s=1.2)
-    trials.append(Trial(True, 10, 60.0))  # an evaluation, say
+    trials.append(LazyTrial(True, 10, 60.0))  # an evaluation, say
     assert choose_lazy(trials)[0]
 
 
 def test_intervals_of_other_lengths_are_not_compared() -> None:
     trials = run_of(30, lazy_s=1.0, blocking_s=1.2)
-    trials.append(Trial(True, 5, 0.5))
+    trials.append(LazyTrial(True, 5, 0.5))
     assert choose_lazy(trials) == (False, f"blocking: {TRIALS} of each are tried")

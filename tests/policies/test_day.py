@@ -15,7 +15,7 @@ from tests.rules import NEWEST_FIRST, retained
 from tierfall.core.types.values import LossClass, TierKind, WhenFull
 from tierfall.core.types.view import TierRules
 from tierfall.plan.day import DayForecast, forecast_day
-from tierfall.plan.simulate import Chain, Workload
+from tierfall.plan.simulate import SimulatedChain, Workload
 
 GOLDEN = Path(__file__).with_name("forecast.txt")
 GB, MB = 10**9, 10**6
@@ -44,21 +44,21 @@ def every(seconds: float, size: int = 9 * GB, **more: int) -> Workload:
     return Workload(image_bytes=size, save_every_s=seconds, **more)
 
 
-FAST = Chain(
+FAST = SimulatedChain(
     rules=(HOST, disk(keep=3), store(flush_every=10, keep=5)),
     rates={"nvme": 3.0 * GB, "store": 0.5 * GB},
     shared=frozenset({"store"}),
 )
-SLOW = Chain(rules=(HOST, disk(keep=3)), rates={"nvme": 500.0 * MB}, host_bytes=5 * 7 * GB)
+SLOW = SimulatedChain(rules=(HOST, disk(keep=3)), rates={"nvme": 500.0 * MB}, host_bytes=5 * 7 * GB)
 
 
-def full(chain: Chain, host: WhenFull) -> Chain:
+def full(chain: SimulatedChain, host: WhenFull) -> SimulatedChain:
     return replace(chain, rules=(replace(HOST, when_full=host), *chain.rules[1:]))
 
 
-def far(**rules: Any) -> Chain:
+def far(**rules: Any) -> SimulatedChain:
     """A quick disk, and a store that takes a third of what comes."""
-    return Chain(
+    return SimulatedChain(
         rules=(HOST, disk(keep=2), store(**rules)),
         rates={"nvme": 7.0 * GB, "store": 7 * GB / 30},
         shared=frozenset({"store"}),
@@ -66,7 +66,7 @@ def far(**rules: Any) -> Chain:
     )
 
 
-CASES: dict[str, tuple[Chain, Workload]] = {
+CASES: dict[str, tuple[SimulatedChain, Workload]] = {
     "a disk and a store that keep up": (FAST, every(600)),
     "the same, saved every 5 s: 17,280 saves": (FAST, every(5, GB)),
     "two tiers that fall behind a little: 2.1 checkpoints an hour": (
@@ -204,7 +204,7 @@ def test_however_little_is_played_there_is_an_answer(work_max: int) -> None:
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> tuple[Chain, Workload]:
+def chains(draw: st.DrawFn) -> tuple[SimulatedChain, Workload]:
     size = draw(st.integers(1, 20)) * GB
     when_full = draw(st.sampled_from(WhenFull))
     tiers = [replace(HOST, when_full=when_full)]
@@ -223,7 +223,7 @@ def chains(draw: st.DrawFn) -> tuple[Chain, Workload]:
             )
         )
         rates[name] = size / draw(st.floats(0.1, 2000.0))
-    chain = Chain(
+    chain = SimulatedChain(
         rules=tuple(tiers),
         rates=rates,
         host_bytes=size * draw(st.integers(1, 6)),
@@ -232,7 +232,7 @@ def chains(draw: st.DrawFn) -> tuple[Chain, Workload]:
     return chain, every(draw(st.floats(20.0, 7200.0)), size)
 
 
-UP_AND_DOWN = Chain(
+UP_AND_DOWN = SimulatedChain(
     rules=(HOST, disk("t0"), disk("t1", flush_every=2)),
     rates={"t0": GB / 21, "t1": 1.0 * GB},
     shared=frozenset(),
@@ -246,7 +246,7 @@ UP_AND_DOWN = Chain(
 @example((UP_AND_DOWN, every(20.0, GB)))
 @given(chains())
 def test_no_chain_is_filled_beyond_its_bounds_and_nothing_is_lost_count_of(
-    case: tuple[Chain, Workload],
+    case: tuple[SimulatedChain, Workload],
 ) -> None:
     chain, load = case
     made = forecast_day(chain, load, work_max=30_000)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierfall.core.types.drain_outlook import DrainDecision, Prospect
+from tierfall.core.types.drain_outlook import ArrivalOutlook, DrainDecision
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind, survives
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 from tierfall.policies.drain import drain_in_words, plan_drain
@@ -86,10 +86,10 @@ def test_plans(
         for decision in group:
             rest_s = left_s - spent_s
             begun = by_id[decision.checkpoint].state(decision.tier) is CopyState.ARRIVING
-            if decision.prospect is Prospect.ARRIVES:
+            if decision.prospect is ArrivalOutlook.ARRIVES:
                 spent_s += seconds(decision, rates)
                 assert decision.goes
-            elif decision.prospect is Prospect.UNKNOWN:
+            elif decision.prospect is ArrivalOutlook.UNKNOWN:
                 assert decision.goes
                 assert decision.tier in view.failing or rates[decision.tier] is None
                 assert rest_s > 0
@@ -97,7 +97,7 @@ def test_plans(
                 assert rest_s <= 0 or seconds(decision, rates) > rest_s
                 arrives = any(
                     d.tier == decision.tier
-                    and d.prospect is Prospect.ARRIVES
+                    and d.prospect is ArrivalOutlook.ARRIVES
                     and by_id[d.checkpoint].state(d.tier) is not CopyState.ARRIVING
                     for d in plan
                 )
@@ -128,4 +128,4 @@ def test_more_time_never_loses_the_newest(left_s: float) -> None:
         ),
     )
     plan = plan_drain(view, bytes_per_s={"store": 10.0}, left_s=left_s)
-    assert (plan[0].checkpoint.step, plan[0].prospect) == (3, Prospect.ARRIVES)
+    assert (plan[0].checkpoint.step, plan[0].prospect) == (3, ArrivalOutlook.ARRIVES)

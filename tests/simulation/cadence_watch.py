@@ -10,8 +10,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tierfall.policies.cadence import PROFILE_STEPS, Bound, CadenceRules
-from tierfall.run.cadence import PATIENCE_STEPS, Cadence
+from tierfall.policies.cadence import PROFILE_STEPS, CadenceRules, IntervalBound
+from tierfall.run.cadence import PATIENCE_STEPS, CadenceClock
 from tierfall.telemetry.reports import CadenceReport
 
 ONE_POINT = 0.01
@@ -88,7 +88,7 @@ class Watch:
         elif self._rules.measured:
             self._check_decided(step, report)
         else:
-            assert report.bound == Bound.EVERY, report
+            assert report.bound == IntervalBound.EVERY, report
         if self._since is not None:
             self._since.added_s = now_s - self._since.began_s - self._since.trained_s
             self._start.intervals.append(self._since)
@@ -98,7 +98,7 @@ class Watch:
             if self._start.bare_steps < 2 * PROFILE_STEPS:
                 self._start.unseen = max(self._start.unseen, report.step_s / self._step_s - 1)
 
-    def after_save(self, cadence: Cadence) -> None:
+    def after_save(self, cadence: CadenceClock) -> None:
         """What the first step after a save is told of the next one."""
         self._longest = cadence.report().interval_steps or math.inf
 
@@ -109,7 +109,7 @@ class Watch:
             return  # it was announced before this was measured anew
         assert steps is not None
         assert step_s
-        assert (report.bound == Bound.MEASURING) == (report.cost_s is None), report
+        assert (report.bound == IntervalBound.MEASURING) == (report.cost_s is None), report
         if report.cost_s is None:
             return
         if self._exact and self._last_step is not None:
@@ -117,12 +117,12 @@ class Watch:
             longest = max(steps, self._longest) + PATIENCE_STEPS
             assert steps <= lie <= longest, f"step {step} is saved after {lie}: {report.reason}"
         share = report.cost_s / (steps * step_s)
-        if report.bound == Bound.OVERHEAD:
+        if report.bound == IntervalBound.OVERHEAD:
             budget = self._rules.overhead or 0.0
             more = report.cost_s / ((steps - 1) * step_s) if steps > 1 else math.inf
             drift = DRIFT if self._exact else DRIFT_OF_MANY
             assert share * (1 - drift) <= budget <= more * (1 + drift), report
-        elif report.bound == Bound.FAILURES:
+        elif report.bound == IntervalBound.FAILURES:
             lost = [self._lost(n * steps * step_s, report.cost_s) for n in (0.5, 1, 2)]
             assert lost[1] <= (1 + DRIFT) * lost[2], report
             assert steps == 1 or lost[1] <= (1 + DRIFT) * lost[0], report
@@ -136,7 +136,7 @@ class Watch:
     def _check_durable(self, steps: int, step_s: float, report: CadenceReport) -> None:
         """The tier that is named keeps up, and would not with twice as many saves."""
         named = DURABLE.match(report.reason)
-        assert report.bound == Bound.DURABLE
+        assert report.bound == IntervalBound.DURABLE
         assert named, report
         (tier,) = [tier for tier in self._rules.tiers if tier.name == named[1]]
         share_s = float(named[2]) / tier.flush_every

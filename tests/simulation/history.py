@@ -35,7 +35,7 @@ from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit, Mark
-from tierfall.core.scheduler.ledger.tasks import DropCopy, Order, PersonsOrder, Task
+from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, DeleteCopy, Task
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import CapacityError, CaptureError, TierfallError
@@ -150,10 +150,10 @@ class History:
         self.buried: set[CheckpointId] = set()
         self.ever: dict[CheckpointId, Commit] = {}
         self.superseded: set[CheckpointId] = set()
-        self._drops: dict[int, DropCopy] = {}
+        self._drops: dict[int, DeleteCopy] = {}
         self._read = CommitReader().read
         self._judged: dict[int, object] = {}
-        self.seen_drops: list[DropCopy] = []
+        self.seen_drops: list[DeleteCopy] = []
         self.purges = random.Random(f"purge {seed}")
         self.purged: set[tuple[str, CheckpointId]] = set()
         self.no_room: set[tuple[str, CheckpointId]] = set()
@@ -260,19 +260,19 @@ class History:
         self.log.append(f"drain until {until_s:.1f}")
         self.world.coordinator.draining.begin(self.drains.random(), until_s, self.world.now_s)
 
-    def _order(self, kind: PersonsOrder, id: CheckpointId) -> list[dict[str, BaseException]]:
+    def _order(self, kind: CommandKind, id: CheckpointId) -> list[dict[str, BaseException]]:
         self.log.append(f"{kind} {id}")
         answer: list[dict[str, BaseException]] = []
         number = self.unpins[id]
 
         def tell(failed: dict[str, BaseException]) -> None:
             answer.append(failed)
-            self.unpinning[id] -= kind is PersonsOrder.UNPIN
-            if kind is PersonsOrder.PIN and not failed and number == self.unpins[id]:
+            self.unpinning[id] -= kind is CommandKind.UNPIN
+            if kind is CommandKind.PIN and not failed and number == self.unpins[id]:
                 self.pinned[id] = self._marked(keys.PIN_MARK, id)
                 self.log.append(f"{id} is pinned on {sorted(self.pinned[id])}")
 
-        self.world.coordinator.post(Order(kind=kind, id=id, wall_time_s=0.0, answer=tell))
+        self.world.coordinator.post(Command(kind=kind, id=id, wall_time_s=0.0, answer=tell))
         self.world.step()
         return answer
 
@@ -282,7 +282,7 @@ class History:
 
     def pin(self) -> None:
         if (id := self._any()) is not None and not self._is_rotten(id):
-            self._order(PersonsOrder.PIN, id)
+            self._order(CommandKind.PIN, id)
 
     def unpin(self) -> None:
         id = self.draw.choice(sorted(self.pinned)) if self.pinned else self._any()
@@ -290,12 +290,12 @@ class History:
             self.pinned.pop(id, None)
             self.unpins[id] += 1
             self.unpinning[id] += 1
-            self._order(PersonsOrder.UNPIN, id)
+            self._order(CommandKind.UNPIN, id)
 
     def delete(self) -> None:
         if (id := self._any()) is not None and id not in self.pinned:
             self.deleted.add(id)
-            self._order(PersonsOrder.DELETE, id)
+            self._order(CommandKind.DELETE, id)
 
     def mark_from_outside(self) -> None:
         """A command line beside the trainer leaves a mark."""
@@ -634,7 +634,7 @@ class History:
         known = self._known(now)
         left = self._abandoned(known)
         for task in self.world.tasks:
-            if not isinstance(task, DropCopy) or id(task) in self._drops:
+            if not isinstance(task, DeleteCopy) or id(task) in self._drops:
                 continue  # a person may have deleted since what it was judged by
             self._drops[id(task)] = task
             if "left behind" not in task.reason:
@@ -651,7 +651,7 @@ class History:
         """What no rule is said to keep, none wants, among all that lies there and was not left behind: asked as the
         drop is decided, since a person may delete another one a moment later."""
         if (
-            not isinstance(task, DropCopy)
+            not isinstance(task, DeleteCopy)
             or task.unfinished
             or not task.reason.startswith("no rule keeps it")
         ):

@@ -22,7 +22,7 @@ from tests.simulation.world import IMAGE, Place, Zombie, newest_attempt, objects
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.format.records import read_attempt
-from tierfall.core.scheduler.ledger.tasks import CopyRun, DropCopy, Task
+from tierfall.core.scheduler.ledger.tasks import CopyRun, DeleteCopy, Task
 from tierfall.core.types import keys as names
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.events import SetAside
@@ -116,7 +116,8 @@ class Hour(History):
         """A process that was taken for lost goes on for a moment: whatever it does, nothing that lies on a tier where
         the newer attempt is known goes, or changes."""
         if self._hangs_as_it_drops and any(
-            isinstance(task, DropCopy) and task.tier in self._shared() for task in self.world.tasks
+            isinstance(task, DeleteCopy) and task.tier in self._shared()
+            for task in self.world.tasks
         ):
             self._hangs_as_it_drops = False
             self._lose_node()

@@ -21,8 +21,8 @@ from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.snapshot import Share
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.message_tree import Topic
-from tierfall.core.restore.agreement import choose_together
-from tierfall.core.restore.candidates import Request
+from tierfall.core.restore.agreement import choose_candidates
+from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.inventory import merge_ranks
 from tierfall.core.scheduler.ledger.tasks import Task
 from tierfall.core.types import keys
@@ -175,9 +175,9 @@ class Many:
         self, described: Mapping[int, Mapping[str, Any]], order: Sequence[str]
     ) -> CheckpointId | None:
         """Read the newest checkpoint that all ranks can, and return it; None where a person begins anew."""
-        request = Request(ignore_unreachable=self.does_without())
+        request = RestoreRequest(ignore_unreachable=self.does_without())
         try:
-            chosen = choose_together(described, order, request)["order"]
+            chosen = choose_candidates(described, order, request)["order"]
         except RestoreError as error:
             self.trace.append(f"fresh: {error}")
             return None

@@ -23,7 +23,7 @@ from tierfall.core.capture.snapshot import Share, Snapshot
 from tierfall.core.format.commit_files import image_file, without_index
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit
-from tierfall.core.image.dedup import Digests
+from tierfall.core.image.dedup import ReplicaDigests
 from tierfall.core.ranks.message_tree import Topic
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, Task
 from tierfall.core.tensor_index.index import read_index
@@ -149,7 +149,7 @@ class ManyHistory:
             self.unlike.add(id)
         return Share(
             structure="s",
-            digests=Digests(
+            digests=ReplicaDigests(
                 keys=np.array([4, 8], dtype=np.uint64),
                 values=np.array([id.step, int(odd == rank)], dtype=np.uint64),
                 groups=np.array([0, 0]),

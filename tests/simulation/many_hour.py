@@ -18,7 +18,7 @@ from tests.simulation.many_storage import Faults, id_of
 from tests.simulation.rank import Rank
 from tests.simulation.training import Training, draw_pace
 from tests.simulation.world import IMAGE
-from tierfall.core.scheduler.ledger.tasks import CopyRun, DropCopy, OpenShard, ReadMarks, Task
+from tierfall.core.scheduler.ledger.tasks import CopyRun, DeleteCopy, OpenShard, ReadMarks, Task
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.announced_steps import TOPIC, AnnouncedSteps
 
@@ -110,7 +110,7 @@ class ManyHour(ManyHistory):
         """What waits for its moment may happen now."""
         faults = self.faults
         drops = faults.hangs_as_it_drops and any(
-            isinstance(task, DropCopy) and task.tier == SHARED_TIER
+            isinstance(task, DeleteCopy) and task.tier == SHARED_TIER
             for rank in self.world.ranks
             for task in rank.tasks
         )

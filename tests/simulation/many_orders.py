@@ -12,7 +12,7 @@ from collections.abc import Collection
 from tests.simulation.many import Many
 from tests.simulation.world import Place
 from tierfall.core.format.records import Mark
-from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId
 from tierfall.tiers.stored import StoredTier
@@ -28,7 +28,7 @@ class Person:
         self.deleted: set[CheckpointId] = set()
         self.counts: Counter[str] = Counter()
         self._pins: dict[CheckpointId, set[Place]] = {}
-        self._answers: list[tuple[PersonsOrder, CheckpointId, list[dict[str, BaseException]]]] = []
+        self._answers: list[tuple[CommandKind, CheckpointId, list[dict[str, BaseException]]]] = []
 
     def _known(self) -> list[CheckpointId]:
         return sorted({id for place in self._places() for id in self.world.records(*place)})
@@ -44,11 +44,11 @@ class Person:
         held = {id for rank in self.world.ranks for id in rank.sealed()}
         if not (known := sorted({*self._known(), *held})):
             return
-        id, kind = self.draw.choice(known), self.draw.choice(tuple(PersonsOrder))
+        id, kind = self.draw.choice(known), self.draw.choice(tuple(CommandKind))
         self.world.trace.append(f"a person: {kind} {id}")
-        if kind is PersonsOrder.UNPIN:
+        if kind is CommandKind.UNPIN:
             self._pins.pop(id, None)
-        if kind is PersonsOrder.DELETE:
+        if kind is CommandKind.DELETE:
             self.doomed.add(id)
         self._answers.append((kind, id, self.world.ranks[0].order(kind, id)))
 
@@ -74,7 +74,7 @@ class Person:
             self.doomed.add(id)
 
     def _is_unpinning(self, id: CheckpointId) -> bool:
-        return any(kind is PersonsOrder.UNPIN and of == id for kind, of, _ in self._answers)
+        return any(kind is CommandKind.UNPIN and of == id for kind, of, _ in self._answers)
 
     def _store(self, place: Place) -> StoredTier:
         return StoredTier(name=place[0], run="run", backend=self.world.disk(*place))
@@ -86,11 +86,11 @@ class Person:
             done = not answer[0]
             self.counts[f"{kind}"] += done
             self.world.trace.append(f"a person: {kind} {id} ended: {answer[0]}")
-            if kind is PersonsOrder.PIN and done and not self._is_unpinning(id):
+            if kind is CommandKind.PIN and done and not self._is_unpinning(id):
                 told = self.world.ranks[0].committed  # what is not may be taken back
                 holding = {place for place in self._holding(id) if id in told(place[0])}
                 self._pins.setdefault(id, set()).update(holding)
-            if kind is PersonsOrder.DELETE and done:
+            if kind is CommandKind.DELETE and done:
                 self.deleted.add(id)
         for id, places in self._pins.items():
             for place in places:

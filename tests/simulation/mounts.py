@@ -14,13 +14,13 @@ from tests.simulation.weather import Outage
 from tests.simulation.world import World
 from tierfall.backends.memory import MemoryBackend
 from tierfall.config import Config
-from tierfall.core.format.catalog import Listing
+from tierfall.core.format.catalog import ListRequest
 from tierfall.core.format.records import read_tier
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.values import LossClass
 from tierfall.core.types.view import TierRules
-from tierfall.setup.tier_identity import Identities
+from tierfall.setup.tier_identity import TierIdentities
 from tierfall.tiers.stored import StoredTier
 
 RECORD = f"run/{keys.TIER_NAME}"
@@ -29,7 +29,7 @@ MOUNTED, NOT_MOUNTED = "/proc", "/"
 
 
 class MachineFile:
-    """A file that this machine keeps until it is restarted, by the calls of a Path that ``Identities`` makes."""
+    """A file that this machine keeps until it is restarted, by the calls of a Path that ``TierIdentities`` makes."""
 
     def __init__(self) -> None:
         self.data: bytes | None = None
@@ -53,7 +53,7 @@ class MachineFile:
 
 
 def config_of(rules: Iterable[TierRules], is_mounted: Callable[[str], bool]) -> Config:
-    """What ``Identities`` is to know of the tiers; those that survive a node are all nodes'."""
+    """What ``TierIdentities`` is to know of the tiers; those that survive a node are all nodes'."""
     stored = [
         SimpleNamespace(
             name=tier.name,
@@ -110,9 +110,9 @@ class MountedWorld(World):
     def _config(self) -> Config:
         return config_of(self.rules[1:], lambda tier: self._outage_of(tier).mounted)
 
-    def _look_at_all(self, unread: Iterable[str]) -> tuple[Listing, ...]:
+    def _look_at_all(self, unread: Iterable[str]) -> tuple[ListRequest, ...]:
         listings = super()._look_at_all(unread)
-        self._identities = Identities(
+        self._identities = TierIdentities(
             self._config(), self.stores, cast(Path, self.machine), listings
         )
         self._identities.refuse_aliases()

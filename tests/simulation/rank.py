@@ -36,21 +36,21 @@ from tierfall.core.capture.events import (
 )
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import Snapshot
-from tierfall.core.copies.chunk_reader import ChunkReader, Tally
+from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.images import Image, RegionImage, StoredImage
 from tierfall.core.copies.shard_reader import PASSABLE, find_images
-from tierfall.core.format.catalog import FoundCopy, Listing, merge
+from tierfall.core.format.catalog import FoundCopy, ListRequest, merge
 from tierfall.core.format.documents import Spliced, dumps, sha256
-from tierfall.core.format.records import Attempt, Commit, Geometry, Line, Manifest, NamedFile
+from tierfall.core.format.records import Attempt, Commit, Geometry, Lineage, Manifest, NamedFile
 from tierfall.core.ranks.message_tree import Bodies, Topic
-from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
-from tierfall.core.restore.inventory import describe, unite
+from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
+from tierfall.core.restore.inventory import describe, unite_copies
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.executor import TaskRunner
 from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import Admission, Order, PersonsOrder, Task
+from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, Command, CommandKind, Task
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
@@ -65,7 +65,7 @@ from tierfall.policies import defaults
 from tierfall.session.adopt import take_over
 from tierfall.session.start import Start
 from tierfall.setup.attempts import next_number
-from tierfall.setup.tier_identity import Identities
+from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import settle
 from tierfall.tiers.stored import StoredTier
 
@@ -139,14 +139,14 @@ class Rank:
         self.stores: dict[str, StoredTier] = {}
         self.errors: dict[str, TierfallError] = {}
         """The tiers that all ranks go on without, for as long as this process runs."""
-        self.listings: tuple[Listing, ...] = ()
+        self.listings: tuple[ListRequest, ...] = ()
         self.attempt: Attempt
         self._read_whole: tuple[str, ...] = ()
         self._found_damage: list[tuple[str, CheckpointId, TierfallError]] = []
         self.tasks: list[Task] = []
         self.next_s: float | None = None
         self.ordinal = 0
-        self.listeners: dict[str | int, Callable[[News], None]] = {}
+        self.listeners: dict[str | int, Callable[[RankMessage], None]] = {}
         self.coordinator: Coordinator
 
     # A start, step by step -----------------------------------------------------------------------
@@ -159,7 +159,10 @@ class Rank:
         self.listings = listings
         config = config_of(self.world.rules[1:], lambda tier: self.troubles[tier].mounted)
         machine = cast(Path, self.world.machines[self.node])
-        self._config, self._identities = config, Identities(config, self.stores, machine, listings)
+        self._config, self._identities = (
+            config,
+            TierIdentities(config, self.stores, machine, listings),
+        )
         self._identities.refuse_aliases()
         missing: dict[str, TierfallError] = dict(self._identities.missing(listings))
         failed = {x.tier: x.error for x in listings if x.error is not None}
@@ -188,7 +191,7 @@ class Rank:
             del self.stores[name]
             self.errors[name] = error = tiers[name]
             self.listings = tuple(
-                Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
+                ListRequest(tier=name, error=error) if x.tier == name else x for x in self.listings
             )
 
     def owns(self, tier: str) -> bool:
@@ -230,17 +233,19 @@ class Rank:
         self.attempt = attempt
         return True
 
-    def _in_memory(self, *memories: FakeMemory) -> Listing:
+    def _in_memory(self, *memories: FakeMemory) -> ListRequest:
         found: dict[CheckpointId, dict[str, FoundCopy]] = {}
         for id, image in [held for memory in memories for held in images_of(memory)]:
             copy = found_in(image.region)
             found.setdefault(id, {})[f"region {len(found.get(id, ()))}"] = copy
-        return Listing(tier="host", copies=tuple(unite(copies)[0] for copies in found.values()))
+        return ListRequest(
+            tier="host", copies=tuple(unite_copies(copies)[0] for copies in found.values())
+        )
 
     def read(self, id: CheckpointId, shard: Shard) -> bool:
         """Read a rank's part of a checkpoint from the fastest copies here that are good; False where none is. What is
         read is what was saved."""
-        tally = Tally(found_damage=lambda *found: self._found_damage.append(found))
+        tally = ReadTally(found_damage=lambda *found: self._found_damage.append(found))
         memories = [rank.memory for rank in self.world.ranks if rank.node == self.node]
         listings = (self._in_memory(*memories), *self.listings[1:])
         known = next((known for known in merge(listings) if known.id == id), None)
@@ -279,7 +284,7 @@ class Rank:
             there = tier == "host" or self.stores[tier].holds(of)
             coordinator.found_damage(tier, of, str(error), repairable=there)
 
-    def start(self, start: Start, held: tuple[Listing, ...]) -> None:
+    def start(self, start: Start, held: tuple[ListRequest, ...]) -> None:
         """Build the ledger of what all ranks have their parts of, and begin."""
         listings = self.listings
         for store in self.stores.values():
@@ -329,25 +334,25 @@ class Rank:
 
     def _listen(self) -> None:
         council, post = self.world.network.councils[self.number], self.coordinator.post
-        listeners: dict[str | int, Callable[[News], None]] = {}
+        listeners: dict[str | int, Callable[[RankMessage], None]] = {}
         self.listeners = listeners  # a zombie's are not those of the process in its place
 
-        def hear(news: News) -> None:
+        def hear(news: RankMessage) -> None:
             listeners.get(news.topic[0], post)(news)
 
         def gathered(topic: Topic, bodies: Bodies) -> None:
-            hear(Gathered(topic=topic, bodies=bodies))
+            hear(MessagesGathered(topic=topic, bodies=bodies))
 
         def passed(topic: Topic, bodies: Bodies) -> None:
-            hear(Gathered(topic=topic, bodies=bodies, passed=True))
+            hear(MessagesGathered(topic=topic, bodies=bodies, passed=True))
 
         def announced(topic: Topic, body: Any) -> None:
             if self.number == 0 and council is self.world.network.councils[0]:
                 self.world.said(topic, body)
-            hear(Announced(topic=topic, body=body))
+            hear(DecisionAnnounced(topic=topic, body=body))
 
         def told(topic: Topic, body: Any, rank: int) -> None:
-            hear(Told(topic=topic, body=body, rank=rank))
+            hear(RankReported(topic=topic, body=body, rank=rank))
 
         council.on_gathered, council.on_passed = gathered, passed
         council.on_announced, council.on_told = announced, told
@@ -363,9 +368,9 @@ class Rank:
 
     # Saving --------------------------------------------------------------------------------------
 
-    def _line(self, step: int) -> Line:
+    def _line(self, step: int) -> Lineage:
         self.ordinal = max(self.ordinal, self.coordinator.ledger.least_ordinal) + 1
-        return Line(
+        return Lineage(
             run="run",
             checkpoint=CheckpointId(step, self.world.attempt.number),
             attempt_id=self.world.attempt.id,
@@ -377,7 +382,7 @@ class Rank:
         """Ask for room; the answer (region, error) is appended once there is one."""
         answer: list[Any] = []
         self.coordinator.post(
-            Admission(
+            AdmissionRequest(
                 id=CheckpointId(step, self.world.attempt.number),
                 image_bytes=IMAGE,
                 records_bytes=0,
@@ -388,7 +393,7 @@ class Rank:
         self.step()
         return answer
 
-    def _handle(self, line: Line) -> tuple[SaveHandle, tuple[str, ...]]:
+    def _handle(self, line: Lineage) -> tuple[SaveHandle, tuple[str, ...]]:
         owed = defaults.tiers_owed(self.world.rules, line.ordinal)
         tiers = tuple(tier for tier in owed if tier in self.stores)
         handle = SaveHandle(
@@ -491,10 +496,10 @@ class Rank:
         self.advance(snapshot, CUT.chunk_count)
         return snapshot.handle
 
-    def order(self, kind: PersonsOrder, id: CheckpointId) -> list[dict[str, BaseException]]:
+    def order(self, kind: CommandKind, id: CheckpointId) -> list[dict[str, BaseException]]:
         """Give an order; its answer is appended once there is one."""
         answer: list[dict[str, BaseException]] = []
-        order = Order(kind=kind, id=id, wall_time_s=self.world.now_s, answer=answer.append)
+        order = Command(kind=kind, id=id, wall_time_s=self.world.now_s, answer=answer.append)
         self.coordinator.post(order)
         self.step()
         return answer

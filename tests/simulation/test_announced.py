@@ -16,11 +16,11 @@ import pytest
 
 from tests.training_loop import HOST, STORE
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.ranks.ranks import Announced, News, Told
+from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
 from tierfall.core.types.values import CheckpointId
 from tierfall.policies.cadence import CadenceRules
 from tierfall.run.announced_steps import AnnouncedSteps
-from tierfall.run.cadence import Cadence
+from tierfall.run.cadence import CadenceClock
 
 STEPS = 120
 TIERS = (HOST, STORE)
@@ -34,20 +34,22 @@ RULES = {
 class Council:
     """One rank's part: what it says lies in a queue for each rank that is to hear it."""
 
-    def __init__(self, rank: int, wires: list[deque[News]]) -> None:
+    def __init__(self, rank: int, wires: list[deque[RankMessage]]) -> None:
         self.topology: Any = SimpleNamespace(is_root=rank == 0, rank=rank)
         self._wires = wires
 
     def announce(self, topic: Any, body: Any) -> None:
         for wire in self._wires:
-            wire.append(Announced(topic=topic, body=body))
+            wire.append(DecisionAnnounced(topic=topic, body=body))
 
     def tell(self, topic: Any, body: Any) -> None:
-        self._wires[0].append(Told(topic=topic, body=body, rank=self.topology.rank))
+        self._wires[0].append(RankReported(topic=topic, body=body, rank=self.topology.rank))
 
 
 class Rank:
-    def __init__(self, rank: int, rules: CadenceRules, wires: list[deque[News]], job: Job) -> None:
+    def __init__(
+        self, rank: int, rules: CadenceRules, wires: list[deque[RankMessage]], job: Job
+    ) -> None:
         self.step = 0
         self.saved: list[int] = []
         self.left_out: list[int] = []
@@ -58,7 +60,7 @@ class Rank:
             tell=lambda call: call(),
             leave_out=lambda step, error: self.left_out.append(step),
         )
-        self.cadence = Cadence(
+        self.cadence = CadenceClock(
             rules,
             clock=lambda: job.now_s,
             images=lambda image_bytes: 2,
@@ -82,7 +84,7 @@ class Job:
     def __init__(self, seed: int, rules: CadenceRules, *, drift: int) -> None:
         self.random = random.Random(seed)
         self.now_s = 0.0
-        self.wires: list[deque[News]] = [deque() for _ in range(self.random.randint(2, 5))]
+        self.wires: list[deque[RankMessage]] = [deque() for _ in range(self.random.randint(2, 5))]
         self.drift = drift
         self.slowness = self.random.choice([0.1, 0.5, 0.9])
         self.ranks = [Rank(rank, rules, self.wires, self) for rank in range(len(self.wires))]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.simulation.hour import run_hour
 from tierfall.core.types.values import LossClass
-from tierfall.policies.cadence import Bound
+from tierfall.policies.cadence import IntervalBound
 
 HOURS = 160
 BLOCKS = 32
@@ -64,7 +64,7 @@ def test_all_that_may_happen_comes_about() -> None:
     assert seen["unread"] > 40, "too few starts could not look at a tier"
     assert seen["anew"] > 10, "too few begin anew while a tier is away"
     assert seen["unsynced"] > 3, "too little goes with a power cut"
-    bounds = set(Bound) - {Bound.OWN}
+    bounds = set(IntervalBound) - {IntervalBound.OWN}
     assert not {bound for bound in bounds if seen[bound] < 50}, (
         "too little is saved by some cadence"
     )

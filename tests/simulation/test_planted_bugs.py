@@ -14,12 +14,12 @@ from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.deletion import deleter
 from tierfall.core.scheduler.flush import flusher as flushing
 from tierfall.core.scheduler.flush.flusher import Flusher
-from tierfall.core.scheduler.ledger.ledger import Failures
+from tierfall.core.scheduler.ledger.ledger import CopyFailures
 from tierfall.core.types.values import CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, eviction, protection
 from tierfall.run.announced_steps import AnnouncedSteps
-from tierfall.setup.tier_identity import Identities
+from tierfall.setup.tier_identity import TierIdentities
 from tierfall.tiers import stored
 from tierfall.tiers.documents import Documents
 
@@ -91,7 +91,7 @@ def rely_on_what_nobody_has_read(patch: pytest.MonkeyPatch) -> None:
 
 def believe_the_commit_record(patch: pytest.MonkeyPatch) -> None:
     """A listing does not look at which files are there."""
-    patch.setattr(stored.StoredTier, "_judged", lambda store, copy, files: copy)
+    patch.setattr(stored.StoredTier, "_with_damage", lambda store, copy, files: copy)
 
 
 def look_for_newer_attempts_at_commits_only(patch: pytest.MonkeyPatch) -> None:
@@ -133,12 +133,12 @@ def keep_the_turn_of_a_copy_that_fails(patch: pytest.MonkeyPatch) -> None:
 def blame_a_copy_for_its_tier(patch: pytest.MonkeyPatch) -> None:
     """A copy that fails some times is set aside, whether the tier takes others or not."""
 
-    def note(failures: Failures, arrivals: int, *, lasts: bool) -> None:
+    def note(failures: CopyFailures, arrivals: int, *, lasts: bool) -> None:
         real(failures, arrivals, lasts=lasts)
         failures.others_came = failures.count
 
-    real = Failures.note
-    patch.setattr(Failures, "note", note)
+    real = CopyFailures.note
+    patch.setattr(CopyFailures, "note", note)
 
 
 def forget_what_was_set_aside(patch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def forget_what_was_set_aside(patch: pytest.MonkeyPatch) -> None:
 
 def take_an_absent_tier_for_an_empty_one(patch: pytest.MonkeyPatch) -> None:
     """A start believes the empty folder below a mount."""
-    patch.setattr(Identities, "missing", lambda identities, listings: {})
+    patch.setattr(TierIdentities, "missing", lambda identities, listings: {})
 
 
 def leave_no_room_for_numbers_that_cannot_be_seen(patch: pytest.MonkeyPatch) -> None:

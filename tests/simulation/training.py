@@ -18,7 +18,7 @@ from tierfall.core.types.values import LossClass
 from tierfall.core.types.view import TierRules
 from tierfall.policies.cadence import CadenceRules
 from tierfall.run.announced_steps import AnnouncedSteps
-from tierfall.run.cadence import Cadence
+from tierfall.run.cadence import CadenceClock
 
 EVALUATION_S = 20.0
 
@@ -87,7 +87,7 @@ class Training:
     ) -> None:
         self.pace, self.watch = pace, watch
         self._draw, self._clock = draw, clock
-        self.cadence = Cadence(
+        self.cadence = CadenceClock(
             pace.rules, clock=lambda: clock.now_s, images=images, copying=copying, others=others
         )
         self.step = 0

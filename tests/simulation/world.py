@@ -22,14 +22,14 @@ from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.images import Image, StoredImage, checked_manifest, unpacked
-from tierfall.core.format.catalog import FoundCopy, Listing, merge, next_attempt
+from tierfall.core.format.catalog import FoundCopy, ListRequest, merge, next_attempt
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import Spliced, sha256
 from tierfall.core.format.records import (
     Attempt,
     Commit,
     Geometry,
-    Line,
+    Lineage,
     Manifest,
     NamedFile,
     read_commit,
@@ -41,7 +41,7 @@ from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.executor import TaskRunner
 from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import Admission, Order, PersonsOrder, Task
+from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, Command, CommandKind, Task
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import KeyExistsError, UnreachableError
@@ -300,7 +300,7 @@ class World:
         """Open the run as a new attempt, adopting what memory and disks hold; ``unread`` tiers cannot be listed."""
         listings = self._look_at_all(unread)
         held = images_of(self.memory)
-        in_memory = Listing(tier="host", copies=tuple(found_in(i.region) for _, i in held))
+        in_memory = ListRequest(tier="host", copies=tuple(found_in(i.region) for _, i in held))
         everything = (in_memory, *listings)
         self._take_number(next_attempt(everything))
         answered = [self.stores[x.tier] for x in listings if x.error is None]
@@ -337,9 +337,9 @@ class World:
         )
         self.coordinator.start()
 
-    def _look_at_all(self, unread: Iterable[str]) -> tuple[Listing, ...]:
+    def _look_at_all(self, unread: Iterable[str]) -> tuple[ListRequest, ...]:
         return tuple(
-            Listing(tier=store.name, error=UnreachableError("on purpose"))
+            ListRequest(tier=store.name, error=UnreachableError("on purpose"))
             if store.name in unread
             else settle(store, store.list())
             for store in self.stores.values()
@@ -408,7 +408,7 @@ class World:
         """Ask to be admitted; the answer (region, error) is appended once there is one."""
         answer: list[Any] = []
         self.coordinator.post(
-            Admission(
+            AdmissionRequest(
                 id=CheckpointId(step, self.attempt.number),
                 image_bytes=image_bytes,
                 records_bytes=records_bytes,
@@ -423,7 +423,7 @@ class World:
         """Begin a capture into a region."""
         id = CheckpointId(step, self.attempt.number)
         self.ordinal += 1
-        line = Line(
+        line = Lineage(
             run="run",
             checkpoint=id,
             attempt_id=self.attempt.id,
@@ -542,9 +542,9 @@ class World:
                 return
             self.now_s = max(self.now_s, next_s)
 
-    def order(self, kind: PersonsOrder, id: CheckpointId) -> dict[str, BaseException]:
+    def order(self, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
         answer: list[dict[str, BaseException]] = []
-        self.coordinator.post(Order(kind=kind, id=id, wall_time_s=0.0, answer=answer.append))
+        self.coordinator.post(Command(kind=kind, id=id, wall_time_s=0.0, answer=answer.append))
         self.settle()
         assert answer, f"{kind} of {id} was not answered"
         return answer[0]

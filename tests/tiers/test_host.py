@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from arena_help import KIB, MIB, flip
 
-from tierfall.core.format.records import Commit, Line, Mark, NamedFile
+from tierfall.core.format.records import Commit, Lineage, Mark, NamedFile
 from tierfall.core.types.errors import CapacityError, ConfigError, IntegrityError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.tiers.arena.arena import Arena, arena_name, extent_bytes
@@ -23,7 +23,7 @@ RECORDS_BYTES = 8 * KIB
 
 def commit_of(step: int, run: str = "gpt") -> Commit:
     return Commit(
-        line=Line(
+        line=Lineage(
             run=run,
             checkpoint=CheckpointId(step, 1),
             attempt_id="a" * 32,

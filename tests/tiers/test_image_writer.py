@@ -17,7 +17,7 @@ from tests.core.packing.packing_help import image_of
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.codec import Unpacker
-from tierfall.core.compression.frame_table import Packed, read_packed
+from tierfall.core.compression.frame_table import FrameTable, read_frame_table
 from tierfall.core.format.commit_files import packed_files
 from tierfall.core.format.records import Manifest, geometry
 from tierfall.core.runtime.buffers import BufferPool
@@ -123,7 +123,7 @@ def windowed(count: int, window: int, seed: int) -> Iterator[int]:
             oldest = min(left)
 
 
-def unpack_all(packed: Packed, stored: bytes, manifest: Manifest = MANIFEST) -> bytes:
+def unpack_all(packed: FrameTable, stored: bytes, manifest: Manifest = MANIFEST) -> bytes:
     unpacker = Unpacker(packed.codec, scratch=BufferPool(bytes=1 << 20, count=1))
     data = bytearray()
     for index in range(packed.chunk_count):
@@ -148,7 +148,7 @@ def test_the_file_is_the_same_in_whatever_order_chunks_come(
         put(writer, index)
     files = writer.finish(MANIFEST)
     (record,) = place.records
-    packed = read_packed(record, MANIFEST, what="x")
+    packed = read_frame_table(record, MANIFEST, what="x")
     stored = place.stored()
     assert len(stored) == packed.stored_bytes <= place.bound == packed_bytes_max(CUT)
     assert stored[packed.frames_bytes :] == packed.seek_table(MANIFEST)
@@ -212,7 +212,7 @@ def test_a_part_that_could_not_be_sent_is_sent_by_whoever_comes_next(
         writer.finish(MANIFEST)
     assert place.records == []
     writer.finish(MANIFEST)
-    packed = read_packed(place.records[0], MANIFEST, what="x")
+    packed = read_frame_table(place.records[0], MANIFEST, what="x")
     assert unpack_all(packed, place.stored()) == IMAGE
     assert len(place.writes) == len(set(place.writes)), "no part was sent twice"
 
@@ -236,7 +236,9 @@ def test_an_outage_holds_no_thread_and_no_more_than_the_bound(place: Place) -> N
     for index in range(how.window, CUT.chunk_count):
         put(writer, index)
     writer.finish(MANIFEST)
-    assert unpack_all(read_packed(place.records[0], MANIFEST, what="x"), place.stored()) == IMAGE
+    assert (
+        unpack_all(read_frame_table(place.records[0], MANIFEST, what="x"), place.stored()) == IMAGE
+    )
 
 
 @pytest.mark.parametrize("when", ["first", "middle", "finish"])
@@ -261,7 +263,9 @@ def test_whatever_is_lent_comes_back_after_an_abort(place: Place, when: str) -> 
     for index in range(CUT.chunk_count):
         put(last, index)
     last.finish(MANIFEST)
-    assert unpack_all(read_packed(place.records[0], MANIFEST, what="x"), place.stored()) == IMAGE
+    assert (
+        unpack_all(read_frame_table(place.records[0], MANIFEST, what="x"), place.stored()) == IMAGE
+    )
 
 
 def test_parts_are_as_long_as_a_store_needs_and_few_enough(
@@ -289,7 +293,7 @@ def test_an_image_smaller_than_a_part_needs_no_more_than_it_is(place: Place) -> 
         writer.put(index, start, memoryview(image)[start:end])
     writer.finish(manifest)
     assert len(place.writes) == 1
-    packed = read_packed(place.records[0], manifest, what="x")
+    packed = read_frame_table(place.records[0], manifest, what="x")
     assert unpack_all(packed, place.stored(), manifest) == image
 
 
@@ -313,7 +317,7 @@ def test_what_was_packed_is_counted(place: Place) -> None:
     for index in range(CUT.chunk_count):
         put(writer, index)
     writer.finish(MANIFEST)
-    packed = read_packed(place.records[0], MANIFEST, what="x")
+    packed = read_frame_table(place.records[0], MANIFEST, what="x")
     assert how.counts.raw_bytes == len(IMAGE)
     assert how.counts.packed_bytes == packed.frames_bytes
     assert how.counts.seconds > 0

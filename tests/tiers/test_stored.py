@@ -12,8 +12,16 @@ from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.format.documents import MAX_DOCUMENT_BYTES, Spliced
-from tierfall.core.format.records import Attempt, Commit, Geometry, Line, Manifest, Mark, NamedFile
-from tierfall.core.types.backend import Publish, Stored
+from tierfall.core.format.records import (
+    Attempt,
+    Commit,
+    Geometry,
+    Lineage,
+    Manifest,
+    Mark,
+    NamedFile,
+)
+from tierfall.core.types.backend import Publish, StoredObject
 from tierfall.core.types.errors import (
     BackendError,
     FencedError,
@@ -41,7 +49,7 @@ def attempt(number: int = 1, identity: str = "a") -> Attempt:
 
 def commit_of(step: int, number: int = 1, identity: str = "a") -> Commit:
     return Commit(
-        line=Line(
+        line=Lineage(
             run="run",
             checkpoint=CheckpointId(step, number),
             attempt_id=identity * 32,
@@ -630,11 +638,11 @@ class TakenMeanwhile(Wrapper):
         elif self._left < 0:
             self.deleted += deleted[:1]
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         self._count()
         return super().stat(key)
 
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         self._count()
         return super().scan(prefix)
 
@@ -1032,11 +1040,11 @@ class Counting(MemoryBackend):
         self.read.append(key)
         super().read_into(key, offset, view)
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         self.asked.append(key)
         return super().stat(key)
 
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         self.asked.append(prefix)
         return super().scan(prefix)
 
@@ -1111,5 +1119,5 @@ def test_a_mark_that_is_left_between_two_looks_is_not_lost() -> None:
     assert tier.read_marks(())[CheckpointId(1, 1)] == {"tombstone"}
 
 
-def _unreachable(backend: Counting, prefix: str) -> Iterator[Stored]:
+def _unreachable(backend: Counting, prefix: str) -> Iterator[StoredObject]:
     raise UnreachableError("it is away")

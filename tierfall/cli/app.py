@@ -22,7 +22,7 @@ from tierfall.cli import (
     measuring,
     watching,
 )
-from tierfall.cli.common import Exit, Refusal, code_of, end, listen_to_warnings
+from tierfall.cli.common import CommandRefused, Exit, code_of, end, listen_to_warnings
 from tierfall.core.types.errors import TierfallError
 from tierfall.demo.command import demo
 
@@ -31,7 +31,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 _AS_JSON = "tierfall.as_json"
 
 
-class _Commands(TyperGroup):
+class _CommandGroup(TyperGroup):
     """Ends a command that cannot go on, in the form that was asked for, also where the words make no sense."""
 
     def make_context(
@@ -54,14 +54,14 @@ class _Commands(TyperGroup):
 def _in_one_line(as_json: bool) -> Iterator[None]:
     try:
         yield
-    except Refusal as refusal:
+    except CommandRefused as refusal:
         end(refusal, as_json=as_json)
     except TierfallError as error:
-        end(Refusal([str(error)], code_of(error)), as_json=as_json)
+        end(CommandRefused([str(error)], code_of(error)), as_json=as_json)
     except _UsageError as error:
-        end(Refusal([_wrong_usage(error)], Exit.USAGE), as_json=as_json)
+        end(CommandRefused([_wrong_usage(error)], Exit.USAGE), as_json=as_json)
     except (KeyboardInterrupt, typer.Abort):
-        end(Refusal(["interrupted"], Exit.INTERRUPTED), as_json=as_json)
+        end(CommandRefused(["interrupted"], Exit.INTERRUPTED), as_json=as_json)
 
 
 def _wrong_usage(error: Any) -> str:
@@ -74,7 +74,7 @@ def _wrong_usage(error: Any) -> str:
 
 
 app = typer.Typer(
-    cls=_Commands,
+    cls=_CommandGroup,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -84,7 +84,7 @@ app = typer.Typer(
 )
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tierfall {tierfall.__version__}")
         raise typer.Exit(Exit.DONE)
@@ -94,7 +94,7 @@ def _say_version(wanted: bool) -> None:
 def _prepare(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Say the version.", callback=_say_version, is_eager=True),
+        typer.Option("--version", help="Say the version.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     listen_to_warnings()

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from tierfall.cli.common import (
-    Answer,
+    CommandOutput,
     ConfigOption,
     JsonOption,
     RunOption,
@@ -26,21 +26,21 @@ from tierfall.cli.common import (
     warn_of,
     watched,
 )
-from tierfall.cli.progress import Watch
+from tierfall.cli.progress import ProgressBar
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
-from tierfall.core.runtime.run_lock import Owner
-from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.runtime.run_lock import LockOwner
+from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
 from tierfall.core.types.view import Decision, Verdict
 from tierfall.ops import commands
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 
 UNREAD = (
     "What stays was not read, and counts as good by its commit record: 'tierfall verify' reads it."
 )
-_DID = {PersonsOrder.PIN: "pinned", PersonsOrder.UNPIN: "unpinned", PersonsOrder.DELETE: "deleted"}
+_DID = {CommandKind.PIN: "pinned", CommandKind.UNPIN: "unpinned", CommandKind.DELETE: "deleted"}
 
 
 def pin(
@@ -50,7 +50,7 @@ def pin(
     as_json: JsonOption = False,
 ) -> None:
     """Keep a step on every tier that holds it, whatever the rules say, until it is unpinned."""
-    _order(PersonsOrder.PIN, step, load_settings(config, run), Answer(as_json))
+    _run_command(CommandKind.PIN, step, load_settings(config, run), CommandOutput(as_json))
 
 
 def unpin(
@@ -60,7 +60,7 @@ def unpin(
     as_json: JsonOption = False,
 ) -> None:
     """Take the pin off a step, on every tier."""
-    _order(PersonsOrder.UNPIN, step, load_settings(config, run), Answer(as_json))
+    _run_command(CommandKind.UNPIN, step, load_settings(config, run), CommandOutput(as_json))
 
 
 def rm(
@@ -73,16 +73,18 @@ def rm(
     as_json: JsonOption = False,
 ) -> None:
     """Delete a step from every tier; a pinned one is refused."""
-    _order(PersonsOrder.DELETE, step, load_settings(config, run), Answer(as_json), yes=yes)
+    _run_command(
+        CommandKind.DELETE, step, load_settings(config, run), CommandOutput(as_json), yes=yes
+    )
 
 
-def _order(
-    kind: PersonsOrder, step: str, settings: Config, answer: Answer, *, yes: bool = True
+def _run_command(
+    kind: CommandKind, step: str, settings: Config, answer: CommandOutput, *, yes: bool = True
 ) -> None:
     """Find what is meant, and carry the order out, or leave it for the trainer that lives."""
     named = parse_step(step)
-    verb = "rm" if kind is PersonsOrder.DELETE else str(kind)
-    with Reader(settings) as reader:
+    verb = "rm" if kind is CommandKind.DELETE else str(kind)
+    with RunReader(settings) as reader:
         listings = reader.list()
         known = merge(listings)
         unread = commands.unread(listings)
@@ -90,14 +92,14 @@ def _order(
         checkpoint = find_step(answer, known, named, unread, doing=verb)
         owner = reader.owner()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
-    if kind is PersonsOrder.DELETE:
+    if kind is CommandKind.DELETE:
         _check_deletion(checkpoint, known, yes=yes, ask=not answer.as_json)
     if owner is not None:
         carried = commands.leave_mark(settings, kind, checkpoint)
         failed = {**carried.failed, **unread}
     else:
         warn_of(elsewhere)
-        carried = commands.carry_out(settings, kind, checkpoint.id)
+        carried = commands.run_command(settings, kind, checkpoint.id)
         failed = dict(carried.failed)
     answer.document = {
         "run": settings.run,
@@ -107,19 +109,21 @@ def _order(
         "failed": {tier: str(error) for tier, error in failed.items()},
         "left_to": owner_members(owner),
     }
-    answer.show(*_said(kind, carried, owner))
+    answer.show(*_describe_result(kind, carried, owner))
     for tier, error in failed.items():
         answer.problem(f"{verb} {checkpoint.id}: {of_tier(tier, error)}")
     answer.finish()
 
 
-def _said(kind: PersonsOrder, carried: commands.Carried, owner: Owner | None) -> Sequence[str]:
+def _describe_result(
+    kind: CommandKind, carried: commands.CommandResult, owner: LockOwner | None
+) -> Sequence[str]:
     if not carried.done:
         return ()
     where = ", ".join(carried.done)
     if owner is None:
         return (f"{_DID[kind]} {carried.id} on {where}",)
-    if kind is PersonsOrder.DELETE:
+    if kind is CommandKind.DELETE:
         return (
             f"marked {carried.id} for deletion on {where}: the trainer (process {owner.pid}) deletes it after its next "
             "commit there",
@@ -164,8 +168,8 @@ def prune(
 ) -> None:
     """Apply the rules of retention now, on every stored tier, and say why each copy stays or goes."""
     settings = load_settings(config, run)
-    answer = Answer(as_json)
-    with Reader(settings) as reader:
+    answer = CommandOutput(as_json)
+    with RunReader(settings) as reader:
         owner = reader.owner()
         listings = reader.list()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
@@ -176,10 +180,10 @@ def prune(
         )
     if dry_run:
         planned = commands.plan_prune(settings, listings)
-        pruned = commands.Pruned(decisions=planned, unread=commands.unread(listings))
+        pruned = commands.PruneResult(decisions=planned, unread=commands.unread(listings))
     else:
         warn_of(elsewhere)
-        with Watch("prune", 0, shown=watched(as_json)) as watch:
+        with ProgressBar("prune", 0, shown=watched(as_json)) as watch:
             pruned = commands.prune(settings, watch.set)
     answer.document = {
         "run": settings.run,
@@ -199,12 +203,14 @@ def prune(
     answer.finish()
 
 
-def _decision_members(decision: Decision, pruned: commands.Pruned, dry_run: bool) -> dict[str, Any]:
+def _decision_members(
+    decision: Decision, pruned: commands.PruneResult, dry_run: bool
+) -> dict[str, Any]:
     gone = decision.verdict is Verdict.DROP and not dry_run and decision not in pruned.left
     return {**members(decision), "dropped": gone}
 
 
-def _decided(pruned: commands.Pruned, dry_run: bool) -> Sequence[Table | str]:
+def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | str]:
     drops = [d for d in pruned.decisions if d.verdict is Verdict.DROP and d not in pruned.left]
     made = table("TIER", "STEP", "SIZE", "", "REASON", right=("STEP", "SIZE"))
     for decision in pruned.decisions:
@@ -233,7 +239,7 @@ def forget(
 ) -> None:
     """Let the other tiers, and this machine, forget a tier whose files were removed on purpose."""
     settings = load_settings(config, run)
-    answer = Answer(as_json)
+    answer = CommandOutput(as_json)
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
         refuse(f"forget: no stored tier is named {tier!r}; there are {names}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tierfall.cli.common import (
-    Answer,
+    CommandOutput,
     ConfigOption,
     JsonOption,
     RunOption,
@@ -22,16 +22,16 @@ from tierfall.cli.common import (
     warn_of,
     watched,
 )
-from tierfall.cli.progress import Watch
+from tierfall.cli.progress import ProgressBar
 from tierfall.config import Config
 from tierfall.core.copies.verify import CheckedCopy
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
 from tierfall.ops.commands import trained_elsewhere
 from tierfall.ops.findings import Finding
-from tierfall.ops.reader import Reader
-from tierfall.ops.repair import Repair, Repairer
-from tierfall.ops.verify import RunReport, Scope, check_run, planned_bytes, remember_damage
+from tierfall.ops.reader import RunReader
+from tierfall.ops.repair import Repairer, RepairResult
+from tierfall.ops.verify import RunReport, VerifyScope, check_run, planned_bytes, remember_damage
 from tierfall.ops.write_copy import owning
 
 _OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
@@ -56,16 +56,16 @@ def verify(
     settings = load_settings(config, run)
     named = None if step is None else parse_step(step)
     check_tier(settings, tier)
-    answer = Answer(as_json)
-    repairs: tuple[Repair, ...] | None = None
+    answer = CommandOutput(as_json)
+    repairs: tuple[RepairResult, ...] | None = None
     if repair:
         _check_ownerless(settings)
-    with owning(settings) if repair else Reader(settings) as reader:
+    with owning(settings) if repair else RunReader(settings) as reader:
         listings = reader.list()
         found = named and find_on(answer, listings, named, tier, doing="verify")
-        scope = Scope(checkpoint=found.id if found else None, tier=tier)
+        scope = VerifyScope(checkpoint=found.id if found else None, tier=tier)
         total = planned_bytes(listings, scope)
-        with Watch("verify", total, shown=watched(as_json)) as watch:
+        with ProgressBar("verify", total, shown=watched(as_json)) as watch:
             if repair:
                 warn_of(trained_elsewhere(listings, reader.stores))
                 repairer = Repairer(reader, listings)
@@ -76,12 +76,12 @@ def verify(
         report = replace(
             report, notes=(*report.notes, *remember_damage(settings, listings, report))
         )
-    _answer(answer, settings, report, repairs)
+    _answer_verify(answer, settings, report, repairs)
     answer.finish()
 
 
 def _check_ownerless(settings: Config) -> None:
-    with Reader(settings) as reader:
+    with RunReader(settings) as reader:
         owner = reader.owner()
     if owner is not None:
         refuse(
@@ -90,8 +90,11 @@ def _check_ownerless(settings: Config) -> None:
         )
 
 
-def _answer(
-    answer: Answer, settings: Config, report: RunReport, repairs: tuple[Repair, ...] | None
+def _answer_verify(
+    answer: CommandOutput,
+    settings: Config,
+    report: RunReport,
+    repairs: tuple[RepairResult, ...] | None,
 ) -> None:
     for repair in repairs or ():
         if repair.done:
@@ -101,7 +104,7 @@ def _answer(
     for place, why in report.unread:
         answer.problem(f"{place} could not be read: {why}")
     for finding in report.findings:
-        answer.problem(_said(finding))
+        answer.problem(_describe_finding(finding))
     good = [copy for copy in report.copies if copy.good]
     answer.document = {
         "run": settings.run,
@@ -132,7 +135,7 @@ def _answer(
     answer.show(f"run {settings.run}: {len(good)} of {copies} good, {total} read; {what}")
 
 
-def _place(repair: Repair) -> str:
+def _place(repair: RepairResult) -> str:
     return " ".join(str(part) for part in (repair.tier, repair.id, repair.file) if part)
 
 
@@ -146,7 +149,7 @@ def _verdict(copy: CheckedCopy) -> str:
     return "good" if copy.error is None else "could not be read"
 
 
-def _said(finding: Finding) -> str:
+def _describe_finding(finding: Finding) -> str:
     place = " ".join(str(part) for part in (finding.tier, finding.id, finding.file) if part)
     chunk = "" if finding.chunk is None else f", chunk {finding.chunk}"
     verdict = "not checked" if finding.newer else "damaged"

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tierfall.config import Config, load_config
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge
 from tierfall.core.format.records import Attempt
-from tierfall.core.runtime.run_lock import Owner
+from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types.errors import ConfigError, NotSupportedError, StepError, TierfallError
 from tierfall.core.types.text import members
 from tierfall.ops.commands import find, unread
@@ -70,7 +70,7 @@ def complain(message: object) -> None:
     typer.echo(f"tierfall: {message}", err=True)
 
 
-class Refusal(Exception):
+class CommandRefused(Exception):
     """Ends a command that does not go on: why, and with which exit code."""
 
     def __init__(self, problems: Sequence[str], code: Exit = Exit.COULD_NOT) -> None:
@@ -81,7 +81,7 @@ class Refusal(Exception):
 
 def refuse(message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
     """Say why a command does not go on, and end it."""
-    raise Refusal([str(message)], code)
+    raise CommandRefused([str(message)], code)
 
 
 def code_of(error: TierfallError) -> Exit:
@@ -90,7 +90,7 @@ def code_of(error: TierfallError) -> Exit:
     return Exit.USAGE if wrong else Exit.COULD_NOT
 
 
-def end(refusal: Refusal, *, as_json: bool) -> NoReturn:
+def end(refusal: CommandRefused, *, as_json: bool) -> NoReturn:
     """Answer with nothing but what went wrong."""
     if as_json:
         _print_document({}, refusal.problems)
@@ -118,7 +118,7 @@ def parse_step(text: str) -> tuple[int, int | None]:
 
 
 @dataclass(slots=True)
-class Answer:
+class CommandOutput:
     """What a command has to say, for either kind of reader; ``problems`` make it exit with COULD_NOT."""
 
     as_json: bool
@@ -140,7 +140,9 @@ class Answer:
             if line not in self.problems:
                 self.problem(line)
 
-    def note_no_folders(self, listings: Iterable[Listing], named: tuple[int, int | None]) -> None:
+    def note_no_folders(
+        self, listings: Iterable[ListRequest], named: tuple[int, int | None]
+    ) -> None:
         """Say what lies where the folder of the step that STEP names is to be."""
         for listing in listings:
             for error in listing.no_folders(*named):
@@ -148,7 +150,7 @@ class Answer:
 
     def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
         """End the command, which does not go on: say why, and what went wrong before."""
-        raise Refusal([*self.problems, str(message)], code)
+        raise CommandRefused([*self.problems, str(message)], code)
 
     def finish(self) -> None:
         """Print it all, and end the command with the code that fits."""
@@ -163,7 +165,7 @@ class Answer:
 
 
 def find_step(
-    answer: Answer,
+    answer: CommandOutput,
     known: Sequence[KnownCheckpoint],
     named: tuple[int, int | None],
     unread: Mapping[str, TierfallError],
@@ -179,8 +181,8 @@ def find_step(
 
 
 def find_on(
-    answer: Answer,
-    listings: Sequence[Listing],
+    answer: CommandOutput,
+    listings: Sequence[ListRequest],
     named: tuple[int, int | None],
     tier: str | None,
     *,
@@ -255,7 +257,7 @@ def warn_of(elsewhere: Attempt | None) -> None:
         )
 
 
-def owner_members(owner: Owner | None) -> dict[str, Any] | None:
+def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
     return None if owner is None else members(owner, "pid", "node", "since_wall_s")
 
 

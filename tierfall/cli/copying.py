@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tierfall.cli.common import (
-    Answer,
+    CommandOutput,
     ConfigOption,
     Exit,
     JsonOption,
@@ -20,14 +20,14 @@ from tierfall.cli.common import (
     warn_of,
     watched,
 )
-from tierfall.cli.progress import Watch
-from tierfall.cli.unread import find_certain, saying_what_was_unread
+from tierfall.cli.progress import ProgressBar
+from tierfall.cli.unread import find_certain, naming_unread_tiers
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
 from tierfall.ops import commands
-from tierfall.ops.copy import Copied
+from tierfall.ops.copy import CopyResult
 from tierfall.ops.copy import copy as copy_checkpoint
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 
 
 def copy(
@@ -43,8 +43,8 @@ def copy(
     check_tier(settings, to)
     if to == settings.host.name:
         refuse(f"copy: {to} is memory, which is the trainer's alone; name another tier", Exit.USAGE)
-    answer = Answer(as_json)
-    with Reader(settings) as reader:
+    answer = CommandOutput(as_json)
+    with RunReader(settings) as reader:
         owner = reader.owner()
         listings = reader.list()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
@@ -56,15 +56,15 @@ def copy(
         )
     warn_of(elsewhere)
     with (
-        saying_what_was_unread(answer, listings),
-        Watch("copy", 0, shown=watched(as_json)) as watch,
+        naming_unread_tiers(answer, listings),
+        ProgressBar("copy", 0, shown=watched(as_json)) as watch,
     ):
         copied = copy_checkpoint(settings, id, to, watch.set)
     _answer(answer, settings.run, copied)
     answer.finish()
 
 
-def _answer(answer: Answer, run: str, copied: Copied) -> None:
+def _answer(answer: CommandOutput, run: str, copied: CopyResult) -> None:
     answer.document = {"run": run, **members(copied)}
     size = format_size(copied.bytes)
     if copied.already:

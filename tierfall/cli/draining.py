@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tierfall.cli.common import (
-    Answer,
+    CommandOutput,
     ConfigOption,
     Exit,
     JsonOption,
@@ -17,16 +17,16 @@ from tierfall.cli.common import (
     refuse,
     watched,
 )
-from tierfall.cli.progress import Watch
+from tierfall.cli.progress import ProgressBar
 from tierfall.config import Config
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_duration, format_size, parse_duration
 from tierfall.ops.commands import unread
-from tierfall.ops.drain.drain import Drained, known_owed
+from tierfall.ops.drain.drain import DrainResult, known_owed
 from tierfall.ops.drain.drain import drain as drain_run
 from tierfall.ops.local_memory import left_in_memory
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 
 
 def drain(
@@ -45,10 +45,10 @@ def drain(
     """Finish the flush of what a dead trainer left in host memory, then give the memory back."""
     settings = load_settings(config, run)
     deadline_s = None if deadline is None else _seconds(deadline)
-    answer = Answer(as_json)
-    with Reader(settings) as reader:
+    answer = CommandOutput(as_json)
+    with RunReader(settings) as reader:
         if not _holds_images(reader, settings, answer):
-            _say_nothing_lies_there(reader, answer)
+            _report_empty(reader, answer)
             answer.finish()
             return
     forecast: list[str] = []
@@ -58,7 +58,7 @@ def drain(
         if not as_json:  # while it goes on, and not where the answer is to be read
             typer.echo(f"in {format_duration(deadline_s or 0.0)} {line}", err=True)
 
-    with Watch("drain", 0, shown=watched(as_json)) as watch:
+    with ProgressBar("drain", 0, shown=watched(as_json)) as watch:
         drained = drain_run(settings, deadline_s, watch.set, tell)
     answer.document = {
         "run": settings.run,
@@ -68,7 +68,7 @@ def drain(
         "seconds": drained.seconds,
         "forecast": forecast,
     }
-    _say(answer, settings, drained)
+    _report(answer, settings, drained)
     answer.finish()
 
 
@@ -79,7 +79,7 @@ def _seconds(text: str) -> float:
         refuse(f"--deadline: {error}", Exit.USAGE)
 
 
-def _holds_images(reader: Reader, settings: Config, answer: Answer) -> bool:
+def _holds_images(reader: RunReader, settings: Config, answer: CommandOutput) -> bool:
     """Look into memory without owning it; a living trainer is left alone."""
     owner = reader.owner()
     if owner is not None:
@@ -94,7 +94,7 @@ def _holds_images(reader: Reader, settings: Config, answer: Answer) -> bool:
     return count > 0
 
 
-def _say_nothing_lies_there(reader: Reader, answer: Answer) -> None:
+def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
     """Say what tiers wait for all the same: it lies on other tiers, and only a trainer's attempt may copy it."""
     listings = reader.list()
     left = known_owed(reader.config, listings)
@@ -115,7 +115,7 @@ def _say_nothing_lies_there(reader: Reader, answer: Answer) -> None:
         )
 
 
-def _say(answer: Answer, settings: Config, drained: Drained) -> None:
+def _report(answer: CommandOutput, settings: Config, drained: DrainResult) -> None:
     for owed in drained.done:
         answer.show(f"flushed {owed}")
     if drained.done or drained.left:

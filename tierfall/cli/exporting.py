@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tierfall.cli.common import (
-    Answer,
+    CommandOutput,
     ConfigOption,
     JsonOption,
     RunOption,
@@ -20,14 +20,14 @@ from tierfall.cli.common import (
     parse_step,
     watched,
 )
-from tierfall.cli.progress import Watch
-from tierfall.cli.unread import find_certain, saying_what_was_unread
+from tierfall.cli.progress import ProgressBar
+from tierfall.cli.unread import find_certain, naming_unread_tiers
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
-from tierfall.export.export import Exported, Format, Wish
+from tierfall.export.export import ExportFormat, ExportOptions, ExportResult
 from tierfall.export.export import export as export_checkpoint
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 
 
 def export(
@@ -36,12 +36,12 @@ def export(
         Path, typer.Option("--to", metavar="DIR", help="The folder to write into; made if missing.")
     ],
     format: Annotated[
-        Format,
+        ExportFormat,
         typer.Option(
             "--format",
             help="safetensors, torch for torch.load, or dcp for torch.distributed.checkpoint: DIR itself.",
         ),
-    ] = Format.SAFETENSORS,
+    ] = ExportFormat.SAFETENSORS,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -62,25 +62,23 @@ def export(
     settings = load_settings(config, run)
     named = parse_step(step)
     check_tier(settings, tier)
-    answer = Answer(as_json)
-    wish = Wish(to=to.expanduser(), format=format, only=tuple(only or ()), replace=force)
-    with Reader(settings) as reader:
+    answer = CommandOutput(as_json)
+    wish = ExportOptions(to=to.expanduser(), format=format, only=tuple(only or ()), replace=force)
+    with RunReader(settings) as reader:
         listings = reader.list()
         checkpoint = find_certain(answer, listings, named, tier, doing="export")
         held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
         tiers = [name for name in held if tier in (None, name)]
         with (
-            saying_what_was_unread(
-                answer, listings, lambda: _dropped(reader, checkpoint.id, tiers)
-            ),
-            Watch("export", 0, shown=watched(as_json)) as watch,
+            naming_unread_tiers(answer, listings, lambda: _dropped(reader, checkpoint.id, tiers)),
+            ProgressBar("export", 0, shown=watched(as_json)) as watch,
         ):
             exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch.set)
     _answer(answer, settings.run, exported)
     answer.finish()
 
 
-def _dropped(reader: Reader, id: CheckpointId, tiers: Sequence[str]) -> str:
+def _dropped(reader: RunReader, id: CheckpointId, tiers: Sequence[str]) -> str:
     """Say so where none of the tiers that held a checkpoint has a commit record of it any more."""
     again = [listing for listing in reader.list() if listing.tier in tiers]
     if any(listing.error is not None or listing.copy(id) is not None for listing in again):
@@ -88,7 +86,7 @@ def _dropped(reader: Reader, id: CheckpointId, tiers: Sequence[str]) -> str:
     return f"export: {id} was dropped while it was read"
 
 
-def _answer(answer: Answer, run: str, exported: Exported) -> None:
+def _answer(answer: CommandOutput, run: str, exported: ExportResult) -> None:
     answer.document = {"run": run, **members(exported)}
     tensors = counted(exported.tensors, "tensor", "tensors")
     answer.show(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tierfall.core.copies.images import checked_manifest
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge, to_view
 from tierfall.core.format.records import Manifest
-from tierfall.core.runtime.run_lock import Owner
+from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
@@ -21,25 +21,25 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, CopyState, Shard, TierKind
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.ops.commands import unread, view_of
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 from tierfall.policies.defaults import plan_retention
 from tierfall.setup.tiers import tier_rules
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class RunFacts:
     """One look at all tiers of a run."""
 
-    listings: tuple[Listing, ...]
+    listings: tuple[ListRequest, ...]
     known: tuple[KnownCheckpoint, ...]
     view: View
     safety: View
     """As ``view``, with the tiers that are only read: what is there is not lost."""
-    owner: Owner | None
+    owner: LockOwner | None
     wall_time_s: float
 
     @classmethod
-    def gather(cls, reader: Reader) -> Self:
+    def gather(cls, reader: RunReader) -> Self:
         listings = reader.list()
         known = merge(listings)
         return cls(
@@ -121,7 +121,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class TensorFacts:
     """A tensor, or the piece of it, that an image holds."""
 
     name: str
@@ -131,28 +131,28 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifested:
+class ManifestFacts:
     """What a manifest says of its image."""
 
     shard: str
     image_bytes: int
     chunks: int
     chunk_bytes: int
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorFacts, ...]
 
     @property
     def tensor_bytes(self) -> int:
         return sum(tensor.bytes for tensor in self.tensors)
 
-    def largest(self, count: int) -> list[Tensor]:
+    def largest(self, count: int) -> list[TensorFacts]:
         return sorted(self.tensors, key=lambda t: (-t.bytes, t.name))[:count]
 
 
 def manifest_facts(
-    reader: Reader, checkpoint: KnownCheckpoint
-) -> tuple[list[Manifested], list[tuple[str, TierfallError]]]:
+    reader: RunReader, checkpoint: KnownCheckpoint
+) -> tuple[list[ManifestFacts], list[tuple[str, TierfallError]]]:
     """Read each shard's manifest from the fastest copy that has a good one; the second are the bad ones met."""
-    found: list[Manifested] = []
+    found: list[ManifestFacts] = []
     problems: list[tuple[str, TierfallError]] = []
     if checkpoint.commit is None:
         return found, problems
@@ -175,7 +175,7 @@ def manifest_facts(
     return found, problems
 
 
-def _manifested(manifest: Manifest) -> Manifested:
+def _manifested(manifest: Manifest) -> ManifestFacts:
     shard = manifest.shard
     try:
         tensors = tuple(_tensor(piece) for piece in json.loads(manifest.pieces))
@@ -183,7 +183,7 @@ def _manifested(manifest: Manifest) -> Manifested:
         raise IntegrityError(
             f"manifest of {manifest.line.checkpoint}: its table of tensors is off: {error!r}"
         ) from error
-    return Manifested(
+    return ManifestFacts(
         shard=f"rank {shard.rank} of {shard.world_size}",
         image_bytes=manifest.image_bytes,
         chunks=manifest.chunk_count,
@@ -192,8 +192,8 @@ def _manifested(manifest: Manifest) -> Manifested:
     )
 
 
-def _tensor(piece: dict[str, Any]) -> Tensor:
-    return Tensor(
+def _tensor(piece: dict[str, Any]) -> TensorFacts:
+    return TensorFacts(
         name=str(piece["name"]),
         dtype=str(piece["dtype"]),
         shape=tuple(int(length) for length in piece["lengths"]),

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tierfall.cli.common import Answer, Exit, counted, refuse, table
+from tierfall.cli.common import CommandOutput, Exit, counted, refuse, table
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.format.records import Commit
@@ -24,10 +24,10 @@ from tierfall.core.types.units import (
     parse_size,
 )
 from tierfall.core.types.values import Codec
-from tierfall.ops.measure import Measured
-from tierfall.ops.reader import Reader
+from tierfall.ops.measure import TierMeasurement
+from tierfall.ops.reader import RunReader
 from tierfall.plan.day import DayForecast, forecast_day
-from tierfall.plan.simulate import Chain, Workload
+from tierfall.plan.simulate import SimulatedChain, Workload
 from tierfall.session.start import is_shared
 from tierfall.setup.tiers import tier_rules
 
@@ -40,7 +40,7 @@ WHAT_HELPS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class ForecastInputs:
     """What a person says of the training; None is left to the run to tell."""
 
     image_bytes: int | None
@@ -59,7 +59,7 @@ class Wishes:
         steps_per_hour: float | None,
         ranks: int | None,
         nodes: int | None,
-    ) -> Wishes:
+    ) -> ForecastInputs:
         """Read the options; ends the command where one makes no sense."""
         if step_time is not None and steps_per_hour is not None:
             refuse("--step-time and --steps-per-hour say the same: give one of them", Exit.USAGE)
@@ -80,7 +80,7 @@ class Wishes:
         )
 
 
-NO_WISHES = Wishes(image_bytes=None, save_every_s=None, step_s=None, ranks=None, nodes=None)
+NO_WISHES = ForecastInputs(image_bytes=None, save_every_s=None, step_s=None, ranks=None, nodes=None)
 
 
 def _positive(word: str, text: str | None, parse: Any) -> Any:
@@ -96,7 +96,7 @@ def _positive(word: str, text: str | None, parse: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
+class MeasuredRun:
     """What a run's own checkpoints say of it."""
 
     image_bytes: int | None = None
@@ -106,11 +106,11 @@ class Learned:
     nodes: int | None = None
 
 
-def learned(known: Sequence[KnownCheckpoint]) -> Learned:
+def measure_run(known: Sequence[KnownCheckpoint]) -> MeasuredRun:
     """Read sizes and times off the newest checkpoints of the live line, as far as one attempt saved them."""
     commits = [c.commit for c in known if c.commit is not None and not c.abandoned]
     if not commits:
-        return Learned()
+        return MeasuredRun()
     newest = commits[-1]
     attempt = newest.line.checkpoint.attempt
     line = [c for c in commits if c.line.checkpoint.attempt == attempt][-LATEST:]
@@ -123,7 +123,7 @@ def learned(known: Sequence[KnownCheckpoint]) -> Learned:
         for span, b, a in spans
         if span > 0 and b.line.ordinal > a.line.ordinal
     ]
-    return Learned(
+    return MeasuredRun(
         image_bytes=max(_one_rank(c) for c in line),
         step_s=statistics.median(steps) if steps else None,
         save_every_s=statistics.median(saves) if saves else None,
@@ -138,7 +138,7 @@ def _one_rank(commit: Commit) -> int:
     return -(-commit.image_bytes // max(1, images))
 
 
-def workload(settings: Config, wishes: Wishes, run: Learned) -> Workload | None:
+def workload(settings: Config, wishes: ForecastInputs, run: MeasuredRun) -> Workload | None:
     """Put together what is known; None where size or interval are not."""
     image = wishes.image_bytes or run.image_bytes
     interval = settings.interval
@@ -159,22 +159,27 @@ def workload(settings: Config, wishes: Wishes, run: Learned) -> Workload | None:
     )
 
 
-def foresee(answer: Answer, settings: Config, tiers: Sequence[Measured], wishes: Wishes) -> None:
+def foresee(
+    answer: CommandOutput,
+    settings: Config,
+    tiers: Sequence[TierMeasurement],
+    wishes: ForecastInputs,
+) -> None:
     """Say what a day brings, or what is missing to say it."""
-    load = workload(settings, wishes, Learned())
+    load = workload(settings, wishes, MeasuredRun())
     source = "by the options"
     if load is None:
         source = (
             "by the run's own checkpoints" if wishes == NO_WISHES else "by the options and the run"
         )
-        with Reader(settings) as reader:
-            load = workload(settings, wishes, learned(merge(reader.list())))
+        with RunReader(settings) as reader:
+            load = workload(settings, wishes, measure_run(merge(reader.list())))
     if load is None:
         answer.document["forecast"] = None
         answer.show("", WHAT_HELPS)
         return
     rates = _rates(settings, tiers)
-    chain = Chain(
+    chain = SimulatedChain(
         rules=tier_rules(settings),
         rates=rates,
         shared=frozenset(tier.name for tier in settings.stored if is_shared(tier)),
@@ -190,7 +195,7 @@ def foresee(answer: Answer, settings: Config, tiers: Sequence[Measured], wishes:
         answer.show(f"{', '.join(packed)}: packed copies take less; they are counted unpacked here")
 
 
-def _rates(settings: Config, tiers: Sequence[Measured]) -> dict[str, float]:
+def _rates(settings: Config, tiers: Sequence[TierMeasurement]) -> dict[str, float]:
     """What was measured, and no more than the file allows: a short measurement may be faster than that, and is not
     held to a share."""
     rules = {tier.name: tier for tier in settings.stored}

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tierfall.cli import losses
 from tierfall.cli.common import (
-    Answer,
+    CommandOutput,
     ConfigOption,
     JsonOption,
     RunOption,
@@ -25,14 +25,14 @@ from tierfall.cli.common import (
     parse_step,
     table,
 )
-from tierfall.cli.facts import Facts, Manifested, manifest_facts
+from tierfall.cli.facts import ManifestFacts, RunFacts, manifest_facts
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.types.errors import BackendError
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CheckpointId
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import living
 from tierfall.telemetry.status import Status
 
@@ -43,9 +43,9 @@ _OF_MANIFEST = ("shard", "image_bytes", "chunks", "chunk_bytes", "tensor_bytes",
 def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
     """List the steps of a run: on which tiers, in what state, how large, how old."""
     settings = load_settings(config, run)
-    answer = Answer(as_json)
-    with Reader(settings) as reader:
-        facts = Facts.gather(reader)
+    answer = CommandOutput(as_json)
+    with RunReader(settings) as reader:
+        facts = RunFacts.gather(reader)
         trainer = living(settings, run=settings.run)
         _note_unread(answer, facts)
         answer.document = {
@@ -54,7 +54,7 @@ def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption =
             "tiers": [_tier_members(reader, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known],
             "loss_bound": to_json(
-                losses.told_bounds(trainer) if trainer else losses.known_bounds(facts.safety)
+                losses.reported_bounds(trainer) if trainer else losses.known_bounds(facts.safety)
             ),
         }
         if facts.rows_with_damage():
@@ -72,9 +72,9 @@ def show(
     """Show one step in full: its line, its files, its copies and why each stays or goes."""
     settings = load_settings(config, run)
     named = parse_step(step)
-    answer = Answer(as_json)
-    with Reader(settings) as reader:
-        facts = Facts.gather(reader)
+    answer = CommandOutput(as_json)
+    with RunReader(settings) as reader:
+        facts = RunFacts.gather(reader)
         _note_unread(answer, facts)
         checkpoint = find_step(answer, facts.known, named, facts.unread, doing="show")
         files = {tier: _files(reader, tier, checkpoint, answer) for tier in checkpoint.copies}
@@ -104,7 +104,7 @@ def schema(as_json: JsonOption = False) -> None:
 # For programs ----------------------------------------------------------------------------------------
 
 
-def _tier_members(reader: Reader, listing: Any) -> dict[str, Any]:
+def _tier_members(reader: RunReader, listing: Any) -> dict[str, Any]:
     store = reader.stores.get(listing.tier)
     kind = next(tier.kind for tier in reader.config.chain if tier.name == listing.tier)
     return {
@@ -118,7 +118,7 @@ def _tier_members(reader: Reader, listing: Any) -> dict[str, Any]:
     }
 
 
-def _members(facts: Facts, checkpoint: KnownCheckpoint) -> dict[str, Any]:
+def _members(facts: RunFacts, checkpoint: KnownCheckpoint) -> dict[str, Any]:
     line = checkpoint.commit.line if checkpoint.commit else None
     return {
         **members(checkpoint, "id"),
@@ -138,7 +138,7 @@ def _members(facts: Facts, checkpoint: KnownCheckpoint) -> dict[str, Any]:
 # For people ------------------------------------------------------------------------------------------
 
 
-def _note_unread(answer: Answer, facts: Facts) -> None:
+def _note_unread(answer: CommandOutput, facts: RunFacts) -> None:
     answer.note_unread(facts.unread)
     for listing in facts.listings:
         for damage in listing.damaged:
@@ -148,7 +148,7 @@ def _note_unread(answer: Answer, facts: Facts) -> None:
                 answer.problem(f"{copy.id} is damaged on {of_tier(listing.tier, copy.damage)}")
 
 
-def _steps(facts: Facts) -> Table:
+def _steps(facts: RunFacts) -> Table:
     tiers = [listing.tier for listing in facts.listings]
     rows = facts.rows_with_damage()
     metrics = sorted({name for checkpoint in facts.known for name in checkpoint.metrics})
@@ -174,12 +174,12 @@ def _steps(facts: Facts) -> Table:
     return made
 
 
-def _age(facts: Facts, checkpoint: KnownCheckpoint) -> str:
+def _age(facts: RunFacts, checkpoint: KnownCheckpoint) -> str:
     age_s = facts.age_s(checkpoint)
     return "" if age_s is None else format_duration(round(age_s))
 
 
-def _remarks(facts: Facts, checkpoint: KnownCheckpoint) -> Iterable[str]:
+def _remarks(facts: RunFacts, checkpoint: KnownCheckpoint) -> Iterable[str]:
     yield from (f"#{tag}" for tag in sorted(checkpoint.tags))
     if checkpoint.pinned:
         yield "pinned"
@@ -189,7 +189,7 @@ def _remarks(facts: Facts, checkpoint: KnownCheckpoint) -> Iterable[str]:
         yield "to be deleted"
 
 
-def _summary(facts: Facts, settings: Config, trainer: Status | None) -> Iterable[str]:
+def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Iterable[str]:
     count = len(facts.known)
     what = counted(count, "checkpoint", "checkpoints") if count else "no checkpoint"
     held = ", ".join(
@@ -199,17 +199,17 @@ def _summary(facts: Facts, settings: Config, trainer: Status | None) -> Iterable
     )
     yield f"run {settings.run}: {what}" + (f" ({held})" if held else "")
     if trainer is not None:
-        yield losses.in_words(losses.told_bounds(trainer), what=losses.lost_and_read_back)
+        yield losses.format_bounds(losses.reported_bounds(trainer), what=losses.lost_and_read_back)
     elif facts.known:
-        yield losses.in_words(losses.known_bounds(facts.safety), tuple(facts.unread))
+        yield losses.format_bounds(losses.known_bounds(facts.safety), tuple(facts.unread))
     if facts.owner is not None:
         yield f"a trainer owns it: {facts.owner}"
 
 
 def _in_full(
-    facts: Facts,
+    facts: RunFacts,
     checkpoint: KnownCheckpoint,
-    manifests: Sequence[Manifested],
+    manifests: Sequence[ManifestFacts],
     files: dict[str, list[tuple[str, int]]],
 ) -> Iterable[Table | str]:
     yield _head(facts, checkpoint)
@@ -237,7 +237,7 @@ def _in_full(
             yield made
 
 
-def _head(facts: Facts, checkpoint: KnownCheckpoint) -> Table:
+def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
     made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     commit = checkpoint.commit
     made.add_row("step", str(checkpoint.id.step))
@@ -267,7 +267,7 @@ def _wall_time(wall_time_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_time_s))
 
 
-def _manifest_lines(manifest: Manifested) -> Iterable[Table | str]:
+def _manifest_lines(manifest: ManifestFacts) -> Iterable[Table | str]:
     chunks = counted(manifest.chunks, "chunk", "chunks")
     tensors = counted(len(manifest.tensors), "tensor", "tensors")
     yield (
@@ -282,7 +282,7 @@ def _manifest_lines(manifest: Manifested) -> Iterable[Table | str]:
 
 
 def _files(
-    reader: Reader, tier: str, checkpoint: KnownCheckpoint, answer: Answer
+    reader: RunReader, tier: str, checkpoint: KnownCheckpoint, answer: CommandOutput
 ) -> list[tuple[str, int]]:
     """Name the files of a copy; what lies in memory has none."""
     store = reader.stores.get(tier)

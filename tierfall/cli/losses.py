@@ -20,12 +20,12 @@ def known_bounds(view: View) -> dict[LossClass, LossBound]:
     return loss_bounds(view, step=max(steps, default=None))
 
 
-def told_bounds(status: Status) -> dict[LossClass, LossBound]:
+def reported_bounds(status: Status) -> dict[LossClass, LossBound]:
     """Read what a trainer says, which knows where training is and how fast its tiers are read."""
-    return {lost: _told(status.loss_bound.get(lost)) for lost in LOSS_CLASSES}
+    return {lost: _read_bound(status.loss_bound.get(lost)) for lost in LOSS_CLASSES}
 
 
-def _told(found: LossStatus | None) -> LossBound:
+def _read_bound(found: LossStatus | None) -> LossBound:
     if found is None:
         return LossBound(survives=None)
     return LossBound(
@@ -56,7 +56,7 @@ def lost_and_read_back(bound: LossBound) -> str:
     return f"{read_back(bound)}, {steps}{ago} lost"
 
 
-def in_words(
+def format_bounds(
     bounds: Mapping[LossClass, LossBound],
     unread: Collection[str] = (),
     *,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tierfall.cli import losses
 from tierfall.cli.common import (
-    Answer,
+    CommandOutput,
     ConfigOption,
     Exit,
     JsonOption,
@@ -23,15 +23,15 @@ from tierfall.cli.common import (
     table,
     watched,
 )
-from tierfall.cli.facts import Facts
-from tierfall.cli.foreseeing import Wishes, foresee
+from tierfall.cli.facts import RunFacts
+from tierfall.cli.foreseeing import ForecastInputs, foresee
 from tierfall.config import Config
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_rate, format_size, parse_size
 from tierfall.ops.commands import notes_on_metrics
-from tierfall.ops.measure import SIZE_MAX_BYTES, Measured, measure
-from tierfall.ops.reader import Reader
+from tierfall.ops.measure import SIZE_MAX_BYTES, TierMeasurement, measure
+from tierfall.ops.reader import RunReader
 
 
 def check(
@@ -67,7 +67,7 @@ def check(
     """Check the file, open and measure every tier with real bytes, which are removed again, and foresee a day."""
     settings = load_settings(config, run)
     size_bytes = _size(size)
-    wishes = Wishes.read(
+    wishes = ForecastInputs.read(
         image=image,
         save_every=save_every,
         step_time=step_time,
@@ -75,7 +75,7 @@ def check(
         ranks=ranks,
         nodes=nodes,
     )
-    answer = Answer(as_json)
+    answer = CommandOutput(as_json)
     console = Console(stderr=False)
     with console.status("check", spinner="line") if watched(as_json) else _Silent() as status:
         tiers = measure(settings, size_bytes, lambda name: status.update(f"check: {name}"))
@@ -86,21 +86,23 @@ def check(
     }
     _show(answer, tiers, size_bytes)
     foresee(answer, settings, tiers, wishes)
-    _say_what_a_loss_costs(answer, settings, tiers)
+    _report_loss_bounds(answer, settings, tiers)
     answer.finish()
 
 
-def _say_what_a_loss_costs(answer: Answer, settings: Config, tiers: Sequence[Measured]) -> None:
+def _report_loss_bounds(
+    answer: CommandOutput, settings: Config, tiers: Sequence[TierMeasurement]
+) -> None:
     """Say what survives each loss, where a run has saved, how long reading it takes at the measured rates, and which
     metrics none of its checkpoints has."""
-    with Reader(settings) as reader:
-        facts = Facts.gather(reader)
+    with RunReader(settings) as reader:
+        facts = RunFacts.gather(reader)
     rates = {t.name: t.read_bytes_per_s for t in tiers if t.read_bytes_per_s is not None}
     bounds = losses.known_bounds(replace(facts.safety, read_bytes_per_s=rates))
     saved = any(bound.survives for bound in bounds.values())
     answer.document["loss_bound"] = to_json(bounds) if saved else None
     if saved:
-        answer.show("", losses.in_words(bounds, tuple(facts.unread)))
+        answer.show("", losses.format_bounds(bounds, tuple(facts.unread)))
     answer.document["notes"] = notes = notes_on_metrics(settings, facts.listings)
     answer.show(*notes)
 
@@ -127,7 +129,7 @@ def _size(text: str) -> int:
     return size_bytes
 
 
-def _show(answer: Answer, tiers: tuple[Measured, ...], size_bytes: int) -> None:
+def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes: int) -> None:
     right = ("WRITE", "READ", "ROUND TRIP", "FREE", "CAPACITY")
     made = table("TIER", "KIND", *right, "PLACE", right=right)
     for tier in tiers:
@@ -156,7 +158,7 @@ def _show(answer: Answer, tiers: tuple[Measured, ...], size_bytes: int) -> None:
     answer.show(f"{answered}; measured with {format_size(size_bytes)} each")
 
 
-def _promises(tier: Measured) -> list[str]:
+def _promises(tier: TierMeasurement) -> list[str]:
     durable = "durable" if tier.durable else "NOT durable: a power cut may take what was written"
     fenced = (
         "zombies are fenced"

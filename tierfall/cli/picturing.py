@@ -11,12 +11,12 @@ from rich.table import Table
 
 from tierfall.cli import losses
 from tierfall.cli.common import counted, of_tier, owner_members, readable_number, table
-from tierfall.cli.facts import Facts
+from tierfall.cli.facts import RunFacts
 from tierfall.core.types.loss_bound import LossBound
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_rate, format_share, format_size
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass
-from tierfall.ops.watch import Glimpse, Slot
+from tierfall.ops.watch import RankProcess, RunSnapshot
 from tierfall.policies.forecast import loss_bounds
 from tierfall.telemetry.status import (
     CheckpointStatus,
@@ -35,10 +35,10 @@ _TOLD = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class RunView:
     """A run at a moment. ``problems`` are what could not be read, ``unread`` the tiers of which nothing is known."""
 
-    glimpse: Glimpse
+    glimpse: RunSnapshot
     seen: RunStatus
     bounds: dict[LossClass, LossBound]
     unread: tuple[str, ...] = ()
@@ -76,30 +76,30 @@ class Picture:
             yield ""
             yield _transfer_table(seen.transfers)
         yield ""
-        yield losses.in_words(self.bounds, self.unread, what=losses.lost_and_read_back)
+        yield losses.format_bounds(self.bounds, self.unread, what=losses.lost_and_read_back)
         if len(self.glimpse.slots) > 1:
             yield ""
             yield _slot_table(self.glimpse)
         if self.glimpse.events:
             yield ""
-            yield from (_told(event) for event in self.glimpse.events[-EVENTS_SHOWN:])
+            yield from (_format_event(event) for event in self.glimpse.events[-EVENTS_SHOWN:])
 
 
-def of_status(status: Status, glimpse: Glimpse) -> Picture:
+def of_status(status: Status, glimpse: RunSnapshot) -> RunView:
     """What a living trainer says."""
-    return Picture(
+    return RunView(
         glimpse=glimpse,
         seen=status,
-        bounds=losses.told_bounds(status),
+        bounds=losses.reported_bounds(status),
         problems=glimpse.problems,
     )
 
 
-def of_facts(run: str, facts: Facts, glimpse: Glimpse) -> Picture:
+def of_facts(run: str, facts: RunFacts, glimpse: RunSnapshot) -> RunView:
     """What the tiers hold, where no trainer says it."""
     unread = (of_tier(tier, error) for tier, error in facts.unread.items())
     damaged = (of_tier(x.tier, error) for x in facts.listings for error in x.damaged)
-    return Picture(
+    return RunView(
         glimpse=glimpse,
         seen=RunStatus(
             run=run,
@@ -113,7 +113,7 @@ def of_facts(run: str, facts: Facts, glimpse: Glimpse) -> Picture:
     )
 
 
-def _listed_tier(facts: Facts, name: str) -> TierStatus:
+def _listed_tier(facts: RunFacts, name: str) -> TierStatus:
     rules = facts.view.tier(name)
     listing = next(listing for listing in facts.listings if listing.tier == name)
     return TierStatus(
@@ -125,7 +125,7 @@ def _listed_tier(facts: Facts, name: str) -> TierStatus:
     )
 
 
-def _listed(facts: Facts, id: CheckpointId) -> CheckpointStatus:
+def _listed(facts: RunFacts, id: CheckpointId) -> CheckpointStatus:
     known = facts.by_id.get(id)
     copies = {
         listing.tier: CopyStatus(state=CopyState.ARRIVING, bytes=listing.unfinished[id])
@@ -148,7 +148,7 @@ def _listed(facts: Facts, id: CheckpointId) -> CheckpointStatus:
 # For programs ----------------------------------------------------------------------------------------
 
 
-def _slot_members(glimpse: Glimpse, slot: Slot) -> dict[str, Any]:
+def _slot_members(glimpse: RunSnapshot, slot: RankProcess) -> dict[str, Any]:
     status = slot.status
     return {
         "slot": slot.number,
@@ -164,7 +164,7 @@ def _slot_members(glimpse: Glimpse, slot: Slot) -> dict[str, Any]:
 # For people ------------------------------------------------------------------------------------------
 
 
-def _heading(picture: Picture) -> Iterator[str]:
+def _heading(picture: RunView) -> Iterator[str]:
     glimpse = picture.glimpse
     if (live := glimpse.live) is not None:
         yield (
@@ -189,7 +189,7 @@ def _heading(picture: Picture) -> Iterator[str]:
             yield "  nothing was on its way"
 
 
-def _ago(glimpse: Glimpse, status: Status) -> str:
+def _ago(glimpse: RunSnapshot, status: Status) -> str:
     return f"{format_duration(round(glimpse.age_s(status)))} ago"
 
 
@@ -210,7 +210,7 @@ def _tier_table(tiers: tuple[TierStatus, ...]) -> Table:
     return made
 
 
-def _grid(picture: Picture) -> Table:
+def _grid(picture: RunView) -> Table:
     names = [tier.name for tier in picture.seen.tiers]
     made = table("STEP", *names, "", right=("STEP",))
     for one in picture.seen.checkpoints[-ROWS_MAX:]:
@@ -249,7 +249,7 @@ def _transfer_table(transfers: tuple[TransferStatus, ...]) -> Table:
     return made
 
 
-def _slot_table(glimpse: Glimpse) -> Table:
+def _slot_table(glimpse: RunSnapshot) -> Table:
     right = ("SLOT", "RANK", "PROCESS", "SEEN")
     made = table(*right, "IN MEMORY", "ON ITS WAY", right=right)
     for slot in glimpse.slots:
@@ -270,7 +270,7 @@ def _slot_table(glimpse: Glimpse) -> Table:
     return made
 
 
-def _told(event: dict[str, Any]) -> str:
+def _format_event(event: dict[str, Any]) -> str:
     """One event as a line: when, what, of which step, on which tier, and what is known of it."""
     at = readable_number(event.get("wall_time_s"))
     when = (

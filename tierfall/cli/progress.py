@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 
-class Watch:
+class ProgressBar:
     """A bar with rate and time left; shows nothing where nobody watches. Thread-safe."""
 
     def __init__(self, label: str, total: int, *, shown: bool) -> None:

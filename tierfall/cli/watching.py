@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tierfall.cli import picturing
 from tierfall.cli.common import (
-    Answer,
+    CommandOutput,
     ConfigOption,
     Exit,
     JsonOption,
@@ -24,12 +24,12 @@ from tierfall.cli.common import (
     load_settings,
     refuse,
 )
-from tierfall.cli.facts import Facts
-from tierfall.cli.picturing import Picture
+from tierfall.cli.facts import RunFacts
+from tierfall.cli.picturing import RunView
 from tierfall.config import Config
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import format_duration, parse_duration
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import LIST_EVERY_S, Watcher
 
 EVERY_S_LEAST = 0.1
@@ -72,9 +72,9 @@ def _every(text: str) -> float:
     return every_s
 
 
-def _frames(settings: Config, watcher: Watcher) -> Iterator[Picture]:
+def _frames(settings: Config, watcher: Watcher) -> Iterator[RunView]:
     """Look again and again: at what a living trainer says, else at the tiers, less often."""
-    facts: Facts | None = None
+    facts: RunFacts | None = None
     while True:
         glimpse = watcher.look()
         if (live := glimpse.live) is not None:
@@ -86,13 +86,13 @@ def _frames(settings: Config, watcher: Watcher) -> Iterator[Picture]:
         yield picturing.of_facts(settings.run, facts, glimpse)
 
 
-def _listed(settings: Config) -> Facts:
-    with Reader(settings) as reader:
-        return Facts.gather(reader)
+def _listed(settings: Config) -> RunFacts:
+    with RunReader(settings) as reader:
+        return RunFacts.gather(reader)
 
 
-def _once(picture: Picture, *, as_json: bool) -> None:
-    answer = Answer(as_json, document=picture.document)
+def _once(picture: RunView, *, as_json: bool) -> None:
+    answer = CommandOutput(as_json, document=picture.document)
     for problem in picture.problems:
         answer.problem(problem)
     answer.show(*picture.shown())
@@ -111,19 +111,19 @@ def _screen(*, as_json: bool) -> Iterator[Any]:
             yield lambda picture: live.update(_drawn(picture), refresh=True)
 
 
-def _print_line(picture: Picture) -> None:
+def _print_line(picture: RunView) -> None:
     outcome = {"ok": not picture.problems, "problems": list(picture.problems)}
     typer.echo(json.dumps(picture.document | outcome, allow_nan=False))
     sys.stdout.flush()
 
 
-def _print_below(picture: Picture) -> None:
-    answer = Answer(as_json=False)
+def _print_below(picture: RunView) -> None:
+    answer = CommandOutput(as_json=False)
     answer.show(*picture.shown(), *(f"tierfall: {problem}" for problem in picture.problems), "")
     answer.finish()
     sys.stdout.flush()
 
 
-def _drawn(picture: Picture) -> RenderableType:
+def _drawn(picture: RunView) -> RenderableType:
     parts = (*picture.shown(), *(f"tierfall: {problem}" for problem in picture.problems))
     return Group(*(Text(part) if isinstance(part, str) else part for part in parts))

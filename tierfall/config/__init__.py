@@ -5,41 +5,41 @@
 tier or looks at the machine, except for the working directory and the environment.
 """
 
-from tierfall.config.interval import Interval, Mtbf
+from tierfall.config.interval import IntervalSection, Mtbf
 from tierfall.config.loading import load_config
 from tierfall.config.model import (
     Config,
-    DeviceTier,
-    FileTier,
-    HostTier,
-    ObjectTier,
-    StoredTier,
+    DeviceTierConfig,
+    FileTierConfig,
+    HostTierConfig,
+    ObjectTierConfig,
+    StoredTierConfig,
     Tier,
 )
-from tierfall.config.retaining import Best, Evict, Retain
+from tierfall.config.retaining import BestSection, EvictSection, RetainSection
 from tierfall.config.sections import (
-    Capture,
-    Compress,
-    Drain,
-    Flush,
+    CaptureSection,
+    CompressSection,
+    DrainSection,
+    FlushSection,
 )
 
 __all__ = [
-    "Best",
-    "Capture",
-    "Compress",
+    "BestSection",
+    "CaptureSection",
+    "CompressSection",
     "Config",
-    "DeviceTier",
-    "Drain",
-    "Evict",
-    "FileTier",
-    "Flush",
-    "HostTier",
-    "Interval",
+    "DeviceTierConfig",
+    "DrainSection",
+    "EvictSection",
+    "FileTierConfig",
+    "FlushSection",
+    "HostTierConfig",
+    "IntervalSection",
     "Mtbf",
-    "ObjectTier",
-    "Retain",
-    "StoredTier",
+    "ObjectTierConfig",
+    "RetainSection",
+    "StoredTierConfig",
     "Tier",
     "load_config",
 ]

@@ -17,7 +17,7 @@ _BRACED = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 
 
 @dataclass(slots=True)
-class Filling:
+class EnvironmentFill:
     """Fills values in, and collects what was hidden and what went wrong."""
 
     environ: Mapping[str, str]

@@ -39,7 +39,7 @@ def _large_enough(max_bytes: int) -> int:
     return max_bytes
 
 
-class Events(Section):
+class EventsSection(Section):
     """A log of what happens, a line of JSON each."""
 
     path: Annotated[Folder, AfterValidator(_known_placeholders)] = Field(

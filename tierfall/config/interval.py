@@ -117,7 +117,7 @@ def _as_mtbf(value: object) -> object:
     return {"process": value} if isinstance(value, int | float | str) else value
 
 
-class Interval(Section):
+class IntervalSection(Section):
     """When maybe_save saves: by one of every, overhead and mtbf, or a policy that was registered; on_signal and at_end
     come on top."""
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tierfall.config.environment import Filling
+from tierfall.config.environment import EnvironmentFill
 from tierfall.config.model import CHAIN, Config
 from tierfall.config.places import Problem, write_place
 from tierfall.config.rules import check_chain, link_of
-from tierfall.config.source import Source, read_yaml
+from tierfall.config.source import ImageSource, read_yaml
 from tierfall.config.wording import problems_of
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.keys import check_name
@@ -36,7 +36,7 @@ def load_config(
     if isinstance(source, Config):
         return source if run is None else source.model_copy(update={"run": run})
     read = _read(source)
-    filling = Filling(environ)
+    filling = EnvironmentFill(environ)
     values = filling.fill(read.value)
     if not isinstance(values, dict):
         raise ConfigError(f"{read.where(())}expected a mapping with at least run and tiers")
@@ -50,9 +50,9 @@ def load_config(
     return config
 
 
-def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> Source:
+def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> ImageSource:
     if isinstance(source, Mapping):
-        return Source(label="", value=source)
+        return ImageSource(label="", value=source)
     if isinstance(source, str | os.PathLike):
         return read_yaml(Path(source).expanduser())
     raise ConfigError(
@@ -60,7 +60,9 @@ def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> Source:
     )
 
 
-def _validate(values: dict[str, object], filling: Filling) -> tuple[Config | None, list[Problem]]:
+def _validate(
+    values: dict[str, object], filling: EnvironmentFill
+) -> tuple[Config | None, list[Problem]]:
     """Validate; the error is not kept as a context, since its details hold what the environment gave."""
     try:
         return Config.model_validate(values), []
@@ -74,7 +76,7 @@ def _validate(values: dict[str, object], filling: Filling) -> tuple[Config | Non
     return None, problems
 
 
-def _error(read: Source, problems: list[Problem]) -> ConfigError:
+def _error(read: ImageSource, problems: list[Problem]) -> ConfigError:
     in_order = sorted(problems, key=lambda problem: read.line(problem.place) or 0)
     lines = [f"{read.where(problem.place)}{_at(problem)}" for problem in in_order]
     if len(lines) == 1:

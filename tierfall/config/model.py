@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from tierfall.config.events import Events, expand_events
+from tierfall.config.events import EventsSection, expand_events
 from tierfall.config.fields import (
     Bandwidth,
     Chunk,
@@ -29,15 +29,15 @@ from tierfall.config.fields import (
     choice,
     wrong,
 )
-from tierfall.config.interval import Interval
+from tierfall.config.interval import IntervalSection
 from tierfall.config.places import write_place
-from tierfall.config.retaining import Evict, Retain
+from tierfall.config.retaining import EvictSection, RetainSection
 from tierfall.config.rules import FOLDER, check_chain, link_of
 from tierfall.config.sections import (
-    Capture,
-    Compress,
-    Drain,
-    Flush,
+    CaptureSection,
+    CompressSection,
+    DrainSection,
+    FlushSection,
     OnClose,
     Section,
 )
@@ -53,7 +53,7 @@ class _Tier(Section):
     )
 
 
-class DeviceTier(_Tier):
+class DeviceTierConfig(_Tier):
     """Spare memory of the GPU, per rank, for what a step would wait for. It holds no checkpoint of its own."""
 
     kind: Literal[TierKind.DEVICE] = Field(
@@ -66,7 +66,7 @@ class DeviceTier(_Tier):
     )
 
 
-class HostTier(_Tier):
+class HostTierConfig(_Tier):
     """Memory of the host, page-locked where there is a device; each rank has its own."""
 
     kind: Literal[TierKind.HOST] = Field(
@@ -109,7 +109,7 @@ _OF_WRITING = frozenset(
 """What is said of a tier that is written to alone."""
 
 
-class StoredTier(_Tier):
+class StoredTierConfig(_Tier):
     """A tier that keeps checkpoints in files or objects."""
 
     read_only: Flag = Field(
@@ -131,21 +131,21 @@ class StoredTier(_Tier):
         "the medium has.",
         examples=["500GiB"],
     )
-    flush: Flush = Field(
-        default=Flush(),
+    flush: FlushSection = Field(
+        default=FlushSection(),
         description="Which checkpoints the tier takes.",
         examples=[{"every": 1}],
     )
-    retain: Retain = Field(
-        default=Retain(), description="Which checkpoints it keeps.", examples=[{"last": 3}]
+    retain: RetainSection = Field(
+        default=RetainSection(), description="Which checkpoints it keeps.", examples=[{"last": 3}]
     )
-    evict: Evict = Field(
-        default=Evict(),
+    evict: EvictSection = Field(
+        default=EvictSection(),
         description="What it gives up where its capacity is short.",
         examples=[{"order": "oldest"}],
     )
-    compress: Compress = Field(
-        default=Compress(),
+    compress: CompressSection = Field(
+        default=CompressSection(),
         description="How chunks are compressed there.",
         examples=[{"codec": "none"}],
     )
@@ -202,7 +202,7 @@ class StoredTier(_Tier):
         return self
 
 
-class FileTier(StoredTier):
+class FileTierConfig(StoredTierConfig):
     """A folder: a local disk, or a parallel file system."""
 
     kind: Literal[TierKind.FILE] = Field(description="file: a folder.")
@@ -221,7 +221,7 @@ class FileTier(StoredTier):
         return os.path.realpath(self.path)
 
 
-class ObjectTier(StoredTier):
+class ObjectTierConfig(StoredTierConfig):
     """An object store, or any place that fsspec knows."""
 
     kind: Literal[TierKind.OBJECT] = Field(description="object: an object store, by its address.")
@@ -252,12 +252,15 @@ class ObjectTier(StoredTier):
         return self.url.rstrip("/") if self.folder is None else os.path.realpath(self.folder)
 
 
-Tier = Annotated[DeviceTier | HostTier | FileTier | ObjectTier, Field(discriminator="kind")]
+Tier = Annotated[
+    DeviceTierConfig | HostTierConfig | FileTierConfig | ObjectTierConfig,
+    Field(discriminator="kind"),
+]
 TIER_MODELS: dict[str, type[_Tier]] = {
-    TierKind.DEVICE: DeviceTier,
-    TierKind.HOST: HostTier,
-    TierKind.FILE: FileTier,
-    TierKind.OBJECT: ObjectTier,
+    TierKind.DEVICE: DeviceTierConfig,
+    TierKind.HOST: HostTierConfig,
+    TierKind.FILE: FileTierConfig,
+    TierKind.OBJECT: ObjectTierConfig,
 }
 
 
@@ -272,7 +275,7 @@ def _expand_tiers(value: object) -> object:
 
 
 def _or_default(value: object) -> object:
-    return Interval() if value is None else value
+    return IntervalSection() if value is None else value
 
 
 class Config(Section):
@@ -282,17 +285,19 @@ class Config(Section):
         description="The name of the training run: a folder of that name in every tier.",
         examples=["gpt-small"],
     )
-    interval: Annotated[Interval, BeforeValidator(_or_default, Interval | None)] = Field(
-        default=Interval(),
-        description="When maybe_save saves; absent: as often as 3.5% of the training time allows.",
-        examples=[{"every": 100}],
+    interval: Annotated[IntervalSection, BeforeValidator(_or_default, IntervalSection | None)] = (
+        Field(
+            default=IntervalSection(),
+            description="When maybe_save saves; absent: as often as 3.5% of the training time allows.",
+            examples=[{"every": 100}],
+        )
     )
-    capture: Capture = Field(
-        default=Capture(),
+    capture: CaptureSection = Field(
+        default=CaptureSection(),
         description="How the state is copied.",
         examples=[{"mode": "lazy", "verify": "sample"}],
     )
-    drain: Drain | None = Field(
+    drain: DrainSection | None = Field(
         default=None,
         description="What is done when the process is told that it will end soon; absent: nothing, and signals are not "
         "listened to.",
@@ -326,11 +331,13 @@ class Config(Section):
         examples=["64MiB/s"],
         json_schema_extra={"default": "64MiB/s"},
     )
-    events: Annotated[Events, BeforeValidator(expand_events, str | Events)] | None = Field(
-        default=None,
-        description="Where to write what happens, a line of JSON each: a file, or a mapping of path and max; absent: "
-        "nowhere.",
-        examples=[{"path": "./events.jsonl"}],
+    events: Annotated[EventsSection, BeforeValidator(expand_events, str | EventsSection)] | None = (
+        Field(
+            default=None,
+            description="Where to write what happens, a line of JSON each: a file, or a mapping of path and max; "
+            "absent: nowhere.",
+            examples=[{"path": "./events.jsonl"}],
+        )
     )
     tiers: Annotated[tuple[Tier, ...], BeforeValidator(_expand_tiers, str | tuple[Tier, ...])] = (
         Field(
@@ -357,27 +364,29 @@ class Config(Section):
         return self
 
     @property
-    def host(self) -> HostTier:
+    def host(self) -> HostTierConfig:
         """The tier that every checkpoint falls through."""
-        return next(tier for tier in self.tiers if isinstance(tier, HostTier))
+        return next(tier for tier in self.tiers if isinstance(tier, HostTierConfig))
 
     @property
-    def device(self) -> DeviceTier | None:
+    def device(self) -> DeviceTierConfig | None:
         """The spare memory of the GPU, where the chain has some."""
-        return next((tier for tier in self.tiers if isinstance(tier, DeviceTier)), None)
+        return next((tier for tier in self.tiers if isinstance(tier, DeviceTierConfig)), None)
 
     @property
-    def chain(self) -> tuple[HostTier | FileTier | ObjectTier, ...]:
+    def chain(self) -> tuple[HostTierConfig | FileTierConfig | ObjectTierConfig, ...]:
         """The tiers that hold checkpoints, fastest first."""
-        return tuple(tier for tier in self.tiers if not isinstance(tier, DeviceTier))
+        return tuple(tier for tier in self.tiers if not isinstance(tier, DeviceTierConfig))
 
     @property
-    def stored(self) -> tuple[FileTier | ObjectTier, ...]:
+    def stored(self) -> tuple[FileTierConfig | ObjectTierConfig, ...]:
         """The folders and object stores of the chain, fastest first."""
-        return tuple(tier for tier in self.tiers if isinstance(tier, FileTier | ObjectTier))
+        return tuple(
+            tier for tier in self.tiers if isinstance(tier, FileTierConfig | ObjectTierConfig)
+        )
 
     @property
-    def written(self) -> tuple[FileTier | ObjectTier, ...]:
+    def written(self) -> tuple[FileTierConfig | ObjectTierConfig, ...]:
         """Those of them that are written to."""
         return tuple(tier for tier in self.stored if not tier.read_only)
 

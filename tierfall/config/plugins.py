@@ -43,8 +43,8 @@ def find(kind: PolicyKind, name: str) -> Policy | None:
         found = registry.find(kind, name)
         if found is None:
             raise ConfigError(
-                f"{kind} policy {name}: the plug-in {_said(point)} was loaded and registers none of that name; expected"
-                f' @tierfall.policies.register("{kind}", "{name}") in it'
+                f"{kind} policy {name}: the plug-in {_describe(point)} was loaded and registers none of that name; "
+                f'expected @tierfall.policies.register("{kind}", "{name}") in it'
             )
     return found
 
@@ -77,7 +77,7 @@ def rule(kind: PolicyKind, name: str, rules: Any) -> Rule:
     if policy is None:
         raise ConfigError(f"{kind} policy {name}: it is not registered in this process")
     if not _is_ours(policy):
-        policy = _careful_interval(policy) if kind is PolicyKind.INTERVAL else _careful(policy)
+        policy = _guarded_interval(policy) if kind is PolicyKind.INTERVAL else _guarded(policy)
     return Rule(policy=policy, rules=None if policy.rules is None else rules)
 
 
@@ -92,12 +92,12 @@ def _load(point: EntryPoint, *, what: str) -> None:
         point.load()
     except Exception as error:
         raise ConfigError(
-            f"{what}: the plug-in {_said(point)} could not be loaded: {error!r}; mend or uninstall it, or leave {what} "
-            "out"
+            f"{what}: the plug-in {_describe(point)} could not be loaded: {error!r}; mend or uninstall it, or leave "
+            f"{what} out"
         ) from error
 
 
-def _said(point: EntryPoint) -> str:
+def _describe(point: EntryPoint) -> str:
     package = f" of {point.dist.name}" if point.dist is not None else ""
     return f"{point.value}{package}"
 
@@ -109,7 +109,7 @@ def _is_ours(policy: Policy) -> bool:
     return str(getattr(policy.decide, "__module__", "")).startswith("tierfall.policies.")
 
 
-def _sayer(policy: Policy) -> Callable[[Exception], str]:
+def _failure_logger(policy: Policy) -> Callable[[Exception], str]:
     """Return what words a policy's failure; each is logged once."""
     said: set[str] = set()
 
@@ -123,9 +123,9 @@ def _sayer(policy: Policy) -> Callable[[Exception], str]:
     return failed
 
 
-def _careful_interval(policy: Policy) -> Policy:
+def _guarded_interval(policy: Policy) -> Policy:
     """Wrap a cadence so that, where it fails, it has no answer."""
-    failed = _sayer(policy)
+    failed = _failure_logger(policy)
 
     @wraps(policy.decide)
     def decide(measured: Any, rules: Any, now_s: float) -> tuple[int, str] | None:
@@ -143,10 +143,10 @@ def _careful_interval(policy: Policy) -> Policy:
     return replace(policy, decide=decide)
 
 
-def _careful(policy: Policy) -> Policy:
+def _guarded(policy: Policy) -> Policy:
     """Wrap a policy so that it harms nothing when it fails: then a rule of retention wants everything, and an order
     says nothing, which leaves the oldest first."""
-    failed = _sayer(policy)
+    failed = _failure_logger(policy)
 
     @wraps(policy.decide)
     def decide(tier: TierView, rules: Any, now_s: float) -> Any:

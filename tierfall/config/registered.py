@@ -51,7 +51,7 @@ def registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any
         problems = [
             (
                 (*inside, *found["loc"]),
-                f"{show(found['input'])} does not fit: {_said(policy, found['msg'])}",
+                f"{show(found['input'])} does not fit: {_describe(policy, found['msg'])}",
             )
             for found in error.errors(include_url=False, include_context=False)
         ]
@@ -92,6 +92,6 @@ ORDER_SCHEMA = WithJsonSchema(
 )
 
 
-def _said(policy: Policy | None, message: str) -> str:
+def _describe(policy: Policy | None, message: str) -> str:
     """Word what pydantic found; a policy without settings has no model that could say it."""
     return message if policy and policy.rules else "it takes no settings; expected true"

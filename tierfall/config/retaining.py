@@ -40,8 +40,8 @@ from tierfall.core.types import keys, units
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.policy import PolicyKind, Rule
 from tierfall.core.types.values import Direction
-from tierfall.policies.retention import Best as BestRules
-from tierfall.policies.retention import Every, Tags
+from tierfall.policies.retention import BestRule as BestRules
+from tierfall.policies.retention import EveryRule, TagsRule
 
 _EXPECTED_EVERY = "a whole number of steps such as 1000, or a time with its unit such as 1d"
 _EXPECTED_TAGS = "true for any tag, or a list of tags such as [release]"
@@ -106,7 +106,7 @@ TagsKept = Annotated[
 Watermark = Annotated[Share, PlainSerializer(lambda share: f"{share * 100:.12g}%")]
 
 
-class Best(Section):
+class BestSection(Section):
     """The best checkpoints by a metric."""
 
     metric: str = Field(
@@ -118,7 +118,7 @@ class Best(Section):
     count: Count = Field(default=1, description="How many to keep.", examples=[2])
 
 
-class Retain(Section):
+class RetainSection(Section):
     """Which checkpoints a tier keeps: what any of these rules wants; pinned ones, and the newest, stay whatever this
     says. Other keys are rules that were registered."""
 
@@ -137,7 +137,7 @@ class Retain(Section):
         "the first of each such period in UTC.",
         examples=[1000, "1d"],
     )
-    best: Best | None = Field(
+    best: BestSection | None = Field(
         default=None,
         description="Keep the best by a metric.",
         examples=[{"metric": "loss", "mode": "min", "count": 2}],
@@ -172,7 +172,7 @@ class Retain(Section):
             "for": self.for_s,
             "tags": None
             if self.tags is None
-            else Tags(names=() if isinstance(self.tags, bool) else self.tags),
+            else TagsRule(names=() if isinstance(self.tags, bool) else self.tags),
         }
         built_in = [
             plugins.rule(PolicyKind.RETAIN, name, rules)
@@ -186,13 +186,13 @@ class Retain(Section):
         return (*built_in, *more)
 
 
-def _as_every(every: int | str) -> Every:
+def _as_every(every: int | str) -> EveryRule:
     if isinstance(every, int):
-        return Every(steps=every)
-    return Every(period_s=units.parse_duration(every))
+        return EveryRule(steps=every)
+    return EveryRule(period_s=units.parse_duration(every))
 
 
-class Evict(Section):
+class EvictSection(Section):
     """What a tier gives up where its capacity is short: first what no rule of retain wants to keep."""
 
     high: Watermark | None = Field(

@@ -65,7 +65,7 @@ def _read_verify(value: object) -> object:
     raise wrong(f"{show(value)} does not fit; expected {expected}{near}", expected=expected)
 
 
-class Capture(Section):
+class CaptureSection(Section):
     """How the state is copied."""
 
     mode: Annotated[
@@ -99,7 +99,7 @@ class Capture(Section):
     )
 
 
-class Flush(Section):
+class FlushSection(Section):
     """Which checkpoints a tier takes."""
 
     every: Count = Field(
@@ -140,7 +140,7 @@ class Flush(Section):
         return None if IN_ORDER in (self.order or ()) else order_rule(PolicyKind.FLUSH, self.order)
 
 
-class Drain(Section):
+class DrainSection(Section):
     """What is done when the process is told that it will end soon."""
 
     on_signal: SignalNames = Field(
@@ -160,7 +160,7 @@ class Drain(Section):
     )
 
 
-class Compress(Section):
+class CompressSection(Section):
     """How stored chunks are compressed."""
 
     codec: Annotated[Codec, choice(Codec), any_word(Codec)] = Field(

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tierfall.config.environment import Filling
+from tierfall.config.environment import EnvironmentFill
 from tierfall.config.fields import WRONG, show
 from tierfall.config.model import CHAIN, TIER_MODELS, Config
 from tierfall.config.places import Place, Problem
@@ -29,7 +29,7 @@ _EXPECTED = {
 }
 
 
-def problems_of(error: ValidationError, filling: Filling) -> Iterator[Problem]:
+def problems_of(error: ValidationError, filling: EnvironmentFill) -> Iterator[Problem]:
     """Word every error of a validation."""
     for details in error.errors(include_url=False):
         if details["type"] == CHAIN:
@@ -38,7 +38,7 @@ def problems_of(error: ValidationError, filling: Filling) -> Iterator[Problem]:
             yield _problem(details, filling)
 
 
-def _problem(details: ErrorDetails, filling: Filling) -> Problem:
+def _problem(details: ErrorDetails, filling: EnvironmentFill) -> Problem:
     location, kind, context = details["loc"], details["type"], details.get("ctx", {})
     place = _without_tag(location)
     original = filling.original(place)
@@ -60,7 +60,7 @@ def _got(value: object, original: str | None) -> str:
     return show(value) if original is None else f"the value of {original}"
 
 
-def _wrong_kind(place: Place, tag: object, filling: Filling) -> Problem:
+def _wrong_kind(place: Place, tag: object, filling: EnvironmentFill) -> Problem:
     expected = f"expected one of {', '.join(TierKind)}"
     if tag is None:
         return Problem(place=place, message=f"missing; {expected}")

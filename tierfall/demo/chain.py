@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 from tierfall.config import Config, load_config
-from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.format.catalog import ListRequest, merge
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.demo.training import Plan
 from tierfall.ops.commands import view_of
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 
 HOST, FAST, STORE = "host", "fast", "store"
 TIERS = (HOST, FAST, STORE)
@@ -117,13 +117,13 @@ def _memory(folder: Path, image_bytes: int) -> Path:
     return folder / "memory"
 
 
-def look(chain: Chain) -> dict[str, Listing]:
+def look(chain: Chain) -> dict[str, ListRequest]:
     """List what each tier holds, from outside; the tiers' names in the chain's order."""
-    with Reader(chain.config) as reader:
+    with RunReader(chain.config) as reader:
         return {listing.tier: listing for listing in reader.list()}
 
 
-def still_owed(chain: Chain, listings: Mapping[str, Listing]) -> set[tuple[CheckpointId, str]]:
+def still_owed(chain: Chain, listings: Mapping[str, ListRequest]) -> set[tuple[CheckpointId, str]]:
     """Name the copies that the next start is to finish, each by its checkpoint and tier."""
     view = view_of(chain.config, merge(listings.values()))
     return {(checkpoint.id, tier) for checkpoint in view.checkpoints for tier in checkpoint.owed}

@@ -26,7 +26,7 @@ from tierfall.demo.screen import Screen
 from tierfall.demo.story import Stage
 from tierfall.demo.timeline import draw_picture, make_timeline, picture_path
 from tierfall.demo.training import NORMAL, SMALL, Plan
-from tierfall.telemetry.event_reader import Tail
+from tierfall.telemetry.event_reader import LogTail
 
 SAVES = 12
 BYTES_A_PARAMETER = 12
@@ -81,7 +81,7 @@ def demo(
             none_left(),  # neither the S3 server
             _bucket(place) if s3 else nullcontext() as bucket,
             _chain(place, plan, every, image_bytes, bucket) as chain,
-            closing(Tail(chain.events)) as events,
+            closing(LogTail(chain.events)) as events,
             none_left(),  # nor a trainer, before shared memory is removed
         ):
             drawn = picture_path(None if folder is None else place, picture)

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from tierfall.core.types.values import CheckpointId
-from tierfall.telemetry.event_reader import Tail
+from tierfall.telemetry.event_reader import LogTail
 
 POLL_S = 0.01
 STDERR_LINES = 20
@@ -114,7 +114,7 @@ class Trainer:
         steps: int,
         small: bool,
         pace_s: float = 0.0,
-        events: Tail | None = None,
+        events: LogTail | None = None,
     ) -> None:
         """``name`` names its files in ``folder``; without ``config`` it saves nothing. ``events`` follows the event log
         of its run, up to where it is started."""
@@ -126,7 +126,7 @@ class Trainer:
         command += ["--config", str(config)] if config else []
         command += ["--small"] if small else []
         command += ["--pace", str(pace_s)]
-        self._own = Tail(own)
+        self._own = LogTail(own)
         self._tails = (self._own, events) if events else (self._own,)
         self.act = Act(began_s=time.time())
         with self._stderr.open("wb") as stderr:

@@ -20,7 +20,7 @@ from tierfall.core.types.errors import BackendError
 from tierfall.export.torch_file import first_cause
 
 
-class _Writer(FileSystemWriter):
+class _DcpWriter(FileSystemWriter):
     """Names the folder as it will be called, not as it is until then."""
 
     def __init__(self, folder: Path, path: Path) -> None:
@@ -37,7 +37,7 @@ def save_dcp(state: Mapping[str, Any], folder: Path, path: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
-            metadata = save(dict(state), storage_writer=_Writer(folder, path), no_dist=True)
+            metadata = save(dict(state), storage_writer=_DcpWriter(folder, path), no_dist=True)
     except CheckpointException as error:
         failures = [failure for failure, _ in error.failures.values()]
         raise _cause(failures[0], path) from error

@@ -25,23 +25,23 @@ from tierfall.core.image.tree import CONTAINERS_AND_OBJECTS, OptimizerNode, Valu
 from tierfall.core.load.build import CPU, Builder
 from tierfall.core.types.errors import ConfigError
 from tierfall.export.dcp_names import as_state, by_parameter, prefix_of
-from tierfall.export.gather import Gathered, gather, slots_in
+from tierfall.export.gather import MergedCheckpoint, gather, slots_in
 from tierfall.export.options import (
-    Exported,
-    Format,
-    Wish,
+    ExportFormat,
+    ExportOptions,
+    ExportResult,
     as_bytes,
-    exported,
     file_name,
     lay_out,
     left_out,
+    make_result,
 )
 from tierfall.export.output import check_free, check_free_folder, new_file, new_folder, write_all
-from tierfall.export.select import Part, select, tensors_of
+from tierfall.export.select import StatePart, select, tensors_of
 from tierfall.export.torch_file import save_torch
 from tierfall.ops.commands import Watch
 
-__all__ = ["Exported", "Format", "Wish", "export"]
+__all__ = ["ExportFormat", "ExportOptions", "ExportResult", "export"]
 
 VALUES = "tierfall.named_values"
 
@@ -50,9 +50,9 @@ def export(
     checkpoint: KnownCheckpoint,
     tiers: Sequence[str],
     open_image: OpenImage,
-    wish: Wish,
+    wish: ExportOptions,
     watch: Watch = lambda done, total: None,
-) -> Exported:
+) -> ExportResult:
     """Write one checkpoint, read from ``tiers``, fastest first; ``watch`` gets bytes written and bytes in all.
 
     Raises ConfigError for parts that are not there, IntegrityError where no copy is good, BackendError and
@@ -61,7 +61,7 @@ def export(
     """
     gathered = gather(checkpoint, tiers, open_image, watch)
     path = wish.to
-    if wish.format is Format.DCP:
+    if wish.format is ExportFormat.DCP:
         check_free_folder(path)
     else:
         path = wish.to / file_name(gathered.run, gathered.id, wish)
@@ -71,14 +71,14 @@ def export(
     tensors, notes = _EXPORT[wish.format](gathered, parts, path, wish)
     if gathered.own is not None and any(part.name in ("", gathered.own) for part in parts):
         notes.append(f"what ranks had otherwise than rank 0 stands below {gathered.own}, by rank")
-    return exported(checkpoint.id, path, tensors, gathered.tally, notes)
+    return make_result(checkpoint.id, path, tensors, gathered.tally, notes)
 
 
 # safetensors ------------------------------------------------------------------------------------------
 
 
 def _export_safetensors(
-    gathered: Gathered, parts: tuple[Part, ...], path: Path, wish: Wish
+    gathered: MergedCheckpoint, parts: tuple[StatePart, ...], path: Path, wish: ExportOptions
 ) -> tuple[int, list[str]]:
     header = gathered.header
     said = {"tierfall.checkpoint": f"{gathered.run} {gathered.id}"}
@@ -106,7 +106,9 @@ def _export_safetensors(
     return len(named), [*notes, *as_bytes(header, named)]
 
 
-def _export_image(gathered: Gathered, path: Path, wish: Wish) -> tuple[int, list[str]]:
+def _export_image(
+    gathered: MergedCheckpoint, path: Path, wish: ExportOptions
+) -> tuple[int, list[str]]:
     """The whole state of one rank is what its image is: a safetensors file already."""
     with (
         gathered.images.open(0) as job,
@@ -117,7 +119,7 @@ def _export_image(gathered: Gathered, path: Path, wish: Wish) -> tuple[int, list
 
 
 @contextmanager
-def _opened(path: Path, wish: Wish, length: int) -> Iterator[int]:
+def _opened(path: Path, wish: ExportOptions, length: int) -> Iterator[int]:
     """Give the descriptor of a file to write ``length`` bytes into; raises as ``new_file`` does."""
     with new_file(path, replace=wish.replace, room_bytes=length) as unfinished:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -127,7 +129,7 @@ def _opened(path: Path, wish: Wish, length: int) -> Iterator[int]:
             os.close(descriptor)
 
 
-def _named_values(gathered: Gathered, parts: Sequence[Part]) -> str:
+def _named_values(gathered: MergedCheckpoint, parts: Sequence[StatePart]) -> str:
     """Return what is no tensor, by name: the tagged JSON of each value, and the tensors that are parts of it."""
     header = gathered.header
     return json.dumps(
@@ -147,7 +149,9 @@ def _named_values(gathered: Gathered, parts: Sequence[Part]) -> str:
 class _MappedBuilder(Builder):
     """Builds a state whose tensors are in a mapped file: ``places`` are, by slot, where the bytes of each begin."""
 
-    def __init__(self, gathered: Gathered, mapping: mmap.mmap, places: Mapping[int, int]) -> None:
+    def __init__(
+        self, gathered: MergedCheckpoint, mapping: mmap.mmap, places: Mapping[int, int]
+    ) -> None:
         super().__init__(gathered.header)
         self._mapping = mapping
         self._places = places
@@ -176,7 +180,7 @@ class _DcpBuilder(_MappedBuilder):
 
 
 def _build(
-    kind: type[_MappedBuilder], gathered: Gathered, parts: Sequence[Part], beside: Path
+    kind: type[_MappedBuilder], gathered: MergedCheckpoint, parts: Sequence[StatePart], beside: Path
 ) -> Any:
     """Build the state that the parts are, or the one part, its tensors in a file without a name, which goes with its
     mapping; each begins at a multiple of 64 bytes."""
@@ -201,7 +205,7 @@ def _build(
 
 
 def _export_torch(
-    gathered: Gathered, parts: tuple[Part, ...], path: Path, wish: Wish
+    gathered: MergedCheckpoint, parts: tuple[StatePart, ...], path: Path, wish: ExportOptions
 ) -> tuple[int, list[str]]:
     room_bytes = _room_bytes(gathered, parts)
     with new_file(path, replace=wish.replace, room_bytes=room_bytes) as unfinished:
@@ -211,7 +215,7 @@ def _export_torch(
 
 
 def _export_dcp(
-    gathered: Gathered, parts: tuple[Part, ...], path: Path, wish: Wish
+    gathered: MergedCheckpoint, parts: tuple[StatePart, ...], path: Path, wish: ExportOptions
 ) -> tuple[int, list[str]]:
     from tierfall.export.dcp_folder import save_dcp
 
@@ -221,13 +225,13 @@ def _export_dcp(
     return len(slots_in(parts)), []
 
 
-def _room_bytes(gathered: Gathered, parts: Sequence[Part]) -> int:
+def _room_bytes(gathered: MergedCheckpoint, parts: Sequence[StatePart]) -> int:
     """What torch writes, and what it is given, in bytes."""
     return 2 * sum(gathered.header.tensors[slot].length for slot in slots_in(parts))
 
 
 _EXPORT = {
-    Format.SAFETENSORS: _export_safetensors,
-    Format.TORCH: _export_torch,
-    Format.DCP: _export_dcp,
+    ExportFormat.SAFETENSORS: _export_safetensors,
+    ExportFormat.TORCH: _export_torch,
+    ExportFormat.DCP: _export_dcp,
 }

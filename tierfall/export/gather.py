@@ -13,23 +13,23 @@ from dataclasses import dataclass
 
 import torch
 
-from tierfall.core.copies.cached_reads import Written
-from tierfall.core.copies.checkpoint_reader import Parts
-from tierfall.core.copies.chunk_reader import Tally
-from tierfall.core.copies.shard_reader import Job, OpenImage
+from tierfall.core.copies.cached_reads import WrittenTargets
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
+from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.copies.shard_reader import OpenImage, ShardReader
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.merge import Block, Merged, merge_headers
-from tierfall.core.image.per_rank import Pair, set_aside
+from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
+from tierfall.core.image.per_rank import TensorPair, set_aside
 from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.image.tree import ConflictNode, leaves, slots_of
-from tierfall.core.load.build import Fill, Want
-from tierfall.core.restore.reshard_reads import spread
+from tierfall.core.load.build import BlockTarget, Fill
+from tierfall.core.restore.reshard_reads import plan_block_reads
 from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.export.output import write_all
-from tierfall.export.select import Part
-from tierfall.export.stream import Span, write_spans
+from tierfall.export.select import StatePart
+from tierfall.export.stream import FileSpan, write_spans
 from tierfall.ops.commands import Progress, Watch
 
 CHUNKS_MAX = 2
@@ -43,19 +43,19 @@ COMPARED_BYTES = 16 << 20
 class RankImages:
     """The images of all ranks of one checkpoint."""
 
-    def __init__(self, parts: Parts, world_size: int) -> None:
+    def __init__(self, parts: CheckpointReader, world_size: int) -> None:
         self._parts = parts
         self.world_size = world_size
 
     def headers(self) -> dict[int, ImageHeader]:
         return self._parts.headers(self.world_size)
 
-    def open(self, rank: int) -> Job:
+    def open(self, rank: int) -> ShardReader:
         return self._parts.open(Shard(rank, self.world_size))
 
     def read(self, rank: int, fills: Sequence[Fill]) -> None:
         with self.open(rank) as job:
-            job.fill(fills, Written())
+            job.fill(fills, WrittenTargets())
 
     def chunk_digests(self, rank: int, start: int, end: int) -> tuple[int, int, tuple[str, ...]]:
         """Return what tells bytes of an image apart, by the digests of the chunks that they lie in."""
@@ -75,23 +75,23 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered:
+class MergedCheckpoint:
     """One checkpoint, merged over its ranks. ``own`` is the name below which single ranks' entries are that differ from
     rank 0's, where there are such."""
 
     run: str
     id: CheckpointId
-    merged: Merged
+    merged: MergedHeader
     images: RankImages
     own: str | None
-    tally: Tally
+    tally: ReadTally
     watch: Watch
 
     @property
     def header(self) -> ImageHeader:
         return self.merged.header
 
-    def check(self, parts: Sequence[Part]) -> None:
+    def check(self, parts: Sequence[StatePart]) -> None:
         """Raise RestoreError where the ranks do not have one of these parts alike, or not all of it."""
         for part in parts:
             for name, leaf in leaves(part.node, part.name):
@@ -102,10 +102,10 @@ class Gathered:
             if sum(block.end - block.start for block in blocks) < stored.length:
                 raise RestoreError(f"{self.header.what}: {stored.name}: it is not there whole")
 
-    def write_image(self, job: Job, descriptor: int) -> None:
+    def write_image(self, job: ShardReader, descriptor: int) -> None:
         """Write the image of the one rank as it is. Raises as ``write`` does."""
         length = job.manifest.image_bytes
-        span = Span(start=0, end=length, targets=(0,))
+        span = FileSpan(start=0, end=length, targets=(0,))
         write_spans(job, [span], descriptor, Progress(self.watch, length))
 
     def write(self, places: Mapping[int, Sequence[int]], descriptor: int) -> None:
@@ -115,7 +115,7 @@ class Gathered:
         """
         cut = [slot for slot in places if self._is_cut(slot)]
         progress = Progress(self.watch, sum(self.header.tensors[s].length for s in places))
-        spans: dict[int, list[Span]] = defaultdict(list)
+        spans: dict[int, list[FileSpan]] = defaultdict(list)
         for slot in places.keys() - cut:
             for block in self.merged.blocks[slot]:
                 if block.end > block.start:
@@ -124,18 +124,18 @@ class Gathered:
             with self.images.open(rank) as job:
                 base = job.manifest.data_start
                 moved = [
-                    Span(start=base + s.start, end=base + s.end, targets=s.targets)
+                    FileSpan(start=base + s.start, end=base + s.end, targets=s.targets)
                     for s in sorted(those, key=lambda span: span.start)
                 ]
                 write_spans(job, moved, descriptor, progress)
         for batch in self._batches(cut):
             self._write_rows(batch, places, descriptor, progress)
 
-    def _span(self, slot: int, block: Block, starts: Sequence[int]) -> Span:
+    def _span(self, slot: int, block: TensorBlock, starts: Sequence[int]) -> FileSpan:
         """Return where a block that is a contiguous range of its tensor comes from in the data, and goes to."""
         before = block.offset[0] * self._row_bytes(slot) if block.offset else 0
         targets = tuple(start + before for start in starts)
-        return Span(start=block.start, end=block.end, targets=targets)
+        return FileSpan(start=block.start, end=block.end, targets=targets)
 
     def _write_rows(
         self,
@@ -147,7 +147,7 @@ class Gathered:
         """Put rows together in memory, and write them."""
         shapes = [self.header.tensors[rows.slot].shape for rows in batch]
         wants = [
-            Want(
+            BlockTarget(
                 slot=rows.slot,
                 target=torch.empty(rows.bytes, dtype=torch.uint8),
                 offset=(rows.first, *(0 for _ in shape[1:])),
@@ -155,7 +155,7 @@ class Gathered:
             )
             for rows, shape in zip(batch, shapes, strict=True)
         ]
-        reads = spread(self.merged, wants, same=())
+        reads = plan_block_reads(self.merged, wants, same=())
         for rank, fills in sorted(reads.fills.items()):
             self.images.read(rank, fills)
         reads.finish()
@@ -195,7 +195,7 @@ class Gathered:
 
 def gather(
     checkpoint: KnownCheckpoint, tiers: Sequence[str], open_image: OpenImage, watch: Watch
-) -> Gathered:
+) -> MergedCheckpoint:
     """Read the headers of all ranks from ``tiers``, fastest first, and merge them, rank 0's values first.
 
     Raises as ``find_images`` and ``ChunkReader.read`` do.
@@ -203,8 +203,8 @@ def gather(
     commit = checkpoint.commit
     if commit is None:
         raise IntegrityError(f"export: every commit record of {checkpoint.id} is damaged")
-    tally = Tally()
-    parts = Parts(checkpoint, tiers, open_image, tally, None, CHUNKS_MAX)
+    tally = ReadTally()
+    parts = CheckpointReader(checkpoint, tiers, open_image, tally, None, CHUNKS_MAX)
     images = RankImages(parts, commit.world_size)
     found = images.headers()
     for header in found.values():
@@ -212,7 +212,7 @@ def gather(
     headers, own = set_aside(found, lambda rank, pairs: _differing(images, rank, pairs))
     of = f" of {commit.world_size} ranks" if commit.world_size > 1 else ""
     merged = merge_headers(headers, what=f"{checkpoint.id}{of}", own=0)
-    return Gathered(
+    return MergedCheckpoint(
         run=commit.line.run,
         id=checkpoint.id,
         merged=merged,
@@ -226,10 +226,10 @@ def gather(
 # What ranks have alike -------------------------------------------------------------------------------
 
 
-def _differing(images: RankImages, rank: int, pairs: Sequence[Pair]) -> frozenset[Pair]:
+def _differing(images: RankImages, rank: int, pairs: Sequence[TensorPair]) -> frozenset[TensorPair]:
     """Return the pairs whose bytes differ. Those in chunks of the same digests are the same; others are read."""
-    found: set[Pair] = set()
-    slices: list[tuple[Pair, int, int]] = []
+    found: set[TensorPair] = set()
+    slices: list[tuple[TensorPair, int, int]] = []
     for pair in dict.fromkeys(pairs):
         own, first = pair
         if images.chunk_digests(rank, own.start, own.end) != images.chunk_digests(
@@ -248,7 +248,9 @@ def _differing(images: RankImages, rank: int, pairs: Sequence[Pair]) -> frozense
     return frozenset(found)
 
 
-def _compare(images: RankImages, rank: int, batch: Sequence[tuple[Pair, int, int]]) -> set[Pair]:
+def _compare(
+    images: RankImages, rank: int, batch: Sequence[tuple[TensorPair, int, int]]
+) -> set[TensorPair]:
     """Read slices of both ranks, and return the pairs whose slices differ."""
     ones = _read(
         images, rank, [(pair.own.start + low, pair.own.start + high) for pair, low, high in batch]
@@ -269,5 +271,5 @@ def _read(images: RankImages, rank: int, ranges: Sequence[tuple[int, int]]) -> l
     return [read[span] for span in ranges]
 
 
-def slots_in(parts: Sequence[Part]) -> list[int]:
+def slots_in(parts: Sequence[StatePart]) -> list[int]:
     return sorted({slot for part in parts for slot in slots_of(part.node)})

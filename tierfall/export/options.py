@@ -10,17 +10,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from tierfall.core.copies.chunk_reader import Fallback, Tally
+from tierfall.core.copies.chunk_reader import Fallback, ReadTally
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import CheckpointId
-from tierfall.export.select import Part, values_of
+from tierfall.export.select import StatePart, values_of
 
 NAMES_SHOWN = 4
 
 
-class Format(StrEnum):
+class ExportFormat(StrEnum):
     """What is written."""
 
     SAFETENSORS = "safetensors"
@@ -28,21 +28,21 @@ class Format(StrEnum):
     DCP = "dcp"
 
 
-_SUFFIXES = {Format.SAFETENSORS: ".safetensors", Format.TORCH: ".pt"}
+_SUFFIXES = {ExportFormat.SAFETENSORS: ".safetensors", ExportFormat.TORCH: ".pt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class ExportOptions:
     """What to export: the parts named by ``only`` (none: all of it) into the folder ``to``."""
 
     to: Path
-    format: Format
+    format: ExportFormat
     only: tuple[str, ...] = ()
     replace: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportResult:
     """What was written, from which tiers it was read (in bytes), what was passed over, and what is worth knowing."""
 
     id: CheckpointId
@@ -54,12 +54,12 @@ class Exported:
     notes: tuple[str, ...]
 
 
-def exported(
-    id: CheckpointId, path: Path, tensors: int, tally: Tally, notes: Sequence[str]
-) -> Exported:
+def make_result(
+    id: CheckpointId, path: Path, tensors: int, tally: ReadTally, notes: Sequence[str]
+) -> ExportResult:
     """Say what was written at ``path``, a file or a folder of files."""
     files = [path] if path.is_file() else list(path.iterdir())
-    return Exported(
+    return ExportResult(
         id=id,
         path=path,
         bytes=sum(file.stat().st_size for file in files),
@@ -70,7 +70,7 @@ def exported(
     )
 
 
-def file_name(run: str, id: CheckpointId, wish: Wish) -> str:
+def file_name(run: str, id: CheckpointId, wish: ExportOptions) -> str:
     """Name the file of an export. Raises ConfigError where a part's name cannot name one."""
     name = f"{run}-step-{id.step:08d}"
     if len(wish.only) == 1:
@@ -113,7 +113,7 @@ def lay_out(
     return head, placed, len(head) + end
 
 
-def left_out(parts: Sequence[Part]) -> list[str]:
+def left_out(parts: Sequence[StatePart]) -> list[str]:
     left = [name for part in parts for name in values_of(part)]
     if not left:
         return []

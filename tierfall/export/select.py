@@ -27,14 +27,14 @@ from tierfall.core.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StatePart:
     """One entry of a state and everything below it; ``name`` is dotted, and empty for the whole state."""
 
     name: str
     node: Node
 
 
-def select(header: ImageHeader, only: Sequence[str]) -> tuple[Part, ...]:
+def select(header: ImageHeader, only: Sequence[str]) -> tuple[StatePart, ...]:
     """Find the parts that ``only`` names, or the whole state where it names none.
 
     Raises ConfigError for a name that nothing has, saying which there are.
@@ -48,11 +48,11 @@ def select(header: ImageHeader, only: Sequence[str]) -> tuple[Part, ...]:
                 f"--only {name!r}: nothing of that name is in the checkpoint; expected one of {there}, or, with dots, "
                 "what lies below"
             )
-        parts.append(Part(name, node))
+        parts.append(StatePart(name, node))
     for part in parts:
         if any(names.is_within(part.name, other.name) for other in parts if other is not part):
             raise ConfigError(f"--only {part.name!r}: it is named twice, or lies within another")
-    return tuple(parts) or (Part("", header.tree),)
+    return tuple(parts) or (StatePart("", header.tree),)
 
 
 def _find(node: Node, name: str) -> Node | None:
@@ -84,7 +84,7 @@ def _find_in_module(node: ModuleNode, name: str) -> Node | None:
     return ModuleNode(inner) if inner else None
 
 
-def tensors_of(header: ImageHeader, part: Part, *, full_names: bool) -> dict[str, int]:
+def tensors_of(header: ImageHeader, part: StatePart, *, full_names: bool) -> dict[str, int]:
     """Name the tensors of a part, with their places in the image's table; what is tied stands under each of its names.
 
     ``full_names`` keeps the name of the part in front.
@@ -107,7 +107,7 @@ def _named(header: ImageHeader, name: str, node: Node) -> Iterator[tuple[str, in
             yield from ((header.tensors[slot].name, slot) for slot in slots_of(leaf))
 
 
-def values_of(part: Part) -> list[str]:
+def values_of(part: StatePart) -> list[str]:
     """Name what is no tensor and is not stored as one: numbers, short text, None and the like."""
     return [
         name

@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tierfall.core.copies.shard_reader import Job
+from tierfall.core.copies.shard_reader import ShardReader
 from tierfall.export.output import write_all
 from tierfall.ops.commands import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class FileSpan:
     """Bytes ``start`` to ``end`` of an image, and where in the file each copy of them begins."""
 
     start: int
@@ -20,14 +20,16 @@ class Span:
     targets: tuple[int, ...]
 
 
-def write_spans(job: Job, spans: Sequence[Span], descriptor: int, progress: Progress) -> None:
+def write_spans(
+    job: ShardReader, spans: Sequence[FileSpan], descriptor: int, progress: Progress
+) -> None:
     """Write spans of an image, which are in its order and do not overlap, to their places in a file.
 
     Raises as ``ChunkReader.read`` does, and OSError.
     """
     manifest, ends = job.manifest, [span.end for span in spans]
 
-    def overlapping(index: int) -> Sequence[Span]:
+    def overlapping(index: int) -> Sequence[FileSpan]:
         start, end = manifest.chunk_range(index)
         first = stop = bisect_right(ends, start)
         while stop < len(spans) and spans[stop].start < end:

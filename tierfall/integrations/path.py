@@ -22,8 +22,8 @@ from tierfall.config import load_config
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.types.errors import ConfigError, KeyNotFoundError, LockError, NotSupportedError
 from tierfall.core.types.values import CheckpointId
-from tierfall.integrations.path_names import METADATA, PROTOCOL, Where, folder_of, parse
-from tierfall.integrations.path_reading import Files, PathFile, Tiers, tiers_of
+from tierfall.integrations.path_names import METADATA, PROTOCOL, TierPath, folder_of, parse
+from tierfall.integrations.path_reading import CheckpointFiles, PathFile, ReadableTiers, tiers_of
 from tierfall.run.by_path import PathSaves
 from tierfall.run.checkpointer import opened_runs
 
@@ -106,11 +106,11 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             )
         return _writer(where).create(_own_step(where), where.name)
 
-    def _open_to_read(self, where: Where) -> PathFile:
+    def _open_to_read(self, where: TierPath) -> PathFile:
         with ExitStack() as stack:
             tiers = stack.enter_context(_tiers(where))
             checkpoint = tiers.find(where)
-            files = Files(checkpoint, tiers)
+            files = CheckpointFiles(checkpoint, tiers)
             file = files.find(where.name)
             if file is None:
                 raise _no_file(where, files)
@@ -128,13 +128,13 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             checkpoint = tiers.find(where)
             if not where.name:
                 return _folder(path)
-            files = Files(checkpoint, tiers)
+            files = CheckpointFiles(checkpoint, tiers)
             file = files.find(where.name)
             if file is None:
                 raise _no_file(where, files)
             return {"name": path, "size": file.bytes, "type": "file"}
 
-    def _info_of_run(self, where: Where) -> dict[str, Any]:
+    def _info_of_run(self, where: TierPath) -> dict[str, Any]:
         if where.run and _open_run(where) is None:
             with _tiers(where) as tiers:
                 if not any(x.attempts or x.copies for x in tiers.listings):
@@ -176,7 +176,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """As fsspec's, and so ``find`` and ``glob``: but what cannot be read is raised, not left out."""
         return super().walk(path, maxdepth, topdown, on_error or _raise_unless_absent, **more)
 
-    def _parse(self, path: str) -> Where:
+    def _parse(self, path: str) -> TierPath:
         return parse(self._strip_protocol(path))
 
 
@@ -185,7 +185,7 @@ def _raise_unless_absent(error: OSError) -> None:
         raise error
 
 
-def _steps(where: Where, tiers: Tiers) -> list[dict[str, Any]]:
+def _steps(where: TierPath, tiers: ReadableTiers) -> list[dict[str, Any]]:
     # A program takes the newest of these: a list without those of one tier would send it back.
     tiers.check_read(where, "may hold further steps")
     for listing in tiers.listings:
@@ -195,14 +195,14 @@ def _steps(where: Where, tiers: Tiers) -> list[dict[str, Any]]:
     return [
         _folder(folder_of(tiers.run, one.id, live=not one.abandoned))
         for one in known
-        if one.commit is not None and Files(one, tiers).is_by_path()
+        if one.commit is not None and CheckpointFiles(one, tiers).is_by_path()
     ]
 
 
-def _files(path: str, where: Where, tiers: Tiers) -> list[dict[str, Any]]:
+def _files(path: str, where: TierPath, tiers: ReadableTiers) -> list[dict[str, Any]]:
     if _is_staged(where):
         raise KeyNotFoundError(f"{where}: this step is being written")
-    files = Files(tiers.find(where), tiers)
+    files = CheckpointFiles(tiers.find(where), tiers)
     return [
         {"name": f"{path}/{name}", "size": file.bytes, "type": "file"}
         for name, file in sorted(files.all().items())
@@ -213,7 +213,7 @@ def _folder(name: str) -> dict[str, Any]:
     return {"name": name, "size": 0, "type": "directory"}
 
 
-def _no_file(where: Where, files: Files) -> KeyNotFoundError:
+def _no_file(where: TierPath, files: CheckpointFiles) -> KeyNotFoundError:
     if not files.is_by_path():
         return KeyNotFoundError(
             f"{where}: this step was not saved by path: restore it by Checkpointer.restore or tierfall.load"
@@ -224,7 +224,7 @@ def _no_file(where: Where, files: Files) -> KeyNotFoundError:
 # Who serves a path -----------------------------------------------------------------------------------
 
 
-def _open_run(where: Where) -> PathSaves | None:
+def _open_run(where: TierPath) -> PathSaves | None:
     """Find the Checkpointer that is open for a path's run."""
     if not where.run:
         raise ConfigError(f"{where} names no run")
@@ -237,7 +237,7 @@ def _open_run(where: Where) -> PathSaves | None:
     return found[0] if found else None
 
 
-def _config(where: Where) -> str:
+def _config(where: TierPath) -> str:
     config = os.environ.get(CONFIG, "")
     if not config:
         runs = ", ".join(sorted(saves.session.run for saves in opened_runs())) or "none"
@@ -250,13 +250,13 @@ def _config(where: Where) -> str:
 
 
 @contextmanager
-def _tiers(where: Where) -> Iterator[Tiers]:
+def _tiers(where: TierPath) -> Iterator[ReadableTiers]:
     saves = _open_run(where)
     with tiers_of(where, saves, "" if saves else _config(where)) as tiers:
         yield tiers
 
 
-def _writer(where: Where) -> PathSaves:
+def _writer(where: TierPath) -> PathSaves:
     """Find who saves a path's run; the configuration's Checkpointer is opened, until the process ends."""
     with _opening:
         saves = _open_run(where)
@@ -282,7 +282,7 @@ def _writer(where: Where) -> PathSaves:
         return saves
 
 
-def _own_step(where: Where) -> int:
+def _own_step(where: TierPath) -> int:
     if where.step is None:
         raise ConfigError(f"{where} names no step; expected {PROTOCOL}://{where.run}/step-STEP")
     if where.attempt is not None:
@@ -290,7 +290,7 @@ def _own_step(where: Where) -> int:
     return where.step
 
 
-def _is_staged(where: Where) -> bool:
+def _is_staged(where: TierPath) -> bool:
     """Say whether a path is of a step that this process is writing: nothing of it is there yet."""
     if where.step is None or where.attempt is not None:
         return False
@@ -298,7 +298,7 @@ def _is_staged(where: Where) -> bool:
     return saves is not None and saves.is_staged(where.step)
 
 
-def _note_loaded(where: Where, checkpoint: KnownCheckpoint) -> None:
+def _note_loaded(where: TierPath, checkpoint: KnownCheckpoint) -> None:
     """Whoever reads a step's metadata loads it: a start that has saved nothing goes on from there."""
     saves = _open_run(where)
     if checkpoint.commit is None:

@@ -16,7 +16,7 @@ _FORM = f"{PROTOCOL}://RUN/step-STEP (or step-STEP-aATTEMPT), and a file's name 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class TierPath:
     """What a path leads to: everything, a run, a step of it (of the live line, without ``attempt``), or a file."""
 
     run: str = ""
@@ -32,20 +32,20 @@ class Where:
         return f"{folder}/{self.name}" if self.name else folder
 
 
-def parse(path: str) -> Where:
+def parse(path: str) -> TierPath:
     """Read a path, without its protocol. Raises ConfigError for what is none."""
     run, _, below = path.strip("/").partition("/")
     if not run:
-        return Where()
+        return TierPath()
     keys.check_name(run, what=f"{PROTOCOL}://{path}: the run")
     folder, _, name = below.partition("/")
     if not folder:
-        return Where(run=run)
+        return TierPath(run=run)
     step = _STEP.match(folder)
     if step is None or "/" in name:
         raise ConfigError(f"{PROTOCOL}://{path} is no path of a checkpoint; expected {_FORM}")
     attempt = None if step[2] is None else int(step[2])
-    return Where(run=run, step=int(step[1]), attempt=attempt, name=name)
+    return TierPath(run=run, step=int(step[1]), attempt=attempt, name=name)
 
 
 def folder_of(run: str, id: CheckpointId, *, live: bool) -> str:

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from tierfall.config import load_config
-from tierfall.core.copies.chunk_reader import ChunkReader, Tally
+from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.images import Image
 from tierfall.core.copies.shard_reader import OpenImage, find_images
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.image.merge import merge_headers
@@ -28,8 +28,8 @@ from tierfall.core.image.raw_files import are_files, file_slots
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
-from tierfall.integrations.path_names import Where
-from tierfall.ops.reader import Reader
+from tierfall.integrations.path_names import TierPath
+from tierfall.ops.reader import RunReader
 from tierfall.run.by_path import PathSaves
 
 _WRITER = re.compile(r"__([0-9]{1,9})_")
@@ -37,19 +37,19 @@ _BUFFER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiers:
+class ReadableTiers:
     """The tiers of one run, as they can be read: what they hold, fastest first, how their images are opened, and what
     was read of them."""
 
     run: str
-    listings: tuple[Listing, ...]
+    listings: tuple[ListRequest, ...]
     open_image: OpenImage
-    tally: Tally = field(default_factory=Tally)
+    tally: ReadTally = field(default_factory=ReadTally)
 
     def checkpoints(self) -> dict[CheckpointId, KnownCheckpoint]:
         return {known.id: known for known in merge(self.listings) if not known.tombstoned}
 
-    def find(self, where: Where) -> KnownCheckpoint:
+    def find(self, where: TierPath) -> KnownCheckpoint:
         """Find the checkpoint that a path names. Raises KeyNotFoundError where every tier answered and none has it,
         else what kept one from answering."""
         known = self.checkpoints()
@@ -70,7 +70,7 @@ class Tiers:
             f"{where}: run {self.run!r} has no such checkpoint; there are: {there}"
         )
 
-    def check_read(self, where: Where, doubt: str) -> None:
+    def check_read(self, where: TierPath, doubt: str) -> None:
         """Raise what kept a tier from being read, with what that leaves in doubt."""
         for listing in self.listings:
             if listing.error is not None:
@@ -80,18 +80,18 @@ class Tiers:
 
 
 @contextmanager
-def tiers_of(where: Where, saves: PathSaves | None, config: str) -> Iterator[Tiers]:
+def tiers_of(where: TierPath, saves: PathSaves | None, config: str) -> Iterator[ReadableTiers]:
     """Open the tiers of a path's run for reading: those of the open run, else those that a configuration names."""
     if saves is not None:
         yield _tiers_of_session(saves)
         return
-    with Reader(load_config(config, run=where.run)) as reader:
+    with RunReader(load_config(config, run=where.run)) as reader:
         open_image = reader.opener()
         listings = reader.list() if where.step is not None else reader.list_as_at_open()
-        yield Tiers(run=where.run, listings=listings, open_image=open_image)
+        yield ReadableTiers(run=where.run, listings=listings, open_image=open_image)
 
 
-def _tiers_of_session(saves: PathSaves) -> Tiers:
+def _tiers_of_session(saves: PathSaves) -> ReadableTiers:
     """The tiers of the run that this process saves. In memory counts what is sealed on all ranks."""
     session = saves.session
     host = session.host.name
@@ -111,13 +111,13 @@ def _tiers_of_session(saves: PathSaves) -> Tiers:
 
     def open_image(tier: str, id: CheckpointId, shard: Shard) -> Image:
         image = open_one(tier, id, shard)
-        return _Settled(image) if image.in_memory else image
+        return _SettledImage(image) if image.in_memory else image
 
     tally = session.tally()
-    return Tiers(run=session.run, listings=listings, open_image=open_image, tally=tally)
+    return ReadableTiers(run=session.run, listings=listings, open_image=open_image, tally=tally)
 
 
-class _Settled:
+class _SettledImage:
     """An image in memory that may come to hold another: what is checked is a copy of it, and that is what is used."""
 
     def __init__(self, image: Image) -> None:
@@ -137,7 +137,7 @@ class _Settled:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredFile:
     """A file of a checkpoint: bytes ``start`` to ``end`` of one rank's image."""
 
     shard: Shard
@@ -149,10 +149,10 @@ class Stored:
         return self.end - self.start
 
 
-class Files:
+class CheckpointFiles:
     """The files of one checkpoint."""
 
-    def __init__(self, checkpoint: KnownCheckpoint, tiers: Tiers) -> None:
+    def __init__(self, checkpoint: KnownCheckpoint, tiers: ReadableTiers) -> None:
         """Raises IntegrityError where every commit record of it is damaged."""
         if checkpoint.commit is None:
             raise IntegrityError(f"every commit record of {checkpoint.id} is damaged")
@@ -168,13 +168,13 @@ class Files:
         seen = (rank for rank in range(self._world_size) if self._is_seen(rank))
         return are_files(self._header(next(seen, 0)))
 
-    def all(self) -> dict[str, Stored]:
+    def all(self) -> dict[str, StoredFile]:
         """Find every file, whichever rank wrote it; none for a checkpoint that was not saved by path."""
         if not self.is_by_path():
             return {}
         return self._among(range(self._world_size))
 
-    def find(self, name: str) -> Stored | None:
+    def find(self, name: str) -> StoredFile | None:
         """Find one file: first on the rank that its name tells, or rank 0, then on all."""
         if not self.is_by_path():
             return None
@@ -184,11 +184,11 @@ class Files:
             return found
         return self._among(range(self._world_size)).get(name)
 
-    def open(self, file: Stored) -> io.RawIOBase:
+    def open(self, file: StoredFile) -> io.RawIOBase:
         reader, manifest = self._image(file.shard.rank)
-        return _Stream(reader, manifest, file)
+        return _PathStream(reader, manifest, file)
 
-    def _among(self, ranks: Iterable[int]) -> dict[str, Stored]:
+    def _among(self, ranks: Iterable[int]) -> dict[str, StoredFile]:
         # A rank that wrote no file has nothing here that could be laid over the others'.
         headers = {rank: x for rank in ranks if (x := self._header(rank)).tensors}
         if not headers:
@@ -199,7 +199,7 @@ class Files:
             for block in merged.blocks[slot]:
                 start = headers[block.rank].data_start
                 shard = Shard(block.rank, self._world_size)
-                found[name] = Stored(shard, start + block.start, start + block.end)
+                found[name] = StoredFile(shard, start + block.start, start + block.end)
         return found
 
     def _image(self, rank: int) -> tuple[ChunkReader, Manifest]:
@@ -243,10 +243,10 @@ class Files:
         return self._headers[rank]
 
 
-class _Stream(io.RawIOBase):
+class _PathStream(io.RawIOBase):
     """A file as it is read: one chunk, the last that was read, is kept."""
 
-    def __init__(self, reader: ChunkReader, manifest: Manifest, file: Stored) -> None:
+    def __init__(self, reader: ChunkReader, manifest: Manifest, file: StoredFile) -> None:
         self._reader = reader
         self._manifest = manifest
         self._file = file

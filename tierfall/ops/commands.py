@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tierfall.config import Config
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge, to_view
 from tierfall.core.format.records import Attempt, Mark
-from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
@@ -32,10 +32,10 @@ from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.policies.defaults import missing_metrics, plan_retention, still_owed
 from tierfall.session.leftovers import images_in
-from tierfall.session.requests import give
+from tierfall.session.requests import submit
 from tierfall.session.session import Session
 from tierfall.setup.attempts import newest_attempt
-from tierfall.setup.tier_identity import Identities
+from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import open_stores, run_folder, tier_rules
 from tierfall.tiers.stored import StoredTier
 
@@ -60,7 +60,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
+class CommandResult:
     """What became of an order: the tiers that did it (or have the mark), and why the others did not."""
 
     id: CheckpointId
@@ -69,7 +69,7 @@ class Carried:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned:
+class PruneResult:
     """What retention decided, and which of the copies to drop are still there."""
 
     decisions: tuple[Decision, ...]
@@ -80,7 +80,7 @@ class Pruned:
 # Looking before doing --------------------------------------------------------------------------------
 
 
-def unread(listings: Iterable[Listing]) -> dict[str, TierfallError]:
+def unread(listings: Iterable[ListRequest]) -> dict[str, TierfallError]:
     """Return the tiers that could not be read, each with what kept it from answering."""
     return {x.tier: x.error for x in listings if x.error is not None}
 
@@ -110,13 +110,13 @@ def find(
         not_there = f"is on none of the tiers that could be read, and may be on {missing}"
         are = "could be seen"
     if of_step:
-        there = ", ".join(_said(c) for c in of_step)
+        there = ", ".join(_describe(c) for c in of_step)
         raise StepError(f"{doing}: {which} {not_there}, but {there}: name it so")
     newest = ", ".join(str(c.id) for c in known[-8:]) or "none"
     raise StepError(f"{doing}: {which} {not_there}; the newest that {are}: {newest}")
 
 
-def _said(checkpoint: KnownCheckpoint) -> str:
+def _describe(checkpoint: KnownCheckpoint) -> str:
     return f"{checkpoint.id}{' (of a line that was left behind)' if checkpoint.abandoned else ''}"
 
 
@@ -144,7 +144,7 @@ def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
     )
 
 
-def notes_on_metrics(config: Config, listings: Sequence[Listing]) -> tuple[str, ...]:
+def notes_on_metrics(config: Config, listings: Sequence[ListRequest]) -> tuple[str, ...]:
     """Say which metrics retention goes by that no checkpoint has; nothing where a tier could not be read: it may hold
     one that has them."""
     if unread(listings):
@@ -152,7 +152,7 @@ def notes_on_metrics(config: Config, listings: Sequence[Listing]) -> tuple[str, 
     return tuple(missing_metrics(view_of(config, merge(listings))).values())
 
 
-def plan_prune(config: Config, listings: Sequence[Listing]) -> tuple[Decision, ...]:
+def plan_prune(config: Config, listings: Sequence[ListRequest]) -> tuple[Decision, ...]:
     """Say what retention decides for every copy on every stored tier that could be read."""
     view = view_of(config, merge(listings))
     silent = unread(listings)
@@ -165,7 +165,7 @@ def plan_prune(config: Config, listings: Sequence[Listing]) -> tuple[Decision, .
 
 
 def trained_elsewhere(
-    listings: Sequence[Listing], stores: Mapping[str, StoredTier]
+    listings: Sequence[ListRequest], stores: Mapping[str, StoredTier]
 ) -> Attempt | None:
     """Return the newest attempt if another node took it: whether its trainer lives cannot be seen from here."""
     try:
@@ -207,7 +207,7 @@ def _is_missing(path: Path) -> bool:
 # Beside a living trainer -----------------------------------------------------------------------------
 
 
-def leave_mark(config: Config, kind: PersonsOrder, checkpoint: KnownCheckpoint) -> Carried:
+def leave_mark(config: Config, kind: CommandKind, checkpoint: KnownCheckpoint) -> CommandResult:
     """Leave the mark of an order, or take it away, on every stored tier that holds the checkpoint.
 
     Raises StepError where no stored tier holds it: memory is the trainer's alone.
@@ -238,17 +238,17 @@ def leave_mark(config: Config, kind: PersonsOrder, checkpoint: KnownCheckpoint) 
         for store in stores.values():
             store.close()
     host = checkpoint.copies.get(config.host.name)
-    if kind is PersonsOrder.UNPIN and host is not None and keys.PIN_MARK in host.marks:
+    if kind is CommandKind.UNPIN and host is not None and keys.PIN_MARK in host.marks:
         failed[config.host.name] = StepError(
             f"the trainer pinned {checkpoint.id} itself: in its memory it stays pinned, until it leaves memory or the "
             "trainer calls unpin"
         )
-    return Carried(id=checkpoint.id, done=tuple(done), failed=failed)
+    return CommandResult(id=checkpoint.id, done=tuple(done), failed=failed)
 
 
-def _change(store: StoredTier, kind: PersonsOrder, id: CheckpointId) -> None:
-    name = keys.TOMBSTONE_MARK if kind is PersonsOrder.DELETE else keys.PIN_MARK
-    if kind is PersonsOrder.UNPIN:
+def _change(store: StoredTier, kind: CommandKind, id: CheckpointId) -> None:
+    name = keys.TOMBSTONE_MARK if kind is CommandKind.DELETE else keys.PIN_MARK
+    if kind is CommandKind.UNPIN:
         store.remove_mark(id, name)
         return
     store.add_mark(Mark(name=name, checkpoint=id, wall_time_s=time.time(), reason="command line"))
@@ -267,7 +267,7 @@ def _change(store: StoredTier, kind: PersonsOrder, id: CheckpointId) -> None:
 
 
 @contextmanager
-def tending(config: Config) -> Iterator[Session]:
+def owning_memory(config: Config) -> Iterator[Session]:
     """Own a run without an attempt, and all memory of it on this machine, which is given back where nothing is left in
     it.
 
@@ -287,21 +287,21 @@ def tending(config: Config) -> Iterator[Session]:
         session.close(keep_memory=bool(images_in(session.hosts())))
 
 
-def carry_out(config: Config, kind: PersonsOrder, id: CheckpointId) -> Carried:
+def run_command(config: Config, kind: CommandKind, id: CheckpointId) -> CommandResult:
     """Carry an order out on every tier, memory included. Raises LockError where a trainer has come to life."""
-    with tending(config) as session:
+    with owning_memory(config) as session:
         held = [tier for tier in (t.name for t in config.chain) if _holds(session, tier, id)]
-        failed = give(session, kind, id)
+        failed = submit(session, kind, id)
         if "tierfall" in failed:
             raise failed["tierfall"]
         silent = unread(session.listings)
         for tier in held:
             if tier in session.stores and session.stores[tier].read_only:
                 failed[tier] = StepError(f"{tier} is read-only: {id} stays as it is there")
-        if kind is PersonsOrder.DELETE:
+        if kind is CommandKind.DELETE:
             for tier in set(session.ask(lambda: _still_held(session, id))) - failed.keys():
                 failed[tier] = StepError(f"{id} is marked, and goes once every tier has the mark")
-    return Carried(
+    return CommandResult(
         id=id,
         done=tuple(tier for tier in held if tier not in failed),
         failed={**failed, **silent},
@@ -317,9 +317,9 @@ def _still_held(session: Session, id: CheckpointId) -> tuple[str, ...]:
     return () if entry is None else tuple(entry.states)
 
 
-def prune(config: Config, watch: Watch = lambda done, total: None) -> Pruned:
+def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResult:
     """Carry out retention on every stored tier, as a trainer does after each commit."""
-    with tending(config) as session:
+    with owning_memory(config) as session:
         coordinator = session.coordinator
 
         def plan() -> tuple[Decision, ...]:
@@ -343,7 +343,7 @@ def prune(config: Config, watch: Watch = lambda done, total: None) -> Pruned:
             watch(total - sum(drop.bytes for drop in session.ask(still_there)), total)
         left = session.ask(still_there)
         silent = unread(session.listings)
-    return Pruned(decisions=decisions, left=left, unread=silent)
+    return PruneResult(decisions=decisions, left=left, unread=silent)
 
 
 def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
@@ -352,7 +352,9 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     stores, failed = open_stores(config, config.run)
     try:
         folder = run_folder(config, config.run)
-        forgot, refused = Identities(config, stores, folder).forget(tier, wall_time_s=time.time())
+        forgot, refused = TierIdentities(config, stores, folder).forget(
+            tier, wall_time_s=time.time()
+        )
     finally:
         for store in stores.values():
             store.close()

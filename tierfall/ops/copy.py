@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tierfall.config import Config
-from tierfall.core.copies.verify import Verifier
-from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge
+from tierfall.core.copies.verify import CopyVerifier
+from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, ListRequest, merge
 from tierfall.core.format.commit_files import same_checkpoint
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.types.errors import (
@@ -28,7 +28,7 @@ from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import Verdict
 from tierfall.ops.commands import Progress, Watch, trained_elsewhere, view_of
 from tierfall.ops.findings import NEWER
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import (
     discard_unfinished,
     marks_of,
@@ -46,7 +46,7 @@ logger = logging.getLogger("tierfall")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
+class CopyResult:
     """What became of a copy. ``already``: it was there, and good. ``sources`` are bytes read by tier."""
 
     id: CheckpointId
@@ -60,7 +60,7 @@ class Copied:
 
 def copy(
     config: Config, id: CheckpointId, tier: str, watch: Watch = lambda done, total: None
-) -> Copied:
+) -> CopyResult:
     """Bring a checkpoint to a stored tier; ``watch`` is told bytes of images done and in all.
 
     Raises LockError where a trainer of this machine lives, FencedError where a newer attempt begins meanwhile,
@@ -86,7 +86,7 @@ def copy(
 
 
 def _check_alone(
-    reader: Reader, listings: tuple[Listing, ...], checkpoint: KnownCheckpoint, tier: str
+    reader: RunReader, listings: tuple[ListRequest, ...], checkpoint: KnownCheckpoint, tier: str
 ) -> None:
     """Refuse to write what a trainer of another node, if it lives, may be writing to the same place just now."""
     elsewhere = trained_elsewhere(listings, reader.stores)
@@ -100,12 +100,12 @@ def _check_alone(
 
 
 def _already(
-    reader: Reader, store: StoredTier, checkpoint: KnownCheckpoint, counter: Progress
-) -> Copied:
+    reader: RunReader, store: StoredTier, checkpoint: KnownCheckpoint, counter: Progress
+) -> CopyResult:
     """Check the copy that is there, and bring the marks that it lacks."""
     id, tier = checkpoint.id, store.name
     found = checkpoint.copies[tier]
-    with Verifier(counter.add) as verifier:
+    with CopyVerifier(counter.add) as verifier:
         checked = verifier.check_stored(store, id)
     if checked.error is not None:
         raise checked.error
@@ -123,7 +123,7 @@ def _already(
     missing = [mark for mark in marks_of(reader, checkpoint) if mark.name not in found.marks]
     for mark in missing:
         store.add_mark(mark)
-    return Copied(
+    return CopyResult(
         id=id,
         tier=tier,
         bytes=checked.bytes,
@@ -139,12 +139,12 @@ def _is_same(one: Commit | None, other: Commit) -> bool:
 
 
 def _copy(
-    reader: Reader,
-    listings: tuple[Listing, ...],
+    reader: RunReader,
+    listings: tuple[ListRequest, ...],
     store: StoredTier,
     checkpoint: KnownCheckpoint,
     counter: Progress,
-) -> Copied:
+) -> CopyResult:
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     source = origin(checkpoint, held, reader.opener())
     attempt = writing_attempt(reader, listings, source.commit.line, tier=store.name)
@@ -158,7 +158,7 @@ def _copy(
         store.remove_other_forms(commit, attempt=attempt)  # of a copy that was never finished
         store.commit(commit, attempt=attempt, marks=marks)
     except BaseException:
-        _take_back(store, checkpoint.id, attempt)
+        _retract(store, checkpoint.id, attempt)
         raise
     after = tuple(
         _with_copy(listing, commit, frozenset(mark.name for mark in marks))
@@ -166,7 +166,7 @@ def _copy(
         else listing
         for listing in listings
     )
-    return Copied(
+    return CopyResult(
         id=checkpoint.id,
         tier=store.name,
         bytes=commit.stored_bytes,
@@ -180,7 +180,7 @@ def _copy(
     )
 
 
-def _check_room(config: Config, there: Listing, commit: Commit) -> None:
+def _check_room(config: Config, there: ListRequest, commit: Commit) -> None:
     """Raise CapacityError where the tier's capacity, if it has one, does not hold one more; a copy drops nothing."""
     capacity = next(t.capacity_bytes for t in config.stored if t.name == there.tier)
     if capacity is None:
@@ -194,7 +194,7 @@ def _check_room(config: Config, there: Listing, commit: Commit) -> None:
         )
 
 
-def _take_back(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
+def _retract(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
     """Remove what was published of a copy that could not be committed, unless a newer attempt may be writing there."""
     try:
         if not store.holds(id):
@@ -203,7 +203,7 @@ def _take_back(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
         logger.warning("%s: leftovers of %s stay for now: %s", store.name, id, error)
 
 
-def _with_copy(listing: Listing, commit: Commit, marks: frozenset[str]) -> Listing:
+def _with_copy(listing: ListRequest, commit: Commit, marks: frozenset[str]) -> ListRequest:
     found = FoundCopy(
         id=commit.line.checkpoint,
         state=CopyState.COMMITTED,
@@ -215,7 +215,7 @@ def _with_copy(listing: Listing, commit: Commit, marks: frozenset[str]) -> Listi
 
 
 def _name_latest(
-    store: StoredTier, checkpoint: KnownCheckpoint, listings: tuple[Listing, ...]
+    store: StoredTier, checkpoint: KnownCheckpoint, listings: tuple[ListRequest, ...]
 ) -> tuple[str, ...]:
     """Let ``latest`` name it where nothing newer of a live line is there."""
     newer = [c for c in merge(listings) if store.name in c.copies and c.id > checkpoint.id]
@@ -232,8 +232,8 @@ def _retention(
     config: Config,
     tier: str,
     id: CheckpointId,
-    before: tuple[Listing, ...],
-    after: tuple[Listing, ...],
+    before: tuple[ListRequest, ...],
+    after: tuple[ListRequest, ...],
 ) -> tuple[str, ...]:
     """Say so where the rules of the tier will drop the copy again, or others now that it is there."""
     drops = _drops(config, tier, after)
@@ -252,7 +252,7 @@ def _retention(
     return tuple(notes)
 
 
-def _drops(config: Config, tier: str, listings: tuple[Listing, ...]) -> dict[CheckpointId, str]:
+def _drops(config: Config, tier: str, listings: tuple[ListRequest, ...]) -> dict[CheckpointId, str]:
     """What retention drops on a tier, each with its reason."""
     decisions = plan_retention(view_of(config, merge(listings)), tier)
     return {d.checkpoint: d.reason for d in decisions if d.verdict is Verdict.DROP}

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfall.core.copies.verify import CheckedCopy, Damage
-from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.format.catalog import ListRequest, merge
 from tierfall.core.format.commit_files import same_checkpoint
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 
 NEWER = "a newer tierfall wrote it: check it with that one; this one leaves it as it is"
 
@@ -35,8 +35,8 @@ class Finding:
 
 def damage_findings(
     copies: Sequence[CheckedCopy],
-    listings: Sequence[Listing],
-    reader: Reader,
+    listings: Sequence[ListRequest],
+    reader: RunReader,
 ) -> list[Finding]:
     """Say of everything that is wrong with a copy what helps, given the other copies and what could not be read."""
     holding = {c.id: set(c.copies) for c in merge(listings)}
@@ -67,7 +67,7 @@ def _advice(
     same: Sequence[CheckedCopy],
     unread: Sequence[str],
     left_out: set[str],
-    reader: Reader,
+    reader: RunReader,
 ) -> str:
     """Say what helps. ``same`` are the copies of the checkpoint that were checked; ``left_out`` tiers hold it and were
     not, ``unread`` ones could not be read. A deletion is named only where there is neither."""

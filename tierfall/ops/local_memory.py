@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Self
 
 from tierfall.config import Config
-from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.runtime.run_lock import Owner, RunLock
+from tierfall.core.format.catalog import FoundCopy, ListRequest
+from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
@@ -36,7 +36,7 @@ def slots_in(folder: Path) -> list[int]:
     return sorted(int(number) for number in found if number.isdecimal())
 
 
-def find_owner(folder: Path) -> Owner | None:
+def find_owner(folder: Path) -> LockOwner | None:
     """Say which living process owns a slot of a run on this machine: the first slot's, if that has one."""
     owners = (RunLock.owner(folder / lock_name(slot)) for slot in slots_in(folder))
     return next((owner for owner in owners if owner is not None), None)
@@ -98,7 +98,7 @@ class LocalMemory:
                 found.setdefault(id, {})[shard] = image
         return {id: dict(sorted(parts.items(), key=_rank)) for id, parts in sorted(found.items())}
 
-    def listing(self) -> Listing:
+    def listing(self) -> ListRequest:
         """Say what is sealed here, a checkpoint's parts as one copy."""
         copies = []
         for id, parts in self.parts().items():
@@ -119,7 +119,7 @@ class LocalMemory:
                 )
             )
         damages = tuple(damage for host in self._hosts for damage in host.list().damaged)
-        return Listing(tier=self._name, copies=tuple(copies), damaged=damages)
+        return ListRequest(tier=self._name, copies=tuple(copies), damaged=damages)
 
     def give_back(self) -> None:
         """Let all of it go at the end."""

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from tierfall.backends.open import place_of
-from tierfall.config import Config, HostTier, Tier
+from tierfall.config import Config, HostTierConfig, Tier
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.copies.chunk_reader import in_threads
+from tierfall.core.copies.chunk_reader import run_in_threads
 from tierfall.core.copies.images import READ_THREADS
 from tierfall.core.runtime.buffers import BufferPool, allocate
 from tierfall.core.scheduler.flush.lane import LaneLimits
@@ -37,7 +37,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import TierKind
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import writable
 from tierfall.setup.tiers import lane_limits, open_stores, run_folder
 from tierfall.tiers.arena.folder import room_for_arena
@@ -50,7 +50,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class TierMeasurement:
     """What was found of one tier; what is not known is None.
 
     Rates are in bytes per second, ``round_trip_s`` is the median of a few questions for one object's length.
@@ -74,17 +74,19 @@ class Measured:
     error: TierfallError | None = None
 
 
-def measure(config: Config, size_bytes: int, say: Say = lambda what: None) -> tuple[Measured, ...]:
+def measure(
+    config: Config, size_bytes: int, say: Say = lambda what: None
+) -> tuple[TierMeasurement, ...]:
     """Open every tier and measure it with ``size_bytes`` bytes; ``say`` is told which tier is at its turn.
 
     What a tier refuses, and that it does not answer, is reported with it, never raised.
     """
     found = []
-    with Reader(config) as reader:
+    with RunReader(config) as reader:
         missing = reader.missing()
     for tier in config.chain:
         say(tier.name)
-        if isinstance(tier, HostTier):
+        if isinstance(tier, HostTierConfig):
             found.append(_measure_host(config, tier))
         else:
             why = missing.get(tier.name)
@@ -92,10 +94,10 @@ def measure(config: Config, size_bytes: int, say: Say = lambda what: None) -> tu
     return tuple(found)
 
 
-def _measure_host(config: Config, tier: HostTier) -> Measured:
+def _measure_host(config: Config, tier: HostTierConfig) -> TierMeasurement:
     """Memory is not measured: an arena is filled while it is captured. Only its room is told."""
     folder = run_folder(config, config.run)
-    known = Measured(
+    known = TierMeasurement(
         name=tier.name, kind=tier.kind, place=str(folder), capacity_bytes=tier.capacity_bytes
     )
     try:
@@ -112,10 +114,10 @@ def _nearest(folder: Path) -> Path:
 
 def _measure_stored(
     config: Config, tier: Tier, size_bytes: int, missing: TierfallError | None
-) -> Measured:
+) -> TierMeasurement:
     """``missing`` says why the tier counts as not mounted: what lies at its place now is another disk."""
     section = next(each for each in config.stored if each.name == tier.name)
-    known = Measured(
+    known = TierMeasurement(
         name=section.name,
         kind=section.kind,
         place=_shown(section.place),
@@ -165,8 +167,8 @@ def _free_bytes(folder: Path | None) -> int | None:
 
 
 def _measure_bytes(
-    store: StoredTier, known: Measured, limits: LaneLimits, chunk_bytes: int, size_bytes: int
-) -> Measured:
+    store: StoredTier, known: TierMeasurement, limits: LaneLimits, chunk_bytes: int, size_bytes: int
+) -> TierMeasurement:
     if known.free_bytes is not None and 2 * size_bytes > known.free_bytes:
         raise CapacityError(
             f"{store.place}: {format_size(known.free_bytes)} are free, so {format_size(size_bytes)} were not written: "
@@ -204,7 +206,7 @@ def _sweep(store: StoredTier) -> None:
         try:
             store.backend.delete(left.key)
         except TierfallError as error:
-            raise BackendError(_left(store, left.key, error)) from error
+            raise BackendError(_log_left(store, left.key, error)) from error
     store.backend.discard_unfinished(prefix)
 
 
@@ -213,7 +215,7 @@ def _folder() -> str:
     return f"{PROBE_PREFIX}{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:64]}/"
 
 
-def _check_capacity(store: StoredTier, known: Measured, size_bytes: int) -> None:
+def _check_capacity(store: StoredTier, known: TierMeasurement, size_bytes: int) -> None:
     """Raise CapacityError where the tier's capacity, if it has one, does not hold what is to be written."""
     if known.capacity_bytes is None:
         return
@@ -240,7 +242,7 @@ def _probe(store: StoredTier) -> Iterator[str]:
         try:
             store.backend.delete(key)
         except TierfallError as second:
-            raise BackendError(f"{error}; {_left(store, key, second)}") from error
+            raise BackendError(f"{error}; {_log_left(store, key, second)}") from error
         raise
     except BaseException:
         store.backend.delete(key)
@@ -248,10 +250,10 @@ def _probe(store: StoredTier) -> Iterator[str]:
     try:
         store.backend.delete(key)
     except TierfallError as error:
-        raise BackendError(_left(store, key, error)) from error
+        raise BackendError(_log_left(store, key, error)) from error
 
 
-def _left(store: StoredTier, key: str, error: TierfallError) -> str:
+def _log_left(store: StoredTier, key: str, error: TierfallError) -> str:
     return f"{key} may be left in {store.place}, remove it: {error}"
 
 
@@ -275,7 +277,7 @@ def _write(
             start, end = ranges[number]
             writer.write(start, data[: end - start])
 
-        in_threads(threads, write, range(len(ranges)))
+        run_in_threads(threads, write, range(len(ranges)))
         writer.publish()
 
 
@@ -299,7 +301,7 @@ def _read(
             if chunk_digest(view) != digests[end - start]:
                 wrong.append(start)
 
-    seconds = _timed(lambda: in_threads(threads, read, range(len(ranges))))
+    seconds = _timed(lambda: run_in_threads(threads, read, range(len(ranges))))
     if wrong:
         raise IntegrityError(
             f"{store.place}: what was read back differs from what was written, at byte {min(wrong)}: do not trust this "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tierfall.core.format.records import Line, read_commit
+from tierfall.core.format.records import Lineage, read_commit
 from tierfall.core.types import keys
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CheckpointId
@@ -15,7 +15,7 @@ from tierfall.core.types.values import CheckpointId
 _RECORD_BYTES_MAX = 64 << 20
 
 
-def written_as(folder: Path) -> Line | None:
+def written_as(folder: Path) -> Lineage | None:
     """Read which run and checkpoint a step's folder was written as; None where nothing there says it."""
     try:
         record = folder / keys.COMMIT_NAME
@@ -63,6 +63,6 @@ def moved_shard(shard: Path) -> str | None:
     )
 
 
-def _is_at_home(folder: Path, line: Line) -> bool:
+def _is_at_home(folder: Path, line: Lineage) -> bool:
     here: CheckpointId | None = keys.parse_step_folder(folder.name)
     return (folder.parent.name, here) == (line.run, line.checkpoint)

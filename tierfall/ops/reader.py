@@ -15,23 +15,23 @@ from typing import Self
 from tierfall.backends.posix.backend import NoFolderError, PosixBackend
 from tierfall.config import Config
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
-from tierfall.core.format.catalog import Listing
+from tierfall.core.format.catalog import ListRequest
 from tierfall.core.runtime.bounded_calls import BoundedCalls
-from tierfall.core.runtime.run_lock import Owner, RunLock
+from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, TierfallError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.ops.local_memory import find_owner
 from tierfall.ops.moved_folder import moved_run, moved_shard, moved_step
 from tierfall.session.leftovers import regions_in
-from tierfall.setup.tier_identity import Identities
+from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import SLOT, any_slot, list_all, open_stores, run_folder
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.host import HeldImage, HostTier
 from tierfall.tiers.stored import StoredTier
 
 
-class Reader:
+class RunReader:
     """The tiers of one run, open for reading."""
 
     def __init__(self, config: Config, *, run: str | None = None) -> None:
@@ -62,27 +62,27 @@ class Reader:
         self.host.close(keep=True)
         self.host = self._attach()
 
-    def owner(self) -> Owner | None:
+    def owner(self) -> LockOwner | None:
         """Say which living process trains this run on this machine."""
         return RunLock.owner(self._lock_path) or find_owner(self._folder)
 
-    def list(self) -> tuple[Listing, ...]:
+    def list(self) -> tuple[ListRequest, ...]:
         listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
         missing = self._missing(listings)
         listings = tuple(
-            Listing(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
+            ListRequest(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
             for x in listings
         )
         if self._host_error is None:
             return listings
-        return (Listing(tier=self.host.name, error=self._host_error), *listings[1:])
+        return (ListRequest(tier=self.host.name, error=self._host_error), *listings[1:])
 
-    def list_as_at_open(self) -> tuple[Listing, ...]:
+    def list_as_at_open(self) -> tuple[ListRequest, ...]:
         """The same, but a folder that is not there, of a tier that nothing remembers, is empty: ``open`` makes it."""
         listings = self.list()
-        identities = Identities(self.config, self.stores, self._folder, listings)
+        identities = TierIdentities(self.config, self.stores, self._folder, listings)
         return tuple(
-            Listing(tier=x.tier)
+            ListRequest(tier=x.tier)
             if isinstance(x.error, NoFolderError) and not identities.is_remembered(x.tier)
             else x
             for x in listings
@@ -94,13 +94,13 @@ class Reader:
             list_all(self.config, self.host, self.stores, self.errors, self._calls)
         )
 
-    def _missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
-        return Identities(self.config, self.stores, self._folder, listings).missing(listings)
+    def _missing(self, listings: tuple[ListRequest, ...]) -> dict[str, UnreachableError]:
+        return TierIdentities(self.config, self.stores, self._folder, listings).missing(listings)
 
-    def memory(self) -> Listing:
+    def memory(self) -> ListRequest:
         """Say what lies in host memory, without asking the other tiers."""
         if self._host_error is not None:
-            return Listing(tier=self.host.name, error=self._host_error)
+            return ListRequest(tier=self.host.name, error=self._host_error)
         return self.host.list()
 
     def images(self) -> dict[CheckpointId, HeldImage]:
@@ -128,7 +128,7 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RunPath:
     """Where a path leads: a tier's root, a run in it, and perhaps one checkpoint and one shard."""
 
     root: Path
@@ -137,7 +137,7 @@ class Place:
     shard: Shard | None = None
 
 
-def resolve_path(path: Path) -> Place:
+def resolve_path(path: Path) -> RunPath:
     """Find out whether a path is a tier root with one run, a run folder, a step folder or a shard.
 
     Raises ConfigError, saying what was expected, where it is none of these.
@@ -162,25 +162,25 @@ def resolve_path(path: Path) -> Place:
     if checkpoint := keys.parse_step_folder(path.name):
         return _place(path, checkpoint)
     if _is_run(path):
-        return Place(root=path.parent, run=path.name)
+        return RunPath(root=path.parent, run=path.name)
     runs = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_run(child))
     if len(runs) == 1:
-        return Place(root=path, run=runs[0])
+        return RunPath(root=path, run=runs[0])
     if elsewhere := moved_step(path):
         raise ConfigError(f"load: {path} is a step's folder under another name: {elsewhere}")
     found = f"it holds the runs {', '.join(runs[:8])}: name one" if runs else "no run lies in it"
     raise ConfigError(f"load: {path} is no run of tierfall and no tier with one run: {found}")
 
 
-def _place(folder: Path, checkpoint: CheckpointId, shard: Shard | None = None) -> Place:
+def _place(folder: Path, checkpoint: CheckpointId, shard: Shard | None = None) -> RunPath:
     run = folder.parent.name
     if not keys.NAME_PATTERN.match(run):
         elsewhere = moved_step(folder) or "put it below a folder named like its run"
         raise ConfigError(f"load: {folder} does not lie below a run's folder: {elsewhere}")
-    return Place(root=folder.parent.parent, run=run, checkpoint=checkpoint, shard=shard)
+    return RunPath(root=folder.parent.parent, run=run, checkpoint=checkpoint, shard=shard)
 
 
-def moved(place: Place) -> str | None:
+def moved(place: RunPath) -> str | None:
     """Say where what a path led to belongs; None where it lies there."""
     run = place.root / place.run
     if place.checkpoint is None:
@@ -196,7 +196,7 @@ def _is_run(path: Path) -> bool:
     )
 
 
-def open_place(place: Place) -> tuple[StoredTier, Mapping[str, Listing]]:
+def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, ListRequest]]:
     """Open the folder that a path led to as a tier of its own, for reading."""
     backend = PosixBackend(place.root, read_only=True)
     store = StoredTier(name=str(place.root), run=place.run, backend=backend, links=backend.links)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
 
-from tierfall.core.copies.verify import CheckedCopy, Damage, Verifier
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.copies.verify import CheckedCopy, CopyVerifier, Damage
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge
 from tierfall.core.format.commit_files import plain, same_checkpoint, with_index, without_index
 from tierfall.core.format.records import Commit, read_manifest
 from tierfall.core.tensor_index.store import make_index
@@ -28,7 +28,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.findings import NEWER
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import (
     OnBytes,
     discard_unfinished,
@@ -46,7 +46,7 @@ _MARKS = f"{keys.MARKS_FOLDER}/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repair:
+class RepairResult:
     """What became of one thing that is damaged; ``why`` says from where it was written anew, or what kept it from it.
 
     ``id`` is None for a file of a tier as a whole, which ``file`` names.
@@ -63,31 +63,34 @@ class Repairer:
     """Repairs what a check of the run found, while the run's lock is held."""
 
     def __init__(
-        self, reader: Reader, listings: Sequence[Listing], on_bytes: OnBytes = lambda count: None
+        self,
+        reader: RunReader,
+        listings: Sequence[ListRequest],
+        on_bytes: OnBytes = lambda count: None,
     ) -> None:
         """``on_bytes`` is told how many bytes of images were written."""
         self._reader = reader
         self._listings = listings
         self._known = {c.id: c for c in merge(listings)}
         self._on_bytes = on_bytes
-        self.repairs: list[Repair] = []
+        self.repairs: list[RepairResult] = []
 
     # Copies ------------------------------------------------------------------------------------------
 
     def mend_copies(
-        self, copies: Sequence[CheckedCopy], verifier: Verifier
+        self, copies: Sequence[CheckedCopy], verifier: CopyVerifier
     ) -> Sequence[CheckedCopy]:
         """Rewrite what is damaged, and return what every copy is now: those that were touched are checked again."""
-        return [self._mended(copy, verifier) if copy.damage else copy for copy in copies]
+        return [self._try_repair(copy, verifier) if copy.damage else copy for copy in copies]
 
-    def _mended(self, copy: CheckedCopy, verifier: Verifier) -> CheckedCopy:
+    def _try_repair(self, copy: CheckedCopy, verifier: CopyVerifier) -> CheckedCopy:
         newer = [damage.file for damage in copy.damage if damage.newer]
         for file in newer:
             self._note(copy.tier, copy.id, file, NEWER, done=False)
         if any(not file.startswith(_MARKS) for file in newer) or len(newer) == len(copy.damage):
             return copy
         try:
-            why = self._mend(copy)
+            why = self._repair_copy(copy)
         except IntegrityError as error:
             self._note(copy.tier, copy.id, "", self._lost(str(error)), done=False)
             return copy
@@ -106,7 +109,7 @@ class Repairer:
         silent = ", ".join(x.tier for x in self._listings if x.error is not None)
         return f"{why}; {silent} could not be read and may hold a good copy" if silent else why
 
-    def _mend(self, copy: CheckedCopy) -> str:
+    def _repair_copy(self, copy: CheckedCopy) -> str:
         if copy.tier not in self._reader.stores:
             raise StepError("what lies in memory is not repaired; the next start frees its place")
         checkpoint = self._known[copy.id]
@@ -118,11 +121,11 @@ class Repairer:
             marks = [d for d in damaged if d.file.startswith(_MARKS)]
             indexes = [d for d in damaged if d.file == keys.INDEX_NAME]
             discard_unfinished(store, self._reader.run, copy.id)
-            said = self._mend_marks(store, checkpoint, marks)
+            said = self._repair_marks(store, checkpoint, marks)
             if len(marks) + len(indexes) < len(damaged):
-                said = [self._mend_files(store, checkpoint, copy), *said]
+                said = [self._repair_files(store, checkpoint, copy), *said]
             elif indexes and copy.commit is not None:
-                said = [self._mend_index(store, copy.commit), *said]
+                said = [self._repair_index(store, copy.commit), *said]
         return ", ".join(said)
 
     def _check_ours(
@@ -153,7 +156,7 @@ class Repairer:
             if known is not None and manifest.line != known.line:
                 raise StepError("its files are of another checkpoint than the one on other tiers")
 
-    def _mend_marks(
+    def _repair_marks(
         self, store: StoredTier, checkpoint: KnownCheckpoint, damaged: Sequence[Damage]
     ) -> list[str]:
         for damage in damaged:
@@ -162,7 +165,7 @@ class Repairer:
             replace_document(store, self._reader.run, checkpoint.id, damage.file, data)
         return [f"{damage.file} written anew" for damage in damaged]
 
-    def _mend_index(self, store: StoredTier, commit: Commit) -> str:
+    def _repair_index(self, store: StoredTier, commit: Commit) -> str:
         """Make the index of the manifests beside it. Its bytes, and so the commit record, may come to be others than
         they were, as another zstd makes them."""
         attempt = writing_attempt(self._reader, self._listings, commit.line, tier=store.name)
@@ -171,7 +174,9 @@ class Repairer:
         self._replace_records(store, with_index(commit, data), index=data)
         return f"{keys.INDEX_NAME} made anew of the manifests"
 
-    def _mend_files(self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy) -> str:
+    def _repair_files(
+        self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
+    ) -> str:
         tiers = self._sources(store, checkpoint, copy)
         source = origin(checkpoint, tiers, self._reader.opener())
         attempt = writing_attempt(self._reader, self._listings, source.commit.line, tier=store.name)
@@ -194,19 +199,19 @@ class Repairer:
         """Put the index, if one is given, and the commit record in the place of what is there."""
         id, run = commit.line.checkpoint, self._reader.run
         if not store.holds(id):  # its commit record has gone meanwhile: it was dropped
-            self._drop_too(store, id)
+            self._delete_too(store, id)
         if index is not None:
             replace_document(store, run, id, keys.INDEX_NAME, index)
         replace_document(store, run, id, keys.COMMIT_NAME, commit.encode())
         if not self._is_whole(store, commit):  # or just now: the rest may be gone, or go next
-            self._drop_too(store, id)
+            self._delete_too(store, id)
 
     def _is_whole(self, store: StoredTier, commit: Commit) -> bool:
         """Say whether all that a commit record names is there."""
         there = {stored.key for stored in store.files(commit.line.checkpoint)}
         return all(file.name in there for file in commit.files)
 
-    def _drop_too(self, store: StoredTier, id: CheckpointId) -> NoReturn:
+    def _delete_too(self, store: StoredTier, id: CheckpointId) -> NoReturn:
         """Take away what was written of a checkpoint that was dropped meanwhile, the commit record first."""
         store.backend.delete(keys.step_prefix(self._reader.run, id) + keys.COMMIT_NAME)
         store.discard(id, attempt=None)
@@ -227,14 +232,14 @@ class Repairer:
 
     # Tiers as a whole --------------------------------------------------------------------------------
 
-    def mend_tier(self, store: StoredTier, listing: Listing) -> None:
+    def mend_tier(self, store: StoredTier, listing: ListRequest) -> None:
         """Write damaged records of attempts anew from other tiers, and ``latest`` where it names what is not there."""
         for number in listing.attempts:
             file = keys.attempt_key("", number).lstrip("/")
             try:
                 store.read_attempt(number)
             except IntegrityError:
-                self._try(store.name, file, partial(self._mend_attempt, store.name, number))
+                self._try(store.name, file, partial(self._repair_attempt, store.name, number))
             except (BackendError, NotSupportedError):
                 continue  # it is reported by the check that follows
         try:
@@ -242,7 +247,7 @@ class Repairer:
         except BackendError:
             return  # likewise
         if stale:
-            self._try(store.name, keys.LATEST_NAME, partial(self._mend_latest, store.name))
+            self._try(store.name, keys.LATEST_NAME, partial(self._repair_latest, store.name))
 
     def _try(self, tier: str, file: str, mend: Callable[[], str]) -> None:
         try:
@@ -250,7 +255,7 @@ class Repairer:
         except TierfallError as error:
             self._note(tier, None, file, str(error), done=False)
 
-    def _mend_attempt(self, tier: str, number: int) -> str:
+    def _repair_attempt(self, tier: str, number: int) -> str:
         for listing in self._listings:
             if listing.tier == tier or number not in listing.attempts:
                 continue
@@ -269,7 +274,7 @@ class Repairer:
             return f"written anew from {listing.tier}"
         raise IntegrityError("no other tier has a good one")
 
-    def _mend_latest(self, tier: str) -> str:
+    def _repair_latest(self, tier: str) -> str:
         there = [c for c in self._known.values() if tier in c.copies and not c.abandoned]
         with writable(self._reader.config, tier) as store:
             held = [c.id for c in there if store.holds(c.id)]
@@ -280,4 +285,4 @@ class Repairer:
         return f"names {max(held)}"
 
     def _note(self, tier: str, id: CheckpointId | None, file: str, why: str, *, done: bool) -> None:
-        self.repairs.append(Repair(tier=tier, id=id, file=file, done=done, why=why))
+        self.repairs.append(RepairResult(tier=tier, id=id, file=file, done=done, why=why))

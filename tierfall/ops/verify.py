@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierfall.config import Config
-from tierfall.core.copies.verify import CheckedCopy, Damage, Verifier
-from tierfall.core.format.catalog import Listing, StepFolderError
+from tierfall.core.copies.verify import CheckedCopy, CopyVerifier, Damage
+from tierfall.core.format.catalog import ListRequest, StepFolderError
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
@@ -26,7 +26,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.findings import NEWER, Finding, contradictions, damage_findings
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import writable
 from tierfall.tiers.stored import StoredTier, StrayAttemptError
 
@@ -51,7 +51,7 @@ class RunReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
+class VerifyScope:
     """What to check: everything, or one checkpoint, or one tier. ``None`` means all."""
 
     checkpoint: CheckpointId | None = None
@@ -61,17 +61,17 @@ class Scope:
         return self.tier in (None, tier) and (id is None or self.checkpoint in (None, id))
 
 
-class Mender(Protocol):
+class CopyRepairer(Protocol):
     """What repairs what was found, before it is reported."""
 
     def mend_copies(
-        self, copies: Sequence[CheckedCopy], verifier: Verifier
+        self, copies: Sequence[CheckedCopy], verifier: CopyVerifier
     ) -> Sequence[CheckedCopy]: ...
 
-    def mend_tier(self, store: StoredTier, listing: Listing) -> None: ...
+    def mend_tier(self, store: StoredTier, listing: ListRequest) -> None: ...
 
 
-def planned_bytes(listings: Sequence[Listing], scope: Scope) -> int:
+def planned_bytes(listings: Sequence[ListRequest], scope: VerifyScope) -> int:
     """Return how many bytes of images a check will read."""
     return sum(
         copy.commit.image_bytes if copy.commit else copy.bytes
@@ -82,11 +82,11 @@ def planned_bytes(listings: Sequence[Listing], scope: Scope) -> int:
 
 
 def check_run(
-    reader: Reader,
-    listings: Sequence[Listing],
-    scope: Scope,
+    reader: RunReader,
+    listings: Sequence[ListRequest],
+    scope: VerifyScope,
     on_bytes: Callable[[int], None] = lambda count: None,
-    mender: Mender | None = None,
+    mender: CopyRepairer | None = None,
 ) -> RunReport:
     """Check every copy within ``scope``, in host memory too; with a ``mender``, report what it left damaged."""
     found: list[CheckedCopy] = []
@@ -94,7 +94,7 @@ def check_run(
     unread: list[tuple[str, str]] = []
     notes: list[str] = []
     covered = [listing for listing in listings if scope.covers(listing.tier)]
-    with Verifier(on_bytes) as verifier:
+    with CopyVerifier(on_bytes) as verifier:
         for listing in covered:
             if listing.error is not None:
                 unread.append((listing.tier, str(listing.error)))
@@ -131,7 +131,7 @@ def check_run(
 
 
 def remember_damage(
-    config: Config, listings: Sequence[Listing], report: RunReport
+    config: Config, listings: Sequence[ListRequest], report: RunReport
 ) -> tuple[str, ...]:
     """Record beside each damaged copy on a stored tier that it is, for every later listing; and take that away from
     copies that are good. Return what could not be recorded, and why.
@@ -148,7 +148,7 @@ def remember_damage(
         if not damaged and not mended:
             continue
         try:
-            with writable(config, tier) as store, Verifier() as verifier:
+            with writable(config, tier) as store, CopyVerifier() as verifier:
                 for copy in mended:
                     store.forget_damage(copy.id)
                 for copy in damaged:
@@ -180,7 +180,7 @@ def _note_damage(store: StoredTier, copy: CheckedCopy) -> None:
 
 
 def _check_memory(
-    reader: Reader, listing: Listing, scope: Scope, verifier: Verifier
+    reader: RunReader, listing: ListRequest, scope: VerifyScope, verifier: CopyVerifier
 ) -> tuple[list[CheckedCopy], list[Finding]]:
     """Check what is sealed in memory; beside a living trainer what looks damaged is looked at afresh."""
     found = _look_at_memory(reader, scope, verifier)
@@ -206,7 +206,9 @@ def _check_memory(
     ]
 
 
-def _look_at_memory(reader: Reader, scope: Scope, verifier: Verifier) -> list[CheckedCopy]:
+def _look_at_memory(
+    reader: RunReader, scope: VerifyScope, verifier: CopyVerifier
+) -> list[CheckedCopy]:
     return [
         verifier.check_region(reader.host.name, id, image.region)
         for id, image in sorted(reader.images().items())
@@ -221,7 +223,7 @@ def _dropped(copy: CheckedCopy) -> CheckedCopy:
 # A tier as a whole -----------------------------------------------------------------------------------
 
 
-def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
+def _check_tier(store: StoredTier, listing: ListRequest) -> list[Finding]:
     """Check what belongs to no single checkpoint: the records of attempts, and the hint for people."""
     findings = []
     for number in listing.attempts:
@@ -247,7 +249,7 @@ def _no_folder(store: StoredTier, error: StepFolderError) -> Finding:
     return Finding(tier=store.name, id=error.checkpoint, file="", problem=problem, advice=advice)
 
 
-def _check_latest(store: StoredTier, listing: Listing) -> list[Finding]:
+def _check_latest(store: StoredTier, listing: ListRequest) -> list[Finding]:
     latest = store.read_latest()
     if latest is None or listing.no_folders(latest.step, latest.attempt):
         return []  # what lies there is reported by itself
@@ -287,7 +289,7 @@ def _tier_finding(store: StoredTier, file: str, error: TierfallError, advice: st
 # Worth knowing ---------------------------------------------------------------------------------------
 
 
-def _notes(listing: Listing, scope: Scope) -> list[str]:
+def _notes(listing: ListRequest, scope: VerifyScope) -> list[str]:
     return [
         f"{listing.tier} {id}: unfinished, so no checkpoint: a trainer is at work on it, or the next start collects it"
         for id in sorted(listing.unfinished)

@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from tierfall.config import Config
-from tierfall.core.runtime.run_lock import Owner, RunLock
+from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types.errors import TierfallError
 from tierfall.ops.local_memory import slots_in
 from tierfall.setup.tiers import run_folder
-from tierfall.telemetry.event_reader import Tail
+from tierfall.telemetry.event_reader import LogTail
 from tierfall.telemetry.status import Status, read_status
 from tierfall.tiers.arena.arena import lock_name
 
@@ -27,11 +27,11 @@ EVENTS_MAX = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class RankProcess:
     """One rank's place on this node: its owner, if one lives, and what its process said last."""
 
     number: int
-    owner: Owner | None
+    owner: LockOwner | None
     status: Status | None
 
     @property
@@ -40,24 +40,24 @@ class Slot:
         return self.status is not None and self.owner is not None and _same(self.owner, self.status)
 
 
-def _same(owner: Owner, status: Status) -> bool:
+def _same(owner: LockOwner, status: Status) -> bool:
     if owner.start_ticks is not None and status.start_ticks is not None:
         return (owner.pid, owner.start_ticks) == (status.pid, status.start_ticks)
     return owner.pid == status.pid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Glimpse:
+class RunSnapshot:
     """One look at a run's processes. ``main`` is the slot whose view of the run is shown, rank 0's where it is on this
     node; None where no status is there. ``problems`` say what could not be read."""
 
     wall_time_s: float
-    slots: tuple[Slot, ...]
+    slots: tuple[RankProcess, ...]
     events: tuple[dict[str, Any], ...]
     problems: tuple[str, ...]
 
     @property
-    def main(self) -> Slot | None:
+    def main(self) -> RankProcess | None:
         said = [slot for slot in self.slots if slot.status is not None]
         return min(
             said, key=lambda s: (not s.alive, s.status.rank if s.status else 0), default=None
@@ -76,7 +76,7 @@ class Glimpse:
         return main.status if main is not None and not main.alive else None
 
     @property
-    def owner(self) -> Owner | None:
+    def owner(self) -> LockOwner | None:
         return next((slot.owner for slot in self.slots if slot.owner is not None), None)
 
     def age_s(self, status: Status) -> float:
@@ -95,31 +95,33 @@ class Watcher:
     def __init__(self, config: Config, *, run: str) -> None:
         self._folder = run_folder(config, run)
         path = config.events and config.events.file_of(run=run, rank=0)
-        self._tail = Tail(Path(path)) if path else None
+        self._tail = LogTail(Path(path)) if path else None
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
 
-    def look(self) -> Glimpse:
+    def look(self) -> RunSnapshot:
         problems: list[str] = []
         slots = tuple(self._slot(number, problems) for number in slots_in(self._folder))
-        glimpse = Glimpse(wall_time_s=time.time(), slots=slots, events=(), problems=tuple(problems))
+        glimpse = RunSnapshot(
+            wall_time_s=time.time(), slots=slots, events=(), problems=tuple(problems)
+        )
         main = glimpse.main
         said = main.status.events if main is not None and main.status is not None else ()
-        return Glimpse(
+        return RunSnapshot(
             wall_time_s=glimpse.wall_time_s,
             slots=slots,
             events=self._from_log(problems) or said,
             problems=tuple(problems),
         )
 
-    def _slot(self, number: int, problems: list[str]) -> Slot:
-        owner: Owner | None = None
+    def _slot(self, number: int, problems: list[str]) -> RankProcess:
+        owner: LockOwner | None = None
         status: Status | None = None
         try:
             owner = RunLock.owner(self._folder / lock_name(number))
             status = read_status(self._folder, number)
         except TierfallError as error:
             problems.append(str(error))
-        return Slot(number=number, owner=owner, status=status)
+        return RankProcess(number=number, owner=owner, status=status)
 
     def _from_log(self, problems: list[str]) -> tuple[dict[str, Any], ...]:
         """The last events of the run's log, which go back further than a process's own."""

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 from tierfall.config import Config
 from tierfall.core.compression.frames import frame_bytes_max
-from tierfall.core.copies.chunk_reader import ChunkReader, Tally, in_threads
+from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally, run_in_threads
 from tierfall.core.copies.image_writes import begun_image, publish_image
 from tierfall.core.copies.shard_reader import OpenImage, find_images
-from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest
 from tierfall.core.format.commit_files import files_of, plain, with_index
 from tierfall.core.format.documents import sha256
-from tierfall.core.format.records import Attempt, Commit, Line, Manifest, Mark, geometry
+from tierfall.core.format.records import Attempt, Commit, Lineage, Manifest, Mark, geometry
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.scheduler.flush.lane import LaneLimits
@@ -30,7 +30,7 @@ from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import ConfigError, IntegrityError, StepError, TierfallError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.commands import check_folders
-from tierfall.ops.reader import Reader
+from tierfall.ops.reader import RunReader
 from tierfall.setup.attempts import attempt_of, newest_attempt
 from tierfall.setup.tiers import SLOT, open_stores, run_folder
 from tierfall.tiers.arena.arena import lock_name
@@ -42,12 +42,12 @@ _NOT_COPIED = frozenset({keys.TOMBSTONE_MARK})
 
 
 @contextmanager
-def owning(config: Config) -> Iterator[Reader]:
+def owning(config: Config) -> Iterator[RunReader]:
     """Hold the run's lock, with its tiers open for reading. Raises LockError where a trainer of this machine lives."""
     folder = prepare_folder(run_folder(config, config.run))
     lock = RunLock.take(folder / lock_name(SLOT), run=config.run)
     try:
-        with Reader(config) as reader:
+        with RunReader(config) as reader:
             yield reader
     finally:
         lock.release()
@@ -73,7 +73,7 @@ def writable(config: Config, tier: str) -> Iterator[StoredTier]:
 
 
 def writing_attempt(
-    reader: Reader, listings: Sequence[Listing], line: Line, *, tier: str
+    reader: RunReader, listings: Sequence[ListRequest], line: Lineage, *, tier: str
 ) -> Attempt:
     """Return the newest attempt that a tier knows, to write to ``tier``, whose own record of it comes first; where none
     is known, the one that saved the checkpoint.
@@ -87,14 +87,14 @@ def writing_attempt(
     return attempt_of(line)
 
 
-def marks_of(reader: Reader, checkpoint: KnownCheckpoint) -> tuple[Mark, ...]:
+def marks_of(reader: RunReader, checkpoint: KnownCheckpoint) -> tuple[Mark, ...]:
     """Return the marks that go along with a copy: all that some tier has beside the checkpoint, but a tombstone."""
     return tuple(
         mark_of(reader, checkpoint, name) for name in sorted(checkpoint.marks - _NOT_COPIED)
     )
 
 
-def mark_of(reader: Reader, checkpoint: KnownCheckpoint, name: str) -> Mark:
+def mark_of(reader: RunReader, checkpoint: KnownCheckpoint, name: str) -> Mark:
     """Read a mark from a tier that has it whole; that it is there is what counts, so else it is written anew."""
     for tier, copy in checkpoint.copies.items():
         if name not in copy.marks or tier not in reader.stores:
@@ -109,12 +109,12 @@ def mark_of(reader: Reader, checkpoint: KnownCheckpoint, name: str) -> Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class CheckpointSource:
     """Where a checkpoint is read: per shard its manifest and a reader over its copies; ``commit`` names them raw."""
 
     commit: Commit
     shards: tuple[tuple[Manifest, ChunkReader], ...]
-    tally: Tally
+    tally: ReadTally
 
     @property
     def id(self) -> CheckpointId:
@@ -126,7 +126,7 @@ def origin(
     tiers: Sequence[str],
     open_image: OpenImage,
     shards: Sequence[Shard] | None = None,
-) -> Origin:
+) -> CheckpointSource:
     """Open the images of some shards of a checkpoint, or of all, for reading from ``tiers``, fastest first; raises as
     ``find_images`` does."""
     records = {t: c for t in tiers if (c := checkpoint.copies[t].commit) is not None}
@@ -138,11 +138,11 @@ def origin(
     else:
         files = [file for shard in shards for file in files_of(commit, shard)]
         commit = replace(commit, files=tuple(files))
-    tally, opened = Tally(), []
+    tally, opened = ReadTally(), []
     for shard in shards:
         images, manifest = find_images(checkpoint, tiers, open_image, shard, tally)
         opened.append((manifest, ChunkReader(images, manifest, tally)))
-    return Origin(commit=commit, shards=tuple(opened), tally=tally)
+    return CheckpointSource(commit=commit, shards=tuple(opened), tally=tally)
 
 
 def _united(records: Sequence[Commit]) -> Commit:
@@ -155,13 +155,17 @@ def _united(records: Sequence[Commit]) -> Commit:
     return replace(most, files=tuple(files[name] for name in sorted(files)))
 
 
-def write_files(store: StoredTier, limits: LaneLimits, origin: Origin, on_bytes: OnBytes) -> Commit:
+def write_files(
+    store: StoredTier, limits: LaneLimits, origin: CheckpointSource, on_bytes: OnBytes
+) -> Commit:
     """Write images and records of all ranks, each complete before it is visible; return the commit record that names
     them. Raises as ``write_parts`` does."""
     return leave_index(store, write_parts(store, limits, origin, on_bytes))
 
 
-def write_parts(store: StoredTier, limits: LaneLimits, origin: Origin, on_bytes: OnBytes) -> Commit:
+def write_parts(
+    store: StoredTier, limits: LaneLimits, origin: CheckpointSource, on_bytes: OnBytes
+) -> Commit:
     """Write images and manifests of some ranks, or of all; return the record with what was written in it.
 
     What is there under these names is replaced once all of an image was read and verified. Raises the error of the
@@ -211,7 +215,7 @@ def _write_chunks(
             put(runs[number][0], start, _read_run(manifest, reader, runs[number], buffer))
         on_bytes(end - start)
 
-    in_threads(threads, bring, range(len(runs)))
+    run_in_threads(threads, bring, range(len(runs)))
 
 
 def _run_range(manifest: Manifest, run: tuple[int, int]) -> tuple[int, int]:

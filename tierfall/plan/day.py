@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from tierfall.core.types.units import format_duration, format_rate, format_size
 from tierfall.core.types.values import TierKind
 from tierfall.core.types.view import TierRules
-from tierfall.plan.simulate import Chain, Mark, Play, Workload, copy_s_of, keeps_all
+from tierfall.plan.simulate import (
+    CounterSample,
+    SimulatedChain,
+    Simulation,
+    Workload,
+    copy_s_of,
+    keeps_all,
+)
 
 DAY_S = 86_400.0
 WORK_MAX = 1_000_000
@@ -64,10 +71,10 @@ class DayForecast:
 
 
 def forecast_day(
-    chain: Chain, load: Workload, *, horizon_s: float = DAY_S, work_max: int = WORK_MAX
+    chain: SimulatedChain, load: Workload, *, horizon_s: float = DAY_S, work_max: int = WORK_MAX
 ) -> DayForecast:
     """Say what a run does in ``horizon_s`` seconds from an empty start."""
-    play = Play(chain, load, work_max=work_max)
+    play = Simulation(chain, load, work_max=work_max)
     half, end = play.until(horizon_s)
     rest_s = horizon_s - end.at_s
     trend = rest_s / (end.at_s - half.at_s) if rest_s > 0 and end.at_s > half.at_s else 0.0
@@ -112,10 +119,10 @@ def _reasons(made: DayForecast) -> Iterator[str]:
 
 def _tier(
     rules: TierRules,
-    chain: Chain,
+    chain: SimulatedChain,
     load: Workload,
-    play: Play,
-    course: tuple[Mark, Mark, float],
+    play: Simulation,
+    course: tuple[CounterSample, CounterSample, float],
     *,
     saves_max: int,
 ) -> TierForecast:
@@ -165,7 +172,7 @@ def _short(count: float) -> str:
 
 
 def _with_reasons(
-    tier: TierForecast, rules: TierRules, chain: Chain, load: Workload
+    tier: TierForecast, rules: TierRules, chain: SimulatedChain, load: Workload
 ) -> TierForecast:
     found = []
     if rules.kind is not TierKind.HOST:

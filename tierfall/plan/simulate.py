@@ -39,7 +39,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class SimulatedChain:
     """What it is saved to. ``rates`` are bytes per second that one node writes to a tier, as far as known; ``shared``
     names the tiers that all nodes see; ``host_bytes`` is one rank's memory (None: 2.2 images)."""
 
@@ -51,7 +51,7 @@ class Chain:
 
 
 @dataclass(slots=True)
-class _Held:
+class _SimulatedCheckpoint:
     """One checkpoint of the play."""
 
     id: CheckpointId
@@ -62,13 +62,13 @@ class _Held:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _SimulatedLane:
     """What is on its way to a tier."""
 
     rules: TierRules
     copy_bytes: int
     copy_s: float
-    active: _Held | None = None
+    active: _SimulatedCheckpoint | None = None
     refuses: bool = False
     done_s: float = math.inf
 
@@ -87,7 +87,7 @@ class _Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class CounterSample:
     """The counters at a moment."""
 
     at_s: float
@@ -99,16 +99,16 @@ class Mark:
     behind_s: Mapping[str, float]
 
 
-class Play:
+class Simulation:
     """Saves and copies in the order of their times."""
 
-    def __init__(self, chain: Chain, load: Workload, *, work_max: int) -> None:
+    def __init__(self, chain: SimulatedChain, load: Workload, *, work_max: int) -> None:
         self._chain, self._load, self._work_left = chain, load, work_max
         self._host = next(r for r in chain.rules if r.kind is TierKind.HOST)
         self.copy_bytes = {r.name: copy_bytes_of(r, chain, load) for r in chain.rules}
         self._host_bytes = chain.host_bytes or math.ceil(DEFAULT_IMAGES * load.image_bytes)
         self._lanes = [
-            _Lane(r, self.copy_bytes[r.name], copy_s_of(r, chain, load) or 0.0)
+            _SimulatedLane(r, self.copy_bytes[r.name], copy_s_of(r, chain, load) or 0.0)
             for r in chain.rules
             if r.kind is not TierKind.HOST
         ]
@@ -116,13 +116,13 @@ class Play:
         self._gives_up = self._host.when_full is WhenFull.SUPERSEDE or any(
             lane.rules.when_full in (WhenFull.SKIP, WhenFull.SUPERSEDE) for lane in self._lanes
         )
-        self._held: list[_Held] = []
+        self._held: list[_SimulatedCheckpoint] = []
         self.counted = {r.name: _Counted() for r in chain.rules}
         self.now_s = 0.0
         self.saves = self.skipped = self.superseded = self._ordinal = self._steps = 0
         self.waited_s = 0.0
 
-    def until(self, horizon_s: float) -> tuple[Mark, Mark]:
+    def until(self, horizon_s: float) -> tuple[CounterSample, CounterSample]:
         """Play; returns the counters at half of what was played, and at its end: at the horizon, or at a save. What is
         kept, and how far a tier is behind, goes up and down: of each half it is the most."""
         marks = [self.mark()]
@@ -148,10 +148,10 @@ class Play:
         early = [m for m in marks if m.at_s <= end.at_s / 2]
         return _with_most(early), _with_most(marks[len(early) :] or early)
 
-    def mark(self) -> Mark:
+    def mark(self) -> CounterSample:
         kept = {name: self.kept(name) for name in self.counted}
         behind_s = {name: self._behind_s(name) for name in self.counted}
-        return Mark(
+        return CounterSample(
             self.now_s, self.saves, self.skipped, self.superseded, self.waited_s, kept, behind_s
         )
 
@@ -181,7 +181,7 @@ class Play:
         self.saves += 1
         owed = tiers_owed(self._chain.rules, self._ordinal)
         self._held.append(
-            _Held(
+            _SimulatedCheckpoint(
                 CheckpointId(self._steps, 1),
                 self._ordinal,
                 self.now_s,
@@ -268,7 +268,7 @@ class Play:
             if lane.active is None:
                 self._begin(lane)
 
-    def _begin(self, lane: _Lane) -> None:
+    def _begin(self, lane: _SimulatedLane) -> None:
         tier = lane.rules.name
         one = self._next_for(lane.rules)
         if one is None or not self._has_room(lane):
@@ -276,7 +276,7 @@ class Play:
         one.copies[tier] = CopyState.ARRIVING
         lane.active, lane.done_s = one, self.now_s + lane.copy_s
 
-    def _next_for(self, rules: TierRules) -> _Held | None:
+    def _next_for(self, rules: TierRules) -> _SimulatedCheckpoint | None:
         """Find what a tier takes next, and let go of what it is not to get any more."""
         waiting = {held.id: held for held in self._held if rules.name in held.owed}
         if rules.in_order:
@@ -288,7 +288,7 @@ class Play:
             waiting[decision.checkpoint].owed.discard(rules.name)
         return None
 
-    def _has_room(self, lane: _Lane) -> bool:
+    def _has_room(self, lane: _SimulatedLane) -> bool:
         tier, capacity = lane.rules.name, lane.rules.capacity_bytes
         if capacity is None:
             return True
@@ -373,12 +373,12 @@ class Play:
     def _view(self) -> View:
         return View(
             tiers=self._chain.rules,
-            checkpoints=tuple(map(self._seen, self._held)),
+            checkpoints=tuple(map(self._view_of, self._held)),
             failing=frozenset(lane.rules.name for lane in self._lanes if lane.refuses),
             wall_time_s=self.now_s,
         )
 
-    def _seen(self, one: _Held) -> CheckpointView:
+    def _view_of(self, one: _SimulatedCheckpoint) -> CheckpointView:
         copied = any(lane.active is one for lane in self._lanes)
         return CheckpointView(
             id=one.id,
@@ -397,14 +397,14 @@ class Play:
             wall_time_s=one.saved_s,
         )
 
-    def _reads(self, one: _Held, tier: str) -> bool:
+    def _reads(self, one: _SimulatedCheckpoint, tier: str) -> bool:
         """Say whether what is copied is read there: a copy goes on from another tier where one has it."""
         return not any(
             other != tier and state is CopyState.COMMITTED for other, state in one.copies.items()
         )
 
 
-def _with_most(marks: Sequence[Mark]) -> Mark:
+def _with_most(marks: Sequence[CounterSample]) -> CounterSample:
     tiers = marks[-1].kept
     most = {tier: max(m.kept[tier] for m in marks) for tier in tiers}
     behind_s = {tier: max(m.behind_s[tier] for m in marks) for tier in tiers}
@@ -416,14 +416,14 @@ def keeps_all(rules: TierRules) -> bool:
     return is_stored and rules.capacity_bytes is None and not rules.retain
 
 
-def copy_bytes_of(rules: TierRules, chain: Chain, load: Workload) -> int:
+def copy_bytes_of(rules: TierRules, chain: SimulatedChain, load: Workload) -> int:
     """The bytes of a checkpoint that a tier's capacity counts."""
     if rules.kind is TierKind.HOST:
         return load.image_bytes
     return load.image_bytes * (load.ranks if rules.name in chain.shared else load.ranks_per_node)
 
 
-def copy_s_of(rules: TierRules, chain: Chain, load: Workload) -> float | None:
+def copy_s_of(rules: TierRules, chain: SimulatedChain, load: Workload) -> float | None:
     """How long a node's part of a checkpoint takes to a tier; None where nobody knows."""
     rate = chain.rates.get(rules.name)
     return None if not rate else load.image_bytes * load.ranks_per_node / rate

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tierfall.core.ranks.message_tree import Council
-from tierfall.core.ranks.ranks import Announced, News, Told
+from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
 from tierfall.core.types.errors import CaptureError, TierfallError
 
 logger = logging.getLogger("tierfall")
@@ -34,7 +34,7 @@ class AnnouncedSteps:
 
     def __init__(
         self,
-        council: Council,
+        council: MessageTree,
         *,
         tell: Callable[[Callable[[], object]], None],
         leave_out: LeaveOut,
@@ -44,7 +44,7 @@ class AnnouncedSteps:
         self._tell = tell
         self._leave_out = leave_out
         self._line = 0
-        self._heard: deque[News] = deque()
+        self._heard: deque[RankMessage] = deque()
         self._recent: deque[int] = deque(maxlen=_RECENT_STEPS)
         self._missed_steps = 0
         self.planned: deque[int] = deque()
@@ -73,7 +73,7 @@ class AnnouncedSteps:
         self._asked.clear()
         return found
 
-    def hear(self, news: News) -> None:
+    def hear(self, news: RankMessage) -> None:
         self._heard.append(news)
 
     def come_to(self, step: int) -> None:
@@ -86,7 +86,7 @@ class AnnouncedSteps:
         while self._heard:
             news = self._heard.popleft()
             if news.topic[1] == self._line:  # else it is of a line that was left
-                self._take(news)
+                self._on_announcement(news)
 
     def saved(self, step: int) -> None:
         """This rank saves ``step``, for whatever reason."""
@@ -100,14 +100,14 @@ class AnnouncedSteps:
         self._saved.clear()
         self._asked.clear()
 
-    def _take(self, news: News) -> None:
+    def _on_announcement(self, news: RankMessage) -> None:
         match news:
-            case Announced(topic=(_, _, int(step))) if not self.decides:
+            case DecisionAnnounced(topic=(_, _, int(step))) if not self.decides:
                 self._plan(step)
-            case Told(topic=(_, _, "ask")):
+            case RankReported(topic=(_, _, "ask")):
                 step, why = news.body
                 self._asked.append((int(step), f"{why}, at rank {news.rank}"))
-            case Told(topic=(_, _, "missed")):
+            case RankReported(topic=(_, _, "missed")):
                 self._announce_earlier(news.body, news.rank)
 
     def _plan(self, step: int) -> None:

@@ -21,8 +21,8 @@ import torch
 
 from tierfall.config import Config
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.ranks.ranks import Announced, News, Told
-from tierfall.core.runtime.wait import Bell
+from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
+from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import (
     CaptureError,
     ConfigError,
@@ -31,11 +31,11 @@ from tierfall.core.types.errors import (
     TierfallError,
 )
 from tierfall.core.types.values import CheckpointId, OnError
-from tierfall.run.restorer import say_left_behind
+from tierfall.run.restorer import log_abandoned
 from tierfall.run.saver import Saver
-from tierfall.run.stages import Stages
+from tierfall.run.stages import PathStages
 from tierfall.session.session import Session
-from tierfall.setup.lineage import SavingLine
+from tierfall.setup.lineage import SavingLineage
 from tierfall.setup.tiers import run_folder
 from tierfall.tiers.arena.folder import room_for_arena
 
@@ -51,10 +51,10 @@ _LOOK_AGAIN_S = 0.01
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingRename:
     """A rename that waits until this rank's own part is being saved."""
 
-    done: Bell = field(default_factory=Bell)
+    done: InterruptibleEvent = field(default_factory=InterruptibleEvent)
     handle: SaveHandle | None = None
     error: BaseException | None = None
 
@@ -71,7 +71,7 @@ class PathSaves:
         config: Config,
         session: Session,
         saver: Saver,
-        line: SavingLine,
+        line: SavingLineage,
         *,
         check: Callable[[], None],
     ) -> None:
@@ -84,13 +84,13 @@ class PathSaves:
         self.loaded: tuple[CheckpointId, int] | None = None
         self.goes_on = False
         self._lock = threading.Lock()
-        self._stages = Stages(self._limit_bytes)
-        self._asked: dict[str, _Asked] = {}
+        self._stages = PathStages(self._limit_bytes)
+        self._asked: dict[str, _PendingRename] = {}
         self._count = itertools.count()
-        self._todo: queue.SimpleQueue[Announced | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[DecisionAnnounced | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._closed = False
-        session.listeners[TOPIC] = self._hear
+        session.listeners[TOPIC] = self._on_message
 
     # What a rank writes ------------------------------------------------------------------------------
 
@@ -136,7 +136,9 @@ class PathSaves:
         stage.rename(name, target)
         body = {"rank": self._rank, "names": stage.names()[:_NAMES_MAX]}
         many = self.session.ranks.many
-        self._wait(self._ask_all(step, body) if many else self._save(step, body, self._start(step)))
+        self._wait(
+            self._announce(step, body) if many else self._save(step, body, self._start(step))
+        )
 
     def close(self, timeout_s: float) -> None:
         """Free what was never committed."""
@@ -163,7 +165,7 @@ class PathSaves:
         if self._line.begun:
             self._line.check(step)
             return
-        start = self._goes_on_from()
+        start = self._continued_checkpoint()
         if start is not None and start[0] < step:
             return
         if start is None and self.goes_on and not self.session.ranks.topology.is_root:
@@ -178,7 +180,7 @@ class PathSaves:
             "overwritten; to go back, load an older step by path first"
         )
 
-    def _goes_on_from(self) -> list[int] | None:
+    def _continued_checkpoint(self) -> list[int] | None:
         """The checkpoint that a line which has not begun goes on from: step, attempt, ordinal."""
         if self.loaded is not None:
             id, ordinal = self.loaded
@@ -196,14 +198,14 @@ class PathSaves:
         if self._line.begun:
             return None
         self._check_step(step)
-        return self._goes_on_from()
+        return self._continued_checkpoint()
 
     def _go_on_from(self, start: list[int] | None) -> None:
         if start is None or self._line.begun:
             return
         id, attempt = CheckpointId(start[0], start[1]), self._line.attempt
         self._line.go_on_from(id, start[2], attempt)
-        say_left_behind(self.session.run, self.session.known(), id)
+        log_abandoned(self.session.run, self.session.known(), id)
         ledger = self.session.coordinator.ledger
         self.session.ask(lambda: ledger.go_on_from(id, attempt=attempt.number))
 
@@ -216,10 +218,10 @@ class PathSaves:
     def _token(self) -> str:
         return f"{self._rank}-{next(self._count)}"
 
-    def _ask_all(self, step: int, body: Mapping[str, Any]) -> SaveHandle:
+    def _announce(self, step: int, body: Mapping[str, Any]) -> SaveHandle:
         """Have every rank save its files, and return the handle of this rank's part."""
         token = self._token()
-        asked = self._asked[token] = _Asked()
+        asked = self._asked[token] = _PendingRename()
         bound_s = _SLOWER * self._config.max_wait_s
         try:
             self.session.ranks.council.tell((TOPIC, _SAVE, step, token), body)
@@ -235,17 +237,17 @@ class PathSaves:
         assert asked.handle is not None
         return asked.handle
 
-    def _hear(self, news: News) -> None:
+    def _on_message(self, news: RankMessage) -> None:
         """Hear what concerns saves by path; never waits."""
         match news:
-            case Told(topic=(_, what, int(step), _)):
+            case RankReported(topic=(_, what, int(step), _)):
                 body = news.body
                 if what == _SAVE:
                     body = {**body, "start": self._announced_start(step)}
                 self.session.ranks.council.announce(news.topic, body)
-            case Announced(topic=(_, what, int(step), _)) if what == _GIVE_UP:
+            case DecisionAnnounced(topic=(_, what, int(step), _)) if what == _GIVE_UP:
                 self._stages.give_up(step, news.body)
-            case Announced():
+            case DecisionAnnounced():
                 with self._lock:
                     if self._closed:
                         return
@@ -259,12 +261,12 @@ class PathSaves:
                 self._todo.put(news)
 
     def _announced_start(self, step: int) -> list[int] | None:
-        return None if self._line.begun else self._goes_on_from()
+        return None if self._line.begun else self._continued_checkpoint()
 
     def _work(self) -> None:
         while (news := self._todo.get()) is not None:
             _, _, step, token = news.topic
-            asked = self._asked.get(str(token), _Asked())
+            asked = self._asked.get(str(token), _PendingRename())
             try:
                 handle = asked.handle = self._save(int(step), news.body, news.body["start"])
             except BaseException as error:  # noqa: BLE001 - raised by whoever asked; all ranks have given it up

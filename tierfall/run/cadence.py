@@ -12,13 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tierfall.config import Config, Interval
+from tierfall.config import Config, IntervalSection
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.types.values import LOSS_CLASSES, LossClass
 from tierfall.core.types.view import TierRules
 from tierfall.policies.cadence import (
-    Bound,
     CadenceRules,
+    IntervalBound,
     Measured,
     choose_interval,
     should_save,
@@ -27,7 +27,7 @@ from tierfall.policies.cadence import (
 from tierfall.run.announced_steps import TOPIC, AnnouncedSteps, LeaveOut
 from tierfall.session.session import Session
 from tierfall.setup.tiers import tier_rules
-from tierfall.telemetry.meter import Meter
+from tierfall.telemetry.meter import StepMeter
 from tierfall.telemetry.reports import CadenceReport
 
 logger = logging.getLogger("tierfall")
@@ -36,7 +36,7 @@ PATIENCE_STEPS = 100
 """So many steps a save that is due is put off at most, for those before it to be through."""
 
 
-def rules_of(interval: Interval, tiers: tuple[TierRules, ...]) -> CadenceRules:
+def rules_of(interval: IntervalSection, tiers: tuple[TierRules, ...]) -> CadenceRules:
     """Say what policies are to know of ``interval``."""
     mtbf = interval.mtbf
     by_class = {} if mtbf is None else _by_class(mtbf.process_s, mtbf.node_s, mtbf.site_s)
@@ -54,7 +54,7 @@ def _by_class(*times: float | None) -> dict[LossClass, float]:
     return {loss: s for loss, s in zip(LOSS_CLASSES, times, strict=True) if s is not None}
 
 
-def cycle_of(tiers: Sequence[TierRules]) -> int:
+def flush_cycle(tiers: Sequence[TierRules]) -> int:
     """Return so many saves that one such row of them costs what the next one does: in each, tiers get as many copies.
     Where that were many more than the rarest tier's ``flush.every``, about as many have to do."""
     longest = max((tier.flush_every for tier in tiers), default=1)
@@ -62,13 +62,13 @@ def cycle_of(tiers: Sequence[TierRules]) -> int:
     return alike if alike <= 3 * longest else longest
 
 
-def cadence_of(config: Config, session: Session, leave_out: LeaveOut) -> Cadence:
+def cadence_of(config: Config, session: Session, leave_out: LeaveOut) -> CadenceClock:
     """Make the cadence of a run that is about to begin; rank 0's announcements are listened to from then on."""
     others = None
     if session.ranks.many:
         others = AnnouncedSteps(session.ranks.council, tell=session.tell, leave_out=leave_out)
         session.listeners[TOPIC] = others.hear
-    return Cadence(
+    return CadenceClock(
         rules_of(config.interval, tier_rules(config)),
         clock=time.monotonic,
         images=lambda image_bytes: (session.host.capacity_bytes or 0) // image_bytes,
@@ -77,7 +77,7 @@ def cadence_of(config: Config, session: Session, leave_out: LeaveOut) -> Cadence
     )
 
 
-class Cadence:
+class CadenceClock:
     """See the module. ``images`` says how many images of so many bytes host memory holds, ``copying`` whether a tier
     takes a copy now; ``others`` is there with several ranks."""
 
@@ -103,7 +103,7 @@ class Cadence:
         self._stride = 1
         self._last_planned: int | None = None
         self._due_s = clock() + (rules.every_s or 0.0)
-        self.meter = Meter(clock(), cycle=cycle_of(rules.tiers))
+        self.meter = StepMeter(clock(), cycle=flush_cycle(rules.tiers))
         self._images_now = 1
         self._choice = choose_interval(rules, self._measured())
 
@@ -195,7 +195,7 @@ class Cadence:
 
     def _is_held_back(self) -> bool:
         """A save would find no room in memory; while saves are still few, each is seen to its end before the next."""
-        first = self._choice.bound is Bound.MEASURING
+        first = self._choice.bound is IntervalBound.MEASURING
         return self.meter.under_way + len(self._planned) >= (1 if first else self._images_now)
 
     def _add(self, step: int) -> None:

@@ -27,16 +27,16 @@ from tierfall.core.image.raw_files import check_no_files
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.fill import FillPlan, plan_fill
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.agreement import finish_together
+from tierfall.core.restore.agreement import finish_on_all_ranks
 from tierfall.core.restore.exchange.gloo import Connect
-from tierfall.core.restore.reshard import Resize
+from tierfall.core.restore.reshard import ResizeRules
 from tierfall.core.sampling.fingerprint import Fingerprint
-from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.state.item import resize_rules
 from tierfall.core.state.omissions import omissions
 from tierfall.core.state.view import StateView
-from tierfall.core.state.walk import describe
-from tierfall.core.state.walk_cache import Recall
+from tierfall.core.state.walk import walk_state
+from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import ConfigError, StepError, TierfallError
 from tierfall.core.types.units import as_seconds
 from tierfall.core.types.values import CheckpointId, OnError, Verify
@@ -44,16 +44,23 @@ from tierfall.core.types.view import Decision
 from tierfall.run import drain_on_signal, group_commands
 from tierfall.run.by_path import PathSaves
 from tierfall.run.cadence import cadence_of
-from tierfall.run.closing import Ending, LastStep, agree_on_end, confirm_copies, say_left, say_lost
+from tierfall.run.closing import (
+    ClosingPlan,
+    LastStep,
+    agree_on_end,
+    confirm_copies,
+    log_left,
+    log_lost,
+)
 from tierfall.run.drain_on_signal import DrainOnSignal
-from tierfall.run.restorer import Restorer, say_left_behind
+from tierfall.run.restorer import Restorer, log_abandoned
 from tierfall.run.saver import Saver
 from tierfall.session import statistics as telling
-from tierfall.session.requests import give, must_keep_memory
+from tierfall.session.requests import must_keep_memory, submit
 from tierfall.session.session import Session
-from tierfall.session.start import opening, ready_together
+from tierfall.session.start import opened_by_each, ready_on_all_ranks
 from tierfall.setup import signal_hub
-from tierfall.setup.lineage import SavingLine, as_step
+from tierfall.setup.lineage import SavingLineage, as_step
 from tierfall.setup.signal_hub import SignalWatch
 from tierfall.telemetry.journal import failures_noted
 from tierfall.telemetry.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
@@ -88,7 +95,7 @@ class Checkpointer:
         ranks = ranks or Ranks.alone()
         with ExitStack() as undo:
             undo.callback(ranks.leave)
-            with opening(ranks):
+            with opened_by_each(ranks):
                 _check_first(config, run)
                 if config.drain is not None:
                     signal_hub.check_thread(drain_on_signal.WHAT)
@@ -98,9 +105,9 @@ class Checkpointer:
             first = self._session.begin_line()
             assert self._session.attempt is not None
             self._config = config = self._session.config
-            self._line = SavingLine(run, self._session.attempt, begun=fresh or first)
+            self._line = SavingLineage(run, self._session.attempt, begun=fresh or first)
             self._restorer = Restorer(config, self._session, self._line, connect=connect)
-            with ready_together(ranks, timeout_s=self._restorer.slower_s):
+            with ready_on_all_ranks(ranks, timeout_s=self._restorer.slower_s):
                 self._session.host.create_now()
                 self._session.build()
                 self._capturer = Capturer(
@@ -123,11 +130,11 @@ class Checkpointer:
                     check=self._check_saving,
                 )
                 self._cadence = cadence_of(config, self._session, self._leave_out)
-                self._restorer.has_gone_on = self._goes_on_from
+                self._restorer.has_gone_on = self._continued_step
                 self._saves_on = SignalWatch(config.interval.on_signal, self._cadence.ask)
                 undo.callback(self._saves_on.close)
             if fresh:
-                say_left_behind(run, self._session.known(), None)
+                log_abandoned(run, self._session.known(), None)
                 self._session.coordinator.ledger.knows_what_is_good()
             self._session.start()
             self._on_signal = None
@@ -173,7 +180,7 @@ class Checkpointer:
         check_no_files(state)
         handle = self._save(
             step,
-            lambda recall: describe(state, recall),
+            lambda recall: walk_state(state, recall),
             metrics=metrics or {},
             tags=tags,
             at_end=at_end,
@@ -188,7 +195,7 @@ class Checkpointer:
     def _save(
         self,
         step: int,
-        described: Callable[[Recall], StateView],
+        described: Callable[[WalkCache], StateView],
         *,
         metrics: Mapping[str, Any],
         tags: Sequence[str],
@@ -283,7 +290,7 @@ class Checkpointer:
         with self._saver.lock:
             self._saver.tell_others(self._line, step, error)
 
-    def _goes_on_from(self, step: int) -> None:
+    def _continued_step(self, step: int) -> None:
         self._last = None
         self._cadence.go_on_from(step)
 
@@ -378,13 +385,13 @@ class Checkpointer:
             restored = self._restorer.fill(
                 request,
                 plan,
-                Resize(rules=resize_rules(state)),
+                ResizeRules(rules=resize_rules(state)),
             )
             if restored is None:
                 self._line.begun = True
                 self._session.ask(self._session.coordinator.ledger.knows_what_is_good)
                 return None
-            any_saved = finish_together(
+            any_saved = finish_on_all_ranks(
                 self._session.ranks,
                 restored.plan.finish,  # type: ignore[attr-defined]
                 restored.checkpoint.id,
@@ -423,31 +430,31 @@ class Checkpointer:
 
     def pin(self, step: int, *, attempt: int | None = None) -> None:
         """Keep a checkpoint on every tier that holds it, whatever the rules say, until ``unpin``."""
-        self._order(PersonsOrder.PIN, step, attempt)
+        self._command(CommandKind.PIN, step, attempt)
 
     def unpin(self, step: int, *, attempt: int | None = None) -> None:
         """Take a pin away on every tier."""
-        self._order(PersonsOrder.UNPIN, step, attempt)
+        self._command(CommandKind.UNPIN, step, attempt)
 
     def delete(self, step: int, *, attempt: int | None = None) -> None:
         """Delete a checkpoint from every tier; a pinned one is refused."""
-        self._order(PersonsOrder.DELETE, step, attempt)
+        self._command(CommandKind.DELETE, step, attempt)
 
-    def _order(self, kind: PersonsOrder, step: int, attempt: int | None) -> None:
+    def _command(self, kind: CommandKind, step: int, attempt: int | None) -> None:
         self._check_usable()
         step = as_step(step, doing=kind)
         attempt = None if attempt is None else as_step(attempt, doing=kind, what="attempt")
         self._finish_capture()
         if self._session.ranks.many:
             named = {"step": step, "attempt": attempt}
-            group_commands.order(
+            group_commands.run_command(
                 self._session, kind, named, lambda: self._find(kind, step, attempt)
             )
             return
         id = self._find(kind, step, attempt)
-        group_commands.check(kind, id, give(self._session, kind, id))
+        group_commands.check(kind, id, submit(self._session, kind, id))
 
-    def _find(self, kind: PersonsOrder, step: int, attempt: int | None) -> CheckpointId:
+    def _find(self, kind: CommandKind, step: int, attempt: int | None) -> CheckpointId:
         known = self.checkpoints()
         fitting = [
             c
@@ -544,8 +551,8 @@ class Checkpointer:
                 together = group_commands.settle(self._session, left_s)
             keep = not confirmed or must_keep_memory(self._session)
             if keep and not self._session.memory.repair(max(1.0, left_s())):
-                self._session.coordinator.errors += say_lost(self._session)
-            say_left(self._session, report)
+                self._session.coordinator.errors += log_lost(self._session)
+            log_left(self._session, report)
         finally:
             self._closed = True
             _open.discard(self)
@@ -581,9 +588,9 @@ class Checkpointer:
             failed=failed,
             timeout_s=timeout_s,
         )
-        if last is None or ending is Ending.NOTHING:
+        if last is None or ending is ClosingPlan.NOTHING:
             return None
-        if ending is Ending.FLUSH:
+        if ending is ClosingPlan.FLUSH:
             id = CheckpointId(last.step, self._line.attempt.number)
             self._session.tell(lambda: self._session.coordinator.owe_to_all(id))
             return None
@@ -653,7 +660,7 @@ def opened_runs() -> list[PathSaves]:
     return [one._by_path for one in list(_open) if one._pid == os.getpid()]
 
 
-def damage_noted(run: str, places: Mapping[str, str]) -> FoundDamage:
+def damage_reporter(run: str, places: Mapping[str, str]) -> FoundDamage:
     """Return what a reader beside the runs that are open in this process tells of damaged copies; ``places`` are those
     of the tiers that it reads, by its names for them."""
 
@@ -681,7 +688,7 @@ def _check_first(config: Config, run: str) -> None:
 
 
 @atexit.register
-def _close_what_was_not() -> None:
+def _close_open_runs() -> None:
     """A script that ends without close loses nothing that it saved."""
     for ckpt in list(_open):
         if ckpt._pid == os.getpid():

@@ -48,7 +48,7 @@ class LastStep:
         return f"{name} was changed since: leave the with block, or call save(), before the change"
 
 
-class Ending(StrEnum):
+class ClosingPlan(StrEnum):
     """What is to be done about the last step: it is saved, or flushed to all tiers, as it is saved already."""
 
     NOTHING = "nothing"
@@ -64,7 +64,7 @@ def agree_on_end(
     changed: str,
     failed: str,
     timeout_s: float,
-) -> Ending:
+) -> ClosingPlan:
     """Say what is to be done about the last step, the same on all ranks; what keeps it from being saved is logged.
 
     ``saved`` says that this rank has saved it; ``changed``, if it is not empty, how the state differs from that step's;
@@ -78,10 +78,10 @@ def agree_on_end(
         else:
             ending, why = decide({0: mine})
     except RanksError as error:
-        ending, why = Ending.NOTHING, str(error)
+        ending, why = ClosingPlan.NOTHING, str(error)
     if why:
         logger.warning("close: the last step is not saved: %s", why)
-    return Ending(ending)
+    return ClosingPlan(ending)
 
 
 def decide(bodies: Bodies) -> list[str]:
@@ -90,23 +90,29 @@ def decide(bodies: Bodies) -> list[str]:
     step = steps[0]
     unsaved = [rank for rank, body in bodies.items() if not body["saved"]]
     if all(found is None for found in steps.values()):
-        return [Ending.NOTHING, ""]
+        return [ClosingPlan.NOTHING, ""]
     for rank, body in bodies.items():
         if body["failed"]:
             why = f"step {step}: {_who(rank, bodies)}{body['failed']}"
-            return [Ending.NOTHING, why if unsaved else ""]
+            return [ClosingPlan.NOTHING, why if unsaved else ""]
     if any(found != step for found in steps.values()):
         other = next(rank for rank, found in steps.items() if found != step)
-        return [Ending.NOTHING, f"rank {other} ended at {_at(steps[other])}, rank 0 at {_at(step)}"]
+        return [
+            ClosingPlan.NOTHING,
+            f"rank {other} ended at {_at(steps[other])}, rank 0 at {_at(step)}",
+        ]
     if not unsaved:
-        return [Ending.FLUSH, ""]
+        return [ClosingPlan.FLUSH, ""]
     for rank, body in bodies.items():
         if body["changed"]:
             why = f"step {step}: {_who(rank, bodies)}{body['changed']}"
-            return [Ending.NOTHING, why]
+            return [ClosingPlan.NOTHING, why]
     if len(unsaved) < len(bodies):
-        return [Ending.NOTHING, f"step {step}: {ranks_named(unsaved)} left it out, others saved it"]
-    return [Ending.SAVE, ""]
+        return [
+            ClosingPlan.NOTHING,
+            f"step {step}: {ranks_named(unsaved)} left it out, others saved it",
+        ]
+    return [ClosingPlan.SAVE, ""]
 
 
 def confirm_copies(session: Session, timeout_s: float) -> bool:
@@ -124,7 +130,7 @@ def confirm_copies(session: Session, timeout_s: float) -> bool:
     return None not in found
 
 
-def say_lost(session: Session) -> list[FlushError]:
+def log_lost(session: Session) -> list[FlushError]:
     """Log what is lost with this process, as it lies in memory alone and that has no file any more; return that too."""
     lost = _only_in_memory(session)
     if session.memory.problem is None or not lost:
@@ -151,8 +157,8 @@ def _only_in_memory(session: Session) -> set[CheckpointId]:
     return session.ask(ask)
 
 
-def say_left(session: Session, report: DrainReport) -> None:
-    """Log what close leaves undone, and who finishes it; what ``say_lost`` names is not."""
+def log_left(session: Session, report: DrainReport) -> None:
+    """Log what close leaves undone, and who finishes it; what ``log_lost`` names is not."""
     if not report.left:
         return
     held, gone = {id for id, _ in images_in(session.hosts())}, set[CheckpointId]()

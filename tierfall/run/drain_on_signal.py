@@ -40,7 +40,7 @@ class DrainOnSignal:
         self._saves_before: dict[Signals, int] = {}
         self._closed = threading.Event()
         self._listener = signal_hub.listen(
-            signals_named(config.drain.on_signal), what=WHAT, flag=self._note, work=self._drain
+            signals_named(config.drain.on_signal), what=WHAT, flag=self._on_signal, work=self._drain
         )
 
     def stop(self) -> None:
@@ -48,7 +48,7 @@ class DrainOnSignal:
         self._closed.set()
         signal_hub.stop(self._listener)
 
-    def _note(self, number: Signals) -> None:
+    def _on_signal(self, number: Signals) -> None:
         """Count the saves on the thread that saves: the one that the signal asks for may be over before the drain has
         so much as begun."""
         self._saves_before.setdefault(number, self._saves())

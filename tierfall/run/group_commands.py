@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from tierfall.core.ranks.message_tree import Bodies
-from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import RanksError, StepError, TierfallError
 from tierfall.core.types.text import ranks_named
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision, Verdict
 from tierfall.policies.defaults import plan_retention
-from tierfall.session.drain_forecast import begin_drain, end_drain, from_json, to_json
-from tierfall.session.requests import give
+from tierfall.session.drain_forecast import end_drain, from_json, start_drain, to_json
+from tierfall.session.requests import submit
 from tierfall.session.session import Session
 from tierfall.telemetry.reports import DrainForecast, DrainReport
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("tierfall")
 Find = Callable[[], CheckpointId]
 
 
-def order(session: Session, kind: PersonsOrder, named: Mapping[str, Any], find: Find) -> None:
+def run_command(session: Session, kind: CommandKind, named: Mapping[str, Any], find: Find) -> None:
     """Carry out an order on all ranks. ``find`` says what is meant; of rank 0 it is asked.
 
     Raises what kept a tier from it: the same on every rank.
@@ -42,15 +42,15 @@ def order(session: Session, kind: PersonsOrder, named: Mapping[str, Any], find: 
     id = CheckpointId(*session.ranks.agree(kind, dict(named), decide))
     failed: dict[str, BaseException] = {}
     if session.ranks.topology.is_root:
-        failed = _given(session, kind, id)
+        failed = _submit(session, kind, id)
     session.ranks.agree(
         f"{kind}: end", None, lambda bodies: check(kind, id, failed), timeout_s=_patience_s(session)
     )
 
 
-def _given(session: Session, kind: PersonsOrder, id: CheckpointId) -> dict[str, BaseException]:
+def _submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
     try:
-        return give(session, kind, id)
+        return submit(session, kind, id)
     except TierfallError as error:  # the coordinator has stopped: the others must hear of it
         return {"tierfall": error}
 
@@ -60,7 +60,7 @@ def _patience_s(session: Session) -> float:
     return 2 * session.config.max_wait_s
 
 
-def check(kind: PersonsOrder, id: CheckpointId, failed: Mapping[str, BaseException]) -> None:
+def check(kind: CommandKind, id: CheckpointId, failed: Mapping[str, BaseException]) -> None:
     """Raise what kept an order from being carried out."""
     for tier, error in failed.items():
         if isinstance(error, StepError):
@@ -100,27 +100,29 @@ def prune(session: Session, *, dry_run: bool) -> list[Decision]:
 
     def decide(bodies: Bodies) -> list[Any]:
         check_same("prune", bodies)
-        return [_said(decision) for decision in plan(session)]
+        return [_decision_to_json(decision) for decision in plan(session)]
 
     decisions = ranks.agree("prune", {"dry_run": dry_run}, decide)
     if not dry_run:
         if ranks.topology.is_root:
             session.ask(session.coordinator.dropper.trust)
             session.wait_idle(session.config.max_wait_s)
-        ranks.agree("prune: dropped", None, _nothing, timeout_s=_patience_s(session))
+        ranks.agree("prune: dropped", None, _ignore_bodies, timeout_s=_patience_s(session))
         session.wait_idle(session.config.max_wait_s)
-        ranks.agree("prune: end", None, _nothing, timeout_s=_patience_s(session))
-    return [_heard(*said) for said in decisions]
+        ranks.agree("prune: end", None, _ignore_bodies, timeout_s=_patience_s(session))
+    return [_decision_from_json(*said) for said in decisions]
 
 
-def _said(decision: Decision) -> list[Any]:
+def _decision_to_json(decision: Decision) -> list[Any]:
     id = decision.checkpoint
     return [
         id.step, id.attempt, decision.tier, str(decision.verdict), decision.reason, decision.bytes
     ]  # fmt: skip
 
 
-def _heard(step: int, attempt: int, tier: str, verdict: str, reason: str, size: int) -> Decision:
+def _decision_from_json(
+    step: int, attempt: int, tier: str, verdict: str, reason: str, size: int
+) -> Decision:
     return Decision(
         checkpoint=CheckpointId(step, attempt),
         tier=tier,
@@ -130,7 +132,7 @@ def _heard(step: int, attempt: int, tier: str, verdict: str, reason: str, size: 
     )
 
 
-def _nothing(bodies: Bodies) -> None:
+def _ignore_bodies(bodies: Bodies) -> None:
     """Nothing is to be decided."""
 
 
@@ -149,7 +151,7 @@ def drain_here(
     asker = object()
     try:
         if deadline_s is not None and owed:
-            forecast = begin_drain(
+            forecast = start_drain(
                 session, asker, began + deadline_s, doing=doing, left_s=deadline_s
             )
         session.wait_idle(deadline_s)
@@ -186,7 +188,7 @@ def drain(session: Session, deadline_s: float | None) -> DrainReport:
     # rank 0 knows what cannot arrive, and does not wait for it; another waits until the deadline
     rest_s = 0.0 if deadline is None else max(0.0, deadline - report.seconds)
     done, left, lost, forecast = session.ranks.agree(
-        "drain: end", body, _drained, timeout_s=_patience_s(session) + rest_s
+        "drain: end", body, _merge_reports, timeout_s=_patience_s(session) + rest_s
     )
     return DrainReport(
         done=tuple((step, attempt, tier) for step, attempt, tier in done),
@@ -204,7 +206,7 @@ def settle(session: Session, left_s: Callable[[], float]) -> bool:
     if not ranks.many:
         return True
     try:
-        ranks.agree("close", None, _nothing, timeout_s=max(1.0, left_s()))
+        ranks.agree("close", None, _ignore_bodies, timeout_s=max(1.0, left_s()))
     except RanksError as error:
         logger.warning(
             "close: rank %d does not wait for the others: %s", ranks.topology.rank, error
@@ -221,7 +223,7 @@ def _triples(copies: Iterable[tuple[CheckpointId, str]]) -> tuple[tuple[int, int
     return tuple((id.step, id.attempt, tier) for id, tier in copies)
 
 
-def _drained(bodies: Bodies) -> list[list[Any]]:
+def _merge_reports(bodies: Bodies) -> list[list[Any]]:
     """Put together what all say; the forecast is rank 0's, which plans. A copy that one rank knows to be there is
     there: others are about to hear of it. What one waits for is left."""
     done, left, lost = (

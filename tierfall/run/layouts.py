@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from tierfall.core.capture.snapshot import Share
-from tierfall.core.image.dedup import Division, Shareable
+from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
 from tierfall.core.image.layout import Layout, plan_layout
-from tierfall.core.runtime.wait import Bell
+from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.replicas import ReplicaPlan
-from tierfall.core.scheduler.group.dedup import Divider
-from tierfall.core.scheduler.ledger.tasks import DivisionAsked
+from tierfall.core.scheduler.group.dedup import ReplicaAssigner
+from tierfall.core.scheduler.ledger.tasks import AssignmentRequest
 from tierfall.core.state.item import OnResize
 from tierfall.core.state.view import StateView
 from tierfall.core.types.values import Changes, CheckpointId
@@ -31,7 +31,7 @@ ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
+class _PlannedLayout:
     """A layout, of the state that ``structure`` names, and the division that it leaves tensors out by, which depends on
     ``changes`` and ``rules`` of the state, too; what of its tensors is compared with other ranks (``replicas``);
     ``divided``: there is nothing that could be left out."""
@@ -40,7 +40,7 @@ class _Planned:
     structure: str
     changes: tuple[Changes, ...]
     rules: Mapping[str, OnResize]
-    division: Division | None
+    division: ReplicaAssignment | None
     replicas: ReplicaPlan | None
     divided: bool
 
@@ -64,7 +64,7 @@ class Layouts:
         self._session = session
         self._step_s = step_s
         self._max_wait_s = max_wait_s
-        self._planned: list[_Planned] = []
+        self._planned: list[_PlannedLayout] = []
         self._stands: str | None = None
         """The structure with nothing to share that the other ranks know of, if it was the last to be said."""
 
@@ -88,11 +88,11 @@ class Layouts:
         return found.layout, header, share
 
     @property
-    def _divider(self) -> Divider | None:
+    def _divider(self) -> ReplicaAssigner | None:
         commits = self._session.coordinator.commits
         return None if commits is None else commits.divider
 
-    def _still(self, planned: _Planned, divider: Divider) -> bool:
+    def _still(self, planned: _PlannedLayout, divider: ReplicaAssigner) -> bool:
         """Say whether the ranks still hold to a division."""
         if planned.divided:
             return self._stands == planned.structure
@@ -103,14 +103,14 @@ class Layouts:
         self,
         view: StateView,
         id: CheckpointId,
-        divider: Divider | None,
-    ) -> tuple[_Planned, Share | None]:
+        divider: ReplicaAssigner | None,
+    ) -> tuple[_PlannedLayout, Share | None]:
         whole = plan_layout(view)
         if divider is None:
             return self._keep(_planned(view, whole, whole.structure)), None
-        shareable = Shareable(view, whole.structure, step_s=self._step_s() or 0.0)
+        shareable = ReplicatedTensors(view, whole.structure, step_s=self._step_s() or 0.0)
         structure = shareable.table.structure
-        asked = DivisionAsked(id=id, shareable=shareable, answer=_nobody)
+        asked = AssignmentRequest(id=id, shareable=shareable, answer=_no_assignment)
         self._stands = None if shareable.numbers else structure
         if not shareable.numbers:
             self._session.coordinator.post(asked)
@@ -133,11 +133,11 @@ class Layouts:
             planned.share, digests=digests
         )
 
-    def _ask(self, asked: DivisionAsked) -> Division | None:
+    def _ask(self, asked: AssignmentRequest) -> ReplicaAssignment | None:
         """Have what the ranks hold divided; None where they do not all come to be asked."""
-        done, answers = Bell(), []
+        done, answers = InterruptibleEvent(), []
 
-        def tell(division: Division | None) -> None:
+        def tell(division: ReplicaAssignment | None) -> None:
             answers.append(division)
             done.ring()
 
@@ -152,7 +152,7 @@ class Layouts:
             logger.info("save of step %d: each rank writes all that it holds", asked.id.step)
         return answers[0]
 
-    def _keep(self, planned: _Planned) -> _Planned:
+    def _keep(self, planned: _PlannedLayout) -> _PlannedLayout:
         others = [kept for kept in self._planned if kept.structure != planned.structure]
         self._planned = [planned, *others[: KEPT - 1]]
         return planned
@@ -162,12 +162,12 @@ def _planned(
     view: StateView,
     layout: Layout,
     structure: str,
-    division: Division | None = None,
+    division: ReplicaAssignment | None = None,
     replicas: ReplicaPlan | None = None,
     *,
     divided: bool = False,
-) -> _Planned:
-    return _Planned(
+) -> _PlannedLayout:
+    return _PlannedLayout(
         layout=layout,
         structure=structure,
         changes=view.changes,
@@ -178,5 +178,5 @@ def _planned(
     )
 
 
-def _nobody(division: Division | None) -> None:
+def _no_assignment(division: ReplicaAssignment | None) -> None:
     """The answer before a save waits for one."""

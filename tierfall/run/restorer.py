@@ -12,22 +12,28 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tierfall.config import Config
-from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import NOT_SENT, NOWHERE, OpenImage
-from tierfall.core.format.catalog import KnownCheckpoint, Listing
-from tierfall.core.restore.agreement import agree_to_restore, together
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest
+from tierfall.core.restore.agreement import agree_to_restore, make_barrier
 from tierfall.core.restore.alternatives import states_only
 from tierfall.core.restore.exchange.exchange import Exchange
 from tierfall.core.restore.exchange.gloo import Connect
-from tierfall.core.restore.reshard import Resize
-from tierfall.core.restore.restore import HALF_FILLED, Request, Restored, choose, fill_first
+from tierfall.core.restore.reshard import ResizeRules
+from tierfall.core.restore.restore import (
+    HALF_FILLED,
+    RestoreRequest,
+    RestoreResult,
+    choose,
+    fill_first,
+)
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import few_of
 from tierfall.core.types.values import CheckpointId
 from tierfall.session.leftovers import regions_in
 from tierfall.session.session import Session
-from tierfall.session.start import is_shared, mine
-from tierfall.setup.lineage import SavingLine, as_step
+from tierfall.session.start import is_shared, reported_tiers
+from tierfall.setup.lineage import SavingLineage, as_step
 
 logger = logging.getLogger("tierfall")
 SLOWER = 10
@@ -39,13 +45,13 @@ class Restorer:
     """See the module. ``connect`` makes what ranks exchange bytes over; without it each reads for itself."""
 
     def __init__(
-        self, config: Config, session: Session, line: SavingLine, *, connect: Connect | None
+        self, config: Config, session: Session, line: SavingLineage, *, connect: Connect | None
     ) -> None:
         self._config = config
         self._session = session
         self._line = line
         self._connect = connect
-        self.has_gone_on: Callable[[int], None] = _nobody_minds
+        self.has_gone_on: Callable[[int], None] = _ignore_step
 
     @property
     def slower_s(self) -> float:
@@ -77,7 +83,7 @@ class Restorer:
 
     def request(
         self, step: int | None, attempt: int | None, tier: str | None, unreachable: str
-    ) -> Request:
+    ) -> RestoreRequest:
         """Check what a caller asked for; ConfigError for what cannot be."""
         if unreachable not in ("raise", "ignore"):
             raise ConfigError(
@@ -88,13 +94,13 @@ class Restorer:
         known = [t.name for t in self._config.chain]
         if tier is not None and tier not in known:
             raise ConfigError(f"restore: no tier is named {tier!r}; there are {', '.join(known)}")
-        return Request(
+        return RestoreRequest(
             step=step, attempt=attempt, tier=tier, ignore_unreachable=unreachable == "ignore"
         )
 
     def fill(
-        self, request: Request, make_plan: Callable[[Any], Any], resize: Resize
-    ) -> Restored | None:
+        self, request: RestoreRequest, make_plan: Callable[[Any], Any], resize: ResizeRules
+    ) -> RestoreResult | None:
         """Fill what ``make_plan`` plans from the newest checkpoint that is good, on all ranks; None where there is
         none. Raises RestoreError."""
         session, tally = self._session, self._session.tally()
@@ -103,7 +109,7 @@ class Restorer:
         ranks, many = session.ranks, session.ranks.many
         with ExitStack() as seen:
 
-            def look_again() -> Sequence[Listing]:
+            def look_again() -> Sequence[ListRequest]:
                 hosts[:] = seen.enter_context(session.looking_at_node())
                 return session.with_memory(listings, hosts)
 
@@ -122,7 +128,7 @@ class Restorer:
                 shard=ranks.shard,
                 ring=session.ring,
                 resize=resize,
-                together=together(ranks, timeout_s=self.slower_s) if many else None,
+                together=make_barrier(ranks, timeout_s=self.slower_s) if many else None,
                 exchange=self.exchange(),
                 nowhere=self.nowhere,
             )
@@ -146,16 +152,16 @@ class Restorer:
 
     def candidates(
         self,
-        listings: Sequence[Listing],
-        request: Request,
-        tally: Tally,
-        look_again: Callable[[], Sequence[Listing]] | None = None,
+        listings: Sequence[ListRequest],
+        request: RestoreRequest,
+        tally: ReadTally,
+        look_again: Callable[[], Sequence[ListRequest]] | None = None,
     ) -> list[KnownCheckpoint]:
         """What may be restored, newest first, the same on all ranks."""
         ranks = self._session.ranks
         if not self._session.puts_together:
             return choose(listings, request, tally)
-        told = mine(self._config, ranks)
+        told = reported_tiers(self._config, ranks)
         return agree_to_restore(
             ranks, listings, request, mine=told, tally=tally, look_again=look_again
         )
@@ -176,7 +182,7 @@ class Restorer:
             self._session.listings = self._session.list_now()
             attempt = self._session.take_attempt()
         self._line.continue_from(commit, attempt)
-        say_left_behind(self._session.run, self._session.known(), id)
+        log_abandoned(self._session.run, self._session.known(), id)
         coordinator = self._session.coordinator
 
         def go_on() -> None:
@@ -187,13 +193,11 @@ class Restorer:
         self.has_gone_on(id.step)
 
 
-def _nobody_minds(step: int) -> None:
+def _ignore_step(step: int) -> None:
     """Nobody asked to hear from which step the line goes on."""
 
 
-def say_left_behind(
-    run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None
-) -> None:
+def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:
     """Say which checkpoints the line that begins here leaves behind, and which an earlier start did, that may not have
     seen them: they go once it is as safe."""
     loose = [c for c in known if not (c.tombstoned or c.pinned)]

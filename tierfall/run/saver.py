@@ -17,30 +17,30 @@ from typing import Any
 
 import torch
 
-from tierfall.config import Config, StoredTier
+from tierfall.config import Config, StoredTierConfig
 from tierfall.core.capture.capturer import Capturer, as_capture_error
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.capture.device_copies import Slab
-from tierfall.core.capture.device_places import Places
+from tierfall.core.capture.device_places import CaptureDevices
 from tierfall.core.capture.events import CaptureAdvanced, CaptureBegun, SaveGivenUp
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import HostRegion, Share, Snapshot
-from tierfall.core.format.records import Geometry, Line
+from tierfall.core.format.records import Geometry, Lineage
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.image.raw_files import ENTRY as FILES_ENTRY
-from tierfall.core.image.segments import Cutting
-from tierfall.core.image.sources import Sources
+from tierfall.core.image.segments import Segmentation
+from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import TargetCache
-from tierfall.core.runtime.gc_pause import collector_paused
+from tierfall.core.runtime.gc_pause import gc_paused
 from tierfall.core.runtime.pinned import cuda_available
-from tierfall.core.runtime.rate_limit import Pace
+from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
-from tierfall.core.runtime.wait import Bell
+from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.samples import CheckPlan, ImageCheck
-from tierfall.core.scheduler.ledger.tasks import Admission
+from tierfall.core.scheduler.ledger.tasks import AdmissionRequest
 from tierfall.core.state.view import StateView
-from tierfall.core.state.walk import describe as describe_state
-from tierfall.core.state.walk_cache import Recall
+from tierfall.core.state.walk import walk_state as describe_state
+from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import CapacityError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import (
@@ -51,11 +51,11 @@ from tierfall.core.types.values import (
     SaveOutcome,
     Verify,
 )
-from tierfall.policies.defaults import Trial, choose_lazy, tiers_owed
+from tierfall.policies.defaults import LazyTrial, choose_lazy, tiers_owed
 from tierfall.run.layouts import Layouts
 from tierfall.session import statistics
 from tierfall.session.session import Session
-from tierfall.setup.lineage import SavingLine
+from tierfall.setup.lineage import SavingLineage
 from tierfall.tiers.device import DeviceSlab
 
 logger = logging.getLogger("tierfall")
@@ -83,23 +83,23 @@ class Saver:
         self._session = session
         self._capturer = capturer
         self._layouts = Layouts(session, max_wait_s=config.max_wait_s, step_s=step_s)
-        self._recall = Recall()
+        self._recall = WalkCache()
         self._step_s = step_s
-        self._cuttings: deque[tuple[Cutting, CheckPlan]] = deque(maxlen=CUTTINGS_REMEMBERED)
+        self._cuttings: deque[tuple[Segmentation, CheckPlan]] = deque(maxlen=CUTTINGS_REMEMBERED)
         self._targets = TargetCache()
         self._streams = Streams()
-        self._places = Places(self._streams, _open_slab(config))
-        self._pace = Pace(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
-        self._mode = _Mode(config.capture.mode)
+        self._places = CaptureDevices(self._streams, _open_slab(config))
+        self._pace = RateLimiter(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
+        self._mode = _LazyMode(config.capture.mode)
         self.counts = statistics.SaveCounts(steps=session.step_timer)
         self.lock = threading.RLock()
         """Held by whoever saves: one save after another, whichever threads they come from."""
 
     def save(
         self,
-        line: SavingLine,
+        line: SavingLineage,
         step: int,
-        describe: Callable[[Recall], StateView],
+        describe: Callable[[WalkCache], StateView],
         metrics: Mapping[str, Any],
         tags: Sequence[str],
         began: float,
@@ -112,7 +112,7 @@ class Saver:
         to get it."""
         metrics = statistics.checked_metrics(metrics)
         tags = statistics.checked_tags(tags)
-        with collector_paused():
+        with gc_paused():
             view = describe(self._recall)
             id = CheckpointId(step, line.attempt.number)
             layout, header, share = self._layouts.of(view, id)
@@ -132,7 +132,7 @@ class Saver:
         )
 
     def save_files(
-        self, line: SavingLine, step: int, files: Mapping[str, torch.Tensor], began: float
+        self, line: SavingLineage, step: int, files: Mapping[str, torch.Tensor], began: float
     ) -> SaveHandle:
         """Begin the capture of files, as tensors of bytes by their names, that nothing changes any more.
 
@@ -146,7 +146,7 @@ class Saver:
 
     def _begin(
         self,
-        line: SavingLine,
+        line: SavingLineage,
         step: int,
         view: StateView,
         layout: Layout,
@@ -165,9 +165,9 @@ class Saver:
         owed = tiers_owed(rules, place.ordinal, at_end=at_end)
         tiers = tuple(name for name in owed if name in self._session.stores)
         handle = SaveHandle(place.checkpoint, tiers, in_memory=self._session.host.name)
-        room = self._ask_for_room(place, layout, metrics, tags)
+        room = self._request_region(place, layout, metrics, tags)
         try:  # while the coordinator makes room
-            with collector_paused():
+            with gc_paused():
                 if share is not None:  # before any copy, which follows on the device
                     share.read(view, place.ordinal, self._streams)
                 decide = None
@@ -187,7 +187,7 @@ class Saver:
         if not settled:
             self._capturer.evidence.forget()
         try:
-            with collector_paused():
+            with gc_paused():
                 snapshot = self._snapshot(region, place, layout, header, handle, metrics, plan)
                 snapshot.share = share
         except BaseException as error:  # noqa: BLE001 - raised again below
@@ -207,7 +207,7 @@ class Saver:
             raise
         return handle
 
-    def tell_others(self, line: SavingLine, step: int, error: BaseException) -> None:
+    def tell_others(self, line: SavingLineage, step: int, error: BaseException) -> None:
         """A save ended by an exception: no other rank is to wait for it, and all lines stay at the same place."""
         if not self._session.ranks.many or line.is_at(step):
             return
@@ -219,23 +219,23 @@ class Saver:
             SaveGivenUp(id=place.checkpoint, error=error, outcome=outcome)
         )
 
-    def _place(self, line: SavingLine, step: int) -> Line:
+    def _place(self, line: SavingLineage, step: int) -> Lineage:
         """The next place in the line; other ranks may have counted further."""
         return line.next(step, above=self._session.coordinator.ledger.least_ordinal)
 
     def close(self) -> None:
         """Let go of host memory, and of the device's."""
         self._targets.clear()
-        self._places = Places(Streams())
+        self._places = CaptureDevices(Streams())
 
-    def _ask_for_room(
-        self, place: Line, layout: Layout, metrics: Mapping[str, Any], tags: tuple[str, ...]
-    ) -> _Room:
+    def _request_region(
+        self, place: Lineage, layout: Layout, metrics: Mapping[str, Any], tags: tuple[str, ...]
+    ) -> _RegionRequest:
         """Ask for a region of host memory. Raises CapacityError where an image has no place on some tier at all."""
         self._check_capacities(layout)
         records = statistics.records_bytes(layout, self._config.chunk_bytes, metrics, tags, place)
         self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
-        return _Room(
+        return _RegionRequest(
             self._session,
             place.checkpoint,
             image_bytes=layout.image_bytes,
@@ -248,27 +248,27 @@ class Saver:
         view: StateView,
         layout: Layout,
         choose_lazy: Callable[[], tuple[bool, ...] | None] | None,
-    ) -> _Plan:
+    ) -> _CapturePlan:
         """Decide how a state is captured, and read what its image is compared with."""
         places = self._places.of(view.sources)
         lazy = None if choose_lazy is None else choose_lazy()
         cutting, check = self._cut(layout, view, places, lazy)
-        sources = Sources(view, cutting.lazy)
+        sources = TensorSources(view, cutting.lazy)
         if lazy is None or check is None:
-            return _Plan(places, cutting, sources, None, lazy=lazy is not None)
+            return _CapturePlan(places, cutting, sources, None, lazy=lazy is not None)
         streams = self._places.streams if places else {}
         begun = check.begin(sources, streams, self._check_s())
-        return _Plan(places, cutting, sources, begun, lazy=True)
+        return _CapturePlan(places, cutting, sources, begun, lazy=True)
 
     def _snapshot(
         self,
         region: HostRegion,
-        line: Line,
+        line: Lineage,
         layout: Layout,
         header: bytes,
         handle: SaveHandle,
         metrics: Mapping[str, Any],
-        plan: _Plan,
+        plan: _CapturePlan,
     ) -> Snapshot:
         """Begin to fill a region: what is not captured lazily is copied here."""
         post = self._session.coordinator.post
@@ -280,7 +280,7 @@ class Saver:
             else value
             for name, value in metrics.items()
         }
-        filling = Filling(
+        filling = ImageCopier(
             targets=self._targets.of(region.tensor(), layout),
             memory=region.image,
             header=header,
@@ -314,14 +314,14 @@ class Saver:
         view: StateView,
         places: Sequence[int],
         lazy: Sequence[bool] | None,
-    ) -> tuple[Cutting, CheckPlan | None]:
+    ) -> tuple[Segmentation, CheckPlan | None]:
         """Return the segments of a layout, and how an image of it is checked; both are kept for the next saves."""
         if lazy is None:  # all is copied before save returns, by two threads at once
             lazy = tuple(changes is Changes.ON_STEP for changes in view.changes)
         known = (both for both in self._cuttings if both[0].serves(layout, view, places, lazy))
         found = next(known, None)
         if found is None:
-            cutting = Cutting(layout, view, self._config.chunk_bytes, places, lazy)
+            cutting = Segmentation(layout, view, self._config.chunk_bytes, places, lazy)
             found = cutting, CheckPlan(cutting, view)
             self._cuttings.appendleft(found)
         return found[0], None if self._config.capture.verify is Verify.OFF else found[1]
@@ -335,7 +335,7 @@ class Saver:
 
     def _check_capacities(self, layout: Layout) -> None:
         for tier in self._config.chain:
-            capacity = tier.capacity_bytes if isinstance(tier, StoredTier) else None
+            capacity = tier.capacity_bytes if isinstance(tier, StoredTierConfig) else None
             if capacity is not None and layout.image_bytes > capacity:
                 raise CapacityError(
                     f"save: one checkpoint takes {format_size(layout.image_bytes)} ({layout.image_bytes} bytes), "
@@ -343,7 +343,7 @@ class Saver:
                     f"({capacity} bytes): raise it, or take the tier out of the chain"
                 )
 
-    def _skip(self, line: SavingLine, handle: SaveHandle, error: BaseException) -> None:
+    def _skip(self, line: SavingLineage, handle: SaveHandle, error: BaseException) -> None:
         if not isinstance(error, CapacityError):
             raise error
         handle.tell_given_up(SaveOutcome.SKIPPED, error)
@@ -398,18 +398,18 @@ class Saver:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _CapturePlan:
     """How one state is captured: the ``places`` of its tensors, and of these what is cut into which segments; what its
     image is compared with; and whether anything of it is captured lazily."""
 
     places: Sequence[int]
-    cutting: Cutting
-    sources: Sources
+    cutting: Segmentation
+    sources: TensorSources
     check: ImageCheck | None
     lazy: bool
 
 
-class _Room:
+class _RegionRequest:
     """A region of host memory that the coordinator was asked for. It is waited for, or cancelled."""
 
     def __init__(
@@ -422,19 +422,19 @@ class _Room:
         max_wait_s: float,
     ) -> None:
         self._session = session
-        self._done = Bell()
+        self._done = InterruptibleEvent()
         self._lock = threading.Lock()
         self._answer: list[Any] = []
-        self._request = Admission(
+        self._request = AdmissionRequest(
             id=id,
             image_bytes=image_bytes,
             records_bytes=records_bytes,
             deadline_s=time.monotonic() + max_wait_s,
-            answer=self._tell,
+            answer=self._on_answer,
         )
         session.coordinator.post(self._request)
 
-    def _tell(self, region: HostRegion | None, error: BaseException | None) -> None:
+    def _on_answer(self, region: HostRegion | None, error: BaseException | None) -> None:
         with self._lock:
             self._answer.extend((region, error))
             if self._request.cancelled.is_set() and region is not None:
@@ -458,12 +458,12 @@ class _Room:
                 self._answer[0].release()
 
 
-class _Mode:
+class _LazyMode:
     """Decides for each save whether it is to be lazy; in mode auto by what the saves before have cost."""
 
     def __init__(self, mode: CaptureMode) -> None:
         self._mode = mode
-        self._trials: list[Trial] = []
+        self._trials: list[LazyTrial] = []
         self._last: tuple[bool, int, float] | None = None
         self.reason = ""
 
@@ -477,7 +477,7 @@ class _Mode:
             return may_be and self.wants_lazy
         if self._last is not None and step > self._last[1]:
             lazy, last_step, last_s = self._last
-            self._trials.append(Trial(lazy, step - last_step, began_s - last_s))
+            self._trials.append(LazyTrial(lazy, step - last_step, began_s - last_s))
             del self._trials[:-TRIALS_REMEMBERED]
         self._last = None
         if not may_be:

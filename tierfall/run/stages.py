@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable
 
 from tierfall.core.types.errors import CaptureError
-from tierfall.run.staging import Stage
+from tierfall.run.staging import StagedFiles
 
 _REMEMBERED = 16
 
 
-class Stages:
+class PathStages:
     """The stage of this rank, and the last steps that were given up. Thread-safe.
 
     ``limit_bytes`` is asked, once the stage before is freed, how much the next may take.
@@ -25,17 +25,17 @@ class Stages:
     def __init__(self, limit_bytes: Callable[[], int]) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._stage: Stage | None = None
+        self._stage: StagedFiles | None = None
         self._given_up: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
 
     def begin(self, step: int) -> None:
         """Make room for the files of a step; those of a step before it are freed."""
         with self._lock:
-            self._let_go("another save by path began before it was finished")
+            self._release("another save by path began before it was finished")
             tried = [known for known in self._given_up if known[0] == step]
             for known in tried:
                 self._given_up.remove(known)
-            self._stage = Stage(step, limit_bytes=self._limit_bytes())
+            self._stage = StagedFiles(step, limit_bytes=self._limit_bytes())
 
     def is_known(self, step: int) -> bool:
         """Say whether this step's files were begun, given up or not."""
@@ -47,7 +47,7 @@ class Stages:
         with self._lock:
             return self._is_staged(step)
 
-    def of(self, step: int) -> Stage:
+    def of(self, step: int) -> StagedFiles:
         """Return the stage of a step. Raises CaptureError where it is gone, or was never begun."""
         with self._lock:
             if self._stage is None or self._stage.step != step:
@@ -60,7 +60,7 @@ class Stages:
             if not self._is_staged(step) and self._was_given_up(step):
                 raise CaptureError(f"save of step {step} by path: {self._why_gone(step)}")
 
-    def take(self, step: int) -> Stage | None:
+    def take(self, step: int) -> StagedFiles | None:
         """Return the stage of a step, which is the caller's to free from now on; None where there is none."""
         with self._lock:
             if not self._is_staged(step):
@@ -73,7 +73,7 @@ class Stages:
         with self._lock:
             if self._is_staged(step):
                 self._given_up.appendleft((step, reason))
-                self._let_go(reason)
+                self._release(reason)
 
     def note_failed(self, step: int, reason: str) -> None:
         """Remember why a step was not saved."""
@@ -83,7 +83,7 @@ class Stages:
     def let_go(self, reason: str) -> None:
         """Free whatever is staged."""
         with self._lock:
-            self._let_go(reason)
+            self._release(reason)
 
     # Under the lock ----------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class Stages:
         why = next((reason for of, reason in self._given_up if of == step), "it was not begun here")
         return f"its files are gone: {why}"
 
-    def _let_go(self, reason: str) -> None:
+    def _release(self, reason: str) -> None:
         if self._stage is not None:
             if self._stage.names():
                 self._given_up.appendleft((self._stage.step, reason))

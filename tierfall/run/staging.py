@@ -20,14 +20,14 @@ from tierfall.core.types.errors import CapacityError, CaptureError, KeyNotFoundE
 from tierfall.core.types.units import format_size
 
 
-class Stage:
+class StagedFiles:
     """The files of one step on this rank. Thread-safe; ``limit_bytes`` bounds all of them together."""
 
     def __init__(self, step: int, *, limit_bytes: int) -> None:
         self.step = step
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, _StagedFile] = {}
         self._freed = False
 
     def names(self) -> tuple[str, ...]:
@@ -41,8 +41,8 @@ class Stage:
                 raise CaptureError(f"{name} of step {self.step}: its save was given up")
             if (old := self._files.pop(name, None)) is not None:
                 old.free()
-            file = self._files[name] = _File(name)
-            return _Writer(_Stream(file, self._grow))
+            file = self._files[name] = _StagedFile(name)
+            return _StagedWriter(_StagedStream(file, self._grow))
 
     def rename(self, name: str, target: str) -> None:
         with self._lock:
@@ -70,7 +70,7 @@ class Stage:
                 file.free()
             self._files.clear()
 
-    def _grow(self, file: _File, end: int) -> None:
+    def _grow(self, file: _StagedFile, end: int) -> None:
         """A file is to reach ``end``. Raises CapacityError where that is more than all may take."""
         with self._lock:
             if self._freed:
@@ -86,7 +86,7 @@ class Stage:
             file.bytes = max(file.bytes, end)
 
 
-class _File:
+class _StagedFile:
     """Anonymous memory, and how far it was written."""
 
     def __init__(self, name: str) -> None:
@@ -107,14 +107,14 @@ class _File:
             self.descriptor = -1
 
 
-class _Stream(io.FileIO):
+class _StagedStream(io.FileIO):
     """What writes a file; its descriptor is its own.
 
     What cannot be written is passed over, and is an error when the file is flushed or closed: ``torch.save``, which
     writes its archive's end whatever has failed before, would say something else of an error here.
     """
 
-    def __init__(self, file: _File, grow: Callable[[_File, int], None]) -> None:
+    def __init__(self, file: _StagedFile, grow: Callable[[_StagedFile, int], None]) -> None:
         super().__init__(os.dup(file.descriptor), "wb")
         self._file = file
         self._grow = grow
@@ -135,10 +135,10 @@ class _Stream(io.FileIO):
         self._file.closed = self.failure is None
 
 
-class _Writer(io.BufferedWriter):
+class _StagedWriter(io.BufferedWriter):
     """A file that says, when it is flushed or closed, what could not be written."""
 
-    raw: _Stream
+    raw: _StagedStream
 
     def flush(self) -> None:
         super().flush()

@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from tierfall.core.format.catalog import Listing
+from tierfall.core.format.catalog import ListRequest
 from tierfall.core.format.records import Commit, geometry, read_manifest
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.errors import ConfigError, IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.types.text import few_of
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.session.leftovers import AdoptedSlot, Inheritance
+from tierfall.session.leftovers import AdoptedSlot, Leftovers
 from tierfall.setup.attempts import ids_by_commits
 from tierfall.tiers.host import HeldImage, HostTier
 from tierfall.tiers.stored import StoredTier
@@ -25,7 +25,7 @@ logger = logging.getLogger("tierfall")
 def check_life(
     hosts: Iterable[HostTier],
     stores: Mapping[str, StoredTier],
-    listings: Iterable[Listing],
+    listings: Iterable[ListRequest],
     *,
     run: str,
     may_be_unknown: bool,
@@ -55,7 +55,7 @@ def _why_foreign(
     number: int,
     attempt_id: str,
     stores: Mapping[str, StoredTier],
-    answered: Sequence[Listing],
+    answered: Sequence[ListRequest],
     *,
     is_known: bool,
 ) -> str | None:
@@ -93,13 +93,13 @@ def take_over(
     images: Sequence[tuple[CheckpointId, HeldImage]],
     slots: list[AdoptedSlot],
     records: Iterable[Commit],
-) -> Inheritance:
+) -> Leftovers:
     """Put the images that lie in this process's slots into the ledger, and return what is not this rank's.
 
     ``slots`` are those of ranks that are gone; ``records`` those of what other ranks saved and all have together.
     """
     host = ledger.host
-    inheritance = Inheritance(ledger, slots)
+    inheritance = Leftovers(ledger, slots)
     inheritance.take(records, images)
     for id, image in images:
         entry = ledger.entries.get(id)

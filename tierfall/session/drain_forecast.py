@@ -6,22 +6,26 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tierfall.core.types.drain_outlook import DrainDecision, Prospect
+from tierfall.core.types.drain_outlook import ArrivalOutlook, DrainDecision
 from tierfall.core.types.units import format_duration
 from tierfall.policies.drain import drain_in_words
 from tierfall.session.session import Session
 from tierfall.telemetry.reports import DrainForecast
 
 logger = logging.getLogger("tierfall")
-_ARRIVES = {Prospect.ARRIVES: True, Prospect.TOO_LATE: False, Prospect.UNKNOWN: None}
+_ARRIVES = {
+    ArrivalOutlook.ARRIVES: True,
+    ArrivalOutlook.TOO_LATE: False,
+    ArrivalOutlook.UNKNOWN: None,
+}
 
 
-def begin_drain(
+def start_drain(
     session: Session, asker: object, until_s: float, *, doing: str, left_s: float
 ) -> tuple[DrainForecast, ...]:
     """Let the coordinator work towards a deadline, and log what will be lost; return what is to be expected."""
     decisions = session.ask(lambda: session.coordinator.begin_drain(asker, until_s))
-    lost = any(decision.prospect is Prospect.TOO_LATE for decision in decisions)
+    lost = any(decision.prospect is ArrivalOutlook.TOO_LATE for decision in decisions)
     for line in drain_in_words(decisions):
         level = logging.WARNING if lost else logging.INFO
         logger.log(level, "%s: in %s %s", doing, format_duration(max(0.0, left_s)), line)
@@ -63,7 +67,7 @@ def from_json(said: Sequence[Sequence[Any]]) -> tuple[DrainForecast, ...]:
     )
 
 
-class Foretold:
+class ForecastLog:
     """Tells what is to be expected: at first, and once more when nothing is unknown any more, where it was at first."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -72,7 +76,7 @@ class Foretold:
 
     def say(self, decisions: Sequence[DrainDecision], *, first: bool = False) -> None:
         """Hear of a plan."""
-        is_open = any(decision.prospect is Prospect.UNKNOWN for decision in decisions)
+        is_open = any(decision.prospect is ArrivalOutlook.UNKNOWN for decision in decisions)
         if first or (self._is_open and decisions and not is_open):
             for line in drain_in_words(decisions):
                 self._tell(line)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from tierfall.core.capture.snapshot import HostRegion
-from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.format.catalog import FoundCopy, ListRequest
 from tierfall.core.format.commit_files import plain
 from tierfall.core.format.records import Commit, read_commit, read_manifest
 from tierfall.core.restore.agreement import complete, whole_on
-from tierfall.core.restore.inventory import unite
+from tierfall.core.restore.inventory import unite_copies
 from tierfall.core.runtime.run_lock import RunLock
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger, entry_of
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry, entry_of
 from tierfall.core.types import keys
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.text import ranks_named
@@ -88,7 +88,7 @@ def _adopt(lock: RunLock, host: HostTier) -> list[AdoptedSlot]:
     return [slot]
 
 
-def list_slots(hosts: Sequence[HostTier]) -> Listing:
+def list_slots(hosts: Sequence[HostTier]) -> ListRequest:
     """Say what is sealed in several slots, as one listing."""
     listings = {host.path.name: host.list() for host in hosts}
     found: dict[CheckpointId, dict[str, FoundCopy]] = {}
@@ -98,10 +98,10 @@ def list_slots(hosts: Sequence[HostTier]) -> Listing:
             found.setdefault(copy.id, {})[where] = copy
     copies = []
     for _, by_slot in sorted(found.items()):
-        copy, lost = unite(by_slot)
+        copy, lost = unite_copies(by_slot)
         copies.append(copy)
         damaged += lost
-    return Listing(tier=hosts[0].name, copies=tuple(copies), damaged=tuple(damaged))
+    return ListRequest(tier=hosts[0].name, copies=tuple(copies), damaged=tuple(damaged))
 
 
 def images_in(hosts: Iterable[HostTier]) -> list[tuple[CheckpointId, HeldImage]]:
@@ -114,7 +114,7 @@ def regions_in(hosts: Iterable[HostTier]) -> dict[tuple[CheckpointId, Shard], Ho
 
 
 @contextmanager
-def looking_at_others(
+def opened_slots_of_others(
     folder: Path, *, mine: Sequence[HostTier], name: str, run: str
 ) -> Iterator[list[HostTier]]:
     """Open all slots of this node for as long as it takes to read them: ``mine``, and those that others own."""
@@ -140,8 +140,8 @@ def looking_at_others(
 # What rank 0 says of it -------------------------------------------------------------------------------
 
 
-def inherited(
-    listings: Sequence[Listing],
+def committed_in_memory(
+    listings: Sequence[ListRequest],
     told: Mapping[int, Mapping[str, Any]],
     *,
     host: str,
@@ -182,7 +182,7 @@ def _facts_of(first: Commit, whole: Commit) -> Commit:
 
 
 @dataclass(slots=True)
-class Inheritance:
+class Leftovers:
     """What lies in this node's memory and is no image of a rank of now. Belongs to the coordinator's thread.
 
     ``whole`` are in the ledger, and flushed on; ``parts`` of what is not whole in memory are only read.
@@ -190,7 +190,7 @@ class Inheritance:
 
     ledger: Ledger
     slots: list[AdoptedSlot]
-    whole: list[Entry] = field(default_factory=list)
+    whole: list[LedgerEntry] = field(default_factory=list)
     parts: dict[CheckpointId, list[HostRegion]] = field(default_factory=dict)
 
     def take(
@@ -234,7 +234,7 @@ class Inheritance:
         )
         self.parts.setdefault(id, []).append(image.region)
 
-    def committed(self, tier: str, newer: Entry) -> None:
+    def committed(self, tier: str, newer: LedgerEntry) -> None:
         """Let go of what is older than what was committed just now, is owed to no tier, and no pin keeps in memory."""
         rules = next(rules for rules in self.ledger.rules if rules.name == tier)
         if rules.survives is LossClass.NONE:

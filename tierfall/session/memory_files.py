@@ -70,10 +70,12 @@ class MemoryFiles:
             try:
                 gone = [host for _, host in self._session.slots() if not host.file_is_there()]
             except TierfallError as error:
-                self._say(f"it is not known whether its file is still there: {error}")
+                self._log_once(f"it is not known whether its file is still there: {error}")
                 return
             if gone:
-                self._lost(f"its file {gone[0].path} was removed while this process uses it, {WHO}")
+                self._on_lost(
+                    f"its file {gone[0].path} was removed while this process uses it, {WHO}"
+                )
 
     def repair(self, timeout_s: float) -> bool:
         """Make anew what is not there, for ``timeout_s`` at most; say whether all is there. Why not is logged."""
@@ -81,15 +83,15 @@ class MemoryFiles:
         with self._one_repair:
             self.look()
             try:
-                done = self._make_all_anew(until_s)
+                done = self._renew_all(until_s)
             except TierfallError as error:
                 if isinstance(error, LockError):
                     with self._state:
-                        self._lost("another process took this run's place in memory")
-                self._say(f"its files cannot be made anew at present: {error}")
+                        self._on_lost("another process took this run's place in memory")
+                self._log_once(f"its files cannot be made anew at present: {error}")
                 return False
             if done:
-                self._recovered()
+                self._on_recovered()
             return done
 
     def __str__(self) -> str:
@@ -104,7 +106,7 @@ class MemoryFiles:
             logger.warning("close: what lies in memory stays: %s", error)
             return False
 
-    def _make_all_anew(self, until_s: float) -> bool:
+    def _renew_all(self, until_s: float) -> bool:
         slots = self._session.slots()
         locks = [lock for lock, _ in slots if not lock.is_there()]
         hosts = [host for _, host in slots if not host.file_is_there()]
@@ -117,9 +119,9 @@ class MemoryFiles:
                 logging.DEBUG if hosts else logging.WARNING
             )  # more was removed, and that is said
             logger.log(level, "the lock file %s was removed, %s: it is made anew", lock.path, WHO)
-        return all(self._make_anew(host, until_s) for host in hosts)
+        return all(self._renew(host, until_s) for host in hosts)
 
-    def _make_anew(self, host: HostTier, until_s: float) -> bool:
+    def _renew(self, host: HostTier, until_s: float) -> bool:
         while not self._session.ask(partial(self._unlock, host)):
             if self._wait(until_s):
                 return False
@@ -139,16 +141,16 @@ class MemoryFiles:
 
     # Saying so ---------------------------------------------------------------------------------------
 
-    def _lost(self, why: str) -> None:
+    def _on_lost(self, why: str) -> None:
         if self.problem is None:
             host = self._session.host.name
             self.problem = TierfallError(
                 f"{host}: what lies in memory ends with this process: {why}"
             )
             logger.warning("%s; flushes go on, and its files are made anew", self.problem)
-            self._tell()
+            self._report()
 
-    def _recovered(self) -> None:
+    def _on_recovered(self) -> None:
         with self._state:
             self._said = None
             if self.problem is not None:
@@ -157,13 +159,13 @@ class MemoryFiles:
                     "%s: its files are made anew: what lies in memory outlives this process again",
                     self._session.host.name,
                 )
-                self._tell()
+                self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         coordinator = self._session.coordinator
         self._session.tell(partial(coordinator.memory_outlives_process, self.problem))
 
-    def _say(self, what: str) -> None:
+    def _log_once(self, what: str) -> None:
         if what != self._said:
             self._said = what
             logger.warning("%s: %s; that is tried again", self._session.host.name, what)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from tierfall.config.sections import OnClose
-from tierfall.core.runtime.wait import Bell
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
-from tierfall.core.scheduler.ledger.tasks import Order, PersonsOrder
+from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.tasks import Command, CommandKind
 from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
@@ -16,19 +16,19 @@ from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.session.session import Session
 
 
-def give(session: Session, kind: PersonsOrder, id: CheckpointId) -> dict[str, BaseException]:
+def submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
     """Give an order to the coordinator, and wait for ``max_wait`` at most; returns the tiers that could not do it.
 
     What a tier has not done by then goes on behind.
     """
-    done = Bell()
+    done = InterruptibleEvent()
     failed: dict[str, BaseException] = {}
 
     def tell(failures: dict[str, BaseException]) -> None:
         failed.update(failures)
         done.ring()
 
-    order = Order(kind=kind, id=id, wall_time_s=time.time(), answer=tell)
+    order = Command(kind=kind, id=id, wall_time_s=time.time(), answer=tell)
     session.coordinator.post(order)
     if session.wait(done, session.config.max_wait_s):
         return failed
@@ -56,7 +56,7 @@ def must_keep_memory(session: Session) -> bool:
     return session.ask(ask)
 
 
-def images_needed(ledger: Ledger) -> list[Entry]:
+def images_needed(ledger: Ledger) -> list[LedgerEntry]:
     """Name what lies in memory, and must not be lost with it: the newest of the line, and what a person wants kept."""
     left = ledger.abandoned()
     held = [

@@ -18,19 +18,19 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tierfall.config import Config
-from tierfall.core.copies.buffer_ring import Ring
-from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.copies.buffer_ring import BufferRing
+from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import OpenImage, Regions, image_opener
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge, starts_in
 from tierfall.core.format.records import Attempt, Commit
-from tierfall.core.ranks.ranks import News, Ranks
-from tierfall.core.runtime.bounded_calls import Answer, BoundedCalls
+from tierfall.core.ranks.ranks import RankMessage, Ranks
+from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult
 from tierfall.core.runtime.run_lock import RunLock
-from tierfall.core.runtime.wait import Bell
+from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.executor import TaskRunner
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import Ask
+from tierfall.core.scheduler.ledger.tasks import LedgerQuery
 from tierfall.core.scheduler.workers import Workers
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -52,14 +52,14 @@ from tierfall.session.leftovers import (
     adopt_slots,
     images_in,
     list_slots,
-    looking_at_others,
+    opened_slots_of_others,
     regions_in,
 )
 from tierfall.session.memory_files import MemoryFiles
-from tierfall.session.start import held_by_all, is_owner, is_shared, start_together
+from tierfall.session.start import agree_on_start, held_by_all, is_owner, is_shared
 from tierfall.session.status_writer import StatusWriter
 from tierfall.setup.attempts import next_number, warn_of_two_lives
-from tierfall.setup.tier_identity import Identities
+from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     bounded,
     bounds_s,
@@ -111,12 +111,12 @@ class Session:
         self._tending = tending
         self._closed = False
         self._told_of: set[Key] = set()
-        self.listeners: dict[str | int, Callable[[News], None]] = {}
+        self.listeners: dict[str | int, Callable[[RankMessage], None]] = {}
         """Who hears, instead of the coordinator, what the ranks say of topics that begin so; set before ``start``."""
         self.step_timer = StepTimer()
         self.journal = Journal(config, run=run, ranks=self.ranks, node=self.node)
         folder = prepare_folder(run_folder(config, run))
-        self.ring = Ring(config.chunk_bytes)  # restores do not wait for flushes
+        self.ring = BufferRing(config.chunk_bytes)  # restores do not wait for flushes
         self._lock = RunLock.take(folder / lock_name(self.ranks.slot), run=run)
         self.stores: dict[str, StoredTier] = {}
         self.found_read_only: dict[str, str] = {}
@@ -132,7 +132,7 @@ class Session:
                 slot=self.ranks.slot,
                 shard=self.ranks.shard,
                 capacity_bytes=config.host.capacity_bytes,
-                progress=_say_progress(config.host.name),
+                progress=_log_progress(config.host.name),
             )
             try:
                 self.host.attach()
@@ -152,7 +152,7 @@ class Session:
                     problem,
                 )
             self.listings = self.list_now()
-            self._find_out_which_tiers()
+            self._identify_tiers()
             self._held = self.listings
             self._seen: frozenset[str] = frozenset()
             self._scattered: frozenset[CheckpointId] = frozenset()
@@ -170,13 +170,13 @@ class Session:
                 or self.identities.are_as_remembered(self.listings),
             )
         except BaseException:
-            self._let_go(keep=True)
+            self._release(keep=True)
             raise
-        self._say_unreadable()
+        self._log_unreadable()
 
-    def _find_out_which_tiers(self) -> None:
+    def _identify_tiers(self) -> None:
         """Refuse two tiers that are one, and go on without those that are not mounted."""
-        self.identities = Identities(self.config, self.stores, self._folder, self.listings)
+        self.identities = TierIdentities(self.config, self.stores, self._folder, self.listings)
         self.go_on_reading(self.identities.refuse_aliases())
         for name, error in self.identities.missing(self.listings).items():
             self._leave_out(name, error)
@@ -189,10 +189,10 @@ class Session:
         self.stores.pop(name).close()
         self.errors[name] = error
         self.listings = tuple(
-            Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
+            ListRequest(tier=name, error=error) if x.tier == name else x for x in self.listings
         )
 
-    def _say_unreadable(self) -> None:
+    def _log_unreadable(self) -> None:
         for listing in self.listings:
             if listing.error is not None and listing.tier not in self.errors:
                 logger.warning("open: tier %s could not be read: %s", listing.tier, listing.error)
@@ -223,7 +223,7 @@ class Session:
             self.take_number(self.next_number())
             self._warn_of_two_lives()
             return self.knows_of_nothing()
-        start = start_together(self)
+        start = agree_on_start(self)
         self._held = held_by_all(self, start)
         self._seen = start.seen
         self._scattered = start.scattered
@@ -340,7 +340,7 @@ class Session:
         question: Callable[[StoredTier], T],
         *,
         bound_s: float | None = None,
-    ) -> dict[str, Answer[T]]:
+    ) -> dict[str, CallResult[T]]:
         """Ask these tiers something, side by side; one that does not answer in time, within ``bound_s`` seconds where
         that is given, is unreachable."""
         asked = list(stores)
@@ -435,12 +435,12 @@ class Session:
         else:
             self.coordinator.start()
         self.workers.start(self.coordinator)
-        self.ranks.listen(self._hear)
+        self.ranks.listen(self._on_message)
         self.memory.start()
         if self.attempt is not None:
             self._status.start()
 
-    def _hear(self, news: News) -> None:
+    def _on_message(self, news: RankMessage) -> None:
         self.listeners.get(news.topic[0], self.coordinator.post)(news)
 
     def _discard_leftovers(self) -> None:
@@ -469,14 +469,14 @@ class Session:
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run a function on the coordinator's thread and return its value; raises what it raised."""
-        done = Bell()
+        done = InterruptibleEvent()
         answer: list[Any] = []
 
         def tell(value: Any, error: BaseException | None) -> None:
             answer.extend((value, error))
             done.ring()
 
-        self.coordinator.post(Ask(function=function, answer=tell))
+        self.coordinator.post(LedgerQuery(function=function, answer=tell))
         self.wait(done)
         value, error = answer
         if error is not None:
@@ -485,9 +485,9 @@ class Session:
 
     def tell(self, function: Callable[[], object]) -> None:
         """Run a function on the coordinator's thread, and do not wait for it."""
-        self.coordinator.post(Ask(function=function, answer=_ignore))
+        self.coordinator.post(LedgerQuery(function=function, answer=_ignore_answer))
 
-    def wait(self, done: Bell, timeout: float | None = None) -> bool:
+    def wait(self, done: InterruptibleEvent, timeout: float | None = None) -> bool:
         """Wait for the coordinator, which may have stopped."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not done.wait(
@@ -504,7 +504,7 @@ class Session:
 
     def wait_idle(self, timeout: float | None) -> bool:
         """Wait until nothing is owed that can be had; False after ``timeout`` seconds."""
-        idle = Bell()
+        idle = InterruptibleEvent()
         self.ask(lambda: self.coordinator.ring_when_idle(idle))
         try:
             return self.wait(idle, timeout)
@@ -513,20 +513,20 @@ class Session:
 
     def look(self, timeout_s: float | None = None, *, last: bool = False) -> None:
         """Learn what another process has committed for this start since; ``last``: nobody will look again."""
-        done = Bell()
+        done = InterruptibleEvent()
         self.ask(lambda: self.coordinator.finder.look(done, last=last))
         self.wait(done, self.config.max_wait_s if timeout_s is None else timeout_s)
 
     # Reading -----------------------------------------------------------------------------------------
 
-    def list_now(self) -> tuple[Listing, ...]:
+    def list_now(self) -> tuple[ListRequest, ...]:
         """Ask every tier what it holds; in memory, what lies in the slots of this process. Copies that lack files reach
         the ledger, once there is one."""
         found = list_all(self.config, self.host, self.stores, self.errors, self._calls)
         for listing in found if hasattr(self, "coordinator") else ():
             for copy in listing.copies:
                 if copy.damage is not None and copy.commit is not None:
-                    self._tell_damage(listing.tier, copy.id, str(copy.damage), repairable=True)
+                    self._report_damage(listing.tier, copy.id, str(copy.damage), repairable=True)
         return self.with_memory(found, self.hosts())
 
     def is_whole(self, id: CheckpointId, tiers: Iterable[str], timeout_s: float) -> bool | None:
@@ -545,31 +545,33 @@ class Session:
                 unknown = True
             elif (copy := answer.get()) is None:
                 why = f"{name}: {id} is not there any more: its commit record has gone"
-                self._tell_damage(name, id, why, repairable=False)
+                self._report_damage(name, id, why, repairable=False)
             elif copy.damage is not None:
-                self._tell_damage(name, id, str(copy.damage), repairable=True)
+                self._report_damage(name, id, str(copy.damage), repairable=True)
             else:
                 whole = True
         return whole or (None if unknown else False)
 
     def with_memory(
-        self, listings: Iterable[Listing], hosts: Sequence[HostTier]
-    ) -> tuple[Listing, ...]:
+        self, listings: Iterable[ListRequest], hosts: Sequence[HostTier]
+    ) -> tuple[ListRequest, ...]:
         """Put what lies in those slots in the place of what ``listings`` say of memory."""
         memory = list_slots(hosts)
         return tuple(memory if x.tier == self.host.name else x for x in listings)
 
     def looking_at_node(self) -> AbstractContextManager[list[HostTier]]:
         """All slots of this node, for as long as they are read."""
-        return looking_at_others(self._folder, mine=self.hosts(), name=self.host.name, run=self.run)
+        return opened_slots_of_others(
+            self._folder, mine=self.hosts(), name=self.host.name, run=self.run
+        )
 
     def opener(self, regions: Regions) -> OpenImage:
         stores = {name: bounded(store, self.config) for name, store in self.stores.items()}
         return image_opener(stores, self.host.name, regions)
 
-    def tally(self) -> Tally:
+    def tally(self) -> ReadTally:
         """Begin to read, in this process: what turns out to be damaged reaches the ledger."""
-        return Tally(found_damage=self.note_damaged)
+        return ReadTally(found_damage=self.note_damaged)
 
     def note_damaged(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
         """Let the ledger know of a copy that was found damaged; for any thread."""
@@ -580,9 +582,9 @@ class Session:
             logger.warning("%s: %s may be damaged (%s): %s", tier, id, error, failure)
             return
         why = str(error) if there else f"{error}; its commit record has gone, too"
-        self._tell_damage(tier, id, why, repairable=there)
+        self._report_damage(tier, id, why, repairable=there)
 
-    def _tell_damage(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
+    def _report_damage(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
         found = self.coordinator.found_damage
         self.tell(lambda: found(tier, id, why, repairable=repairable))
 
@@ -615,7 +617,7 @@ class Session:
             keep = keep_memory or not self.memory.are_ours()
         finally:
             self.journal.close()
-            self._let_go(keep=keep)
+            self._release(keep=keep)
 
     def _left(self) -> str:
         """Say what becomes of what is sealed and not flushed."""
@@ -638,9 +640,9 @@ class Session:
         if hasattr(self, "workers") and self.workers.running:
             self.close(keep_memory=True, timeout_s=1.0)
         else:
-            self._let_go(keep=True)
+            self._release(keep=True)
 
-    def _let_go(self, *, keep: bool) -> None:
+    def _release(self, *, keep: bool) -> None:
         self._closed = True
         try:
             for store in self.stores.values():
@@ -654,11 +656,11 @@ class Session:
             self.ring.release()
 
 
-def _ignore(value: object, error: BaseException | None) -> None:
+def _ignore_answer(value: object, error: BaseException | None) -> None:
     """Nobody waits for this answer."""
 
 
-def _say_progress(tier: str) -> Callable[[int, int], None]:
+def _log_progress(tier: str) -> Callable[[int, int], None]:
     """Say how the allocation of host memory goes on, every few seconds."""
     last = time.monotonic()
 

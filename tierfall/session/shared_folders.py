@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tierfall.config import Config, FileTier, ObjectTier
+from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.format.commit_files import named_shards
 from tierfall.core.ranks.message_tree import Bodies
 from tierfall.core.types import keys
@@ -40,10 +40,10 @@ PATIENCE_S = {True: 10.0, None: 1.5, False: 0.5}
 PAUSE_S = 0.1
 STALE_S = 3600.0
 _SHARED = "open: shared"
-Tiers = Sequence[FileTier | ObjectTier]
+Tiers = Sequence[FileTierConfig | ObjectTierConfig]
 
 
-def to_probe(session: Session) -> Tiers:
+def tiers_to_probe(session: Session) -> Tiers:
     """Name the tiers of which it is to be found out: the folders, where there are several nodes."""
     if len(session.ranks.topology.nodes) == 1:
         return ()
@@ -59,7 +59,9 @@ def probe(session: Session, said: Mapping[str, Any]) -> tuple[Config, Mapping[st
     """
     topology = session.ranks.topology
     looks = topology.is_leader and topology.node != 0
-    tiers = [tier for tier in to_probe(session) if tier.name in (*said["written"], *said["full"])]
+    tiers = [
+        tier for tier in tiers_to_probe(session) if tier.name in (*said["written"], *said["full"])
+    ]
     written = [tier for tier in tiers if tier.name in said["written"]]
     body = look(session, written, said["token"]) if looks else {"seen": {}, "failed": {}}
     body["left_out"] = [t.name for t in tiers if t.name not in session.stores]
@@ -70,13 +72,13 @@ def probe(session: Session, said: Mapping[str, Any]) -> tuple[Config, Mapping[st
     found = session.ranks.agree(_SHARED, body, lambda bodies: _decide(tiers, said["full"], bodies))
     shared: Mapping[str, bool] = found["shared"]
     for tier in tiers:
-        if tier.shared is None and tier.name in shared and isinstance(tier, FileTier):
+        if tier.shared is None and tier.name in shared and isinstance(tier, FileTierConfig):
             logger.info("tier %s: all nodes see the same files: %s", tier.name, shared[tier.name])
     config = session.config.model_copy(
         update={
             "tiers": tuple(
                 tier.model_copy(update={"shared": shared[tier.name]})
-                if isinstance(tier, FileTier) and tier.name in shared
+                if isinstance(tier, FileTierConfig) and tier.name in shared
                 else tier
                 for tier in session.config.tiers
             )
@@ -85,24 +87,24 @@ def probe(session: Session, said: Mapping[str, Any]) -> tuple[Config, Mapping[st
     return config, found["failed"]
 
 
-def _setting(tier: FileTier | ObjectTier) -> bool | None:
-    return True if isinstance(tier, ObjectTier) else tier.shared
+def _setting(tier: FileTierConfig | ObjectTierConfig) -> bool | None:
+    return True if isinstance(tier, ObjectTierConfig) else tier.shared
 
 
 # Rank 0 ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def files_of_probe(session: Session) -> Iterator[Probe]:
+def files_of_probe(session: Session) -> Iterator[FolderProbe]:
     """Remove, at the end, what was written."""
-    written = Probe(session)
+    written = FolderProbe(session)
     try:
         yield written
     finally:
         written.remove()
 
 
-class Probe:
+class FolderProbe:
     """The files that rank 0 leaves."""
 
     def __init__(self, session: Session) -> None:
@@ -118,7 +120,7 @@ class Probe:
         """
         failed: dict[str, str] = {}
         full: list[str] = []
-        for tier in to_probe(self._session):
+        for tier in tiers_to_probe(self._session):
             store = self._session.stores.get(tier.name)
             if store is None:
                 continue
@@ -197,14 +199,14 @@ def _decide(tiers: Tiers, full: Sequence[str], bodies: Bodies) -> dict[str, Any]
     return {"shared": shared, "failed": failed}
 
 
-def _has_one_id(tier: FileTier | ObjectTier, bodies: Bodies) -> bool:
+def _has_one_id(tier: FileTierConfig | ObjectTierConfig, bodies: Bodies) -> bool:
     """Say whether all nodes find the id of one tier there, of which it is known that all nodes see it."""
     ids = {body["ids"].get(tier.name) for body in bodies.values()}
     known = (body["shared_before"].get(tier.name) for body in bodies.values())
     return len(ids) == 1 and None not in ids and any(why and why[1] for why in known)
 
 
-def _found(tier: FileTier | ObjectTier, seen: Mapping[int, bool]) -> bool:
+def _found(tier: FileTierConfig | ObjectTierConfig, seen: Mapping[int, bool]) -> bool:
     with_it = [rank for rank, sees in seen.items() if sees]
     without = [rank for rank, sees in seen.items() if not sees]
     where = f"open: tier {tier.name} ({tier.folder})"
@@ -215,7 +217,7 @@ def _found(tier: FileTier | ObjectTier, seen: Mapping[int, bool]) -> bool:
         )
     setting, found = _setting(tier), bool(with_it)
     if setting is True and not found:
-        what = "a tier of kind file" if isinstance(tier, ObjectTier) else "shared: false"
+        what = "a tier of kind file" if isinstance(tier, ObjectTierConfig) else "shared: false"
         raise ConfigError(
             f"{where} is said to be shared, and the nodes of {ranks_named(without)} do not see what rank 0 writes "
             f"there: mount it on all nodes, or make it {what}"
@@ -228,7 +230,7 @@ def _found(tier: FileTier | ObjectTier, seen: Mapping[int, bool]) -> bool:
     return found
 
 
-def _check_doubt(tier: FileTier | ObjectTier, bodies: Bodies, doubt: str) -> None:
+def _check_doubt(tier: FileTierConfig | ObjectTierConfig, bodies: Bodies, doubt: str) -> None:
     """Raise ConfigError where something says that a tier is shared, and ``doubt`` that it is not."""
     where = f"open: tier {tier.name} ({tier.folder})"
     advice = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
@@ -246,12 +248,14 @@ def _check_doubt(tier: FileTier | ObjectTier, bodies: Bodies, doubt: str) -> Non
         )
 
 
-def _is_empty(session: Session, tier: FileTier | ObjectTier) -> bool:
+def _is_empty(session: Session, tier: FileTierConfig | ObjectTierConfig) -> bool:
     listing = next(x for x in session.listings if x.tier == tier.name)
     return not (listing.copies or listing.unfinished or listing.attempts or listing.error)
 
 
-def _shared_before(session: Session, tier: FileTier | ObjectTier) -> tuple[str, bool] | None:
+def _shared_before(
+    session: Session, tier: FileTierConfig | ObjectTierConfig
+) -> tuple[str, bool] | None:
     """Say by what this rank knows that all nodes saw a tier's files at an earlier start, and whether that is certain:
     ranks that were all on one node leave such records, too."""
     if session.identities.is_shared(tier.name):
@@ -265,7 +269,7 @@ def _shared_before(session: Session, tier: FileTier | ObjectTier) -> tuple[str, 
     return None
 
 
-def _file_system(tier: FileTier | ObjectTier) -> str:
+def _file_system(tier: FileTierConfig | ObjectTierConfig) -> str:
     """Name the kind of file system that a folder lies on, as this machine's kernel calls it."""
     assert tier.folder is not None
     try:
@@ -302,5 +306,5 @@ def look(session: Session, tiers: Tiers, token: str) -> dict[str, Any]:
     return {"seen": seen, "failed": failed}
 
 
-def _patience_s(session: Session, tier: FileTier | ObjectTier) -> float:
+def _patience_s(session: Session, tier: FileTierConfig | ObjectTierConfig) -> float:
     return min(PATIENCE_S[_setting(tier)], session.config.max_wait_s / 2)

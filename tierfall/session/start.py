@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from tierfall.config import Config, ObjectTier
-from tierfall.config import StoredTier as StoredSection
-from tierfall.core.format.catalog import FoundCopy, Listing, merge, starts_in
+from tierfall.config import Config, ObjectTierConfig
+from tierfall.config import StoredTierConfig as StoredSection
+from tierfall.core.format.catalog import FoundCopy, ListRequest, merge, starts_in
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Attempt, Commit, read_commit
 from tierfall.core.ranks.message_tree import Bodies
@@ -25,7 +25,7 @@ from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.text import ranks_named
 from tierfall.core.types.values import CheckpointId
 from tierfall.session import shared_folders
-from tierfall.session.leftovers import inherited
+from tierfall.session.leftovers import committed_in_memory
 from tierfall.setup.tiers import bounds_s
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ class Start:
 
 def is_shared(tier: StoredSection) -> bool:
     """Say whether all nodes see the same files there."""
-    return isinstance(tier, ObjectTier) or bool(tier.shared)
+    return isinstance(tier, ObjectTierConfig) or bool(tier.shared)
 
 
-def mine(config: Config, ranks: Ranks) -> tuple[str, ...]:
+def reported_tiers(config: Config, ranks: Ranks) -> tuple[str, ...]:
     """Name the tiers that this rank tells the others of."""
     owned = (tier.name for tier in config.stored if is_owner(tier, ranks))
     return (config.host.name, *owned)
@@ -76,7 +76,7 @@ def is_owner(tier: StoredSection, ranks: Ranks) -> bool:
     return ranks.topology.is_root if is_shared(tier) else ranks.topology.is_leader
 
 
-def start_together(session: Session) -> Start:
+def agree_on_start(session: Session) -> Start:
     """Take one attempt for all ranks. Raises, on every rank, what kept one of them from starting.
 
     A tier that one rank cannot reach is left out by all: nothing would ever be whole there.
@@ -94,7 +94,7 @@ def start_together(session: Session) -> Start:
                 "number": number,
                 "unreachable": {tier: str(error) for tier, error in session.errors.items()},
                 "read_only": session.found_read_only,
-                "tiers": describe(session.listings, mine=mine(config, ranks)),
+                "tiers": describe(session.listings, mine=reported_tiers(config, ranks)),
                 "nothing": session.knows_of_nothing(),
             },
             lambda bodies: decide(session, bodies, order),
@@ -103,10 +103,10 @@ def start_together(session: Session) -> Start:
         session.leave_out(found["unreachable"])
         session.go_on_reading(found["read_only"])
         attempt = Attempt(run=session.run, **found["attempt"])
-        with _said_to_others(ranks, _ATTEMPT):
+        with _report_error(ranks, _ATTEMPT):
             taken = session.adopt_attempt(attempt)
         body = {"taken": taken, "read_only": session.found_read_only}
-        answer = ranks.agree(_ATTEMPT, body, _taken)
+        answer = ranks.agree(_ATTEMPT, body, _read_attempt)
         session.go_on_reading(answer["read_only"])
         refused = answer["refused"]
         if not refused:
@@ -142,7 +142,7 @@ def read_start(attempt: Attempt, found: Mapping[str, Any]) -> Start:
 
 def _find_shared(session: Session) -> None:
     """Find out, once, which folders all nodes see. It is the first that ranks do together."""
-    if session.probed or not shared_folders.to_probe(session):
+    if session.probed or not shared_folders.tiers_to_probe(session):
         return
     with shared_folders.files_of_probe(session) as files:
 
@@ -165,25 +165,25 @@ def _patience_s(session: Session) -> float:
 
 
 @contextmanager
-def opening(ranks: Ranks) -> Iterator[None]:
-    """What is done inside is done by each rank before it meets the others in ``start_together``, who wait for it: they
+def opened_by_each(ranks: Ranks) -> Iterator[None]:
+    """What is done inside is done by each rank before it meets the others in ``agree_on_start``, who wait for it: they
     are to know why it does not come."""
-    with _said_to_others(ranks, _OPEN):
+    with _report_error(ranks, _OPEN):
         yield
 
 
 @contextmanager
-def ready_together(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
+def ready_on_all_ranks(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
     """What is done inside is done by all ranks, or no rank starts. ``timeout_s`` is how much longer than the fastest
     rank the slowest may take."""
-    with _said_to_others(ranks, _READY, timeout_s):
+    with _report_error(ranks, _READY, timeout_s):
         yield
     if ranks.many:
         ranks.agree(_READY, {}, _check_started, timeout_s=timeout_s)
 
 
 @contextmanager
-def _said_to_others(ranks: Ranks, what: str, timeout_s: float | None = None) -> Iterator[None]:
+def _report_error(ranks: Ranks, what: str, timeout_s: float | None = None) -> Iterator[None]:
     """Tell the other ranks, at their next agreement, what kept this one from coming to it."""
     try:
         yield
@@ -229,7 +229,7 @@ def decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]
         },
         "complete": _pairs(found),
         "seen": [listing.tier for listing in listings if listing.error is None],
-        "inherited": inherited(
+        "inherited": committed_in_memory(
             listings,
             told,
             host=session.config.host.name,
@@ -248,7 +248,7 @@ def decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]
     }
 
 
-def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, list[list[Any]]]:
+def damaged_copies(listings: Sequence[ListRequest], *, host: str) -> dict[str, list[list[Any]]]:
     """Say what is wrong with the copies on each tier that may be repaired; what lies in memory is not."""
     found: dict[str, list[list[Any]]] = {}
     for checkpoint in merge(listings):
@@ -259,7 +259,7 @@ def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, list[
     return found
 
 
-def _taken(bodies: Bodies) -> dict[str, Any]:
+def _read_attempt(bodies: Bodies) -> dict[str, Any]:
     _check_started(bodies)
     return {
         "refused": [rank for rank, body in bodies.items() if not body["taken"]],
@@ -288,7 +288,7 @@ def _ids(pairs: list[list[int]]) -> frozenset[CheckpointId]:
     return frozenset(CheckpointId(step, attempt) for step, attempt in pairs)
 
 
-def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
+def held_by_all(session: Session, start: Start) -> tuple[ListRequest, ...]:
     """Leave out, of what this rank found, what other ranks do not have their parts of.
 
     What lies in memory counts as long as the other parts are on some tier: it is read first; but not where it is

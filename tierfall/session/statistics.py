@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.format.records import Line, chunk_count
+from tierfall.core.format.records import Lineage, chunk_count
 from tierfall.core.image.layout import Layout
-from tierfall.core.restore.restore import Restored
+from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.flush.throughput import Rates
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
+from tierfall.core.scheduler.flush.throughput import TierThroughput
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
 from tierfall.core.types.errors import CaptureError, ConfigError
 from tierfall.core.types.keys import check_name
 from tierfall.core.types.loss_bound import LossBound
@@ -115,7 +115,11 @@ def checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
 
 
 def records_bytes(
-    layout: Layout, chunk_bytes: int, metrics: Mapping[str, Any], tags: tuple[str, ...], line: Line
+    layout: Layout,
+    chunk_bytes: int,
+    metrics: Mapping[str, Any],
+    tags: tuple[str, ...],
+    line: Lineage,
 ) -> int:
     """Bound what manifest and commit record of an image take together."""
     chunks = chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
@@ -125,7 +129,7 @@ def records_bytes(
     )
 
 
-def restore_report(restored: Restored, seconds: float) -> RestoreReport:
+def restore_report(restored: RestoreResult, seconds: float) -> RestoreReport:
     id = restored.checkpoint.id
     commit = restored.checkpoint.commit
     shard = next(
@@ -147,7 +151,7 @@ def restore_report(restored: Restored, seconds: float) -> RestoreReport:
     )
 
 
-def note_reads(rates: Rates, report: RestoreReport) -> None:
+def note_reads(rates: TierThroughput, report: RestoreReport) -> None:
     """Note how fast this rank read tiers: no slower than by all of the restore's time."""
     for source in report.sources:
         if source.rank is None:
@@ -164,7 +168,7 @@ def infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
     ]
 
 
-def _info(entry: Entry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:
+def _info(entry: LedgerEntry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:
     commit = entry.commit
     return CheckpointInfo(
         step=entry.id.step,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.flush.lane import Lane
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
+from tierfall.core.scheduler.flush.lane import FlushLane
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CopyState
@@ -152,7 +152,7 @@ class StatusWriter:
 
     def _events(self) -> tuple[dict[str, object], ...]:
         return tuple(
-            {"wall_time_s": round(wall_time(event.at_s), 3), **events.members(event)}
+            {"wall_time_s": round(wall_time(event.at_s), 3), **events.event_to_json(event)}
             for event in self._session.journal.recent.events[-EVENTS_MAX:]
         )
 
@@ -175,7 +175,7 @@ class StatusWriter:
     def _bytes_per_s(self, tier: str) -> float | None:
         return self._session.coordinator.rates.arriving_bytes_per_s(tier, time.monotonic())
 
-    def _transfer(self, lane: Lane) -> TransferStatus:
+    def _transfer(self, lane: FlushLane) -> TransferStatus:
         assert lane.active is not None
         entry = lane.active.entry
         done, total = _done(lane)
@@ -196,7 +196,7 @@ def _names(ledger: Ledger) -> tuple[str, ...]:
     return tuple(rules.name for rules in ledger.rules)
 
 
-def _done(lane: Lane) -> tuple[int, int]:
+def _done(lane: FlushLane) -> tuple[int, int]:
     """How much of the copy under way has arrived, and how much it is."""
     transfer = lane.active
     assert transfer is not None
@@ -208,7 +208,7 @@ def _done(lane: Lane) -> tuple[int, int]:
 
 
 def _checkpoint(
-    entry: Entry, ledger: Ledger, coordinator: Coordinator, *, abandoned: bool
+    entry: LedgerEntry, ledger: Ledger, coordinator: Coordinator, *, abandoned: bool
 ) -> CheckpointStatus:
     copies = {}
     for name in _names(ledger):
@@ -231,7 +231,7 @@ def _checkpoint(
 
 
 def _fraction(
-    entry: Entry, tier: str, ledger: Ledger, coordinator: Coordinator, state: CopyState
+    entry: LedgerEntry, tier: str, ledger: Ledger, coordinator: Coordinator, state: CopyState
 ) -> float | None:
     if state is not CopyState.ARRIVING:
         return None

@@ -13,8 +13,8 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.ranks.rendezvous import Place, connect
-from tierfall.core.restore.exchange.gloo import Connect, GlooWire
+from tierfall.core.ranks.rendezvous import RankPlacement, connect
+from tierfall.core.restore.exchange.gloo import Connect, GlooTransport
 from tierfall.core.types.errors import ConfigError, RanksError
 
 
@@ -34,7 +34,7 @@ def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
             f"open: the stores of torch {torch.__version__} have no queues, by which several ranks talk: install a "
             "newer torch (2.13 was tried)"
         )
-    place = Place(
+    place = RankPlacement(
         rank=rank,
         world_size=world_size,
         node=_node(),
@@ -44,13 +44,13 @@ def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
     return Ranks.join(place, _bootstrap(), run=run, timeout_s=config.max_wait_s)
 
 
-def find_wire() -> Connect | None:
+def find_transport() -> Connect | None:
     """Return what connects the ranks of this job to exchange bytes at a restore: a gloo group beside those of the
     training, whatever these are. None where ``torch.distributed`` is not initialised."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
-    return partial(GlooWire, _bootstrap())
+    return partial(GlooTransport, _bootstrap())
 
 
 def _rank_and_size(process_group: Any) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from tierfall.core.format.records import Attempt, Commit, Line
+from tierfall.core.format.records import Attempt, Commit, Lineage
 from tierfall.core.types.errors import StepError
 from tierfall.core.types.keys import STEP_MAX
 from tierfall.core.types.values import CheckpointId
@@ -21,7 +21,7 @@ def as_step(step: Any, *, doing: str = "save", what: str = "step") -> int:
     return operator.index(step)
 
 
-class SavingLine:
+class SavingLineage:
     """One run's line in this process. ``begun`` says that saving may go on: a restore, ``fresh``, or nothing there."""
 
     def __init__(self, run: str, attempt: Attempt, *, begun: bool) -> None:
@@ -62,9 +62,9 @@ class SavingLine:
                 "fresh=True to leave them behind"
             )
 
-    def next(self, step: int, *, above: int = 0) -> Line:
+    def next(self, step: int, *, above: int = 0) -> Lineage:
         """Say what the next checkpoint's place in the line is: above so many that other ranks have counted."""
-        return Line(
+        return Lineage(
             run=self._run,
             checkpoint=CheckpointId(step, self.attempt.number),
             attempt_id=self.attempt.id,
@@ -80,7 +80,7 @@ class SavingLine:
         """Say whether a step above ``step`` was saved, or restored."""
         return self._last_step is not None and self._last_step > step
 
-    def advance(self, line: Line) -> None:
+    def advance(self, line: Lineage) -> None:
         """Note that the capture of a checkpoint has begun."""
         self.saved_any = True
         self._last_step = line.checkpoint.step

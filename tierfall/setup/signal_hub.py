@@ -92,7 +92,7 @@ class SignalWatch:
             stop(self._listener)
 
 
-class _Hub:
+class _SignalHub:
     """All listeners of this process, and what was there before them.
 
     The handler runs on the main thread some time after the signal has arrived, perhaps after the works have ended:
@@ -318,7 +318,7 @@ def _pass_bytes(fd: int, data: bytes) -> None:
         logger.debug("a signal was not passed on to fd %d: %s", fd, error)
 
 
-_hub = _Hub()
+_hub = _SignalHub()
 os.register_at_fork(
     before=_hub.before_fork,
     after_in_parent=_hub.after_in_parent,

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tierfall.config import Config, FileTier, ObjectTier
+from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.format import documents
-from tierfall.core.format.catalog import Listing
+from tierfall.core.format.catalog import ListRequest
 from tierfall.core.format.records import Attempt, KnownTier, TierRecord, read_tier
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -36,7 +36,7 @@ MEMORY_NAME = "tiers.json"
 """What this machine remembers of a run's tiers until it is restarted: a file beside the run's host memory."""
 
 
-class Identities:
+class TierIdentities:
     """What the tiers of a run say of themselves and of each other, and what this machine remembers of them."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Identities:
         config: Config,
         stores: Mapping[str, StoredTier],
         folder: Path,
-        listings: Iterable[Listing] = (),
+        listings: Iterable[ListRequest] = (),
     ) -> None:
         """Read it from those of ``stores`` that could be listed, or of which nothing is said: another one may never
         answer. ``folder`` is the run's in host memory."""
@@ -126,7 +126,7 @@ class Identities:
 
     # What is missing -------------------------------------------------------------------------------
 
-    def missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
+    def missing(self, listings: tuple[ListRequest, ...]) -> dict[str, UnreachableError]:
         """Name the tiers in which nothing lies, and something must, and those that others stand in the place of, with
         why they could not be looked at."""
         found = {listing.tier: listing for listing in listings}
@@ -139,7 +139,7 @@ class Identities:
         return missing
 
     def _why_missing(
-        self, tier: FileTier | ObjectTier, listing: Listing
+        self, tier: FileTierConfig | ObjectTierConfig, listing: ListRequest
     ) -> UnreachableError | None:
         if tier.name not in self._stores or listing.error is not None:
             return None
@@ -165,7 +165,7 @@ class Identities:
             f"the tier is to begin anew there, say so by 'tierfall forget {name}'"
         )
 
-    def are_as_remembered(self, listings: tuple[Listing, ...]) -> bool:
+    def are_as_remembered(self, listings: tuple[ListRequest, ...]) -> bool:
         """Say whether the tiers are those that this machine remembers, beside new ones in which nothing lies: then what
         lies in its memory is of this run, whether a tier took the record of its attempt or not."""
         found = {listing.tier: listing for listing in listings}
@@ -182,7 +182,9 @@ class Identities:
                 return False
         return any(tier.name in remembered for tier in self._config.stored)
 
-    def _why_another(self, tier: FileTier | ObjectTier, place: str) -> UnreachableError | None:
+    def _why_another(
+        self, tier: FileTierConfig | ObjectTierConfig, place: str
+    ) -> UnreachableError | None:
         """Say why what bears another id is not the tier that lay in the same place: all nodes saw that one, or it lay
         on another device of this machine."""
         name, known = tier.name, self._remembers(tier.name)
@@ -321,7 +323,7 @@ class Identities:
             without_id = {t.name: self._seen(t, "") for t in tiers if t.name not in there}
             self._write_memory({**there, **without_id}, attempt.wall_time_s)
 
-    def _give_id(self, tier: FileTier | ObjectTier, attempt: Attempt) -> None:
+    def _give_id(self, tier: FileTierConfig | ObjectTierConfig, attempt: Attempt) -> None:
         """All ranks of a start that see the same files come to the same id."""
         whose = "all" if _shared(tier) else attempt.node if tier.folder else "all"
         id = documents.sha256(f"{attempt.id} {tier.name} {whose}".encode())
@@ -336,19 +338,22 @@ class Identities:
                 record, again=tier.name in self._anew
             )
 
-    def _known(self, tier: FileTier | ObjectTier) -> KnownTier | None:
+    def _known(self, tier: FileTierConfig | ObjectTierConfig) -> KnownTier | None:
         """Say what is to be remembered of a tier; where it does not answer, what was before."""
         record = self.records.get(tier.name)
         if record is None:
             return self._remembers(tier.name)
         return self._seen(tier, record.id)
 
-    def _seen(self, tier: FileTier | ObjectTier, id: str) -> KnownTier:
+    def _seen(self, tier: FileTierConfig | ObjectTierConfig, id: str) -> KnownTier:
         place = self._stores[tier.name].place
         return KnownTier(id=id, place=place, shared=_shared(tier), device=_device(tier))
 
     def _remember(
-        self, tier: FileTier | ObjectTier, attempt: Attempt, there: Mapping[str, KnownTier]
+        self,
+        tier: FileTierConfig | ObjectTierConfig,
+        attempt: Attempt,
+        there: Mapping[str, KnownTier],
     ) -> None:
         old = self.records[tier.name]
         others = {n: replace(t, device=None) for n, t in there.items() if n != tier.name}
@@ -422,16 +427,16 @@ def is_same_folder(one: str, other: str) -> bool:
         return False
 
 
-def _holds_any(listing: Listing) -> bool:
+def _holds_any(listing: ListRequest) -> bool:
     return bool(listing.copies or listing.unfinished or listing.attempts or listing.damaged)
 
 
-def _shared(tier: FileTier | ObjectTier) -> bool | None:
+def _shared(tier: FileTierConfig | ObjectTierConfig) -> bool | None:
     """Say whether all nodes see a tier's files; None where nobody said, or had to find out."""
-    return True if isinstance(tier, ObjectTier) else tier.shared
+    return True if isinstance(tier, ObjectTierConfig) else tier.shared
 
 
-def _device(tier: FileTier | ObjectTier) -> int | None:
+def _device(tier: FileTierConfig | ObjectTierConfig) -> int | None:
     """Return the number of the device that a tier's folder lies on."""
     if tier.folder is None:
         return None

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from tierfall.backends.open import is_remote, open_backend
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.wrappers.base import Heard
+from tierfall.backends.wrappers.base import LastAnswer
 from tierfall.backends.wrappers.retry import wrap
-from tierfall.config import Config, FileTier, ObjectTier, Tier
-from tierfall.config import StoredTier as StoredSection
+from tierfall.config import Config, FileTierConfig, ObjectTierConfig, Tier
+from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.copies.bounded_store import BoundedStore
-from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.runtime.bounded_calls import BoundedCalls, side_by_side
+from tierfall.core.format.catalog import FoundCopy, ListRequest
+from tierfall.core.runtime.bounded_calls import BoundedCalls, run_in_parallel
 from tierfall.core.runtime.buffers import BufferPool
-from tierfall.core.runtime.rate_limit import Pace
+from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
@@ -93,7 +93,7 @@ def _survives(tier: Tier) -> LossClass:
     if not isinstance(tier, StoredSection):
         return survives(tier.kind, shared=False)
     kind = tier.kind
-    if isinstance(tier, ObjectTier):
+    if isinstance(tier, ObjectTierConfig):
         scheme = tier.url.partition("://")[0]
         if scheme == "memory":
             return LossClass.NONE
@@ -128,7 +128,7 @@ def open_stores(
     ``find_read_only``, a tier that may not be written to, and holds something of the run, is opened for reading.
     """
 
-    def open_one(tier: FileTier | ObjectTier) -> StoredTier:
+    def open_one(tier: FileTierConfig | ObjectTierConfig) -> StoredTier:
         only = "it is only to be read" if read_only or tier.read_only else ""
         try:
             backend = _open_backend(tier, read_only=bool(only))
@@ -167,7 +167,7 @@ def open_stores(
 
 
 def _open_to_read(
-    tier: FileTier | ObjectTier, config: Config, run: str, refusal: AccessDeniedError
+    tier: FileTierConfig | ObjectTierConfig, config: Config, run: str, refusal: AccessDeniedError
 ) -> StoredTier | None:
     """Open a tier that refused to be written to for reading; None where it cannot be read, or holds nothing."""
     why = str(refusal)
@@ -182,7 +182,7 @@ def _open_to_read(
     return None
 
 
-def holds_something(listing: Listing) -> bool:
+def holds_something(listing: ListRequest) -> bool:
     """Say whether a start has left anything of the run on a tier, as far as that could be listed."""
     return bool(listing.copies or listing.unfinished or listing.attempts)
 
@@ -210,11 +210,16 @@ def open_store(config: Config, run: str, tier: str) -> Iterator[StoredTier]:
 
 
 def _store(
-    tier: FileTier | ObjectTier, backend: Backend, config: Config, run: str, *, read_only: str
+    tier: FileTierConfig | ObjectTierConfig,
+    backend: Backend,
+    config: Config,
+    run: str,
+    *,
+    read_only: str,
 ) -> StoredTier:
     limit = tier.bandwidth_bytes_per_s
-    pace = Pace(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
-    heard = Heard(backend)
+    pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
+    heard = LastAnswer(backend)
     return StoredTier(
         name=tier.name,
         run=run,
@@ -228,13 +233,13 @@ def _store(
     )
 
 
-def _open_backend(tier: FileTier | ObjectTier, *, read_only: bool) -> Backend:
-    if isinstance(tier, FileTier):
+def _open_backend(tier: FileTierConfig | ObjectTierConfig, *, read_only: bool) -> Backend:
+    if isinstance(tier, FileTierConfig):
         return PosixBackend(Path(tier.path), read_only=read_only)
     return open_backend(tier.url, options=tier.options, driver=tier.driver, read_only=read_only)
 
 
-def _packing(tier: FileTier | ObjectTier, config: Config) -> Packing | None:
+def _packing(tier: FileTierConfig | ObjectTierConfig, config: Config) -> Packing | None:
     if tier.compress.codec is Codec.NONE:
         return None
     return Packing(
@@ -296,11 +301,11 @@ def list_all(
     stores: Mapping[str, StoredTier],
     errors: Mapping[str, TierfallError],
     calls: BoundedCalls,
-) -> tuple[Listing, ...]:
+) -> tuple[ListRequest, ...]:
     """Ask every tier what it holds, at the same time; fastest tier first. One that does not answer in time has that as
     its error."""
 
-    def ask(name: str) -> Listing:
+    def ask(name: str) -> ListRequest:
         return host.list() if name == host.name else stores[name].list()
 
     names = [tier.name for tier in config.chain]
@@ -311,12 +316,12 @@ def list_all(
         heard_s=lambda name: stores[name].heard_s() if name in stores else -math.inf,
     )
 
-    def listing(name: str) -> Listing:
+    def listing(name: str) -> ListRequest:
         if name in errors:
-            return Listing(tier=name, error=errors[name])
+            return ListRequest(tier=name, error=errors[name])
         error = answers[name].error
         if isinstance(error, TierfallError):
-            return Listing(tier=name, error=error)
+            return ListRequest(tier=name, error=error)
         return answers[name].get()
 
     return tuple(map(listing, names))
@@ -332,16 +337,16 @@ def bounded(store: StoredTier, config: Config) -> BoundedStore:
     )
 
 
-def settle(store: StoredTier, listing: Listing) -> Listing:
+def settle(store: StoredTier, listing: ListRequest) -> ListRequest:
     """Make what a start found on a tier durable, as earlier processes may have died before their last fsync, or have
     failed at it. A copy of which that fails is damage to whoever keeps count of copies; it can still be read."""
     if not store.backend.traits.needs_sync or not listing.copies:
         return listing
-    settled = side_by_side(partial(_settle, store), listing.copies, parallel=SYNCS_AT_ONCE)
+    settled = run_in_parallel(partial(_settle, store), listing.copies, parallel=SYNCS_AT_ONCE)
     return replace(listing, copies=tuple(settled))
 
 
-def unsettled(tier: str, listing: Listing, error: TierfallError) -> Listing:
+def unsettled(tier: str, listing: ListRequest, error: TierfallError) -> ListRequest:
     """Return what was found on a tier that does not answer any more: nothing relies on it."""
     logger.warning(
         "open: tier %s: what was found there may not survive a power cut, so nothing relies on it: %s",

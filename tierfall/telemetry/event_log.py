@@ -208,7 +208,7 @@ class EventLog:
             "format": events.FORMAT,
             "wall_time_s": round(wall_time_s, 3),
             **self._common,
-            **events.members(event),
+            **events.event_to_json(event),
         }
         return json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
@@ -221,7 +221,7 @@ class EventLog:
                     self._lines.popleft()
                 if not done:
                     raise OSError("the file took less than a line: is its disk full?")
-                self._tell_lost()
+                self._report_lost()
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -235,7 +235,7 @@ class EventLog:
             return False
         return True
 
-    def _tell_lost(self) -> None:
+    def _report_lost(self) -> None:
         """Let the log itself say what it has not got."""
         with self._lock:
             count, self._told = self.lost - self._told, self.lost

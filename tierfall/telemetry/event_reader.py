@@ -13,7 +13,7 @@ from tierfall.telemetry.event_log import part_before
 READ_BYTES = 1 << 20
 
 
-class Tail:
+class LogTail:
     """Follows a log over the moves of its file; ``read`` gives what was added since the last call.
 
     The first call gives what is there, the part before it included. A line is given once its end is there; a torn one,
@@ -71,7 +71,7 @@ class Tail:
 
 def last_events(path: Path, count: int) -> list[dict[str, Any]]:
     """Return the last events of a log, oldest first; none where there is no log."""
-    tail = Tail(path)
+    tail = LogTail(path)
     try:
         return list(deque(tail.read(), count))
     finally:

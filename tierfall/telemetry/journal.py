@@ -15,7 +15,7 @@ from tierfall.config import Config
 from tierfall.core.format.records import Attempt
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types import events
-from tierfall.core.types.events import Event, Recent
+from tierfall.core.types.events import Event, RecentEvents
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 from tierfall.telemetry.event_log import EventLog, LogFile
 from tierfall.telemetry.reports import RestoreReport
@@ -32,7 +32,7 @@ class Journal:
     def __init__(self, config: Config, *, run: str, ranks: Ranks, node: str) -> None:
         self._node = node
         self._world_size = ranks.topology.world_size
-        self.recent = Recent()
+        self.recent = RecentEvents()
         self.log: EventLog | None = None
         rank = ranks.topology.rank
         wanted = config.events
@@ -73,7 +73,7 @@ class Journal:
         for source in report.sources:
             sources[source.tier] += source.bytes
         self.notify(
-            events.Restored(
+            events.StateRestored(
                 at_s=time.monotonic(),
                 id=CheckpointId(report.step, report.attempt),
                 bytes=report.bytes,
@@ -99,7 +99,7 @@ class Journal:
 
     def failed(self, doing: str, error: BaseException) -> None:
         reason = str(error) or repr(error)
-        self.notify(events.Failed(at_s=time.monotonic(), doing=doing, reason=reason))
+        self.notify(events.OperationFailed(at_s=time.monotonic(), doing=doing, reason=reason))
 
 
 class HasJournal(Protocol):

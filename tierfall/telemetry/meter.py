@@ -57,7 +57,7 @@ class _Progress:
         self.seconds, self.unseen = at[1], at[2]
 
 
-class Meter:
+class StepMeter:
     """See the module. In ``cycle`` saves every tier gets one, whatever its ``flush.every``. ``changed`` is set where a
     choice made before is to be made again."""
 

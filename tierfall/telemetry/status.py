@@ -27,13 +27,13 @@ logger = logging.getLogger("tierfall")
 STATUS_BYTES_MAX = 4 << 20
 
 
-class _Part(BaseModel):
+class _StatusPart(BaseModel):
     """Frozen; members that a newer tierfall writes are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class TierStatus(_Part):
+class TierStatus(_StatusPart):
     """One tier: bytes of this run there, the most that it may hold (None: no bound), how fast copies come to it, and
     why it takes none at present."""
 
@@ -46,7 +46,7 @@ class TierStatus(_Part):
     failing: str | None = None
 
 
-class CopyStatus(_Part):
+class CopyStatus(_StatusPart):
     """One copy; ``fraction`` says how much of what is arriving is there."""
 
     state: CopyState
@@ -54,7 +54,7 @@ class CopyStatus(_Part):
     fraction: float | None = None
 
 
-class CheckpointStatus(_Part):
+class CheckpointStatus(_StatusPart):
     """One checkpoint, its copies by tier, the tiers that are still to get one, and why a tier's is set aside until the
     next start."""
 
@@ -67,7 +67,7 @@ class CheckpointStatus(_Part):
     abandoned: bool = False
 
 
-class TransferStatus(_Part):
+class TransferStatus(_StatusPart):
     """A copy on its way: how much of it is there, how fast it goes, and how long it takes still (None: not known)."""
 
     step: int
@@ -80,7 +80,7 @@ class TransferStatus(_Part):
     left_s: float | None = None
 
 
-class LossStatus(_Part):
+class LossStatus(_StatusPart):
     """What a failure would cost now, as ``LossBound`` has it."""
 
     step: int
@@ -91,7 +91,7 @@ class LossStatus(_Part):
     restore_s: float | None = None
 
 
-class RunStatus(_Part):
+class RunStatus(_StatusPart):
     """What is where of a run. ``checkpoints`` are the newest, oldest first, of ``checkpoints_known``."""
 
     run: str

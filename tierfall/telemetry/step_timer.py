@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tierfall.core.scheduler.flush.throttle import Flushing, Pacing
+from tierfall.core.scheduler.flush.throttle import Flushing, Throttle
 
 SEEN = 64
 """The time of a step is a mean over so many calls of late: a run's steps change in length."""
@@ -77,7 +77,7 @@ class StepClock:
     flushes.
     """
 
-    def __init__(self, pacing: Pacing, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pacing: Throttle, clock: Callable[[], float] = time.monotonic) -> None:
         self._pacing = pacing
         self._clock = clock
         self._optimizer: Callable[[], Any] = lambda: None

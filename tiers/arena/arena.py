@@ -27,8 +27,15 @@ from tierfall.tiers.arena.folder import (
     room_for_arena,
     sized,
 )
-from tierfall.tiers.arena.layout import EXTENTS_START, PAGE_BYTES, SLOT_COUNT, Header, Seal, padded
-from tierfall.tiers.arena.region import Region, Shared
+from tierfall.tiers.arena.layout import (
+    EXTENTS_START,
+    PAGE_BYTES,
+    SLOT_COUNT,
+    ArenaHeader,
+    Seal,
+    padded,
+)
+from tierfall.tiers.arena.region import ArenaState, Region
 
 __all__ = [
     "Arena",
@@ -64,7 +71,7 @@ class Arena:
     """One arena file, open in this process. Its methods may be called from several threads."""
 
     def __init__(self, file: ArenaFile) -> None:
-        self._shared = Shared(file)
+        self._shared = ArenaState(file)
         self._damage: list[IntegrityError] = []
 
     @classmethod
@@ -85,7 +92,7 @@ class Arena:
         ``progress`` is called with bytes done and bytes in all. A kill in the middle leaves no arena. Raises
         CapacityError, naming what is needed and what there is; ConfigError where there is an arena already.
         """
-        header = Header(
+        header = ArenaHeader(
             run=check_name(run, what=f"arena {path}: run"),
             shard=shard,
             slot=slot,

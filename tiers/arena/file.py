@@ -40,9 +40,9 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import ByteRange
 from tierfall.tiers.arena import layout as layout
 from tierfall.tiers.arena.folder import MORE_ROOM, WHAT_HELPS, room_for_arena, sized
-from tierfall.tiers.arena.layout import EXTENTS_START, PAGE_BYTES, EntryList, Header
+from tierfall.tiers.arena.layout import EXTENTS_START, PAGE_BYTES, ArenaHeader, EntryList
 from tierfall.tiers.arena.mapping import fault_in, fork_safe_mapping
-from tierfall.tiers.arena.renewal import Renewal
+from tierfall.tiers.arena.renewal import ArenaRenewal
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class ArenaFile:
     """The open file with its newest mapping."""
 
     def __init__(
-        self, path: Path, fd: int, header: Header, *, writable: bool, page_lock: bool
+        self, path: Path, fd: int, header: ArenaHeader, *, writable: bool, page_lock: bool
     ) -> None:
         self.path = path
         self.header = header
@@ -73,16 +73,16 @@ class ArenaFile:
         self._locks: list[PageLock] = []
         self._device: torch.device | None = None
         self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-        self._renewal: Renewal | None = None
+        self._renewal: ArenaRenewal | None = None
         self.view = memoryview(b"")
 
     @classmethod
     def create(
-        cls, path: Path, header: Header, *, page_lock: bool, progress: Progress | None
+        cls, path: Path, header: ArenaHeader, *, page_lock: bool, progress: Progress | None
     ) -> ArenaFile:
         """Create under another name, reserve and fill in the header, and only then rename."""
         what = f"arena {path}"
-        with _translating(what, "creating it"):
+        with _translate_errors(what, "creating it"):
             if os.path.lexists(path):
                 raise ConfigError(f"{what}: there is one already; attach it, or remove {path}")
             partial = _partial(path)
@@ -107,7 +107,7 @@ class ArenaFile:
     def attach(cls, path: Path, *, run: str, writable: bool, page_lock: bool) -> ArenaFile:
         """Open and check an arena that an earlier process left."""
         what = f"arena {path}"
-        with _translating(what, "attaching it"):
+        with _translate_errors(what, "attaching it"):
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | _OPEN_FLAGS)
             try:
                 size = _check_status(os.fstat(fd), path)
@@ -139,7 +139,7 @@ class ArenaFile:
             raise CapacityError(
                 f"{what}: growing it: its file was removed, and is being made anew; save again once that is done"
             )
-        with _translating(what, "growing it"):
+        with _translate_errors(what, "growing it"):
             room = room_for_arena(self.path.parent, fd=self._fd)  # the folder may have been removed
             sizes = f"from {sized(self.capacity_bytes)} to {sized(capacity_bytes)}"
             room.require(new - old, what=f"{what}: growing it {sizes}", helps=MORE_ROOM)
@@ -153,7 +153,7 @@ class ArenaFile:
 
     def is_there(self) -> bool:
         """Say whether the path still names this file; a file that does not seem to be in use is touched."""
-        with _translating(f"arena {self.path}", "looking for it"):
+        with _translate_errors(f"arena {self.path}", "looking for it"):
             try:
                 named = os.stat(self.path, follow_symlinks=False)
             except (FileNotFoundError, NotADirectoryError):
@@ -167,7 +167,7 @@ class ArenaFile:
 
     def remove(self) -> None:
         """Delete the file, unless another one bears its name by now."""
-        with _translating(f"arena {self.path}", "removing it"):
+        with _translate_errors(f"arena {self.path}", "removing it"):
             if self.is_there():
                 os.unlink(self.path)
 
@@ -191,11 +191,11 @@ class ArenaFile:
         memory can be used as before, and a later call goes on.
         """
         what = f"arena {self.path}"
-        with _translating(what, "making its file anew"):
+        with _translate_errors(what, "making its file anew"):
             if self._renewal is None:
                 self._check_place()
                 total = EXTENTS_START + self.capacity_bytes
-                self._renewal = Renewal(_partial(self.path), total, what=what)
+                self._renewal = ArenaRenewal(_partial(self.path), total, what=what)
             if not self._renewal.done:
                 return self._renewal.move(self._fd, self.view, tuple(self._mappings), busy)
             renewal, self._renewal = self._renewal, None
@@ -326,7 +326,7 @@ def _check_status(status: os.stat_result, path: Path) -> int:
     return status.st_size
 
 
-def _read_header(fd: int, path: Path, run: str) -> Header:
+def _read_header(fd: int, path: Path, run: str) -> ArenaHeader:
     what = f"arena {path}"
     try:
         header = layout.read_header(os.pread(fd, PAGE_BYTES, 0), what=what)
@@ -349,7 +349,7 @@ def _remove(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _translating(what: str, doing: str) -> Iterator[None]:
+def _translate_errors(what: str, doing: str) -> Iterator[None]:
     """Turn what the operating system refuses into the errors of this project."""
     try:
         yield

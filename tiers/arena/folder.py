@@ -191,7 +191,7 @@ def room_for_arena(folder: Path, *, fd: int | None = None) -> RoomReport:
     place = folder if fd is None else fd
     try:
         status = os.statvfs(place)
-        in_memory = _lies_in_memory(place)
+        in_memory = _is_in_memory(place)
     except OSError as error:
         raise BackendError(f"folder {folder}: asking for its free space failed: {error}") from error
     return RoomReport(
@@ -202,7 +202,7 @@ def room_for_arena(folder: Path, *, fd: int | None = None) -> RoomReport:
     )
 
 
-def _lies_in_memory(place: Path | int) -> bool:
+def _is_in_memory(place: Path | int) -> bool:
     return file_system_of(place) in _MEMORY_FILE_SYSTEMS
 
 

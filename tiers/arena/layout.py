@@ -114,7 +114,7 @@ class EntryList:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class ArenaHeader:
     """What an arena is: of which run, for which rank and local slot, how large, since when."""
 
     run: str
@@ -138,7 +138,7 @@ class Header:
         return (MAGIC + document).ljust(PAGE_BYTES, b"\0")
 
 
-def read_header(page: bytes, *, what: str) -> Header:
+def read_header(page: bytes, *, what: str) -> ArenaHeader:
     """Read the header page; the message of each refusal says what it is, the caller adds what to do."""
     if page[: len(MAGIC)] != MAGIC:
         raise ConfigError(f"{what}: its first bytes are not those of a tierfall arena")
@@ -155,7 +155,7 @@ def read_header(page: bytes, *, what: str) -> Header:
         raise IntegrityError(
             f"{what}: member 'run' or 'created_wall_s' is missing or of a wrong type"
         )
-    return Header(
+    return ArenaHeader(
         run=run,
         shard=Shard(_number(document, "rank", 0, world_size - 1, what), world_size),
         slot=_number(document, "slot", 0, 10**6, what),
@@ -173,7 +173,7 @@ def encode_growth(capacity_bytes: int) -> bytes:
     return documents.seal({"capacity_bytes": capacity_bytes})
 
 
-def read_capacity(header: Header, list_of_growths: EntryList, *, what: str) -> int:
+def read_capacity(header: ArenaHeader, list_of_growths: EntryList, *, what: str) -> int:
     """Return the capacity: the header's, or that of the newest growth."""
     entries = list_of_growths.entries()
     if not entries:
@@ -184,7 +184,7 @@ def read_capacity(header: Header, list_of_growths: EntryList, *, what: str) -> i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class RecordPlace:
     """Where a manifest or a commit record lies in the file, and its SHA-256."""
 
     place: ByteRange
@@ -202,8 +202,8 @@ class Seal:
     replica: bool
     extent: ByteRange
     image_bytes: int
-    manifest: Record
-    commit: Record
+    manifest: RecordPlace
+    commit: RecordPlace
 
     def encode(self) -> bytes:
         return documents.seal(
@@ -273,14 +273,14 @@ def _read_seal(document: dict[str, Any], what: str) -> Seal:
     )
 
 
-def _read_record(document: dict[str, Any], name: str, what: str) -> Record:
+def _read_record(document: dict[str, Any], name: str, what: str) -> RecordPlace:
     members = document.get(name)
     if not isinstance(members, dict) or not isinstance(members.get("digest"), str):
         raise IntegrityError(f"{what}: member {name!r} is missing or of a wrong type")
     end = EXTENTS_START + CAPACITY_BYTES_MAX
     start = _number(members, "offset", EXTENTS_START, end, what)
     length = _number(members, "bytes", 0, documents.MAX_DOCUMENT_BYTES, what)
-    return Record(place=ByteRange(start=start, end=start + length), digest=members["digest"])
+    return RecordPlace(place=ByteRange(start=start, end=start + length), digest=members["digest"])
 
 
 def _check_places(seal: Seal, capacity_bytes: int, what: str) -> None:

@@ -37,7 +37,7 @@ def fork_safe_mapping(fd: int, length_bytes: int) -> mmap.mmap:
     return mapping
 
 
-def map_anew(mapping: mmap.mmap, fd: int, start: int, end: int) -> None:
+def remap(mapping: mmap.mmap, fd: int, start: int, end: int) -> None:
     """Map those bytes of another file, which holds the same, in the place of the mapping's own. Raises OSError."""
     prot = mmap.PROT_READ | mmap.PROT_WRITE
     _map_fixed(_mappings[mapping] + start, end - start, prot, mmap.MAP_SHARED, fd, start)

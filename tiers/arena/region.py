@@ -16,13 +16,13 @@ from tierfall.core.types.errors import CapacityError, IntegrityError
 from tierfall.core.types.values import ByteRange, Shard
 from tierfall.tiers.arena import layout as layout
 from tierfall.tiers.arena.file import ArenaFile
-from tierfall.tiers.arena.layout import ControlBlock, Record, Seal, padded
+from tierfall.tiers.arena.layout import ControlBlock, RecordPlace, Seal, padded
 
 if TYPE_CHECKING:
     import torch
 
 
-class Shared:
+class ArenaState:
     """What an arena and its regions have in common: the file, one guard, and the living regions by control slot."""
 
     def __init__(self, file: ArenaFile) -> None:
@@ -56,7 +56,7 @@ class Region:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: ArenaState,
         *,
         slot: int,
         extent: ByteRange,
@@ -76,7 +76,7 @@ class Region:
         self._view = shared.file.view[extent.start : extent.end]
 
     @classmethod
-    def adopted(cls, shared: Shared, slot: int, seal: Seal) -> Region:
+    def adopted(cls, shared: ArenaState, slot: int, seal: Seal) -> Region:
         """The region that a seal in the file describes."""
         region = cls(
             shared,
@@ -236,7 +236,7 @@ class Region:
             raise ValueError(f"{self._what}: {doing}: it is not sealed yet")
         return self._seal
 
-    def _verified(self, name: str, record: Record) -> bytes:
+    def _verified(self, name: str, record: RecordPlace) -> bytes:
         start = record.place.start - self.extent.start
         data = bytes(self._view[start : start + record.place.length])
         if documents.sha256(data) != record.digest:
@@ -247,6 +247,6 @@ class Region:
         return data
 
 
-def _record(start: int, data: bytes) -> Record:
+def _record(start: int, data: bytes) -> RecordPlace:
     place = ByteRange(start=start, end=start + len(data))
-    return Record(place=place, digest=documents.sha256(data))
+    return RecordPlace(place=place, digest=documents.sha256(data))

@@ -20,7 +20,7 @@ from pathlib import Path
 from tierfall.core.types.errors import CapacityError, ConfigError
 from tierfall.core.types.values import ByteRange
 from tierfall.tiers.arena.folder import MORE_ROOM, sized
-from tierfall.tiers.arena.mapping import map_anew
+from tierfall.tiers.arena.mapping import remap
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _STEP_BYTES = 4 << 20
 _PUNCH_HOLE = 0x01 | 0x02
 
 
-class Renewal:
+class ArenaRenewal:
     """The new file, under another name until ``publish``, and what has still to move there."""
 
     def __init__(self, partial: Path, total_bytes: int, *, what: str) -> None:
@@ -62,7 +62,7 @@ class Renewal:
         _write_all(self.fd, view[step.start : step.end], step.start)
         for mapping in mappings:
             if step.start < len(mapping):
-                map_anew(mapping, self.fd, step.start, min(step.end, len(mapping)))
+                remap(mapping, self.fd, step.start, min(step.end, len(mapping)))
         self._left = _without(self._left, [step])
         _give_back(old_fd, step)
         return True

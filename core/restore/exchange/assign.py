@@ -21,7 +21,7 @@ Holders = Mapping[int, Sequence[tuple[int, Sequence[int]]]]
 """Of each image: tiers by their place in the chain, fastest first, each with the ranks that can read it there."""
 
 
-class Wanted(NamedTuple):
+class RequestedRanges(NamedTuple):
     """What is wanted of one image: ``runs``, start and end in turn, of its data, rising, in chunks of ``chunk_bytes``.
 
     No two runs have bytes of one chunk. Where ``chunk_bytes`` is 0, it is the header that is wanted.
@@ -31,7 +31,7 @@ class Wanted(NamedTuple):
     runs: tuple[int, ...] = ()
 
 
-class Span(NamedTuple):
+class RequestedBytes(NamedTuple):
     """The bytes of a chunk, ``low`` to ``high`` of the image's data, that the ranks of a group want."""
 
     group: int
@@ -40,22 +40,22 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class RankGroup:
     """Ranks that want the same, by image."""
 
     ranks: tuple[int, ...]
-    wants: Mapping[int, Wanted]
+    wants: Mapping[int, RequestedRanges]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class ChunkAssignment:
     """One chunk, which ``reader`` reads as its ``number``-th, for those in ``spans``."""
 
     image: int
     chunk: int
     reader: int
     number: int
-    spans: tuple[Span, ...]
+    spans: tuple[RequestedBytes, ...]
 
     @property
     def low(self) -> int:
@@ -72,7 +72,7 @@ def name_of(image: int, chunk: int) -> str:
     return f"{what} of rank {image}'s image"
 
 
-class Unassigned(Exception):
+class UnassignedError(Exception):
     """Nobody is left who could read a chunk."""
 
     def __init__(self, image: int, chunk: int) -> None:
@@ -80,14 +80,14 @@ class Unassigned(Exception):
         self.image, self.chunk = image, chunk
 
 
-def wanted_of(fills: Iterable[Fill], chunk_bytes: int) -> Wanted:
+def requested_ranges(fills: Iterable[Fill], chunk_bytes: int) -> RequestedRanges:
     """Describe the bytes of ``fills``, which stand in image order; gaps within a chunk are closed."""
-    return Wanted(chunk_bytes, _joined(((f.start, f.end) for f in fills), chunk_bytes))
+    return RequestedRanges(chunk_bytes, _joined(((f.start, f.end) for f in fills), chunk_bytes))
 
 
-def still_wanted(spans: Iterable[tuple[int, int]], chunk_bytes: int) -> Wanted:
+def remaining_ranges(spans: Iterable[tuple[int, int]], chunk_bytes: int) -> RequestedRanges:
     """Describe what is left to want: parts of chunks, in image order."""
-    return Wanted(chunk_bytes, _joined(spans, chunk_bytes))
+    return RequestedRanges(chunk_bytes, _joined(spans, chunk_bytes))
 
 
 def _joined(ranges: Iterable[tuple[int, int]], chunk_bytes: int) -> tuple[int, ...]:
@@ -103,10 +103,10 @@ def _joined(ranges: Iterable[tuple[int, int]], chunk_bytes: int) -> tuple[int, .
 
 
 def assign(
-    groups: Sequence[Group],
+    groups: Sequence[RankGroup],
     holders: Holders,
     excluded: Collection[tuple[int, int, int]] = frozenset(),
-) -> list[Item]:
+) -> list[ChunkAssignment]:
     """Choose who reads each chunk that a group wants, image after image.
 
     ``excluded`` are image, chunk and rank of what a rank has failed to read already. Raises Unassigned where nobody
@@ -114,31 +114,33 @@ def assign(
     """
     readers = _Readers(holders, excluded)
     members = [frozenset(group.ranks) for group in groups]
-    items: list[Item] = []
+    items: list[ChunkAssignment] = []
     for image in sorted({image for group in groups for image in group.wants}):
         for chunk, spans in sorted(_chunks(groups, image).items()):
             reader = readers.choose(image, chunk, tuple(s.group for s in spans), members)
             bytes = max(s.high for s in spans) - min(s.low for s in spans)
             number = readers.charge(reader, max(1, bytes))
             items.append(
-                Item(image=image, chunk=chunk, reader=reader, number=number, spans=tuple(spans))
+                ChunkAssignment(
+                    image=image, chunk=chunk, reader=reader, number=number, spans=tuple(spans)
+                )
             )
     return items
 
 
-def _chunks(groups: Sequence[Group], image: int) -> dict[int, list[Span]]:
+def _chunks(groups: Sequence[RankGroup], image: int) -> dict[int, list[RequestedBytes]]:
     """Say of each chunk which bytes of it the groups want."""
-    found: dict[int, list[Span]] = {}
+    found: dict[int, list[RequestedBytes]] = {}
     for number, group in enumerate(groups):
         if image not in group.wants:
             continue
         size, runs = group.wants[image]
         if not size:
-            found.setdefault(HEADER, []).append(Span(number, 0, 0))
+            found.setdefault(HEADER, []).append(RequestedBytes(number, 0, 0))
         for start, end in zip(runs[::2], runs[1::2], strict=True):
             for index in range(start // size, (end - 1) // size + 1):
                 low, high = max(start, index * size), min(end, (index + 1) * size)
-                found.setdefault(1 + index, []).append(Span(number, low, high))
+                found.setdefault(1 + index, []).append(RequestedBytes(number, low, high))
     return found
 
 
@@ -169,7 +171,7 @@ class _Readers:
                     return min(_preferred(able, wanting, members), key=self._busy)
             elif holding:
                 return self._least(tuple(holding), wanting, members)
-        raise Unassigned(image, chunk)
+        raise UnassignedError(image, chunk)
 
     def charge(self, rank: int, bytes: int) -> int:
         """Add to what a rank reads; return which of its reads that is."""
@@ -206,43 +208,45 @@ def _preferred(
 # One rank's part -------------------------------------------------------------------------------------
 
 
-class Get(NamedTuple):
+class ChunkDelivery(NamedTuple):
     """What a rank gets of an item that another one reads, or of its own."""
 
-    item: Item
+    item: ChunkAssignment
     low: int
     high: int
 
 
-def reads_of(items: Iterable[Item], rank: int) -> list[Item]:
+def reads_of(items: Iterable[ChunkAssignment], rank: int) -> list[ChunkAssignment]:
     """Return what a rank reads, in its order."""
     return [item for item in items if item.reader == rank]
 
 
-def gets_of(
-    items: Iterable[Item], groups: Sequence[Group], rank: int, world_size: int
-) -> list[Get]:
+def deliveries_to(
+    items: Iterable[ChunkAssignment], groups: Sequence[RankGroup], rank: int, world_size: int
+) -> list[ChunkDelivery]:
     """Return what a rank gets from others, in the order in which it takes it.
 
     First what each of them reads first, then what each reads second: a reader offers its n-th chunk to all as soon as
     all have its earlier ones, and here nothing later is waited for before that. So none waits for another in a circle.
     Each rank begins with the one after it, so that not all of them turn to the same.
     """
-    mine = [get for get in wants_of(items, groups, rank) if get.item.reader != rank]
+    mine = [get for get in requests_of(items, groups, rank) if get.item.reader != rank]
     mine.sort(key=lambda get: (get.item.number, (get.item.reader - rank) % world_size))
     return mine
 
 
-def wants_of(items: Iterable[Item], groups: Sequence[Group], rank: int) -> Iterator[Get]:
+def requests_of(
+    items: Iterable[ChunkAssignment], groups: Sequence[RankGroup], rank: int
+) -> Iterator[ChunkDelivery]:
     """Yield what a rank wants of the items, whoever reads it."""
     own = {number for number, group in enumerate(groups) if rank in group.ranks}
     for item in items:
         for span in item.spans:
             if span.group in own:
-                yield Get(item, span.low, span.high)
+                yield ChunkDelivery(item, span.low, span.high)
 
 
-def takers_of(item: Item, groups: Sequence[Group]) -> list[tuple[int, int, int]]:
+def receivers_of(item: ChunkAssignment, groups: Sequence[RankGroup]) -> list[tuple[int, int, int]]:
     """Return who gets an item from its reader, and which bytes: rank, low, high; in the order of ranks after it."""
     takers = [
         (rank, span.low, span.high)

@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tierfall.core.copies.buffer_ring import Ring
-from tierfall.core.copies.checkpoint_reader import Parts
-from tierfall.core.copies.chunk_reader import BUFFER_BYTES, ChunkReader, Tally
+from tierfall.core.copies.buffer_ring import BufferRing
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
+from tierfall.core.copies.chunk_reader import BUFFER_BYTES, ChunkReader, ReadTally
 from tierfall.core.copies.images import READ_THREADS
 from tierfall.core.copies.shard_reader import PASSABLE, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
@@ -29,20 +29,25 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.exchange import messages
 from tierfall.core.restore.exchange.assign import (
     HEADER,
-    Get,
+    ChunkAssignment,
+    ChunkDelivery,
     Holders,
-    Item,
-    Unassigned,
-    Wanted,
+    RequestedRanges,
+    UnassignedError,
     assign,
-    still_wanted,
-    wanted_of,
-    wants_of,
+    remaining_ranges,
+    requested_ranges,
+    requests_of,
 )
-from tierfall.core.restore.exchange.gloo import Connect, LostError, Wire
-from tierfall.core.restore.exchange.messages import Answer, Ask, Failed, Next
-from tierfall.core.restore.exchange.payloads import Chunks, Headers
-from tierfall.core.restore.exchange.rounds import Cargo, Round, pass_on
+from tierfall.core.restore.exchange.gloo import ByteTransport, Connect, LostError
+from tierfall.core.restore.exchange.messages import (
+    ExchangeDecision,
+    ExchangeRequest,
+    NextPhase,
+    UnreadChunks,
+)
+from tierfall.core.restore.exchange.payloads import ChunkPayload, HeaderPayload
+from tierfall.core.restore.exchange.rounds import ExchangeRound, Payload, run_round
 from tierfall.core.types.errors import IntegrityError, TierfallError, UnreachableError
 from tierfall.core.types.values import Shard
 
@@ -68,36 +73,36 @@ class Exchange:
         checkpoint: KnownCheckpoint,
         tiers: Sequence[str],
         open_image: OpenImage,
-        tally: Tally,
-        ring: Ring | None,
+        tally: ReadTally,
+        ring: BufferRing | None,
         chunks_max: int | None,
         nowhere: str,
-    ) -> Parts:
+    ) -> CheckpointReader:
         """Make the parts of one checkpoint, which all ranks try now."""
         made = (checkpoint, tiers, open_image, tally, ring, chunks_max, nowhere)
-        return _Exchanged(*made, exchange=self)
+        return _ExchangedReader(*made, exchange=self)
 
 
 @dataclass(slots=True)
-class _Talk:
+class _ExchangeState:
     """How far the ranks have come. ``over``: nothing more is said of this checkpoint; ``unheard`` is what kept a rank
     from saying it."""
 
     over: bool = False
     unheard: TierfallError | None = None
     holders: Holders | None = None
-    wire: Wire | None = None
+    wire: ByteTransport | None = None
     next_tag: int = 0
-    failed: list[Failed] = field(default_factory=list)
-    to_tell: list[Failed] = field(default_factory=list)
+    failed: list[UnreadChunks] = field(default_factory=list)
+    to_tell: list[UnreadChunks] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Exchanged(Parts):
+class _ExchangedReader(CheckpointReader):
     """The parts of a checkpoint that ranks exchange."""
 
     exchange: Exchange
-    _talk: _Talk = field(default_factory=_Talk)
+    _talk: _ExchangeState = field(default_factory=_ExchangeState)
     _known: dict[int, tuple[Manifest, ImageHeader]] = field(default_factory=dict)
     _bad: dict[Shard, BaseException] = field(default_factory=dict)
     _images: dict[int, frozenset[int]] | None = None
@@ -114,7 +119,7 @@ class _Exchanged(Parts):
         return self._ask([shard.rank])[shard.rank]
 
     def header_here(self, shard: Shard) -> ImageHeader:
-        header = Parts.header_here(self, shard)
+        header = CheckpointReader.header_here(self, shard)
         self._known[shard.rank] = self.find(shard)[1], header
         return header
 
@@ -131,24 +136,29 @@ class _Exchanged(Parts):
 
     def _ask(self, images: Sequence[int]) -> dict[int, ImageHeader]:
         while missing := [image for image in images if image not in self._known]:
-            self._go_on(Ask(wants={image: Wanted(0) for image in missing}, planning=True), {})
+            self._continue(
+                ExchangeRequest(
+                    wants={image: RequestedRanges(0) for image in missing}, planning=True
+                ),
+                {},
+            )
         return {image: self._known[image][1] for image in images}
 
     def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
         sizes = {image: self._known[image][0].chunk_bytes for image in fills}
-        wants = {image: wanted_of(those, sizes[image]) for image, those in fills.items()}
+        wants = {image: requested_ranges(those, sizes[image]) for image, those in fills.items()}
         wants = {image: want for image, want in wants.items() if want.runs}
         mine = self.exchange.ranks.shard
         alone = world_size == mine.world_size and wants.keys() <= {mine.rank}
         while True:
-            ask = Ask(wants=wants, alone=alone and all(map(self._sees, wants)))
-            next, left = self._go_on(ask, fills)
-            if next is Next.LOCAL:
-                Parts.fill(self, fills, world_size)
-            if next in (Next.LOCAL, Next.DONE):
+            ask = ExchangeRequest(wants=wants, alone=alone and all(map(self._sees, wants)))
+            next, left = self._continue(ask, fills)
+            if next is NextPhase.LOCAL:
+                CheckpointReader.fill(self, fills, world_size)
+            if next in (NextPhase.LOCAL, NextPhase.DONE):
                 return
-            if next is Next.CHUNKS:
-                wants = _wants_left(left, sizes)
+            if next is NextPhase.CHUNKS:
+                wants = _requests_left(left, sizes)
 
     def give_up(self, error: BaseException) -> TierfallError | None:
         if self._talk.wire is not None:
@@ -158,7 +168,7 @@ class _Exchanged(Parts):
             # Whoever has lost another rank does not wait for it as long as for one that is slow.
             patience_s = None if isinstance(error, LostError) else self.exchange.timeout_s
             try:
-                self._say(Ask(stopped=stopped), patience_s)
+                self._send(ExchangeRequest(stopped=stopped), patience_s)
             except TierfallError as lost:
                 logger.debug("the other ranks do not hear that this one gives up: %s", lost)
             self._talk.over = True
@@ -166,30 +176,32 @@ class _Exchanged(Parts):
 
     # One step, with all ranks ------------------------------------------------------------------------
 
-    def _go_on(self, ask: Ask, fills: Mapping[int, Sequence[Fill]]) -> tuple[Next, list[Get]]:
+    def _continue(
+        self, ask: ExchangeRequest, fills: Mapping[int, Sequence[Fill]]
+    ) -> tuple[NextPhase, list[ChunkDelivery]]:
         """Say what this rank wants, and do with all others what follows; return that, and what did not come of it.
 
         Raises what ``PASSABLE`` has, on all ranks, where something cannot be read by any, and LostError where another
         rank gave up, or is gone.
         """
-        answer = self._say(ask, self.exchange.timeout_s)
+        answer = self._send(ask, self.exchange.timeout_s)
         talk = self._talk
-        if answer.next in (Next.LOCAL, Next.DONE):
+        if answer.next in (NextPhase.LOCAL, NextPhase.DONE):
             talk.over = True
             return answer.next, []
         assert talk.holders is not None
         try:
             items = assign(answer.groups, talk.holders, self._excluded())
-        except Unassigned as nobody:
+        except UnassignedError as nobody:
             talk.over = True
             raise self._unreadable(nobody) from None
-        round = Round(items=items, groups=answer.groups, first_tag=talk.next_tag)
+        round = ExchangeRound(items=items, groups=answer.groups, first_tag=talk.next_tag)
         talk.next_tag = round.next_tag
-        if answer.next is Next.HEADERS:
-            return answer.next, self._pass_headers(round, frozenset(ask.wants))
-        return answer.next, self._pass_chunks(round, fills)
+        if answer.next is NextPhase.HEADERS:
+            return answer.next, self._exchange_headers(round, frozenset(ask.wants))
+        return answer.next, self._exchange_chunks(round, fills)
 
-    def _say(self, ask: Ask, timeout_s: float | None) -> Answer:
+    def _send(self, ask: ExchangeRequest, timeout_s: float | None) -> ExchangeDecision:
         talk, ranks = self._talk, self.exchange.ranks
         seen = self._seen() if talk.holders is None else None
         ask, talk.to_tell = replace(ask, sees=seen, failed=talk.to_tell), []
@@ -206,7 +218,7 @@ class _Exchanged(Parts):
             talk.over = True
             rank, why = answer.stopped
             raise LostError(f"rank {rank} gave up: {why}")
-        if answer.next in (Next.HEADERS, Next.CHUNKS) and talk.wire is None:
+        if answer.next in (NextPhase.HEADERS, NextPhase.CHUNKS) and talk.wire is None:
             name = f"tierfall/exchange/{said['name']}"
             shard = ranks.shard
             talk.wire = self.exchange.connect(
@@ -242,21 +254,25 @@ class _Exchanged(Parts):
             for rank in topology.nodes[node]
         }
 
-    def _pass_headers(self, round: Round, wanted: frozenset[int]) -> list[Get]:
-        cargo = Headers(self._reader, wanted, self.exchange.order, self.tally)
-        self._pass(round, cargo, READ_THREADS)
+    def _exchange_headers(
+        self, round: ExchangeRound, wanted: frozenset[int]
+    ) -> list[ChunkDelivery]:
+        cargo = HeaderPayload(self._reader, wanted, self.exchange.order, self.tally)
+        self._exchange_round(round, cargo, READ_THREADS)
         self._known |= cargo.known
         return []
 
-    def _pass_chunks(self, round: Round, fills: Mapping[int, Sequence[Fill]]) -> list[Get]:
+    def _exchange_chunks(
+        self, round: ExchangeRound, fills: Mapping[int, Sequence[Fill]]
+    ) -> list[ChunkDelivery]:
         self.touched = True
         sizes = {i: want.chunk_bytes for group in round.groups for i, want in group.wants.items()}
         largest = max(sizes.values())
-        ring = self.ring or Ring(largest)
+        ring = self.ring or BufferRing(largest)
         threads = max(1, min(READ_THREADS, ring.count, BUFFER_BYTES // largest))
-        incoming = Ring(largest, count_max=threads, streams=ring.streams)
+        incoming = BufferRing(largest, count_max=threads, streams=ring.streams)
         try:
-            cargo = Chunks(
+            cargo = ChunkPayload(
                 self._reader,
                 fills,
                 sizes,
@@ -267,7 +283,7 @@ class _Exchanged(Parts):
                 incoming=incoming,
             )
             try:
-                self._pass(round, cargo, threads)
+                self._exchange_round(round, cargo, threads)
             finally:
                 cargo.finish()
         finally:
@@ -275,18 +291,20 @@ class _Exchanged(Parts):
             if self.ring is None:
                 ring.release()
         rank = self.exchange.ranks.shard.rank
-        wanted = wants_of(round.items, round.groups, rank)
+        wanted = requests_of(round.items, round.groups, rank)
         return [get for get in wanted if (get.item.image, get.item.chunk) not in cargo.got]
 
-    def _pass(self, round: Round, cargo: Cargo, threads: int) -> None:
+    def _exchange_round(self, round: ExchangeRound, cargo: Payload, threads: int) -> None:
         shard, wire = self.exchange.ranks.shard, self._talk.wire
         assert wire is not None
-        failures = pass_on(wire, round, shard.rank, shard.world_size, cargo, threads)
-        by_image: dict[int, list[tuple[Item, BaseException]]] = {}
+        failures = run_round(wire, round, shard.rank, shard.world_size, cargo, threads)
+        by_image: dict[int, list[tuple[ChunkAssignment, BaseException]]] = {}
         for item, error in failures:
             by_image.setdefault(item.image, []).append((item, error))
         for image, those in by_image.items():
-            self._note_unread(image, [item.chunk for item, _ in those], _worst(e for _, e in those))
+            self._note_unread(
+                image, [item.chunk for item, _ in those], _decisive_error(e for _, e in those)
+            )
 
     # What this rank can read -------------------------------------------------------------------------
 
@@ -322,7 +340,7 @@ class _Exchanged(Parts):
 
     def _note_unread(self, image: int, chunks: Sequence[int], error: BaseException) -> None:
         """Keep for the next time that ranks speak what this one could not read."""
-        failed = Failed(
+        failed = UnreadChunks(
             rank=self.exchange.ranks.shard.rank,
             image=image,
             chunks=tuple(chunks),
@@ -331,7 +349,7 @@ class _Exchanged(Parts):
         )
         self._talk.to_tell.append(failed)
 
-    def _unreadable(self, nobody: Unassigned) -> TierfallError:
+    def _unreadable(self, nobody: UnassignedError) -> TierfallError:
         """Say why nobody can read a chunk; it may pass if that of anybody may."""
         tried = [
             f for f in self._talk.failed if f.image == nobody.image and nobody.chunk in f.chunks
@@ -341,14 +359,16 @@ class _Exchanged(Parts):
         return kind(f"no rank can read {nobody}: {said}")
 
 
-def _worst(errors: Iterable[BaseException]) -> BaseException:
+def _decisive_error(errors: Iterable[BaseException]) -> BaseException:
     """The first error that may pass, or else the first."""
     errors = list(errors)
     return next((e for e in errors if getattr(e, "retryable", False)), errors[0])
 
 
-def _wants_left(left: Iterable[Get], sizes: Mapping[int, int]) -> dict[int, Wanted]:
+def _requests_left(
+    left: Iterable[ChunkDelivery], sizes: Mapping[int, int]
+) -> dict[int, RequestedRanges]:
     spans: dict[int, list[tuple[int, int]]] = {}
     for get in left:
         spans.setdefault(get.item.image, []).append((get.low, get.high))
-    return {image: still_wanted(sorted(those), sizes[image]) for image, those in spans.items()}
+    return {image: remaining_ranges(sorted(those), sizes[image]) for image, those in spans.items()}

@@ -24,16 +24,16 @@ class LostError(TierfallError):
     """Bytes did not come, or were not taken: for a reason that another rank knows, if it is still there."""
 
 
-class Sending(Protocol):
+class SendInFlight(Protocol):
     """Bytes on their way; they must not change before ``wait`` has returned."""
 
     def wait(self) -> None: ...
 
 
-class Wire(Protocol):
+class ByteTransport(Protocol):
     """Threads share it. Bytes are flat uint8 tensors in host memory; a tag is used once between two ranks."""
 
-    def send(self, rank: int, tag: int, bytes: torch.Tensor) -> Sending:
+    def send(self, rank: int, tag: int, bytes: torch.Tensor) -> SendInFlight:
         """Begin to send. Raises LostError, as ``wait`` does, where the rank is gone or does not take it in time."""
         ...
 
@@ -47,11 +47,11 @@ class Wire(Protocol):
         ...
 
 
-Connect = Callable[[str, int, int, float], Wire]
+Connect = Callable[[str, int, int, float], ByteTransport]
 """Meet the other ranks under a name that nobody has used before: name, rank, world size, seconds to wait for any."""
 
 
-class GlooWire:
+class GlooTransport:
     """A wire of ``torch.distributed``'s gloo; ``store`` is one that all ranks share already."""
 
     def __init__(self, store: Any, name: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -68,12 +68,12 @@ class GlooWire:
                 f"rank {rank} could not meet all others to exchange bytes with them: {_first_line(error)}"
             ) from error
 
-    def send(self, rank: int, tag: int, bytes: torch.Tensor) -> Sending:
+    def send(self, rank: int, tag: int, bytes: torch.Tensor) -> SendInFlight:
         try:
             work = self._group.send([bytes], rank, tag)
         except RuntimeError as error:
             raise self._lost(rank, "takes nothing", error) from error
-        return _GlooSending(self, rank, work, bytes)
+        return _GlooSend(self, rank, work, bytes)
 
     def receive(self, rank: int, tag: int, target: torch.Tensor) -> None:
         try:
@@ -92,8 +92,8 @@ class GlooWire:
         return LostError(f"rank {rank} {does}: {_first_line(error)}")
 
 
-class _GlooSending:
-    def __init__(self, wire: GlooWire, rank: int, work: Any, bytes: torch.Tensor) -> None:
+class _GlooSend:
+    def __init__(self, wire: GlooTransport, rank: int, work: Any, bytes: torch.Tensor) -> None:
         self._wire, self._rank, self._work, self._bytes = wire, rank, work, bytes
 
     def wait(self) -> None:

@@ -13,10 +13,10 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
-from tierfall.core.restore.exchange.assign import Group, Holders, Wanted
+from tierfall.core.restore.exchange.assign import Holders, RankGroup, RequestedRanges
 
 
-class Next(StrEnum):
+class NextPhase(StrEnum):
     """What comes after the ranks have said what they want."""
 
     LOCAL = "local"
@@ -26,7 +26,7 @@ class Next(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class UnreadChunks:
     """What a rank could not read of an image: chunks, and why; ``retryable``: it may well be there."""
 
     rank: int
@@ -37,15 +37,15 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ExchangeRequest:
     """What one rank says. ``planning``: it wants headers, and does not know yet what else. ``alone``: of all images it
     wants its own only. ``sees``, said once: the images that each tier, by its place in the chain, has for it."""
 
-    wants: Mapping[int, Wanted] = field(default_factory=dict)
+    wants: Mapping[int, RequestedRanges] = field(default_factory=dict)
     planning: bool = False
     alone: bool = False
     sees: Mapping[int, Iterable[int]] | None = None
-    failed: Sequence[Failed] = ()
+    failed: Sequence[UnreadChunks] = ()
     stopped: str | None = None
 
     def members(self) -> dict[str, Any]:
@@ -63,13 +63,13 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ExchangeDecision:
     """What all do next. ``stopped`` is the rank that ended the exchange, with its reason."""
 
-    next: Next
-    groups: tuple[Group, ...]
+    next: NextPhase
+    groups: tuple[RankGroup, ...]
     holders: Holders | None
-    failed: tuple[Failed, ...]
+    failed: tuple[UnreadChunks, ...]
     stopped: tuple[int, str] | None
 
 
@@ -84,46 +84,50 @@ def decide(bodies: Mapping[int, Mapping[str, Any]], place_of: PlaceOf) -> dict[s
     planning = any(body["planning"] for body in bodies.values())
     seen = None
     if bodies[0]["sees"] is not None:
-        seen = _alike(
+        seen = _merge_equal(
             {(tier, rank): runs for rank, b in bodies.items() for tier, runs in b["sees"].items()}
         )
     if stopped is not None:
-        kind = Next.DONE
+        kind = NextPhase.DONE
     elif seen is not None and not planning and _need_nobody(bodies, seen, place_of):
-        kind = Next.LOCAL
+        kind = NextPhase.LOCAL
     elif planning:
-        kind = Next.HEADERS
+        kind = NextPhase.HEADERS
     else:
-        kind = Next.CHUNKS if any(body["wants"] for body in bodies.values()) else Next.DONE
+        kind = (
+            NextPhase.CHUNKS if any(body["wants"] for body in bodies.values()) else NextPhase.DONE
+        )
     wants: dict[str, list[int]] = {}
-    if kind in (Next.HEADERS, Next.CHUNKS):
+    if kind in (NextPhase.HEADERS, NextPhase.CHUNKS):
         for rank, body in bodies.items():
             if body["wants"] and body["planning"] == planning:
                 wants.setdefault(json.dumps(body["wants"], sort_keys=True), []).append(rank)
     return {
         "next": kind.value,
         "groups": [[to_runs(ranks), json.loads(said)] for said, ranks in wants.items()],
-        "seen": seen if kind in (Next.HEADERS, Next.CHUNKS) else None,
+        "seen": seen if kind in (NextPhase.HEADERS, NextPhase.CHUNKS) else None,
         "failed": [[rank, *failed] for rank, body in bodies.items() for failed in body["failed"]],
         "stopped": stopped,
     }
 
 
-def read_answer(said: Mapping[str, Any]) -> Answer:
+def read_answer(said: Mapping[str, Any]) -> ExchangeDecision:
     groups = tuple(
-        Group(
+        RankGroup(
             ranks=tuple(from_runs(ranks)),
-            wants={int(i): Wanted(size, tuple(runs)) for i, (size, *runs) in wants.items()},
+            wants={
+                int(i): RequestedRanges(size, tuple(runs)) for i, (size, *runs) in wants.items()
+            },
         )
         for ranks, wants in said["groups"]
     )
     failed = tuple(
-        Failed(rank=r, image=i, chunks=tuple(from_runs(runs)), retryable=again, text=text)
+        UnreadChunks(rank=r, image=i, chunks=tuple(from_runs(runs)), retryable=again, text=text)
         for r, i, runs, again, text in said["failed"]
     )
     stopped = said["stopped"]
-    return Answer(
-        next=Next(said["next"]),
+    return ExchangeDecision(
+        next=NextPhase(said["next"]),
         groups=groups,
         holders=None if said["seen"] is None else _holders(said["seen"]),
         failed=failed,
@@ -131,7 +135,7 @@ def read_answer(said: Mapping[str, Any]) -> Answer:
     )
 
 
-def _alike(said: Mapping[tuple[str, int], list[int]]) -> list[list[Any]]:
+def _merge_equal(said: Mapping[tuple[str, int], list[int]]) -> list[list[Any]]:
     """Say once what several ranks see alike on a tier: tier, images, ranks."""
     found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for (tier, rank), runs in said.items():

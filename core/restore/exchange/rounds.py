@@ -17,24 +17,24 @@ import torch
 
 from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.restore.exchange.assign import (
-    Get,
-    Group,
-    Item,
-    gets_of,
+    ChunkAssignment,
+    ChunkDelivery,
+    RankGroup,
+    deliveries_to,
     name_of,
     reads_of,
-    takers_of,
+    receivers_of,
 )
-from tierfall.core.restore.exchange.gloo import LostError, Wire
+from tierfall.core.restore.exchange.gloo import ByteTransport, LostError
 from tierfall.core.runtime.buffers import Buffer
-from tierfall.core.runtime.wait import Bell
+from tierfall.core.runtime.wait import InterruptibleEvent
 
 T = TypeVar("T")
 _UNREAD = -1
 _HEAD_BYTES = 24
 
 
-class Head(NamedTuple):
+class ChunkPrefix(NamedTuple):
     """What goes ahead of a chunk: how many bytes follow, by its place in the chain the tier that they were read from,
     and how many of them come before the header, where that is what is sent."""
 
@@ -43,60 +43,60 @@ class Head(NamedTuple):
     first: int = 0
 
 
-class Loaded(NamedTuple):
+class LoadedChunk(NamedTuple):
     """What was read: bytes that begin at ``low`` of the image's data; ``head`` says the rest."""
 
     view: memoryview
     low: int
-    head: Head
+    head: ChunkPrefix
 
 
-class Cargo(Protocol):
+class Payload(Protocol):
     """What is passed on, headers or chunks: how it is read, and what is done with it here."""
 
-    def room(self, item: Item) -> AbstractContextManager[Buffer]:
+    def room(self, item: ChunkAssignment) -> AbstractContextManager[Buffer]:
         """Lend what an item is read into."""
         ...
 
-    def load(self, item: Item, buffer: Buffer) -> Loaded:
+    def load(self, item: ChunkAssignment, buffer: Buffer) -> LoadedChunk:
         """Read and verify an item. Raises one of PASSABLE where no copy that this rank can reach is good."""
         ...
 
-    def load_alone(self, item: Item, buffer: Buffer) -> None:
+    def load_alone(self, item: ChunkAssignment, buffer: Buffer) -> None:
         """Read an item that this rank alone wants, and keep it; raises as ``load`` does."""
         ...
 
-    def keep(self, item: Item, loaded: Loaded, buffer: Buffer) -> None:
+    def keep(self, item: ChunkAssignment, loaded: LoadedChunk, buffer: Buffer) -> None:
         """Take what this rank wants of what it has read itself."""
         ...
 
-    def room_for(self, get: Get, head: Head) -> AbstractContextManager[Buffer]:
+    def room_for(self, get: ChunkDelivery, head: ChunkPrefix) -> AbstractContextManager[Buffer]:
         """Lend what bytes from another rank are received into."""
         ...
 
-    def take(self, get: Get, head: Head, buffer: Buffer) -> None:
+    def take(self, get: ChunkDelivery, head: ChunkPrefix, buffer: Buffer) -> None:
         """Take what has come from another rank."""
         ...
 
 
 @dataclass(slots=True)
-class Failures:
+class ReadFailures:
     """What this rank could not read, and why. Threads share it."""
 
-    items: list[tuple[Item, BaseException]] = field(default_factory=list)
+    items: list[tuple[ChunkAssignment, BaseException]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, item: Item, error: BaseException) -> None:
+    def note(self, item: ChunkAssignment, error: BaseException) -> None:
         with self._lock:
             self.items.append((item, error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class ExchangeRound:
     """What is passed on at once. ``first_tag`` is above all tags of earlier rounds."""
 
-    items: Sequence[Item]
-    groups: Sequence[Group]
+    items: Sequence[ChunkAssignment]
+    groups: Sequence[RankGroup]
     first_tag: int
 
     @property
@@ -104,32 +104,42 @@ class Round:
         return self.first_tag + 2 * (1 + max((item.number for item in self.items), default=-1))
 
 
-def pass_on(
-    wire: Wire, round: Round, rank: int, world_size: int, cargo: Cargo, threads: int
-) -> list[tuple[Item, BaseException]]:
+def run_round(
+    wire: ByteTransport,
+    round: ExchangeRound,
+    rank: int,
+    world_size: int,
+    cargo: Payload,
+    threads: int,
+) -> list[tuple[ChunkAssignment, BaseException]]:
     """Read what ``rank`` was assigned, hand it on, and take what it wants of the others; return what it could not read.
 
     Raises LostError where a rank is gone, and whatever else goes wrong here; the wire is cut then.
     """
-    failures = Failures()
-    hand = _Hand(wire, round, rank, cargo, failures)
+    failures = ReadFailures()
+    hand = _RoundRunner(wire, round, rank, cargo, failures)
     reads = reads_of(round.items, rank)
-    gets = gets_of(round.items, round.groups, rank, world_size)
+    gets = deliveries_to(round.items, round.groups, rank, world_size)
     run_all([(threads, hand.read, reads), (threads, hand.receive, gets)], wire.cut)
     return failures.items
 
 
-class _Hand:
+class _RoundRunner:
     def __init__(
-        self, wire: Wire, round: Round, rank: int, cargo: Cargo, failures: Failures
+        self,
+        wire: ByteTransport,
+        round: ExchangeRound,
+        rank: int,
+        cargo: Payload,
+        failures: ReadFailures,
     ) -> None:
         self._wire, self._round, self._rank = wire, round, rank
         self._cargo, self._failures = cargo, failures
 
-    def read(self, item: Item) -> None:
-        takers = takers_of(item, self._round.groups)
+    def read(self, item: ChunkAssignment) -> None:
+        takers = receivers_of(item, self._round.groups)
         with self._cargo.room(item) as buffer:
-            loaded: Loaded | None = None
+            loaded: LoadedChunk | None = None
             try:
                 if not takers:
                     self._cargo.load_alone(item, buffer)
@@ -148,11 +158,11 @@ class _Hand:
                 self._named(item, sending.wait, f"to rank {rank}")
 
     def _send(
-        self, item: Item, rank: int, low: int, high: int, loaded: Loaded | None
+        self, item: ChunkAssignment, rank: int, low: int, high: int, loaded: LoadedChunk | None
     ) -> Iterable[tuple[Any, int]]:
         """Begin to send what a rank wants of an item, or word that it could not be read."""
         tag = self._tag(item)
-        head, view = Head(_UNREAD), memoryview(b"")
+        head, view = ChunkPrefix(_UNREAD), memoryview(b"")
         if loaded is not None:
             view = loaded.view[low - loaded.low : high - loaded.low] if high else loaded.view
             head = loaded.head._replace(bytes=len(view))
@@ -163,12 +173,12 @@ class _Hand:
             bytes = torch.frombuffer(view, dtype=torch.uint8)
             yield self._named(item, lambda: send(rank, tag + 1, bytes), where), rank
 
-    def receive(self, get: Get) -> None:
+    def receive(self, get: ChunkDelivery) -> None:
         item, where = get.item, f"from rank {get.item.reader}"
         tag, receive = self._tag(item), self._wire.receive
         said = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
         self._named(item, lambda: receive(item.reader, tag, said), where)
-        head = Head(*said.view(torch.int64).tolist())
+        head = ChunkPrefix(*said.view(torch.int64).tolist())
         if head.bytes == _UNREAD:
             return
         if get.high and head.bytes != get.high - get.low:
@@ -178,10 +188,10 @@ class _Hand:
             self._named(item, lambda: receive(item.reader, tag + 1, bytes), where)
             self._cargo.take(get, head, buffer)
 
-    def _tag(self, item: Item) -> int:
+    def _tag(self, item: ChunkAssignment) -> int:
         return self._round.first_tag + 2 * item.number
 
-    def _named(self, item: Item, do: Callable[[], T], where: str) -> T:
+    def _named(self, item: ChunkAssignment, do: Callable[[], T], where: str) -> T:
         """Let what is lost be lost by name."""
         try:
             return do()
@@ -189,11 +199,11 @@ class _Hand:
             raise LostError(f"{_name(item)}, {where}: {error}") from error
 
 
-def _name(item: Item) -> str:
+def _name(item: ChunkAssignment) -> str:
     return name_of(item.image, item.chunk)
 
 
-def _packed(head: Head) -> torch.Tensor:
+def _packed(head: ChunkPrefix) -> torch.Tensor:
     return torch.tensor(head, dtype=torch.int64).view(torch.uint8)
 
 
@@ -204,17 +214,17 @@ Work = tuple[int, Callable[[Any], None], Sequence[Any]]
 def run_all(works: Iterable[Work], cut: Callable[[], None]) -> None:
     """Do all works at once. Raises the first failure, or what interrupts the caller, once all threads have stopped:
     ``cut`` ends what they wait for."""
-    crew = _Crew(cut)
+    crew = _WorkerThreads(cut)
     for count, do, things in works:
         crew.add(min(count, len(things)), do, iter(things))
     crew.run()
 
 
-class _Crew:
+class _WorkerThreads:
     def __init__(self, cut: Callable[[], None]) -> None:
         self._cut = cut
         self._stop = threading.Event()
-        self._over = Bell()
+        self._over = InterruptibleEvent()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._running = 0

@@ -18,7 +18,7 @@ LATE_S = 0.001
 """How much later than due it is looked: a sum of clocks may round down."""
 
 
-class Ageing:
+class AgeTimer:
     """See the module. ``due_s`` says at which wall time a tier's rules may let something go, None where at none."""
 
     def __init__(self, ledger: Ledger, due_s: Callable[[View, str], float | None]) -> None:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from tierfall.core.format.records import Commit, stops_drop
-from tierfall.core.scheduler.deletion.age_timer import Ageing
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger, entry_of
-from tierfall.core.scheduler.ledger.notes import Notes
-from tierfall.core.scheduler.ledger.tasks import DropCopy, NotWholeError, Outcome, ReadMarks, Task
+from tierfall.core.scheduler.deletion.age_timer import AgeTimer
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry, entry_of
+from tierfall.core.scheduler.ledger.notes import EventEmitter
+from tierfall.core.scheduler.ledger.tasks import DeleteCopy, NotWholeError, Outcome, ReadMarks, Task
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.core.types.view import CheckpointView, CopyView, Decision, TierRules, Verdict, View
@@ -30,14 +30,14 @@ ASKED_OF_MAX = 500
 """Of more copies than these the policy is not asked which a drop relies on: each time it looks at all of them."""
 SAVES_WITHOUT_METRICS = 3
 """So many saves in a row without any are no accident."""
-PlanDrops = Callable[[View, str], tuple[Decision, ...]]
+PlanDeletions = Callable[[View, str], tuple[Decision, ...]]
 
 
 class MissingMetrics(Protocol):
     def __call__(self, view: View, *, saves_min: int) -> Mapping[str, str]: ...
 
 
-class Verifies(Protocol):
+class VerifiesCopies(Protocol):
     """Has what nobody has verified on a tier read; False where there is nothing to. ``hurry``: room waits for it."""
 
     def __call__(self, tier: str, *, hurry: bool = False) -> bool: ...
@@ -47,7 +47,7 @@ class FoundDamage(Protocol):
     def __call__(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None: ...
 
 
-class Dropper:
+class Deleter:
     """What is leaving, and which tiers' marks are to be read before more may leave.
 
     ``plans`` says that retention is worked out here; ``has_dropped`` hears of each copy that went by it, or is to go
@@ -63,7 +63,7 @@ class Dropper:
         *,
         ledger: Ledger,
         tiers: Iterable[str],
-        plan_drops: PlanDrops,
+        plan_drops: PlanDeletions,
         keeps_all_live: Callable[[TierRules], bool],
         next_due_s: Callable[[View, str], float | None],
         missing_metrics: MissingMetrics,
@@ -74,17 +74,17 @@ class Dropper:
         self._keeps_all_live = {t.name: keeps_all_live(t) for t in ledger.rules}
         self._missing_metrics = missing_metrics
         self._said_missing: set[str] = set()
-        self._ageing = Ageing(ledger, next_due_s)
+        self._ageing = AgeTimer(ledger, next_due_s)
         self._dispatch = dispatch
         self.alone = True
-        self.notes = Notes()
+        self.notes = EventEmitter()
         self.delete: Callable[[CheckpointId], None] = lambda id: None
         self.was_deleted: Callable[[CheckpointId], bool] = lambda id: False
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
         self._due: set[str] = set()
         self._surveying: set[str] = set()
         self._to_read: dict[str, set[CheckpointId]] = {tier: set() for tier in self._leaving}
-        self._failed: dict[tuple[str, CheckpointId], tuple[DropCopy, float]] = {}
+        self._failed: dict[tuple[str, CheckpointId], tuple[DeleteCopy, float]] = {}
         self._asks_again_s: dict[str, float] = {}
         self.reserved: set[CheckpointId] = set()
         self.awaited: set[CheckpointId] = set()
@@ -93,13 +93,13 @@ class Dropper:
         self.paused = False
         self._trusted: set[str] = set()
         self.plans = True
-        self.verifies: Verifies = lambda tier, *, hurry=False: False
+        self.verifies: VerifiesCopies = lambda tier, *, hurry=False: False
         self.verifies_elsewhere: Callable[[str, Sequence[CheckpointId]], bool] = lambda tier, ids: (
             False
         )
-        self.has_dropped: Callable[[DropCopy], None] = lambda task: None
+        self.has_dropped: Callable[[DeleteCopy], None] = lambda task: None
         self.read_marks: Callable[[ReadMarks], None] = dispatch
-        self.asks_first: Callable[[DropCopy], bool] = lambda task: False
+        self.asks_first: Callable[[DeleteCopy], bool] = lambda task: False
         self.is_split: Callable[[str], bool] = lambda tier: False
         self.found_damage: FoundDamage = lambda tier, id, why, *, repairable: None
         self._to_tell: set[tuple[str, CheckpointId]] = set()
@@ -214,7 +214,9 @@ class Dropper:
         if not self._surveying:
             self._changed.clear()
         read: Mapping[CheckpointId, frozenset[str]] = outcome.value or {}
-        self._learn(task.tier, {id: marks for id, marks in read.items() if id not in outdated})
+        self._update_entries(
+            task.tier, {id: marks for id, marks in read.items() if id not in outdated}
+        )
         if outcome.error is not None:
             self._trusted.discard(task.tier)
             logger.warning(
@@ -235,7 +237,7 @@ class Dropper:
         newest = self._newest_left(task.tier, without=drops) if drops else None
         relied = self._relied_on(task.tier, drops)
         for id, reason in drops.items():
-            self._drop(task.tier, id, reason, next_latest=newest, relies_on=relied)
+            self._queue_delete(task.tier, id, reason, next_latest=newest, relies_on=relied)
         if len(drops) < len(plan):
             self.survey(task.tier)  # what was read has changed the plan
         else:
@@ -259,7 +261,7 @@ class Dropper:
             and entry.marks.get(tier, frozenset()) != marks
         }
 
-    def _learn(self, tier: str, found: dict[CheckpointId, frozenset[str]]) -> None:
+    def _update_entries(self, tier: str, found: dict[CheckpointId, frozenset[str]]) -> None:
         for id, marks in found.items():
             entry = self._ledger.entries.get(id)
             if entry is not None and _has_record(entry, tier):
@@ -272,10 +274,10 @@ class Dropper:
             return []  # however many lie there
         view = self._view(tier)
         self._ageing.note(view, tier)
-        self._say_what_is_missing(view)
-        planned = self._drops(view, tier)
+        self._warn_missing_metrics(view)
+        planned = self._planned_deletions(view, tier)
         if self._ledger.has_unverified and len(planned) < len(
-            self._drops(replace(view, trusting=True), tier)
+            self._planned_deletions(replace(view, trusting=True), tier)
         ):
             self.verifies(tier)
         return planned
@@ -316,7 +318,7 @@ class Dropper:
             groups += [group[newer:], group[:newer]]
         return tuple(found)
 
-    def _drops(self, view: View, tier: str) -> list[Decision]:
+    def _planned_deletions(self, view: View, tier: str) -> list[Decision]:
         busy = self._leaving[tier] | self.reserved | self.awaited
         decisions = (*self._plan_drops(view, tier), *self._plan_damaged(view, tier))
         return [d for d in decisions if d.checkpoint not in busy]
@@ -324,7 +326,7 @@ class Dropper:
     def _plan_damaged(self, view: View, tier: str) -> Iterator[Decision]:
         """Decide on damaged copies that are not written anew: each goes where a whole one in its place would go. Good
         copies are decided on without them."""
-        left = {e.id: e.bytes.get(tier, 0) for e in self._left_damaged(tier)}
+        left = {e.id: e.bytes.get(tier, 0) for e in self._damaged_entries(tier)}
         if not left:
             return
 
@@ -337,7 +339,7 @@ class Dropper:
         whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
         yield from (d for d in self._plan_drops(whole, tier) if d.checkpoint in left)
 
-    def _left_damaged(self, tier: str) -> list[Entry]:
+    def _damaged_entries(self, tier: str) -> list[LedgerEntry]:
         """Name the damaged copies on a tier that are not written anew, and that nobody reads."""
         return [
             e
@@ -359,7 +361,7 @@ class Dropper:
         busy = self._leaving[tier] | self.reserved | self.awaited
         views = {checkpoint.id: checkpoint for checkpoint in view.checkpoints}
         goes, stays = [], []
-        for entry in self._left_damaged(tier):
+        for entry in self._damaged_entries(tier):
             began = entry.id == view.restored_from and not continued
             together = not entry.is_whole and len(entry.damage) > 1
             if not good or began or together or entry.pinned or entry.id in busy:
@@ -375,7 +377,7 @@ class Dropper:
         goes.sort(key=lambda d: (views[d.checkpoint].live, d.checkpoint))
         return goes, stays
 
-    def _say_what_is_missing(self, view: View) -> None:
+    def _warn_missing_metrics(self, view: View) -> None:
         """A rule that goes by a metric which no save gives is said once."""
         missing = self._missing_metrics(view, saves_min=SAVES_WITHOUT_METRICS)
         for metric in missing.keys() - self._said_missing:
@@ -395,9 +397,11 @@ class Dropper:
         one, is being carried out."""
         newest = self._newest_left(tier, without={id, *beside})
         relied = () if ordered or newest is None else (newest,)
-        return self._drop(tier, id, reason, ordered=ordered, next_latest=newest, relies_on=relied)
+        return self._queue_delete(
+            tier, id, reason, ordered=ordered, next_latest=newest, relies_on=relied
+        )
 
-    def _drop(
+    def _queue_delete(
         self,
         tier: str,
         id: CheckpointId,
@@ -413,7 +417,7 @@ class Dropper:
         if not ordered and entry.tombstoned:
             self.delete(id)  # a tombstone is for all copies: it goes with the last
             return False
-        task = DropCopy(
+        task = DeleteCopy(
             tier=tier,
             id=id,
             reason=reason,
@@ -431,7 +435,7 @@ class Dropper:
             self.leave(task)
         return True
 
-    def take_answer(self, task: DropCopy, outcome: Outcome) -> None:
+    def take_answer(self, task: DeleteCopy, outcome: Outcome) -> None:
         """The marks of a copy that is to go have been read on all nodes: let it go, unless they stop that."""
         self._leaving[task.tier].discard(task.id)
         entry = self._ledger.entries.get(task.id)
@@ -466,9 +470,9 @@ class Dropper:
     ) -> bool:
         """Remove what is left of a copy that was never committed; of one ``shard`` only, where others' may go on. As
         ``leave`` says, False where it is on its way out."""
-        return self.leave(DropCopy(tier=tier, id=id, reason=reason, unfinished=True, shard=shard))
+        return self.leave(DeleteCopy(tier=tier, id=id, reason=reason, unfinished=True, shard=shard))
 
-    def leave(self, task: DropCopy) -> bool:
+    def leave(self, task: DeleteCopy) -> bool:
         """Let a copy go, whatever was planned; False where it is on its way out already, or that failed."""
         entry = self._ledger.entries.get(task.id)
         if entry is not None and not task.unfinished:
@@ -480,7 +484,7 @@ class Dropper:
         self._dispatch(task)
         return True
 
-    def take_dropped(self, task: DropCopy, outcome: Outcome, now_s: float) -> bool:
+    def take_dropped(self, task: DeleteCopy, outcome: Outcome, now_s: float) -> bool:
         """Take what became of a deletion; True when there is more room now.
 
         One that failed half-way counts as leaving until it succeeds: its commit record may be gone.
@@ -504,13 +508,13 @@ class Dropper:
         if task.unfinished:
             return self._took_rest(entry, task, outcome)
         if entry is not None:
-            return self._gone(entry, task, outcome)
+            return self._on_gone(entry, task, outcome)
         if not (self.alone or task.void) and stops_drop(outcome.value, tombstoned=task.tombstoned):
             # a part that a mark keeps, or a deletion is to find
             self._ledger.partial.add((task.tier, task.id))
         return False
 
-    def _took_rest(self, entry: Entry | None, task: DropCopy, outcome: Outcome) -> bool:
+    def _took_rest(self, entry: LedgerEntry | None, task: DeleteCopy, outcome: Outcome) -> bool:
         """What was left of a copy is gone: of one that was never committed, or of one whose deletion had failed. Or its
         commit record is there: then it is a copy."""
         size = self._ledger.unfinished.pop((task.tier, task.id), 0)
@@ -518,16 +522,16 @@ class Dropper:
         if entry is not None:
             entry.in_doubt.discard(task.tier)
         if outcome.value is not None:
-            self._is_committed(task, outcome.value)
+            self._on_still_committed(task, outcome.value)
             if leaving:
                 self.survey(task.tier)
             return not leaving
         if entry is not None and leaving:
-            return self._gone(entry, replace(task, unfinished=False), outcome)
+            return self._on_gone(entry, replace(task, unfinished=False), outcome)
         self.notes.dropped(task, size, outcome.seconds)
         return True
 
-    def _is_kept(self, entry: Entry | None, task: DropCopy, error: NotWholeError) -> None:
+    def _is_kept(self, entry: LedgerEntry | None, task: DeleteCopy, error: NotWholeError) -> None:
         """What a deletion relies on is not whole: the copy is still there, and what may go is planned anew."""
         self._leaving[task.tier].discard(task.id)
         self._to_tell.discard((task.tier, task.id))
@@ -546,7 +550,7 @@ class Dropper:
         for id, (why, has_record) in error.damaged.items():
             self.found_damage(tier, id, why, repairable=has_record)
 
-    def _is_committed(self, task: DropCopy, commit: Commit) -> None:
+    def _on_still_committed(self, task: DeleteCopy, commit: Commit) -> None:
         """What looked unfinished is a checkpoint: the answer to its commit was lost."""
         entry = self._ledger.entries.get(task.id)
         if self.is_split(task.tier):  # this node's part of it is
@@ -565,11 +569,11 @@ class Dropper:
         if self.was_deleted(task.id):
             self.delete(task.id)
 
-    def _gone(self, entry: Entry, task: DropCopy, outcome: Outcome) -> bool:
+    def _on_gone(self, entry: LedgerEntry, task: DeleteCopy, outcome: Outcome) -> bool:
         tells = (task.tier, task.id) in self._to_tell
         self._to_tell.discard((task.tier, task.id))
         if stops_drop(outcome.value or (), tombstoned=task.tombstoned):
-            self._stays(entry, task, outcome.value)
+            self._on_kept(entry, task, outcome.value)
             return False
         self.notes.dropped(task, entry.bytes.get(task.tier, 0), outcome.seconds)
         entry.note_gone(task.tier)
@@ -579,7 +583,7 @@ class Dropper:
         self._ledger.forget_if_gone(entry)
         return True
 
-    def _stays(self, entry: Entry, task: DropCopy, marks: frozenset[str]) -> None:
+    def _on_kept(self, entry: LedgerEntry, task: DeleteCopy, marks: frozenset[str]) -> None:
         logger.info("%s: %s stays after all: it was marked", task.tier, entry.id)
         if self.is_split(task.tier):  # other nodes' parts are gone, or may be
             entry.note_gone(task.tier)
@@ -610,11 +614,11 @@ def _without(checkpoint: CheckpointView, tier: str) -> CheckpointView:
     return replace(checkpoint, copies=copies)
 
 
-def _is_leaving(entry: Entry | None, tier: str) -> bool:
+def _is_leaving(entry: LedgerEntry | None, tier: str) -> bool:
     return entry is not None and entry.state(tier) is CopyState.LEAVING
 
 
-def _has_record(entry: Entry, tier: str) -> bool:
+def _has_record(entry: LedgerEntry, tier: str) -> bool:
     """Say whether a commit record of it is on a tier, of a good copy or of a damaged one."""
     state = entry.state(tier)
     return state is CopyState.COMMITTED or (state is CopyState.ABSENT and tier in entry.damage)

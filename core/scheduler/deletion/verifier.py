@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from tierfall.core.copies.images import Image
 from tierfall.core.format.records import Manifest
-from tierfall.core.ranks.message_tree import Bodies, Council, Topic
-from tierfall.core.ranks.ranks import Announced, Gathered, News
+from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
+from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import CheckChunk, OpenCheck, Outcome, Task
 from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, NotSupportedError
@@ -31,7 +31,7 @@ _TOPICS = frozenset({_VERIFY, _HURRY, _FOUND, _VERIFIED, _READ})
 
 
 @dataclass(slots=True)
-class _Asked:
+class _VerifyRequest:
     """What rank 0 has asked all ranks to read on a tier, and since when room waits for it."""
 
     id: CheckpointId
@@ -40,7 +40,7 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class _Check:
+class _RunningCheck:
     """One copy that is being read; ``images`` are this rank's part of it, none before their records are read."""
 
     id: CheckpointId
@@ -53,7 +53,7 @@ class _Check:
     chunk: int = 0
 
 
-class Verifier:
+class BackgroundVerifier:
     """See the module. ``waits`` says that nothing is to be read at present; ``changed`` is told of each tier of which
     more is known now, ``is_damaged`` of each copy that is not what was written. ``bytes_per_s`` bounds what is read of
     a tier by this rank (None: nothing does), unless room waits for it."""
@@ -62,7 +62,7 @@ class Verifier:
         self,
         *,
         ledger: Ledger,
-        council: Council | None,
+        council: MessageTree | None,
         is_split: Callable[[str], bool],
         dispatch: Callable[[Task], None],
         bytes_per_s: float | None,
@@ -79,8 +79,8 @@ class Verifier:
         self._changed = changed
         self._is_damaged = is_damaged
         self._decides = council is None or council.topology.is_root
-        self._asked: dict[str, _Asked] = {}
-        self._checks: dict[str, _Check] = {}
+        self._asked: dict[str, _VerifyRequest] = {}
+        self._checks: dict[str, _RunningCheck] = {}
         self._later: dict[tuple[str, CheckpointId], float] = {}
         self._count = 0
         self._restores = 0
@@ -134,7 +134,7 @@ class Verifier:
                 return False
             self._count += 1
             since_s = self._ledger.now_s if hurry else None
-            self._asked[tier] = _Asked(chosen, self._count, since_s)
+            self._asked[tier] = _VerifyRequest(chosen, self._count, since_s)
             self._announce(_topic(_VERIFY, self._count, chosen, tier), hurry)
         elif hurry and asked.hurry_since_s is None:
             asked.hurry_since_s = self._ledger.now_s
@@ -143,7 +143,7 @@ class Verifier:
 
     def _announce(self, topic: Topic, body: object) -> None:
         if self._council is None:
-            self.hear(Announced(topic=topic, body=body))
+            self.hear(DecisionAnnounced(topic=topic, body=body))
         else:
             self._council.announce(topic, body)
 
@@ -152,7 +152,7 @@ class Verifier:
         return next((id for id in found if (tier, id) not in self._later), None)
 
     def _begin(self, number: int, id: CheckpointId, tier: str, hurry: bool) -> None:
-        self._checks[tier] = _Check(id, number, hurry)
+        self._checks[tier] = _RunningCheck(id, number, hurry)
         turn, of = 0, 1
         if self._council is not None:
             topology = self._council.topology
@@ -190,7 +190,7 @@ class Verifier:
         times += [s for tier in self._asked if (s := self._room_waits_until_s(tier)) is not None]
         return min((when for when in [*times, *self._later.values()] if when > now_s), default=None)
 
-    def _read_on(self, tier: str, check: _Check) -> None:
+    def _read_on(self, tier: str, check: _RunningCheck) -> None:
         while check.image < len(check.images):
             image, manifest = check.images[check.image]
             if check.chunk < manifest.chunk_count:
@@ -202,7 +202,7 @@ class Verifier:
                 )
                 return
             check.image, check.chunk = check.image + 1, 0
-        self._has_read(tier, check, None)
+        self._on_check_read(tier, check, None)
 
     def took(self, outcome: Outcome, now_s: float) -> None:
         """Take what came of reading records, or a chunk."""
@@ -213,7 +213,7 @@ class Verifier:
             return
         check.reading = False
         if outcome.error is not None:
-            self._has_read(task.tier, check, outcome.error)
+            self._on_check_read(task.tier, check, outcome.error)
         elif isinstance(task, OpenCheck):
             check.images = outcome.value
         else:
@@ -222,40 +222,40 @@ class Verifier:
             if self._bytes_per_s is not None:
                 check.not_before_s = now_s + (end - start) / self._bytes_per_s
 
-    def _has_read(self, tier: str, check: _Check, error: BaseException | None) -> None:
+    def _on_check_read(self, tier: str, check: _RunningCheck, error: BaseException | None) -> None:
         """Say what this rank has found: nothing wrong, damage, or that it could not look."""
         del self._checks[tier]
         damage = isinstance(error, IntegrityError | KeyNotFoundError | NotSupportedError)
         body = [None if error is None else str(error), damage]
         if self._council is None:
-            self._has_found(check.id, tier, body)
+            self._on_result(check.id, tier, body)
         else:
             self._council.contribute(_topic(_FOUND, check.number, check.id, tier), body)
 
     # What was found --------------------------------------------------------------------------------
 
     @staticmethod
-    def is_about(news: News) -> bool:
+    def is_about(news: RankMessage) -> bool:
         """Say whether this is what hears of it."""
         return news.topic[0] in _TOPICS
 
-    def hear(self, news: News) -> None:
+    def hear(self, news: RankMessage) -> None:
         """Hear what rank 0 wants verified, what all have found, or what all have read."""
         what, number, id, tier = _parse(news.topic)
         match news:
-            case Announced() if what == _VERIFY:
+            case DecisionAnnounced() if what == _VERIFY:
                 self._begin(number, id, tier, bool(news.body))
-            case Announced() if what == _HURRY:
+            case DecisionAnnounced() if what == _HURRY:
                 if tier in self._checks and self._checks[tier].number == number:
                     self._checks[tier].hurry = True  # else this rank has read its part
-            case Gathered(passed=False) if what == _FOUND:
-                self._tell_all(id, tier, news.bodies)
-            case Gathered(passed=False) if what == _READ:
+            case MessagesGathered(passed=False) if what == _FOUND:
+                self._announce_result(id, tier, news.bodies)
+            case MessagesGathered(passed=False) if what == _READ:
                 self._all_restored(id, news.bodies)
-            case Announced():
-                self._has_found(id, tier, news.body)
+            case DecisionAnnounced():
+                self._on_result(id, tier, news.body)
 
-    def _tell_all(self, id: CheckpointId, tier: str, bodies: Bodies) -> None:
+    def _announce_result(self, id: CheckpointId, tier: str, bodies: Bodies) -> None:
         """Tell all ranks the worst of what any has found; for rank 0."""
         assert self._council is not None
         said = [[f"rank {rank}: {text}", damage] for rank, (text, damage) in bodies.items() if text]
@@ -267,7 +267,7 @@ class Verifier:
         for tier in sorted(frozenset.intersection(*map(frozenset, bodies.values()))):
             self._council.announce(_topic(_VERIFIED, 0, id, tier), [None, False])
 
-    def _has_found(self, id: CheckpointId, tier: str, body: Sequence[object]) -> None:
+    def _on_result(self, id: CheckpointId, tier: str, body: Sequence[object]) -> None:
         text, damage = body
         if tier in self._asked and self._asked[tier].id == id:
             del self._asked[tier]

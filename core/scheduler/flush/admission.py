@@ -15,9 +15,9 @@ from typing import Protocol
 from tierfall.core.capture.events import CaptureAdvanced
 from tierfall.core.capture.snapshot import HostMemory, HostRegion
 from tierfall.core.scheduler.flush.superseding import Superseder
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
-from tierfall.core.scheduler.ledger.notes import Notes
-from tierfall.core.scheduler.ledger.tasks import Admission, CopyRun, Event, Outcome
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.notes import EventEmitter
+from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, CopyRun, Event, Outcome
 from tierfall.core.types.errors import CapacityError, FlushError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CopyState, SaveOutcome, WhenFull
@@ -26,7 +26,7 @@ from tierfall.core.types.view import Decision, Eviction, View
 logger = logging.getLogger("tierfall")
 
 
-class PlanEviction(Protocol):
+class PlanMemoryEviction(Protocol):
     def __call__(
         self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
     ) -> Eviction: ...
@@ -41,8 +41,8 @@ class Admissions:
         *,
         ledger: Ledger,
         host: HostMemory,
-        plan_eviction: PlanEviction,
-        give_up_copy: Callable[[Entry, str, BaseException], None],
+        plan_eviction: PlanMemoryEviction,
+        give_up_copy: Callable[[LedgerEntry, str, BaseException], None],
         superseder: Superseder,
         when_full: WhenFull,
         max_wait_s: float,
@@ -62,14 +62,14 @@ class Admissions:
         )
         self.last_resort: Callable[[], bool] = lambda: False
         self.answered: Callable[[float], None] = lambda now_s: None
-        self.notes = Notes()
-        self._waiting: deque[Admission] = deque()
+        self.notes = EventEmitter()
+        self._waiting: deque[AdmissionRequest] = deque()
         self._found_no_room = False
-        self._refused: Admission | None = None
+        self._refused: AdmissionRequest | None = None
         self._copies_go_on = False
         self._said: set[str] = set()
 
-    def ask(self, request: Admission) -> None:
+    def ask(self, request: AdmissionRequest) -> None:
         self._waiting.append(request)
 
     def note(self, took: Collection[Event]) -> None:
@@ -101,7 +101,7 @@ class Admissions:
     def deadlines_s(self) -> list[float]:
         return [self._deadline_s(request) for request in self._waiting]
 
-    def _deadline_s(self, request: Admission) -> float:
+    def _deadline_s(self, request: AdmissionRequest) -> float:
         """How long a save waits: for as long as any tier that memory is held for may be waited for."""
         if not self._bounds_s:
             return request.deadline_s
@@ -139,7 +139,7 @@ class Admissions:
             request.answer(region, error)
             self.answered(now_s)
 
-    def _allocate(self, request: Admission, *, may_plan: bool) -> HostRegion | None:
+    def _allocate(self, request: AdmissionRequest, *, may_plan: bool) -> HostRegion | None:
         """Take a region, making room image by image: free bytes may lie in pieces, so it is the try that tells."""
         while True:
             region = self._host.allocate(
@@ -148,7 +148,7 @@ class Admissions:
             if region is not None or not may_plan or not self._make_room(request):
                 return region
 
-    def _make_room(self, request: Admission) -> bool:
+    def _make_room(self, request: AdmissionRequest) -> bool:
         """Let one image leave memory, or begin to; False where none may."""
         free = self._host.free_bytes
         plan = self._plan_eviction(
@@ -179,7 +179,7 @@ class Admissions:
             image_bytes=image_bytes, records_bytes=records_bytes, without=gone
         )
 
-    def _no_room(self, request: Admission) -> CapacityError:
+    def _no_room(self, request: AdmissionRequest) -> CapacityError:
         """Say that a save is skipped, and why: always to whoever saves, and in the log, but for ``skip``, where each
         cause is said once."""
         waiting = sorted({name for e in self._ledger.open() for name in e.owed})
@@ -212,7 +212,7 @@ class Admissions:
                 self._give_up_copy(entry, name, error)
         self.free(entry, decision.reason)
 
-    def free(self, entry: Entry, reason: str = "deleted by a person") -> None:
+    def free(self, entry: LedgerEntry, reason: str = "deleted by a person") -> None:
         """Give an image's region back."""
         self.notes.evicted(self._ledger.host, entry, reason)
         entry.free()

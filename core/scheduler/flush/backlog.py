@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from tierfall.core.scheduler.flush.throughput import Rates
+from tierfall.core.scheduler.flush.throughput import TierThroughput
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.one_rank import Alone
+from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId, TierKind
 from tierfall.core.types.view import TierRules
@@ -26,7 +26,7 @@ GAPS_REMEMBERED = 16
 DUE_REMEMBERED = 4096
 
 
-class Foreseen(Protocol):
+class BacklogOutlook(Protocol):
     """How far a tier will be behind in an hour, in checkpoints, and what is to be said of it."""
 
     @property
@@ -36,7 +36,7 @@ class Foreseen(Protocol):
     def warning(self) -> str | None: ...
 
 
-class Foresee(Protocol):
+class PredictBacklog(Protocol):
     """The policy that foresees it; see ``policies.forecast``."""
 
     def __call__(
@@ -49,10 +49,10 @@ class Foresee(Protocol):
         bytes_per_s: float | None,
         stretches: int,
         waiting: int,
-    ) -> Foreseen: ...
+    ) -> BacklogOutlook: ...
 
 
-class Pressure:
+class Backlog:
     """See the module. ``behind`` is the forecast of each tier, in checkpoints; ``late`` counts, by tier, how often it
     came to be further behind than ``flush.within``."""
 
@@ -60,8 +60,8 @@ class Pressure:
         self,
         *,
         ledger: Ledger,
-        rates: Rates,
-        foresee: Foresee,
+        rates: TierThroughput,
+        foresee: PredictBacklog,
         lateness: Callable[[TierRules, float], str | None],
     ) -> None:
         self._ledger = ledger
@@ -73,7 +73,7 @@ class Pressure:
             for rules in ledger.rules
             if rules.kind not in (TierKind.DEVICE, TierKind.HOST)
         }
-        self.others = Alone(ledger)
+        self.others = OneRank(ledger)
         self.behind: dict[str, float] = {}
         self.late: dict[str, int] = {}
         self._saves = 0
@@ -108,7 +108,7 @@ class Pressure:
 
     def behind_s(self, tier: str, now_s: float) -> float:
         """Return how many seconds ago the oldest checkpoint was saved that is newer than all that a tier has."""
-        self._forget_left_behind(tier)
+        self._forget_abandoned(tier)
         return self._behind_s(tier, now_s)
 
     def _behind_s(self, tier: str, now_s: float) -> float:
@@ -125,7 +125,7 @@ class Pressure:
             gaps.append(max(0.0, now_s - self._trained_since_s))
         self._trained_since_s = now_s
         for tier in self._stored:
-            self._look_ahead(tier)
+            self._update_outlook(tier)
 
     def answered(self, now_s: float) -> None:
         """It has room, or is skipped: the training goes on."""
@@ -189,7 +189,7 @@ class Pressure:
             default=None,
         )
 
-    def _forget_left_behind(self, tier: str) -> None:
+    def _forget_abandoned(self, tier: str) -> None:
         if not self._due[tier]:
             return
         left = self._ledger.abandoned()
@@ -198,7 +198,7 @@ class Pressure:
             if id in left or (entry is not None and entry.tombstoned):
                 self.gone(id)
 
-    def _look_ahead(self, tier: str) -> None:
+    def _update_outlook(self, tier: str) -> None:
         rules = self._stored[tier]
         seen = self._foresee(
             rules,

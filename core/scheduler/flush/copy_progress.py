@@ -6,8 +6,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tierfall.core.copies.image_writes import ImageWriter
-from tierfall.core.scheduler.ledger.ledger import Entry
+from tierfall.core.copies.image_writes import ImageUpload
+from tierfall.core.scheduler.ledger.ledger import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import CopyRun
 
 
@@ -29,9 +29,9 @@ class Transfer:
     answer.
     """
 
-    entry: Entry
+    entry: LedgerEntry
     phase: Phase = Phase.OPENING
-    writer: ImageWriter | None = None
+    writer: ImageUpload | None = None
     runs: tuple[tuple[int, int], ...] = ()
     waiting: list[int] = field(default_factory=list)
     outstanding: set[int] = field(default_factory=set)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from tierfall.core.scheduler.flush.lane import Lane
-from tierfall.core.scheduler.flush.throughput import Rates
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
-from tierfall.core.scheduler.ledger.one_rank import Alone
+from tierfall.core.scheduler.flush.lane import FlushLane
+from tierfall.core.scheduler.flush.throughput import TierThroughput
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.types.drain_outlook import DrainDecision
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -33,23 +33,28 @@ class PlanDrain(Protocol):
     ) -> tuple[DrainDecision, ...]: ...
 
 
-class GaveWayError(FlushError):
+class PreemptedError(FlushError):
     """A copy was taken back for one that can still arrive before the deadline; it is owed as before."""
 
 
-class Draining:
+class DrainSchedule:
     """See the module. Several may ask for a drain at once: the earliest deadline counts. ``others`` are the other
     ranks; ``share_of`` says at which share of its rate a tier was written, as it yields to training: a drain does
     not, on any rank."""
 
     def __init__(
-        self, *, ledger: Ledger, lanes: Mapping[str, Lane], rates: Rates, plan_drain: PlanDrain
+        self,
+        *,
+        ledger: Ledger,
+        lanes: Mapping[str, FlushLane],
+        rates: TierThroughput,
+        plan_drain: PlanDrain,
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
         self._rates = rates
         self._plan_drain = plan_drain
-        self.others = Alone(ledger)
+        self.others = OneRank(ledger)
         self.plan: tuple[DrainDecision, ...] = ()
         self._until_s: dict[object, float] = {}
         self._hurried_s: dict[object, float] = {}
@@ -106,7 +111,7 @@ class Draining:
             return None
         return min(self._planned_at_s + AGAIN_S, *self._until_s.values())
 
-    def turns(self, tier: str, waiting: Iterable[Entry]) -> list[Entry]:
+    def turns(self, tier: str, waiting: Iterable[LedgerEntry]) -> list[LedgerEntry]:
         """Put what a tier is owed in the order of the plan, without what is not to begin; what the plan does not speak
         of comes last."""
         places = {d.checkpoint: place for place, d in enumerate(self.plan) if d.tier == tier}
@@ -134,7 +139,7 @@ class Draining:
         )
         for decision in self.plan:
             if decision.gives_way and not self.others.land_only:
-                self._give_way(decision)
+                self._preempt(decision)
 
     def _bytes_per_s(self, tier: str) -> float | None:
         """How fast copies will come: as they did, but for what the tier was held back by until now."""
@@ -176,9 +181,9 @@ class Draining:
         }
         return replace(checkpoint, copies={**checkpoint.copies, **copies})
 
-    def _give_way(self, decision: DrainDecision) -> None:
+    def _preempt(self, decision: DrainDecision) -> None:
         lane, id = self._lanes[decision.tier], decision.checkpoint
         if lane.is_at(id) and not lane.is_ending(id):
             lane.give_up(
-                GaveWayError(f"flush of {id} to {decision.tier} gives way: {decision.reason}")
+                PreemptedError(f"flush of {id} to {decision.tier} gives way: {decision.reason}")
             )

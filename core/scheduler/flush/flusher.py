@@ -13,14 +13,14 @@ from itertools import takewhile
 from typing import Protocol
 
 from tierfall.core.format.records import Mark
-from tierfall.core.scheduler.deletion.deleter import Dropper
+from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.copy_progress import Transfer
-from tierfall.core.scheduler.flush.deadline import GaveWayError
-from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, Lane
-from tierfall.core.scheduler.flush.queue import Turns
-from tierfall.core.scheduler.ledger.ledger import Entry, Failures, Ledger
-from tierfall.core.scheduler.ledger.notes import Notes
-from tierfall.core.scheduler.ledger.one_rank import Alone
+from tierfall.core.scheduler.flush.deadline import PreemptedError
+from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, FlushLane
+from tierfall.core.scheduler.flush.queue import FlushQueue
+from tierfall.core.scheduler.ledger.ledger import CopyFailures, Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.notes import EventEmitter
+from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     CapacityError,
@@ -78,9 +78,9 @@ class Flusher:
         self,
         *,
         ledger: Ledger,
-        lanes: Mapping[str, Lane],
-        dropper: Dropper,
-        turns: Turns,
+        lanes: Mapping[str, FlushLane],
+        dropper: Deleter,
+        turns: FlushQueue,
         plan_eviction: PlanEviction,
         plan_relief: PlanRelief,
         max_wait_s: float,
@@ -91,13 +91,13 @@ class Flusher:
         self._plan_eviction = plan_eviction
         self._plan_relief = plan_relief
         self._max_wait_s = {r.name: r.max_wait_s or max_wait_s for r in ledger.rules}
-        self.others = Alone(ledger)
+        self.others = OneRank(ledger)
         self.turns = turns
-        self.notes = Notes()
+        self.notes = EventEmitter()
         self.memory_is_short: Callable[[], bool] = lambda: False
         self.is_unpinning: Callable[[CheckpointId], bool] = lambda id: False
         self._source_of_repairs: set[str] = set()
-        self.has_committed: Callable[[str, Entry], None] = lambda tier, entry: None
+        self.has_committed: Callable[[str, LedgerEntry], None] = lambda tier, entry: None
         self.has_arrived: Callable[[str, CheckpointId], None] = lambda tier, id: None
         self.fenced: FencedError | None = None
         self.errors: list[BaseException] = []
@@ -105,7 +105,7 @@ class Flusher:
         self.durable: dict[tuple[CheckpointId, str], None] = {}
         self._said_failing: dict[str, CheckpointId] = {}
 
-    def drive(self, lane: Lane, now_s: float, *, begin: bool) -> None:
+    def drive(self, lane: FlushLane, now_s: float, *, begin: bool) -> None:
         """Advance a lane; ``begin`` says whether another copy may be begun."""
         while True:
             free = lane.active is None and self.fenced is None and now_s >= lane.not_before_s
@@ -127,9 +127,9 @@ class Flusher:
             transfer = lane.aborted()
             if transfer is None:
                 return
-            self._copy_failed(lane, transfer, now_s)
+            self._on_copy_failed(lane, transfer, now_s)
 
-    def _begin_next(self, lane: Lane, now_s: float) -> None:
+    def _begin_next(self, lane: FlushLane, now_s: float) -> None:
         waiting = sorted(self.turns.waiting(lane.tier), key=partial(_rounds_failed, lane))
         left = self._ledger.abandoned() if waiting else ()
         for entry in waiting:
@@ -147,7 +147,7 @@ class Flusher:
                 if lane.tier in entry.owed:
                     return
 
-    def _begin(self, lane: Lane, entry: Entry, part: Entry | None) -> None:
+    def _begin(self, lane: FlushLane, entry: LedgerEntry, part: LedgerEntry | None) -> None:
         """Begin a copy that has room; of what other ranks saved, this one may have no part to bring."""
         if part is not None:
             self.notes.flush_begun(lane, part)
@@ -156,7 +156,7 @@ class Flusher:
         if part is None:
             self.others.landed(lane.tier, entry, ())
 
-    def _make_room(self, lane: Lane, entry: Entry, now_s: float) -> bool:
+    def _make_room(self, lane: FlushLane, entry: LedgerEntry, now_s: float) -> bool:
         """Admit a copy to a tier before it begins: drop what may go, and wait while it goes."""
         if self._dropper.paused or self._dropper.busy(lane.tier):
             return False
@@ -179,9 +179,9 @@ class Flusher:
         if lane.full and plan.drops:
             # how much a full disk lacks is not known: one copy goes, and then it is tried again
             plan = Eviction(drops=plan.drops[:1], missing_bytes=0)
-        return self._go_by(plan, lane, entry, need=need, free=free, now_s=now_s)
+        return self._apply_plan(plan, lane, entry, need=need, free=free, now_s=now_s)
 
-    def _damaged_for_room(self, view: View, lane: Lane, short_bytes: int) -> list[Decision]:
+    def _damaged_for_room(self, view: View, lane: FlushLane, short_bytes: int) -> list[Decision]:
         """Return the damaged copies that go first where so many bytes are short: they count for nothing."""
         chosen: list[Decision] = []
         for decision in self._dropper.damaged_for_room(view, lane.tier)[0]:
@@ -191,7 +191,9 @@ class Flusher:
             short_bytes -= decision.bytes
         return chosen
 
-    def _has_room_for_repair(self, lane: Lane, entry: Entry, *, need: int, free: int) -> bool:
+    def _has_room_for_repair(
+        self, lane: FlushLane, entry: LedgerEntry, *, need: int, free: int
+    ) -> bool:
         """Say whether a damaged copy can be written anew in the room that it takes and that is free: no good copy goes
         for its sake. Where it cannot, it stays as it is."""
         free += entry.bytes.get(lane.tier, 0)  # it is written over
@@ -204,8 +206,15 @@ class Flusher:
         self.give_up_for_all(entry, lane.tier, error)
         return False
 
-    def _go_by(
-        self, plan: Eviction, lane: Lane, entry: Entry, *, need: int, free: int, now_s: float
+    def _apply_plan(
+        self,
+        plan: Eviction,
+        lane: FlushLane,
+        entry: LedgerEntry,
+        *,
+        need: int,
+        free: int,
+        now_s: float,
     ) -> bool:
         """Carry an eviction out, and say whether a copy may be begun at once."""
         fits = free >= need
@@ -225,10 +234,10 @@ class Flusher:
             return False  # what was not read yet, or is written anew, may let others go
         if self.others.decides and self._relieve(lane, plan.missing_bytes):
             return False
-        self._room_is_missing(lane, entry, need, max(free, 0), now_s)
+        self._on_room_missing(lane, entry, need, max(free, 0), now_s)
         return False
 
-    def _drop_for_room(self, plan: Eviction, lane: Lane) -> bool:
+    def _drop_for_room(self, plan: Eviction, lane: FlushLane) -> bool:
         """Let copies go; False where that has to wait. One that is damaged elsewhere is to be repaired from here."""
         if self._dropper.waits_for_marks(lane.tier) or self._dropper.verifies_elsewhere(
             lane.tier, [decision.checkpoint for decision in plan.drops]
@@ -253,7 +262,9 @@ class Flusher:
             self._source_of_repairs.add(tier)
         return tier in self._source_of_repairs
 
-    def _need_and_free(self, lane: Lane, entry: Entry, capacity: int | None) -> tuple[int, int]:
+    def _need_and_free(
+        self, lane: FlushLane, entry: LedgerEntry, capacity: int | None
+    ) -> tuple[int, int]:
         """Reckon the bytes that a copy of all ranks is expected to take on a tier, and those that there are for it."""
         need = self._expected_bytes(lane.tier, entry)
         free = need if capacity is None else capacity - self._ledger.used_bytes(lane.tier)
@@ -264,7 +275,7 @@ class Flusher:
             free += self._ledger.leaving_bytes(lane.tier)  # what failed to go counts as gone here
         return need, free
 
-    def _expected_bytes(self, tier: str, entry: Entry) -> int:
+    def _expected_bytes(self, tier: str, entry: LedgerEntry) -> int:
         """Return the bytes that a copy is expected to take on a tier: as many of its images' as the newest copy there
         takes of its own, where the tier packs them; all where there is none yet."""
         raw_bytes, entries = self._raw_bytes(tier, entry), self._ledger.entries
@@ -275,13 +286,13 @@ class Flusher:
             return raw_bytes
         return min(raw_bytes, -(-raw_bytes * newest_bytes // self._raw_bytes(tier, newest)))
 
-    def _raw_bytes(self, tier: str, entry: Entry) -> int:
+    def _raw_bytes(self, tier: str, entry: LedgerEntry) -> int:
         """Return the bytes of all images that ranks bring of a checkpoint to what this rank sees of a tier."""
         if entry.parts is not None:
             return _image_bytes(entry)
         return _image_bytes(entry) * self.others.ranks_on(tier)
 
-    def _clear_up(self, lane: Lane, entry: Entry) -> bool:
+    def _clear_up(self, lane: FlushLane, entry: LedgerEntry) -> bool:
         """Remove what failed tries have left of other copies, and say whether that has begun: a copy that comes later
         would wait for this one, and this one for its room."""
         unfinished = [id for tier, id in self._ledger.unfinished if tier == lane.tier]
@@ -297,7 +308,7 @@ class Flusher:
         shard = entry.shard if own and entry is not None else None
         return self._dropper.collect(tier, id, reason, shard=shard)
 
-    def _relieve(self, lane: Lane, missing_bytes: int) -> bool:
+    def _relieve(self, lane: FlushLane, missing_bytes: int) -> bool:
         """Give up what slower tiers are owed of one checkpoint, where their rules say so and it makes room here."""
         entries = self._ledger.entries
         settling = {e.id for e in self._ledger.open() if e.in_doubt or e.landed}
@@ -310,8 +321,8 @@ class Flusher:
             self.turns.give_up(entry, decision.tier, reason, level=logging.WARNING)
         return bool(decisions)
 
-    def _room_is_missing(
-        self, lane: Lane, entry: Entry, need: int, free: int, now_s: float
+    def _on_room_missing(
+        self, lane: FlushLane, entry: LedgerEntry, need: int, free: int, now_s: float
     ) -> None:
         then = f"it is tried again when room is made, and every {LONGEST_RETRY_S:g} s"
         if self.others.land_only:
@@ -337,7 +348,7 @@ class Flusher:
         )
 
     def _is_failing(
-        self, lane: Lane, entry: Entry, error: BaseException, *, for_good: bool = False
+        self, lane: FlushLane, entry: LedgerEntry, error: BaseException, *, for_good: bool = False
     ) -> None:
         """A tier does not take copies at present: whoever waits for one, now or later, is told why."""
         said, self._said_failing[lane.tier] = self._said_failing.get(lane.tier), entry.id
@@ -357,7 +368,7 @@ class Flusher:
             if tier in entry.owed:
                 self.tell_failing(entry, tier)
 
-    def save_begun(self, entry: Entry) -> None:
+    def save_begun(self, entry: LedgerEntry) -> None:
         """Tell a save of tiers that do not take copies at present; where that may be the fault of one, it is tried."""
         for tier in entry.owed & self._ledger.failing.keys():
             lane = self._lanes[tier]
@@ -366,11 +377,11 @@ class Flusher:
             else:
                 self.tell_failing(entry, tier)
 
-    def tell_failing(self, entry: Entry, tier: str) -> None:
+    def tell_failing(self, entry: LedgerEntry, tier: str) -> None:
         if entry.handle is not None:
             entry.handle.tell_tier_failed(tier, self._ledger.failing[tier])
 
-    def room_was_made(self, lane: Lane, now_s: float) -> None:
+    def room_was_made(self, lane: FlushLane, now_s: float) -> None:
         lane.full = False
         lane.not_before_s = min(lane.not_before_s, now_s)
         self.recovered(lane.tier)
@@ -378,9 +389,9 @@ class Flusher:
     def recovered(self, tier: str) -> None:
         """A tier takes copies from this rank again."""
         if not self.others.is_stuck(tier):
-            self._takes_copies(tier)
+            self._accepts_copies(tier)
 
-    def _takes_copies(self, tier: str) -> None:
+    def _accepts_copies(self, tier: str) -> None:
         if self._ledger.failing.pop(tier, None) is not None:
             self.notes.tier_recovered(tier)
 
@@ -401,7 +412,7 @@ class Flusher:
             fault.pop(lane.tier, None)
         entry.overtaken.discard(lane.tier)
         lane.succeeded(entry)
-        self._takes_copies(lane.tier)
+        self._accepts_copies(lane.tier)
         self.notes.committed(lane.tier, id, stored_bytes)
         self.counters.commits[lane.tier] = self.counters.commits.get(lane.tier, 0) + 1
         self.durable[id, lane.tier] = None
@@ -413,7 +424,7 @@ class Flusher:
             entry.handle.tell_committed(lane.tier)
         self.has_committed(lane.tier, entry)
 
-    def _copy_failed(self, lane: Lane, transfer: Transfer, now_s: float) -> None:
+    def _on_copy_failed(self, lane: FlushLane, transfer: Transfer, now_s: float) -> None:
         """A copy ended in an error; it stays owed unless that is hopeless. What may be left of it is noted."""
         entry, error = transfer.entry, transfer.error
         assert error is not None
@@ -428,7 +439,7 @@ class Flusher:
                 lane.forget_stall()
             self._ledger.forget_if_gone(entry)
             return
-        if isinstance(error, GaveWayError):
+        if isinstance(error, PreemptedError):
             logger.info("%s", error)
             return
         if repairs and isinstance(error, _NO_REPAIR):
@@ -443,11 +454,11 @@ class Flusher:
         if not self._ends_the_copy(lane, transfer, error):
             self._is_tried_again(lane, entry, error, now_s)
 
-    def _ends_the_copy(self, lane: Lane, transfer: Transfer, error: BaseException) -> bool:
+    def _ends_the_copy(self, lane: FlushLane, transfer: Transfer, error: BaseException) -> bool:
         """Give up a repair that fails for good, and set a copy aside that fails while the tier takes others, unless it
         is its source that does not answer."""
         entry = transfer.entry
-        failures = entry.failures.setdefault(lane.tier, Failures())
+        failures = entry.failures.setdefault(lane.tier, CopyFailures())
         passes = getattr(error, "retryable", False) or isinstance(error, LostWriteError)
         failures.note(lane.arrivals, lasts=not passes)
         tried = failures.count >= TRIES_BEFORE_REPORT
@@ -463,7 +474,9 @@ class Flusher:
             self._set_aside(entry, lane.tier, error)
         return alone
 
-    def _is_tried_again(self, lane: Lane, entry: Entry, error: BaseException, now_s: float) -> None:
+    def _is_tried_again(
+        self, lane: FlushLane, entry: LedgerEntry, error: BaseException, now_s: float
+    ) -> None:
         """Say that a copy failed, and that the tier does where that may be its fault, or has gone on for long."""
         failures = entry.failures[lane.tier]
         logger.log(
@@ -475,7 +488,7 @@ class Flusher:
         if lasts or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
             self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
 
-    def _may_be_one(self, lane: Lane) -> bool:
+    def _may_be_one(self, lane: FlushLane) -> bool:
         """Say whether all failures since the tier last took a copy are of one, and last, and another waits."""
         failed = [self._ledger.entries.get(id) for id in lane.failed]
         if len(failed) != 1 or failed[0] is None or not failed[0].failures[lane.tier].lasts:
@@ -483,7 +496,7 @@ class Flusher:
         others = (e for e in self._ledger.open() if e is not failed[0])
         return any(lane.tier in e.owed and lane.tier not in e.landed for e in others)
 
-    def _set_aside(self, entry: Entry, tier: str, cause: BaseException) -> None:
+    def _set_aside(self, entry: LedgerEntry, tier: str, cause: BaseException) -> None:
         """Try one copy no more that fails again and again while the tier takes others; no rank does."""
         error = FlushError(
             f"flush of {entry.id} to {tier} is set aside: it failed {entry.failures[tier].count} times, and {tier} "
@@ -493,7 +506,7 @@ class Flusher:
         if not self.others.sets_aside(entry, tier, error):
             self.set_aside(entry, tier, error)
 
-    def set_aside(self, entry: Entry, tier: str, error: BaseException) -> None:
+    def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         """Try a copy no more in this start; the records of those that come after it say that it is still owed."""
         entry.set_aside[tier] = error
         entry.overtaken.add(tier)
@@ -503,7 +516,9 @@ class Flusher:
         self._report(entry, tier, error)
         self.stop_copy(entry, tier, error)
 
-    def stalled(self, lane: Lane, id: CheckpointId, error: BaseException, now_s: float) -> None:
+    def stalled(
+        self, lane: FlushLane, id: CheckpointId, error: BaseException, now_s: float
+    ) -> None:
         """A copy could not go on, and keeps what has arrived: it is tried again from there."""
         if not lane.stall(now_s):
             return
@@ -519,7 +534,7 @@ class Flusher:
             entry = lane.active.entry
             self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
 
-    def _report(self, entry: Entry, tier: str, error: BaseException) -> None:
+    def _report(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         if entry.handle is not None:
             entry.handle.tell_tier_failed(tier, error)
         self.errors.append(error)
@@ -544,14 +559,14 @@ class Flusher:
             lane.give_up(error)
         self._dropper.cancel()
 
-    def marks_of(self, entry: Entry) -> tuple[Mark, ...]:
+    def marks_of(self, entry: LedgerEntry) -> tuple[Mark, ...]:
         """The marks that go along with a copy."""
         if not entry.pinned or entry.commit is None or self.is_unpinning(entry.id):
             return ()
         wall_time_s = entry.commit.wall_time_s
         return (Mark(name=keys.PIN_MARK, checkpoint=entry.id, wall_time_s=wall_time_s),)
 
-    def is_newest(self, tier: str, entry: Entry) -> bool:
+    def is_newest(self, tier: str, entry: LedgerEntry) -> bool:
         """Say whether ``latest`` of a tier may come to name this one: it never goes back."""
         left, entries = self._ledger.abandoned(), self._ledger.entries
         newer = takewhile(lambda id: id > entry.id, entries.ids(newest_first=True))
@@ -559,7 +574,7 @@ class Flusher:
             id not in left and entries.peek(id).state(tier) is CopyState.COMMITTED for id in newer
         )
 
-    def older_owed(self, tier: str, entry: Entry) -> tuple[CheckpointId, ...]:
+    def older_owed(self, tier: str, entry: LedgerEntry) -> tuple[CheckpointId, ...]:
         """Name the older checkpoints that the tier is still to get, though newer ones come before them."""
         left = self._ledger.abandoned()
         found = (
@@ -571,12 +586,12 @@ class Flusher:
         )
         return tuple(sorted(found)[-OLDER_OWED_MAX:])
 
-    def give_up_for_all(self, entry: Entry, tier: str, error: BaseException) -> None:
+    def give_up_for_all(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         """Give up a copy that this rank can bring no more; so no rank brings it."""
         self.others.cannot(entry, tier, error, for_good=True)
         self.give_up_copy(entry, tier, error)
 
-    def give_up_copy(self, entry: Entry, tier: str, error: BaseException) -> None:
+    def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         entry.owed.discard(tier)
         if tier in entry.damage:
             logger.warning("%s: %s stays damaged: %s", tier, entry.id, error)
@@ -589,21 +604,21 @@ class Flusher:
         if not any(lane.is_at(entry.id) for lane in self._lanes.values()):
             self._ledger.forget_if_gone(entry)
 
-    def stop_copy(self, entry: Entry, tier: str, error: BaseException) -> None:
+    def stop_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         """Let a copy that is given up come to no end where it is under way."""
         lane = self._lanes[tier]
         if lane.is_at(entry.id):
             lane.give_up(error)
 
 
-def _image_bytes(entry: Entry) -> int:
+def _image_bytes(entry: LedgerEntry) -> int:
     if entry.geometry is not None:
         return entry.geometry.image_bytes
     assert entry.commit is not None
     return entry.commit.image_bytes
 
 
-def _rounds_failed(lane: Lane, entry: Entry) -> int:
+def _rounds_failed(lane: FlushLane, entry: LedgerEntry) -> int:
     """Say how often a copy has let others go first: each time that it failed some times in a row. It is in its turn
     again once the tier has taken another one."""
     failures = entry.failures.get(lane.tier)
@@ -612,7 +627,7 @@ def _rounds_failed(lane: Lane, entry: Entry) -> int:
     return failures.count // TRIES_BEFORE_REPORT
 
 
-def _flush_error(entry: Entry, tier: str, cause: BaseException) -> FlushError:
+def _flush_error(entry: LedgerEntry, tier: str, cause: BaseException) -> FlushError:
     error = FlushError(f"flush of {entry.id} to {tier} failed and is still being tried: {cause}")
     error.__cause__ = cause
     return error

@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 
 from tierfall.core.format.records import Commit, Geometry, Manifest, Mark, geometry
 from tierfall.core.scheduler.flush.copy_progress import Phase, Transfer
-from tierfall.core.scheduler.flush.sources import Sources
-from tierfall.core.scheduler.ledger.ledger import Entry
+from tierfall.core.scheduler.flush.sources import CopySources
+from tierfall.core.scheduler.ledger.ledger import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
     CopyRun,
+    CopySource,
     FinishCopy,
-    Landed,
     OpenShard,
     Outcome,
     Side,
-    Source,
     Task,
+    Uploaded,
 )
 from tierfall.core.types.backend import part_bytes
 from tierfall.core.types.errors import FlushError, IntegrityError
@@ -55,7 +55,7 @@ class LaneLimits:
         return cut.runs(part_bytes(cut.image_bytes, least) if least else 0)
 
 
-class Lane:
+class FlushLane:
     """What is under way to one stored tier. With ``spare_memory``, host memory is read only where nothing else is;
     with ``land_only``, copies end before their commit, which is somebody else's to do. ``arrivals`` counts the copies
     that the tier took; ``failed`` names those that could not be brought since the last of them."""
@@ -72,7 +72,7 @@ class Lane:
         """``order`` are all tiers, fastest first."""
         self.tier = tier
         self._limits = limits
-        self._sources = Sources(tier, order=order, host=host)
+        self._sources = CopySources(tier, order=order, host=host)
         self._submit = submit
         self.active: Transfer | None = None
         self.tries = 0
@@ -82,14 +82,14 @@ class Lane:
         self.spare_memory = False
         self.land_only = False
         self.stalled: BaseException | None = None
-        self.found_damage: Callable[[str, CheckpointId, str], None] = _nobody_minds
+        self.found_damage: Callable[[str, CheckpointId, str], None] = _ignore_bad_source
         self.edge_bytes: dict[str, int] = {}
         self.arrivals = 0
         self.failed: set[CheckpointId] = set()
 
     # Driving ---------------------------------------------------------------------------------------
 
-    def begin(self, entry: Entry, *, leftover: bool) -> None:
+    def begin(self, entry: LedgerEntry, *, leftover: bool) -> None:
         """Start the copy of ``entry``; the caller has made room for it. ``leftover``: an earlier try left something."""
         self.active = Transfer(entry=entry)
         entry.set_state(self.tier, CopyState.ARRIVING)
@@ -170,7 +170,7 @@ class Lane:
 
     # Outcomes --------------------------------------------------------------------------------------
 
-    def take(self, outcome: Outcome) -> Commit | Landed | None:
+    def take(self, outcome: Outcome) -> Commit | Uploaded | None:
         """Take a worker's outcome; returns the tier's commit record when the copy has just been committed, or what has
         landed when that is all."""
         transfer = self.active
@@ -182,13 +182,13 @@ class Lane:
                 if isinstance(outcome.value, Commit):
                     self.active = None
                     return outcome.value
-                self._opened(transfer, outcome.task, outcome)
+                self._on_opened(transfer, outcome.task, outcome)
             case CopyRun():
-                self._copied(transfer, outcome.task, outcome)
+                self._on_copied(transfer, outcome.task, outcome)
             case FinishCopy():
                 if outcome.error is None:
                     self.active = None
-                    done: Commit | Landed = outcome.value
+                    done: Commit | Uploaded = outcome.value
                     return done
                 self._not_finished(transfer, outcome.error)
             case AbortShard():
@@ -206,7 +206,7 @@ class Lane:
         else:
             transfer.error = error
 
-    def _opened(self, transfer: Transfer, task: OpenShard, outcome: Outcome) -> None:
+    def _on_opened(self, transfer: Transfer, task: OpenShard, outcome: Outcome) -> None:
         if outcome.error is not None:
             transfer.error = outcome.error
             transfer.source_is_silent = _is_silent_source(outcome)
@@ -225,7 +225,7 @@ class Lane:
         if transfer.error is None:
             transfer.phase = Phase.COPYING
 
-    def _copied(self, transfer: Transfer, task: CopyRun, outcome: Outcome) -> None:
+    def _on_copied(self, transfer: Transfer, task: CopyRun, outcome: Outcome) -> None:
         transfer.entry.lease(task.source.tier, -1)
         if task.source.region is None:
             transfer.in_flight_bytes -= task.end - task.start
@@ -246,7 +246,7 @@ class Lane:
             transfer.error = outcome.error
             transfer.source_is_silent = _is_silent_source(outcome)
 
-    def _blame(self, transfer: Transfer, source: Source | None, error: BaseException) -> bool:
+    def _blame(self, transfer: Transfer, source: CopySource | None, error: BaseException) -> bool:
         """Strike a source whose bytes are wrong, not one that only does not answer; say whether another is left."""
         if source is None or getattr(error, "retryable", False):
             return False
@@ -293,7 +293,7 @@ class Lane:
         window, oldest = self._limits.window, min(transfer.outstanding, default=number)
         return bool(window) and number - oldest >= window
 
-    def _dispatch_run(self, transfer: Transfer, number: int, source: Source) -> bool:
+    def _dispatch_run(self, transfer: Transfer, number: int, source: CopySource) -> bool:
         """Hand a run to a worker; False where its bytes are too many for now."""
         entry, (first, stop) = transfer.entry, transfer.runs[number]
         assert entry.geometry is not None
@@ -325,14 +325,14 @@ class Lane:
         self._dispatch(run)
         return True
 
-    def _manifest(self, entry: Entry, source: Source) -> Manifest | None:
+    def _manifest(self, entry: LedgerEntry, source: CopySource) -> Manifest | None:
         """What to read and check a run by: not needed for what this process has just captured and hashed itself."""
         if source.region is not None and not entry.adopted:
             return None
         assert entry.manifest is not None
         return entry.manifest
 
-    def _source(self, entry: Entry, chunk: int | None = None) -> Source | None:
+    def _source(self, entry: LedgerEntry, chunk: int | None = None) -> CopySource | None:
         return self._sources.find(entry, chunk, spare_memory=self.spare_memory)
 
     def _all_copied(self, transfer: Transfer) -> bool:
@@ -407,7 +407,7 @@ class Lane:
             self.failing_since_s = None
             self.not_before_s = 0.0
 
-    def back_off(self, entry: Entry, now_s: float) -> None:
+    def back_off(self, entry: LedgerEntry, now_s: float) -> None:
         """Wait longer after each failure in a row."""
         self.tries += 1
         self.failed.add(entry.id)
@@ -418,11 +418,11 @@ class Lane:
     def failing_for_s(self, now_s: float) -> float:
         return 0.0 if self.failing_since_s is None else now_s - self.failing_since_s
 
-    def hopeless(self, entry: Entry) -> bool:
+    def hopeless(self, entry: LedgerEntry) -> bool:
         """Say whether no place is left that the copy could be read from."""
         return entry.snapshot is None and self._source(entry) is None
 
-    def succeeded(self, entry: Entry) -> None:
+    def succeeded(self, entry: LedgerEntry) -> None:
         self._sources.forget(entry.id)
         self.arrivals += 1
         self.failed.clear()
@@ -432,7 +432,7 @@ class Lane:
         self.full = False
 
 
-def _nobody_minds(tier: str, id: CheckpointId, why: str) -> None:
+def _ignore_bad_source(tier: str, id: CheckpointId, why: str) -> None:
     """Nobody asked to hear what a source gave wrong."""
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
-from tierfall.core.scheduler.flush.deadline import Draining
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
-from tierfall.core.scheduler.ledger.notes import Notes
-from tierfall.core.scheduler.ledger.one_rank import Alone
+from tierfall.core.scheduler.flush.deadline import DrainSchedule
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.notes import EventEmitter
+from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision, Eviction, Verdict, View
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("tierfall")
 PlanFlush = Callable[[View, str], tuple[Decision, ...]]
 
 
-class Turns:
+class FlushQueue:
     """See the module. ``given_up`` counts, by tier, copies that a rule gave up; ``others`` are the other ranks; by
     ``draining`` the order goes towards a deadline."""
 
@@ -28,13 +28,13 @@ class Turns:
         self._ledger = ledger
         self._plan_flush = plan_flush
         self._in_order = {rules.name for rules in ledger.rules if rules.in_order}
-        self.others = Alone(ledger)
-        self.notes = Notes()
+        self.others = OneRank(ledger)
+        self.notes = EventEmitter()
         self.given_up: dict[str, int] = {}
-        self.draining: Draining | None = None
+        self.draining: DrainSchedule | None = None
         self._announced: set[tuple[str, CheckpointId]] = set()
 
-    def waiting(self, tier: str) -> Iterator[Entry]:
+    def waiting(self, tier: str) -> Iterator[LedgerEntry]:
         """Give what a tier is owed and this rank may begin to bring, one after the other, whose turn it is first."""
         owing = (e for e in self._ledger.open() if tier in e.owed and tier not in e.landed)
         waiting = sorted(owing, key=lambda entry: entry.order)
@@ -51,7 +51,7 @@ class Turns:
         else:
             yield from self._planned(tier, {entry.id: entry for entry in waiting})
 
-    def _planned(self, tier: str, waiting: dict[object, Entry]) -> Iterator[Entry]:
+    def _planned(self, tier: str, waiting: dict[object, LedgerEntry]) -> Iterator[LedgerEntry]:
         planned = []
         for decision in self._plan_flush(self._ledger.view(), tier):
             entry = waiting.pop(decision.checkpoint, None)
@@ -67,7 +67,7 @@ class Turns:
         yield from (entry for entry in planned if entry not in begun)
         yield from waiting.values()  # of lines that were left behind
 
-    def leaves_room(self, tier: str, entry: Entry, plan: Eviction, *, fits: bool) -> bool:
+    def leaves_room(self, tier: str, entry: LedgerEntry, plan: Eviction, *, fits: bool) -> bool:
         """Give a copy up, and say so, that came after newer ones and would have room only in place of these; or, where
         it does not fit as it is, of what may not go at all. What a person has deleted makes room in a moment."""
         draining = self.draining is not None and self.draining.active
@@ -96,7 +96,9 @@ class Turns:
         held = (e for e in self._ledger.entries.values() if e.tombstoned and not e.pinned)
         return sum(e.bytes.get(tier, 0) for e in held if e.readable_on(tier))
 
-    def give_up(self, entry: Entry, tier: str, reason: str, *, level: int = logging.INFO) -> None:
+    def give_up(
+        self, entry: LedgerEntry, tier: str, reason: str, *, level: int = logging.INFO
+    ) -> None:
         """Give a copy up by a rule that a person has set: all ranks do, whoever waits is told, and it is no error."""
         if (tier, entry.id) in self._announced:
             return
@@ -106,7 +108,7 @@ class Turns:
         else:
             self.give_up_here(entry, tier, reason)
 
-    def give_up_here(self, entry: Entry, tier: str, reason: str) -> None:
+    def give_up_here(self, entry: LedgerEntry, tier: str, reason: str) -> None:
         """Do so on this rank; what it gave up itself it has said already."""
         self._announced.discard((tier, entry.id))
         if tier not in entry.owed:

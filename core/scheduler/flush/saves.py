@@ -15,30 +15,30 @@ from tierfall.core.capture.events import (
     CaptureSealed,
     SaveGivenUp,
 )
-from tierfall.core.scheduler.flush.backlog import Pressure
+from tierfall.core.scheduler.flush.backlog import Backlog
 from tierfall.core.scheduler.flush.flusher import Flusher
-from tierfall.core.scheduler.flush.lane import Lane
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
-from tierfall.core.scheduler.ledger.notes import Notes
-from tierfall.core.scheduler.ledger.one_rank import Alone
+from tierfall.core.scheduler.flush.lane import FlushLane
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.notes import EventEmitter
+from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 
 logger = logging.getLogger("tierfall")
 
 
-class Saves:
+class CaptureEvents:
     """Takes the events of captures. ``others`` are the other ranks of the run; ``pressure`` counts what is to come to
     each tier: not what was given up before it was a checkpoint."""
 
     def __init__(
-        self, *, ledger: Ledger, lanes: Mapping[str, Lane], flusher: Flusher, pressure: Pressure
+        self, *, ledger: Ledger, lanes: Mapping[str, FlushLane], flusher: Flusher, pressure: Backlog
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
         self._flusher = flusher
         self._pressure = pressure
-        self.others = Alone(ledger)
-        self.notes = Notes()
+        self.others = OneRank(ledger)
+        self.notes = EventEmitter()
 
     def take(
         self,
@@ -46,21 +46,21 @@ class Saves:
     ) -> None:
         match event:
             case CaptureBegun():
-                self._begun(event)
+                self._on_begun(event)
             case CaptureAdvanced():
                 if entry := self._ledger.entries.get(event.id):
                     entry.final_chunks = event.final_chunks
             case CaptureSealed():
-                self._sealed(event.id)
+                self._on_sealed(event.id)
             case CaptureFailed():
-                self._capture_failed(event)
+                self._on_failed(event)
             case SaveGivenUp():
                 self.others.has_begun_save(event.id)
                 self.others.lost(event.id, event.error, event.outcome)
 
-    def _begun(self, event: CaptureBegun) -> None:
+    def _on_begun(self, event: CaptureBegun) -> None:
         snapshot = event.snapshot
-        entry = Entry(
+        entry = LedgerEntry(
             id=snapshot.id,
             ordinal=snapshot.line.ordinal,
             started_from=snapshot.line.started_from,
@@ -87,7 +87,7 @@ class Saves:
             self.give_up(entry, *lost)
             self.others.saved_in_vain(entry)
 
-    def _sealed(self, id: CheckpointId) -> None:
+    def _on_sealed(self, id: CheckpointId) -> None:
         entry = self._ledger.entries[id]
         assert entry.snapshot is not None
         entry.manifest = entry.snapshot.manifest
@@ -114,14 +114,14 @@ class Saves:
         else:
             entry.tell_damage(host, why)
 
-    def _unseal(self, entry: Entry) -> None:
+    def _unseal(self, entry: LedgerEntry) -> None:
         """An image in memory is of no use any more, nor to any later start."""
         if entry.region is not None and entry.region.sealed:
             entry.region.unseal()
         entry.awaits_others = False
         entry.set_state(self._ledger.host, CopyState.LEAVING)
 
-    def give_up(self, entry: Entry, error: BaseException, outcome: SaveOutcome) -> None:
+    def give_up(self, entry: LedgerEntry, error: BaseException, outcome: SaveOutcome) -> None:
         """Another rank has lost its part of a checkpoint: this one's is of no use."""
         if entry.lost or entry.state(self._ledger.host) is CopyState.LEAVING:
             return
@@ -137,7 +137,7 @@ class Saves:
         if entry.snapshot is None:
             self._unseal(entry)
 
-    def _capture_failed(self, event: CaptureFailed) -> None:
+    def _on_failed(self, event: CaptureFailed) -> None:
         id, error = event.id, event.error
         self._pressure.gone(id)
         entry = self._ledger.entries.get(id)
@@ -160,7 +160,7 @@ class Saves:
         if not entry.lost:
             self.others.lost(id, error, SaveOutcome.FAILED)
 
-    def _stop_lanes(self, entry: Entry, error: BaseException) -> None:
+    def _stop_lanes(self, entry: LedgerEntry, error: BaseException) -> None:
         for lane in self._lanes.values():
             if lane.active is not None and lane.active.entry is entry:
                 lane.give_up(error)

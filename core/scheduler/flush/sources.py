@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from tierfall.core.scheduler.ledger.ledger import Entry
-from tierfall.core.scheduler.ledger.tasks import Source
+from tierfall.core.scheduler.ledger.ledger import LedgerEntry
+from tierfall.core.scheduler.ledger.tasks import CopySource
 from tierfall.core.types.values import CheckpointId, CopyState
 
 
-class Sources:
+class CopySources:
     """The places that a copy to ``tier`` may be read from; ``order`` are all tiers, fastest first."""
 
     def __init__(self, tier: str, *, order: Sequence[str], host: str) -> None:
@@ -19,8 +19,8 @@ class Sources:
         self._bad: dict[CheckpointId, set[str]] = {}
 
     def find(
-        self, entry: Entry, chunk: int | None = None, *, spare_memory: bool = False
-    ) -> Source | None:
+        self, entry: LedgerEntry, chunk: int | None = None, *, spare_memory: bool = False
+    ) -> CopySource | None:
         """The fastest place that has the chunk (or, without one, the whole image). With ``spare_memory``, host memory
         only where nothing else has it."""
         bad = self._bad.get(entry.id, ())
@@ -33,12 +33,12 @@ class Sources:
                 final = chunk is not None and chunk < entry.final_chunks
                 whole = entry.readable_on(tier) or entry.awaits_others
                 if entry.region is not None and (final or whole):
-                    return Source(tier=tier, region=entry.region)
+                    return CopySource(tier=tier, region=entry.region)
             elif entry.state(tier) is CopyState.COMMITTED:
-                return Source(tier=tier)
+                return CopySource(tier=tier)
         return None
 
-    def _is_stored_elsewhere(self, entry: Entry, bad: Collection[str]) -> bool:
+    def _is_stored_elsewhere(self, entry: LedgerEntry, bad: Collection[str]) -> bool:
         return any(
             entry.state(tier) is CopyState.COMMITTED and tier not in bad and tier != self._tier
             for tier in self._order

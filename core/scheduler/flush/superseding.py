@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from tierfall.core.capture.snapshot import HostRegion
-from tierfall.core.scheduler.deletion.deleter import Dropper
-from tierfall.core.scheduler.flush.lane import Lane
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
-from tierfall.core.scheduler.ledger.notes import Notes
-from tierfall.core.scheduler.ledger.one_rank import Alone
+from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.flush.lane import FlushLane
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.notes import EventEmitter
+from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.types.errors import CapacityError
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 from tierfall.core.types.view import Decision, Verdict, View
@@ -37,16 +37,16 @@ class Superseder:
         self,
         *,
         ledger: Ledger,
-        lanes: Mapping[str, Lane],
-        dropper: Dropper,
+        lanes: Mapping[str, FlushLane],
+        dropper: Deleter,
         plan_superseding: PlanSuperseding,
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
         self._dropper = dropper
         self._plan = plan_superseding
-        self.others = Alone(ledger)
-        self.notes = Notes()
+        self.others = OneRank(ledger)
+        self.notes = EventEmitter()
         self.superseded = 0
         self.kept: tuple[str, ...] = ()
 
@@ -83,7 +83,7 @@ class Superseder:
         copied |= {e.id for e in self._ledger.open() if e.landed or e.parts is not None}
         return doubted | copied | self._dropper.reserved | self._dropper.awaited
 
-    def _give_up(self, entry: Entry, reason: str, saved: CheckpointId) -> None:
+    def _give_up(self, entry: LedgerEntry, reason: str, saved: CheckpointId) -> None:
         host = self._ledger.host
         assert entry.region is not None
         error = CapacityError(

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tierfall.core.scheduler.flush.backlog import Pressure
-from tierfall.core.scheduler.flush.throughput import Rates
+from tierfall.core.scheduler.flush.backlog import Backlog
+from tierfall.core.scheduler.flush.throughput import TierThroughput
 from tierfall.core.types.units import format_share
 from tierfall.core.types.view import TierRules
 
@@ -28,7 +28,7 @@ STILL_S = 1.0
 CHANGE = 0.01
 
 
-class Yields(Protocol):
+class YieldRules(Protocol):
     @property
     def share(self) -> float: ...
 
@@ -41,7 +41,7 @@ class PlanYield(Protocol):
 
     def __call__(
         self, *, idle_s: Sequence[float], busy_s: Sequence[float], share: float, least: float
-    ) -> Yields: ...
+    ) -> YieldRules: ...
 
 
 class LeastShare(Protocol):
@@ -61,7 +61,7 @@ Flushing = tuple[frozenset[str], int]
 """Which tiers are just being written, and how many copies and runs were begun so far."""
 
 
-class Pacing:
+class Throttle:
     """See the module. ``shares`` says how much of its rate each tier that yields may take now; ``flushing`` may be read
     by any thread, and ``step_took`` be called by any."""
 
@@ -69,8 +69,8 @@ class Pacing:
         self,
         *,
         rules: Sequence[TierRules],
-        rates: Rates,
-        pressure: Pressure,
+        rates: TierThroughput,
+        pressure: Backlog,
         plan_yield: PlanYield,
         least_share: LeastShare,
         set_pace: Callable[[str, float | None], None],

@@ -21,7 +21,7 @@ PACED = 0.05
 
 
 @dataclass(slots=True)
-class Stretch:
+class FlushStretch:
     """What one lane brings: ``write_s``, ``read_s`` and ``paced_s`` are seconds summed over workers, ``busy_s`` the
     time in which any was at work."""
 
@@ -66,19 +66,19 @@ class Throughput:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _LaneActivity:
     """What is under way to one tier: tasks out, since when, and what the present stretch has so far."""
 
     out: int = 0
     since_s: float = 0.0
-    stretch: Stretch = field(default_factory=Stretch)
+    stretch: FlushStretch = field(default_factory=FlushStretch)
 
 
-class Rates:
+class TierThroughput:
     """See the module. Bytes are those of images, before a tier packs them; with several ranks, those of this one."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, _LaneActivity] = {}
         self._begun = 0
         self._free: dict[str, Throughput] = {}
         self._paced: dict[str, Throughput] = {}
@@ -127,7 +127,7 @@ class Rates:
         """A task of a copy is handed to a worker."""
         if not isinstance(task, OpenShard | CopyRun | FinishCopy):
             return
-        lane = self._lanes.setdefault(task.tier, _Lane())
+        lane = self._lanes.setdefault(task.tier, _LaneActivity())
         if lane.out == 0:
             lane.since_s = now_s
         lane.out += 1
@@ -143,7 +143,7 @@ class Rates:
         lane.stretch.busy_s += max(0.0, now_s - lane.since_s)
         lane.since_s = now_s
         if outcome.error is not None:
-            lane.stretch = Stretch()
+            lane.stretch = FlushStretch()
             return
         stretch = lane.stretch
         stretch.write_s += outcome.seconds - outcome.read_s - outcome.paced_s
@@ -157,14 +157,14 @@ class Rates:
                 stretch.read_s[source] = stretch.read_s.get(source, 0.0) + outcome.read_s
         ends = isinstance(task, FinishCopy) or stretch.busy_s >= STRETCH_S
         if ends and stretch.bytes:
-            lane.stretch = Stretch()
+            lane.stretch = FlushStretch()
             self._note(task.tier, stretch)
 
     def was_read(self, tier: str, count: int, seconds: float) -> None:
         """A restore has read so many bytes of a tier in so many seconds."""
         self._reads.setdefault(tier, Throughput()).note(count, seconds)
 
-    def _note(self, tier: str, stretch: Stretch) -> None:
+    def _note(self, tier: str, stretch: FlushStretch) -> None:
         paced, free = (of.setdefault(tier, Throughput()) for of in (self._paced, self._free))
         written_s = min(stretch.busy_s, stretch.write_s)
         if stretch.is_paced:

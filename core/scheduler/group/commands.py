@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from tierfall.core.format.records import Mark
-from tierfall.core.scheduler.deletion.deleter import Dropper
-from tierfall.core.scheduler.flush.lane import Lane
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
-from tierfall.core.scheduler.ledger.tasks import ChangeMark, Order, Outcome, PersonsOrder, Task
+from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.flush.lane import FlushLane
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.tasks import ChangeMark, Command, CommandKind, Outcome, Task
 from tierfall.core.types import keys
 from tierfall.core.types.errors import FencedError, StepError, TierfallError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -26,16 +26,16 @@ DELETED = "deleted by a person"
 RETRY_S = 30.0
 
 
-class Orders:
+class Commands:
     """Orders that were given and not yet answered."""
 
     def __init__(
         self,
         *,
         ledger: Ledger,
-        lanes: Iterable[Lane],
-        dropper: Dropper,
-        free_region: Callable[[Entry], None],
+        lanes: Iterable[FlushLane],
+        dropper: Deleter,
+        free_region: Callable[[LedgerEntry], None],
         dispatch: Callable[[Task], None],
         unread: Collection[str],
         owns: Callable[[str], bool] = lambda tier: True,
@@ -48,20 +48,20 @@ class Orders:
         self._dropper = dropper
         self._free_region = free_region
         self._dispatch = dispatch
-        self._open: list[Order] = []
+        self._open: list[Command] = []
         self._again: dict[CheckpointId, float] = {}
         self._deleted: set[CheckpointId] = set()
 
-    def give(self, order: Order) -> None:
+    def give(self, order: Command) -> None:
         self._open.append(order)
-        if order.kind is PersonsOrder.DELETE:
+        if order.kind is CommandKind.DELETE:
             self._dropper.awaited.add(order.id)
             self._again.pop(order.id, None)
 
     def finish_deletion(self, id: CheckpointId) -> None:
         """Carry out a tombstone that was found, or what is left of a deletion."""
         logger.info("%s was deleted by a person: it leaves every tier", id)
-        self.give(Order(kind=PersonsOrder.DELETE, id=id, wall_time_s=0.0, answer=_say_failed(id)))
+        self.give(Command(kind=CommandKind.DELETE, id=id, wall_time_s=0.0, answer=_log_failed(id)))
 
     def answer_all(self, error: BaseException) -> None:
         """Nothing more is carried out."""
@@ -91,11 +91,11 @@ class Orders:
             if order.begun and not order.waiting and not order.dropping:
                 self._end(order, now_s)
 
-    def _end(self, order: Order, now_s: float) -> None:
+    def _end(self, order: Command, now_s: float) -> None:
         self._open.remove(order)
         if order.reserving:
             self._dropper.reserved.discard(order.id)
-        if order.kind is PersonsOrder.DELETE:
+        if order.kind is CommandKind.DELETE:
             if order.reserving and order.unmarked:  # it stays awaited until then, or for good
                 if not _is_fenced(order):
                     self._try_later(order.id, now_s)
@@ -109,45 +109,45 @@ class Orders:
         if not self._unread:
             self._again[id] = now_s + RETRY_S
 
-    def _try_to_begin(self, order: Order) -> None:
+    def _try_to_begin(self, order: Command) -> None:
         entry = self._ledger.entries.get(order.id)
         if order.id in self._dropper.reserved:
             return  # one order about a checkpoint after the other
         if entry is None:
             self._begin_unknown(order)
-        elif order.kind is PersonsOrder.PIN and entry.tombstoned:
+        elif order.kind is CommandKind.PIN and entry.tombstoned:
             order.failed["tierfall"] = StepError(f"pin: {entry.id} was deleted by a person")
-        elif order.kind is PersonsOrder.DELETE and entry.pinned:
+        elif order.kind is CommandKind.DELETE and entry.pinned:
             order.failed["tierfall"] = StepError(f"delete: {entry.id} is pinned; unpin it first")
         elif self._is_settling(entry):
             return
-        elif order.kind is PersonsOrder.PIN and not (self._ledger.whole(entry) or entry.damage):
+        elif order.kind is CommandKind.PIN and not (self._ledger.whole(entry) or entry.damage):
             order.failed["tierfall"] = StepError(f"pin: {entry.id} is just being dropped")
         else:
             self._begin(order, entry)
         order.begun = True
 
-    def _begin_unknown(self, order: Order) -> None:
+    def _begin_unknown(self, order: Command) -> None:
         """There is nothing to be done any more, if it was deleted."""
-        if order.kind is not PersonsOrder.DELETE or order.id not in self._deleted:
+        if order.kind is not CommandKind.DELETE or order.id not in self._deleted:
             order.failed["tierfall"] = StepError(f"{order.kind}: {order.id} is not known")
 
-    def _is_settling(self, entry: Entry) -> bool:
+    def _is_settling(self, entry: LedgerEntry) -> bool:
         """Say whether a copy is just being sealed or committed: it would escape the order, or carry old marks.
 
         One whose end was tried, and not answered, may be committed already: the order waits until that is known."""
         return entry.snapshot is not None or any(lane.is_ending(entry.id) for lane in self._lanes)
 
     def is_unpinning(self, id: CheckpointId) -> bool:
-        return any(o.id == id and o.begun and o.kind is PersonsOrder.UNPIN for o in self._open)
+        return any(o.id == id and o.begun and o.kind is CommandKind.UNPIN for o in self._open)
 
-    def _take_from_lanes(self, entry: Entry) -> None:
+    def _take_from_lanes(self, entry: LedgerEntry) -> None:
         entry.give_up(tuple(entry.owed), entry.given_up(f"it was {DELETED}"))
         for lane in self._lanes:
             if lane.is_at(entry.id):
                 lane.give_up(StepError(f"{entry.id} was {DELETED}"))
 
-    def _may_drop(self, order: Order) -> bool:
+    def _may_drop(self, order: Command) -> bool:
         """Say whether nobody is at work on a checkpoint any more, nor reads the tiers to restore from them."""
         entry = self._ledger.entries.get(order.id)
         if entry is None:  # a mere part of it may just be tried to be dropped
@@ -157,15 +157,15 @@ class Orders:
         # what is leaving now may have been let go because of this one
         return not (busy or arriving or self._dropper.is_dropping())
 
-    def _begin(self, order: Order, entry: Entry | None) -> None:
+    def _begin(self, order: Command, entry: LedgerEntry | None) -> None:
         order.reserving = True
         self._dropper.reserve(order.id)
-        name = keys.TOMBSTONE_MARK if order.kind is PersonsOrder.DELETE else keys.PIN_MARK
+        name = keys.TOMBSTONE_MARK if order.kind is CommandKind.DELETE else keys.PIN_MARK
         mark = Mark(name=name, checkpoint=order.id, wall_time_s=order.wall_time_s)
-        removing = order.kind is PersonsOrder.UNPIN
+        removing = order.kind is CommandKind.UNPIN
         if entry is None:
             pass
-        elif order.kind is PersonsOrder.DELETE:
+        elif order.kind is CommandKind.DELETE:
             entry.deleted = True  # however many tiers take the tombstone
             self._take_from_lanes(entry)
         else:
@@ -176,7 +176,7 @@ class Orders:
             if self._owns(tier):
                 order.waiting.add(tier)
                 self._dispatch(ChangeMark(tier=tier, mark=mark, remove=removing))
-        order.dropping = order.kind is PersonsOrder.DELETE
+        order.dropping = order.kind is CommandKind.DELETE
         if order.dropping and self._unread:  # one of those may have a copy, without the mark
             order.unmarked = True
             for tier in self._unread:
@@ -185,7 +185,7 @@ class Orders:
                     "the next start that can read all tiers"
                 )
 
-    def _drop_all(self, order: Order) -> None:
+    def _drop_all(self, order: Command) -> None:
         """Every copy bears its tombstone: let them go. Where one does not, all stay, to be tried again: the mark is for
         all of them, and must not go with the first."""
         order.dropping = False
@@ -194,11 +194,11 @@ class Orders:
         held = self._held(order.id)
         order.waiting = {*filter(self._owns, held), *self._dropper.retry_now(order.id)}
         for tier in held:
-            self._let_go(tier, order.id)
+            self._release_memory(tier, order.id)
         if (entry := self._ledger.entries.get(order.id)) is not None:
             self._free_region(entry)
 
-    def _let_go(self, tier: str, id: CheckpointId) -> None:
+    def _release_memory(self, tier: str, id: CheckpointId) -> None:
         self._dropper.drop(tier, id, DELETED, ordered=True)
 
     def _held(self, id: CheckpointId) -> list[str]:
@@ -212,10 +212,10 @@ class Orders:
             if entry.state(lane.tier) is CopyState.COMMITTED or lane.tier in entry.damage
         ]
 
-    def _note_in_memory(self, order: Order, entry: Entry) -> None:
+    def _note_in_memory(self, order: Command, entry: LedgerEntry) -> None:
         """Mark its images in memory, unless that is as it should be: marks are appended, and their room is bounded."""
         host = self._ledger.host
-        pinning = order.kind is PersonsOrder.PIN
+        pinning = order.kind is CommandKind.PIN
         pinned = keys.PIN_MARK in entry.marks.get(host, ())
         regions = [region for region in entry.regions if region.sealed]
         if pinning == pinned or not (regions or entry.parts == ()):
@@ -259,12 +259,12 @@ class Orders:
                     order.failed[tier] = error
 
 
-def _is_fenced(order: Order) -> bool:
+def _is_fenced(order: Command) -> bool:
     """Say whether a newer attempt exists: it carries out what is marked, and nothing is tried here again."""
     return any(isinstance(error, FencedError) for error in order.failed.values())
 
 
-def _say_failed(id: CheckpointId) -> Callable[[Mapping[str, BaseException]], None]:
+def _log_failed(id: CheckpointId) -> Callable[[Mapping[str, BaseException]], None]:
     """Nobody waits for this answer; what could not be done is tried again."""
 
     def say(failed: Mapping[str, BaseException]) -> None:

@@ -16,7 +16,7 @@ MOST_TIMES = 60
 
 
 @dataclass(slots=True)
-class _Try:
+class _CommitAttempt:
     task: CommitCopy
     since_s: float | None = None
     not_before_s: float | None = None
@@ -24,7 +24,7 @@ class _Try:
     reported: bool = False
 
 
-class Committing:
+class PendingCommits:
     """See the module. ``is_stuck`` is told, once, of a record that a tier has not taken for ``max_wait_s``."""
 
     def __init__(
@@ -37,10 +37,10 @@ class Committing:
         self._dispatch = dispatch
         self._is_stuck = is_stuck
         self._max_wait_s = max_wait_s
-        self._tries: dict[tuple[str, CheckpointId], _Try] = {}
+        self._tries: dict[tuple[str, CheckpointId], _CommitAttempt] = {}
 
     def begin(self, task: CommitCopy) -> None:
-        self._tries[task.tier, task.id] = _Try(task)
+        self._tries[task.tier, task.id] = _CommitAttempt(task)
         self._dispatch(task)
 
     def ended(self, tier: str, id: CheckpointId) -> bool:

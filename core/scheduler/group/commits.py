@@ -21,15 +21,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from tierfall.core.format.records import Commit, NamedFile
-from tierfall.core.ranks.message_tree import Bodies, Council, Topic
-from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
-from tierfall.core.scheduler.deletion.deleter import Dropper
+from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
+from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
+from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.flusher import Flusher
-from tierfall.core.scheduler.group.commit_state import Committing
-from tierfall.core.scheduler.group.dedup import Divider, Refusal
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
-from tierfall.core.scheduler.ledger.one_rank import Alone
-from tierfall.core.scheduler.ledger.tasks import CommitCopy, DropCopy, Outcome, Task
+from tierfall.core.scheduler.group.commit_state import PendingCommits
+from tierfall.core.scheduler.group.dedup import Refusal, ReplicaAssigner
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.one_rank import OneRank
+from tierfall.core.scheduler.ledger.tasks import CommitCopy, DeleteCopy, Outcome, Task
 from tierfall.core.types import keys
 from tierfall.core.types.errors import CapacityError, CaptureError, FencedError, FlushError
 from tierfall.core.types.text import ranks_named
@@ -44,7 +44,7 @@ REMEMBERED = 64
 
 
 @dataclass(slots=True)
-class _Wait:
+class _RankWait:
     """This rank's image is complete (``sealed``), or compared and sealed (``kept``), and others' are not yet;
     ``hurried``: nobody below holds back who is."""
 
@@ -59,7 +59,7 @@ _LEVEL: Topic = ("level",)
 """How many checkpoints the line counts at least: ranks that left a save out come level by it."""
 
 
-class Commits(Alone):
+class Commits(OneRank):
     """See the module. ``shared`` says of each stored tier whether all ranks see the same files there."""
 
     land_only = True
@@ -67,12 +67,12 @@ class Commits(Alone):
     def __init__(
         self,
         *,
-        council: Council,
+        council: MessageTree,
         ledger: Ledger,
         shared: Mapping[str, bool],
         flusher: Flusher,
-        dropper: Dropper,
-        give_up_save: Callable[[Entry, BaseException, SaveOutcome], None],
+        dropper: Deleter,
+        give_up_save: Callable[[LedgerEntry, BaseException, SaveOutcome], None],
         dispatch: Callable[[Task], None],
         max_wait_s: float,
     ) -> None:
@@ -84,11 +84,11 @@ class Commits(Alone):
         self._flusher = flusher
         self._dropper = dropper
         self._give_up_save = give_up_save
-        self._committing = Committing(
+        self._committing = PendingCommits(
             dispatch=dispatch, is_stuck=self._commit_is_stuck, max_wait_s=max_wait_s
         )
         self._max_wait_s = max_wait_s
-        self.divider = Divider(council, max_wait_s=max_wait_s, refuse=self._refuse)
+        self.divider = ReplicaAssigner(council, max_wait_s=max_wait_s, refuse=self._refuse)
         self._admitted: dict[str, dict[CheckpointId, None]] = {tier: {} for tier in shared}
         self._here: dict[tuple[str, CheckpointId], Bodies] = {}
         self._brought: dict[tuple[str, CheckpointId], list[Any]] = {}
@@ -97,7 +97,7 @@ class Commits(Alone):
         self._complete: set[tuple[str, CheckpointId]] = set()
         self._ended: dict[tuple[str, CheckpointId], None] = {}
         self._given_up_on: dict[tuple[str, CheckpointId], FlushError] = {}
-        self._waits: dict[CheckpointId, _Wait] = {}
+        self._waits: dict[CheckpointId, _RankWait] = {}
         self._lost: dict[CheckpointId, tuple[BaseException, SaveOutcome]] = {}
         self.wants_drain: Callable[[int, float], None] = lambda rank, left_s: None
         self.drains: Callable[[float], None] = lambda left_s: None
@@ -147,7 +147,7 @@ class Commits(Alone):
         ``set_aside``: it alone fails on a tier that takes others, and is for the next start to try."""
         if self.has_ended(tier, id):
             return
-        _remember(self._ended, (tier, id), None)
+        _remember_few(self._ended, (tier, id), None)
         complete = (tier, id) in self._complete
         self._complete.discard((tier, id))
         body = [reason, complete, by_rule, set_aside]
@@ -155,22 +155,22 @@ class Commits(Alone):
 
     # What this rank says ---------------------------------------------------------------------------
 
-    def has_begun(self, tier: str, entry: Entry) -> None:
+    def has_begun(self, tier: str, entry: LedgerEntry) -> None:
         if self.decides:
             self._council.announce(_topic("begin", entry.id, tier), None)
 
     def has_begun_save(self, id: CheckpointId) -> None:
         self.divider.has_begun(id)
 
-    def sealed(self, entry: Entry) -> None:
+    def sealed(self, entry: LedgerEntry) -> None:
         entry.awaits_others = True
-        self._waits[entry.id] = _Wait()
+        self._waits[entry.id] = _RankWait()
         if entry.share is not None:
             self.divider.sealed(entry.id, entry.share)
         share = entry.share and entry.share.to_json()
         self._council.contribute(_topic("sealed", entry.id), [entry.ordinal, share])
 
-    def landed(self, tier: str, entry: Entry, files: Collection[NamedFile]) -> None:
+    def landed(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
         """One image of those that this rank brings lies on a tier; with the last, it says so."""
         if tier not in entry.owed:  # it was given up while its end was under way
             entry.set_state(tier, CopyState.ABSENT)
@@ -191,19 +191,21 @@ class Commits(Alone):
         table = entry.table if self._shared[tier] and whole.parts is None else ""
         self._council.contribute(_topic("landed", entry.id, tier), [body, table])
 
-    def cannot(self, entry: Entry, tier: str, error: BaseException, *, for_good: bool) -> bool:
+    def cannot(
+        self, entry: LedgerEntry, tier: str, error: BaseException, *, for_good: bool
+    ) -> bool:
         what = "cannot" if for_good else "stuck"
         self._council.tell(_topic(what, entry.id, tier), str(error))
         return for_good
 
-    def sets_aside(self, entry: Entry, tier: str, error: BaseException) -> bool:
+    def sets_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> bool:
         self._council.tell(_topic("set_aside", entry.id, tier), str(error))
         return True
 
     def lost(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
         self._council.tell(_topic("lost", id), [str(error), str(outcome)])
 
-    def saved_in_vain(self, entry: Entry) -> None:
+    def saved_in_vain(self, entry: LedgerEntry) -> None:
         self._council.tell(_LEVEL, entry.ordinal)
 
     def is_fenced(self, error: FencedError) -> None:
@@ -217,44 +219,44 @@ class Commits(Alone):
         """Let all ranks know that rank 0 works towards a deadline; for rank 0."""
         self._council.announce(_DRAIN, left_s)
 
-    def has_dropped(self, task: DropCopy) -> None:
+    def has_dropped(self, task: DeleteCopy) -> None:
         latest = task.next_latest
         body = [task.reason, task.tombstoned, [latest.step, latest.attempt] if latest else None]
         self._council.announce(_topic("drop", task.id, task.tier), body)
 
     # What is heard ---------------------------------------------------------------------------------
 
-    def hear(self, news: News) -> None:
-        if isinstance(news, Told) and news.topic == _DRAIN:
+    def hear(self, news: RankMessage) -> None:
+        if isinstance(news, RankReported) and news.topic == _DRAIN:
             self.wants_drain(news.rank, float(news.body))
-        elif isinstance(news, Announced) and news.topic == _DRAIN:
+        elif isinstance(news, DecisionAnnounced) and news.topic == _DRAIN:
             self.drains(float(news.body))
         elif not self.divider.hear(news):
-            self._hear(news)
+            self._dispatch_message(news)
 
-    def _hear(self, news: News) -> None:
+    def _dispatch_message(self, news: RankMessage) -> None:
         match news:
-            case Gathered(topic=("sealed" | "kept", *_), passed=False):
-                self._all_sealed(_read(news.topic)[0], news.bodies)
-            case Gathered(topic=("landed", *_)):
-                self._all_landed(*_read(news.topic), news.bodies, here_only=news.passed)
-            case Gathered(topic=("committed", *_), passed=False):
+            case MessagesGathered(topic=("sealed" | "kept", *_), passed=False):
+                self._on_all_sealed(_read(news.topic)[0], news.bodies)
+            case MessagesGathered(topic=("landed", *_)):
+                self._on_all_uploaded(*_read(news.topic), news.bodies, here_only=news.passed)
+            case MessagesGathered(topic=("committed", *_), passed=False):
                 sizes = {str(rank): size for rank, size in news.bodies.items()}
-                self._all_committed(*_read(news.topic), sizes)
-            case Told(topic=("level",)):
+                self._on_all_committed(*_read(news.topic), sizes)
+            case RankReported(topic=("level",)):
                 self._council.announce(_LEVEL, news.body)
-            case Announced(topic=("level",)):
+            case DecisionAnnounced(topic=("level",)):
                 self._ledger.least_ordinal = max(self._ledger.least_ordinal, news.body)
-            case Announced(topic=("fenced",)):
+            case DecisionAnnounced(topic=("fenced",)):
                 self._flusher.fence(FencedError(str(news.body)))
-            case Announced():
-                self._decided(str(news.topic[0]), *_read(news.topic), news.body)
-            case Told(topic=("fenced",)):
+            case DecisionAnnounced():
+                self._on_decision(str(news.topic[0]), *_read(news.topic), news.body)
+            case RankReported(topic=("fenced",)):
                 self._council.announce(("fenced",), f"rank {news.rank}: {news.body}")
-            case Told():
-                self._told(str(news.topic[0]), *_read(news.topic), news.body, news.rank)
+            case RankReported():
+                self._on_report(str(news.topic[0]), *_read(news.topic), news.body, news.rank)
 
-    def _told(self, what: str, id: CheckpointId, tier: str, body: Any, rank: int) -> None:
+    def _on_report(self, what: str, id: CheckpointId, tier: str, body: Any, rank: int) -> None:
         """Rank 0 hears what one rank cannot do: that decides for all, once."""
         if what in ("late", "lost") and self.divider.end_naming(id):
             return
@@ -271,7 +273,7 @@ class Commits(Alone):
         if what in ("cannot", "set_aside"):
             self.give_up(tier, id, f"rank {rank}: {body}", set_aside=what == "set_aside")
             return
-        _remember(self._ended, (tier, id), None)
+        _remember_few(self._ended, (tier, id), None)
         if what == "late":
             missing = [r for w in ("sealed", "kept") for r in self._council.missing(_topic(w, id))]
             late = ranks_named(missing) if missing else "another rank"
@@ -288,14 +290,14 @@ class Commits(Alone):
         """Rank 0 has given it up: everywhere, or on this tier."""
         return (tier, id) in self._ended or ("", id) in self._ended
 
-    def _decided(self, what: str, id: CheckpointId, tier: str, body: Any) -> None:
+    def _on_decision(self, what: str, id: CheckpointId, tier: str, body: Any) -> None:
         entry = self._ledger.entries.get(id)
         match what:
             case "begin":
                 self._admitted[tier][id] = None
             case "gone":
                 reason = self.divider.named(body[0], *body[2:])
-                self._gone(id, entry, SaveOutcome(body[1]), reason)
+                self._on_lost(id, entry, SaveOutcome(body[1]), reason)
             case "stuck":
                 self._is_stuck(tier, id, *body)
             case "given_up":
@@ -312,9 +314,9 @@ class Commits(Alone):
             case _ if entry is None:
                 logger.debug("%s of %s: this rank does not have it", what, id)
             case _:
-                self._decided_of(entry, what, tier, body)
+                self._on_decision_of(entry, what, tier, body)
 
-    def _decided_of(self, entry: Entry, what: str, tier: str, body: Any) -> None:
+    def _on_decision_of(self, entry: LedgerEntry, what: str, tier: str, body: Any) -> None:
         match what:
             case "alike":
                 self._seal(entry)
@@ -323,13 +325,13 @@ class Commits(Alone):
             case "commit":
                 self._commit_here(entry, tier, body)
             case "there":
-                self._there(entry, tier, body)
+                self._on_committed(entry, tier, body)
             case "drop":
                 self._drop(entry, tier, body)
 
     # Whole in memory -------------------------------------------------------------------------------
 
-    def _all_sealed(self, id: CheckpointId, bodies: Bodies) -> None:
+    def _on_all_sealed(self, id: CheckpointId, bodies: Bodies) -> None:
         if self.has_ended("", id):
             return
         ordinals = {rank: ordinal for rank, (ordinal, _) in bodies.items()}
@@ -337,15 +339,15 @@ class Commits(Alone):
         if not others:
             shares = {rank: share for rank, (_, share) in bodies.items()}
             if not self.divider.are_alike(id, shares):
-                _remember(self._ended, ("", id), None)
+                _remember_few(self._ended, ("", id), None)
             elif any(share is not None and share[2] is not None for share in shares.values()):
                 self._council.announce(_topic("alike", id), None)
             else:
-                _remember(self._whole_ones, id, None)
+                _remember_few(self._whole_ones, id, None)
                 self._council.announce(_topic("whole", id), None)
             return
         # their parts would not fit together at a restore
-        _remember(self._ended, ("", id), None)
+        _remember_few(self._ended, ("", id), None)
         text = (
             f"{ranks_named(others)} saved it as checkpoint {ordinals[others[0]]} of the line, and rank 0 as checkpoint "
             f"{ordinals[0]}: every rank saves the same steps. From the next one on all count alike again"
@@ -355,10 +357,10 @@ class Commits(Alone):
 
     def _refuse(self, id: CheckpointId, why: Refusal) -> None:
         """The images of all ranks are no checkpoint; for rank 0."""
-        _remember(self._ended, ("", id), None)
+        _remember_few(self._ended, ("", id), None)
         self._council.announce(_topic("gone", id), [why[0], str(SaveOutcome.FAILED), why[1]])
 
-    def _seal(self, entry: Entry) -> None:
+    def _seal(self, entry: LedgerEntry) -> None:
         """Seal an image that was not to outlive this process before it was compared with those of others: no later
         start could do that any more. It is whole once all have: else a kill might leave a newer one to some ranks, and
         an older one to others."""
@@ -373,17 +375,17 @@ class Commits(Alone):
             entry.share.digests = None
             if entry.handle is not None:
                 entry.handle.tell_captured()
-        self._waits[entry.id] = _Wait("kept")
+        self._waits[entry.id] = _RankWait("kept")
         self._council.contribute(_topic("kept", entry.id), [entry.ordinal, None])
 
-    def _whole(self, entry: Entry) -> None:
+    def _whole(self, entry: LedgerEntry) -> None:
         self._waits.pop(entry.id, None)
         entry.awaits_others = False
         if entry.state(self._ledger.host) is CopyState.ARRIVING:
             entry.set_state(self._ledger.host, CopyState.SEALED)
 
-    def _gone(
-        self, id: CheckpointId, entry: Entry | None, outcome: SaveOutcome, reason: str
+    def _on_lost(
+        self, id: CheckpointId, entry: LedgerEntry | None, outcome: SaveOutcome, reason: str
     ) -> None:
         kind = CapacityError if outcome is not SaveOutcome.FAILED else CaptureError
         error = kind(f"save of step {id.step} is given up by all ranks: {reason}")
@@ -391,10 +393,10 @@ class Commits(Alone):
         self.divider.gone(id)
         self._council.forget(_topic("sealed", id))
         self._council.forget(_topic("kept", id))
-        _remember(self._lost, id, (error, outcome))
+        _remember_few(self._lost, id, (error, outcome))
         for tier in self._shared:
             self._admitted[tier].pop(id, None)
-            self._goes_on(tier, id)
+            self._on_resumed(tier, id)
             if entry is not None:
                 self._clear(entry, tier, reason, complete=False)
         if entry is not None:
@@ -412,13 +414,15 @@ class Commits(Alone):
         error = FlushError(f"flush of {id} to {tier}: rank {rank}: {reason}")
         self._flusher.is_failing(tier, error)
 
-    def _goes_on(self, tier: str, id: CheckpointId) -> None:
+    def _on_resumed(self, tier: str, id: CheckpointId) -> None:
         """What another rank was stuck at is no more to be brought."""
         if self._stuck.get(tier) == id:
             del self._stuck[tier]
             self._flusher.recovered(tier)
 
-    def _all_landed(self, id: CheckpointId, tier: str, bodies: Bodies, *, here_only: bool) -> None:
+    def _on_all_uploaded(
+        self, id: CheckpointId, tier: str, bodies: Bodies, *, here_only: bool
+    ) -> None:
         if not self._shared[tier]:
             local = self._topology.local_ranks
             self._here[tier, id] = {rank: bodies[rank] for rank in local}
@@ -436,7 +440,7 @@ class Commits(Alone):
         facts = [entry.commit.wall_time_s, dict(entry.commit.metrics), list(entry.commit.tags)]
         self._council.announce(_topic("commit", id, tier), facts)
 
-    def _commit_here(self, entry: Entry, tier: str, facts: Any) -> None:
+    def _commit_here(self, entry: LedgerEntry, tier: str, facts: Any) -> None:
         """Leave the commit record of a node's own images, now that all nodes have theirs."""
         bodies = self._here.pop((tier, entry.id), None)
         if bodies is None or entry.commit is None:
@@ -459,7 +463,7 @@ class Commits(Alone):
         )
 
     def _commit(
-        self, entry: Entry, tier: str, commit: Commit, tables: tuple[str, ...] = ()
+        self, entry: LedgerEntry, tier: str, commit: Commit, tables: tuple[str, ...] = ()
     ) -> None:
         task = CommitCopy(
             tier=tier,
@@ -486,7 +490,7 @@ class Commits(Alone):
             return
         self._committing.ended(task.tier, task.id)
         if not wanted and not task.repairs:
-            self._take_back(task.tier, task.id, "it was given up meanwhile, by all")
+            self._retract(task.tier, task.id, "it was given up meanwhile, by all")
         elif not wanted:
             logger.warning("%s: the repair of %s was given up meanwhile", task.tier, task.id)
         elif outcome.error is None:
@@ -523,11 +527,11 @@ class Commits(Alone):
             waits.append(due)
         return min((when for when in waits if when > now_s), default=None)
 
-    def _all_committed(self, id: CheckpointId, tier: str, sizes: Mapping[str, int]) -> None:
+    def _on_all_committed(self, id: CheckpointId, tier: str, sizes: Mapping[str, int]) -> None:
         if not self.has_ended(tier, id):
             self._council.announce(_topic("there", id, tier), sizes)
 
-    def _there(self, entry: Entry, tier: str, sizes: Mapping[str, int]) -> None:
+    def _on_committed(self, entry: LedgerEntry, tier: str, sizes: Mapping[str, int]) -> None:
         leader = 0 if self._shared[tier] else self._topology.local_ranks[0]
         self._complete.discard((tier, entry.id))
         self._stuck.pop(tier, None)
@@ -536,7 +540,7 @@ class Commits(Alone):
         self._ledger.partial.discard((tier, entry.id))
         self._collect_partial(tier, entry)
 
-    def _collect_partial(self, tier: str, newer: Entry) -> None:
+    def _collect_partial(self, tier: str, newer: LedgerEntry) -> None:
         """Let go of older ones of which only a part is left: nobody needs the rest to come back any more."""
         older = {
             (where, id)
@@ -547,12 +551,12 @@ class Commits(Alone):
             if where not in (e.owed if (e := self._ledger.entries.get(id)) else ()):
                 self._ledger.partial.discard((where, id))
                 reason = "only a part of it is there, and a newer one is whole"
-                self._dropper.leave(DropCopy(tier=where, id=id, reason=reason))
+                self._dropper.leave(DeleteCopy(tier=where, id=id, reason=reason))
 
     def _given_up(
         self,
         id: CheckpointId,
-        entry: Entry | None,
+        entry: LedgerEntry | None,
         tier: str,
         reason: str,
         *,
@@ -561,9 +565,9 @@ class Commits(Alone):
         set_aside: bool,
     ) -> None:
         error = FlushError(f"flush of {id} to {tier}: {reason}")
-        _remember(self._given_up_on, (tier, id), error)
+        _remember_few(self._given_up_on, (tier, id), error)
         self._admitted[tier].pop(id, None)
-        self._goes_on(tier, id)
+        self._on_resumed(tier, id)
         if entry is None:
             return  # it is told once it comes to save this
         self._clear(entry, tier, str(error), complete=complete)
@@ -578,7 +582,7 @@ class Commits(Alone):
             self._flusher.give_up_copy(entry, tier, error)
         self._ledger.forget_if_gone(entry)
 
-    def _clear(self, entry: Entry, tier: str, reason: str, *, complete: bool) -> None:
+    def _clear(self, entry: LedgerEntry, tier: str, reason: str, *, complete: bool) -> None:
         """Take back what this rank has brought to a tier of a checkpoint that will not be one there.
 
         ``complete``: all ranks' images have landed, so that a commit record may be there. It goes first:
@@ -597,13 +601,13 @@ class Commits(Alone):
             if brought:
                 self._dropper.collect(tier, entry.id, reason, shard=_own_shard(entry))
         elif self.owns(tier) and not under_way:
-            self._take_back(tier, entry.id, reason)  # else once it is known what became of it
+            self._retract(tier, entry.id, reason)  # else once it is known what became of it
         self._ledger.forget_if_gone(entry)
 
-    def _take_back(self, tier: str, id: CheckpointId, reason: str) -> None:
-        self._dropper.leave(DropCopy(tier=tier, id=id, reason=reason, void=True))
+    def _retract(self, tier: str, id: CheckpointId, reason: str) -> None:
+        self._dropper.leave(DeleteCopy(tier=tier, id=id, reason=reason, void=True))
 
-    def _clean(self, entry: Entry, tier: str) -> None:
+    def _clean(self, entry: LedgerEntry, tier: str) -> None:
         for one in (entry, *(entry.parts or ())):
             one.landed.discard(tier)
         self._brought.pop((tier, entry.id), None)
@@ -612,7 +616,7 @@ class Commits(Alone):
 
     # Leaving ---------------------------------------------------------------------------------------
 
-    def _drop(self, entry: Entry, tier: str, body: Any) -> None:
+    def _drop(self, entry: LedgerEntry, tier: str, body: Any) -> None:
         if self._topology.is_root:
             return  # it said so, and is at it
         reason, tombstoned, latest = body
@@ -621,7 +625,7 @@ class Commits(Alone):
             self._ledger.forget_if_gone(entry)
             return
         self._dropper.leave(
-            DropCopy(
+            DeleteCopy(
                 tier=tier,
                 id=entry.id,
                 reason=reason,
@@ -631,7 +635,7 @@ class Commits(Alone):
         )
 
 
-def _remember(memory: dict[K, V], key: K, value: V) -> None:
+def _remember_few(memory: dict[K, V], key: K, value: V) -> None:
     """Keep what is late for few; the oldest is forgotten."""
     memory[key] = value
     while len(memory) > REMEMBERED:
@@ -647,12 +651,12 @@ def _read(topic: Topic) -> tuple[CheckpointId, str]:
     return CheckpointId(int(step), int(attempt)), str(tier)
 
 
-def _own_shard(entry: Entry) -> Shard | None:
+def _own_shard(entry: LedgerEntry) -> Shard | None:
     """Whose files go where a copy is taken back: all, where this rank may have brought several ranks' images."""
     return entry.shard if entry.parts is None else None
 
 
-def _files(entry: Entry, bodies: Bodies) -> tuple[NamedFile, ...]:
+def _files(entry: LedgerEntry, bodies: Bodies) -> tuple[NamedFile, ...]:
     """Name what all have brought, by the ranks that saved it, as any start would."""
     files = tuple(
         NamedFile(name=name, bytes=size, digest=digest, raw_bytes=raw)

@@ -17,10 +17,10 @@ from typing import Protocol
 
 from tierfall.core.format.commit_files import damage_mark
 from tierfall.core.format.records import Mark
-from tierfall.core.ranks.message_tree import Council, Topic
-from tierfall.core.ranks.ranks import Announced, News, Told
+from tierfall.core.ranks.message_tree import MessageTree, Topic
+from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
 from tierfall.core.scheduler.group.commits import Commits
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import ChangeMark, Task
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, View
@@ -29,11 +29,11 @@ logger = logging.getLogger("tierfall")
 _FOUND, _REPAIR = "damage_found", "damage_repaired"
 
 
-class WantsRepair(Protocol):
+class NeedsRepair(Protocol):
     def __call__(self, view: View, checkpoint: CheckpointView, tier_name: str) -> bool: ...
 
 
-class Damages:
+class DamageReports:
     """See the module. ``tiers`` are those that copies are brought to. Other ranks are reached by ``council``, and
     ``commits`` says what all of them have given up. ``has_lost`` is told of a tier that has a good copy less,
     and ``dispatch`` has it recorded there; ``may_write`` says whether this process may bring copies at all."""
@@ -43,16 +43,16 @@ class Damages:
         *,
         ledger: Ledger,
         tiers: Iterable[str],
-        wants_repair: WantsRepair,
+        needs_repair: NeedsRepair,
         has_lost: Callable[[str], None],
         may_write: Callable[[], bool],
         dispatch: Callable[[Task], None],
-        council: Council | None = None,
+        council: MessageTree | None = None,
         commits: Commits | None = None,
     ) -> None:
         self._ledger = ledger
         self._tiers = frozenset(tiers)
-        self._wants_repair = wants_repair
+        self._needs_repair = needs_repair
         self._has_lost = has_lost
         self._may_write = may_write
         self._dispatch = dispatch
@@ -67,11 +67,11 @@ class Damages:
         if entry is None or entry.state(tier) is not CopyState.COMMITTED:
             return  # it is known, or the copy has left meanwhile
         if self._council is None:
-            self._note(entry, tier, why, repairable)
+            self._record(entry, tier, why, repairable)
         else:
             self._council.tell(_topic(_FOUND, id, tier), [why, repairable])
 
-    def plan_repairs(self, only: Entry | None = None) -> None:
+    def plan_repairs(self, only: LedgerEntry | None = None) -> None:
         """Owe the tiers what can be repaired now, of all checkpoints or of one; for rank 0. A repair that failed is not
         tried again by this process."""
         if not self._may_write() or not (self._commits is None or self._commits.decides):
@@ -83,11 +83,11 @@ class Damages:
         view = self._ledger.view()
         views = {checkpoint.id: checkpoint for checkpoint in view.checkpoints}
         for entry, tier in sorted(wanted, key=lambda one: (one[0].id, one[1])):
-            if self._wants_repair(view, views[entry.id], tier):
+            if self._needs_repair(view, views[entry.id], tier):
                 self._tried.add((tier, entry.id))
                 self._begin(entry, tier)
 
-    def _may_repair(self, entry: Entry, tier: str) -> bool:
+    def _may_repair(self, entry: LedgerEntry, tier: str) -> bool:
         """Say whether all ranks of now can bring what they have saved of it: other ranks' images are not theirs."""
         ours = entry.parts is not None or entry.shard == self._ledger.shard
         return (
@@ -101,35 +101,35 @@ class Damages:
             and not (self._commits is not None and self._commits.has_ended(tier, entry.id))
         )
 
-    def _begin(self, entry: Entry, tier: str) -> None:
+    def _begin(self, entry: LedgerEntry, tier: str) -> None:
         if self._council is None:
             self._owe(entry, tier)
         else:
             self._council.announce(_topic(_REPAIR, entry.id, tier), entry.damage[tier])
 
     @staticmethod
-    def is_about(news: News) -> bool:
+    def is_about(news: RankMessage) -> bool:
         """Say whether this is what hears of it."""
         return news.topic[0] in (_FOUND, _REPAIR)
 
-    def hear(self, news: News) -> None:
+    def hear(self, news: RankMessage) -> None:
         """Hear what a rank has found, or what rank 0 says of it."""
         what, step, attempt, tier = news.topic
         id, tier = CheckpointId(int(step), int(attempt)), str(tier)
         entry = self._ledger.entries.get(id)
         match news:
-            case Told(body=[why, repairable]):
+            case RankReported(body=[why, repairable]):
                 if entry is not None and entry.state(tier) is CopyState.COMMITTED:
                     assert self._council is not None
                     text = f"rank {news.rank}: {why}"
                     self._council.announce(_topic(_FOUND, id, tier), [text, repairable])
-            case Announced(body=[why, repairable]) if what == _FOUND and entry is not None:
+            case DecisionAnnounced(body=[why, repairable]) if what == _FOUND and entry is not None:
                 if entry.state(tier) is CopyState.COMMITTED:
-                    self._note(entry, tier, why, repairable)
-            case Announced() if what == _REPAIR:
+                    self._record(entry, tier, why, repairable)
+            case DecisionAnnounced() if what == _REPAIR:
                 self._repair_together(entry, id, tier, str(news.body))
 
-    def _note(self, entry: Entry, tier: str, why: str, repairable: bool) -> None:
+    def _record(self, entry: LedgerEntry, tier: str, why: str, repairable: bool) -> None:
         logger.error("%s: %s is damaged, and protects nothing: %s", tier, entry.id, why)
         entry.note_damage(tier, why, repairable=repairable)
         if not repairable:
@@ -139,7 +139,7 @@ class Damages:
             self._leave_mark(entry, tier, why)
         self.plan_repairs(entry)
 
-    def _leave_mark(self, entry: Entry, tier: str, why: str) -> None:
+    def _leave_mark(self, entry: LedgerEntry, tier: str, why: str) -> None:
         """Let whoever lists the tier later know it too; a repair takes the mark away."""
         if entry.commit is None or tier not in self._tiers:
             return
@@ -149,7 +149,9 @@ class Damages:
             mark = Mark(name=name, checkpoint=entry.id, wall_time_s=wall_time_s, reason=why)
             self._dispatch(ChangeMark(tier=tier, mark=mark))
 
-    def _repair_together(self, entry: Entry | None, id: CheckpointId, tier: str, why: str) -> None:
+    def _repair_together(
+        self, entry: LedgerEntry | None, id: CheckpointId, tier: str, why: str
+    ) -> None:
         """Bring this rank's part, though that may be whole: a checkpoint is committed when all have brought theirs."""
         assert self._council is not None
         if entry is None or entry.commit is None:
@@ -159,7 +161,7 @@ class Damages:
             entry.note_damage(tier, why, repairable=True)
         self._owe(entry, tier)
 
-    def _owe(self, entry: Entry, tier: str) -> None:
+    def _owe(self, entry: LedgerEntry, tier: str) -> None:
         logger.info("%s: %s is damaged, and is written anew", tier, entry.id)
         entry.owed.add(tier)
 

@@ -23,17 +23,17 @@ from typing import Any
 from tierfall.core.capture.snapshot import Share
 from tierfall.core.image.dedup import (
     NOBODY,
-    Difference,
-    Digests,
-    Division,
-    Table,
+    ReplicaAssignment,
+    ReplicaDifference,
+    ReplicaDigests,
+    ReplicaTable,
     are_alike,
-    divide,
+    assign_writers,
     find_difference,
 )
-from tierfall.core.ranks.message_tree import Bodies, Council, Topic
-from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
-from tierfall.core.scheduler.ledger.tasks import DivisionAsked
+from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
+from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
+from tierfall.core.scheduler.ledger.tasks import AssignmentRequest
 from tierfall.core.types.text import ranks_named
 from tierfall.core.types.values import CheckpointId
 
@@ -51,12 +51,12 @@ Refusal = tuple[str, int | None]
 
 
 @dataclass(slots=True)
-class _Made:
+class _MadeAssignment:
     """A division that rank 0 has made: of which tables, for which save; whether all that it divides was ``compared``
     once; and that the ranks hold some of it not alike any more (``unlike``)."""
 
-    division: Division
-    tables: list[Table]
+    division: ReplicaAssignment
+    tables: list[ReplicaTable]
     id: CheckpointId
     compared: bool = False
     unlike: Refusal | None = None
@@ -67,13 +67,13 @@ class _Made:
         return {rank for rank, column in enumerate(groups) if (column != NOBODY).any()}
 
 
-class Divider:
+class ReplicaAssigner:
     """One rank's part; see the module. ``refuse`` is called at rank 0 for a save that is no checkpoint, once it is
     known why."""
 
     def __init__(
         self,
-        council: Council,
+        council: MessageTree,
         *,
         max_wait_s: float,
         refuse: Callable[[CheckpointId, Refusal], None],
@@ -81,30 +81,30 @@ class Divider:
         self._council = council
         self._max_wait_s = max_wait_s
         self._refuse_save = refuse
-        self._asked: DivisionAsked | None = None
+        self._asked: AssignmentRequest | None = None
         self._brought: CheckpointId | None = None
-        self._standing: Table | None = None
+        self._standing: ReplicaTable | None = None
         self._begun: CheckpointId | None = None
         self._names: dict[int, str] = {}
-        self._made: dict[str, _Made] = {}
-        self._digests: dict[CheckpointId, Digests] = {}
-        self._unnamed: dict[CheckpointId, list[_Made]] = {}
+        self._made: dict[str, _MadeAssignment] = {}
+        self._digests: dict[CheckpointId, ReplicaDigests] = {}
+        self._unnamed: dict[CheckpointId, list[_MadeAssignment]] = {}
         self._ended: dict[CheckpointId, None] = {}
         self._asked_all: dict[CheckpointId, None] = {}
-        self.divisions: dict[str, Division] = {}
+        self.divisions: dict[str, ReplicaAssignment] = {}
 
     # What this rank asks ---------------------------------------------------------------------------
 
-    def ask(self, asked: DivisionAsked) -> None:
+    def ask(self, asked: AssignmentRequest) -> None:
         """Bring a table. Where there is nothing in it that others could write, nobody waits, and it stands for later
         saves too."""
         shareable = asked.shareable
         self._names = shareable.names()
         self._standing = None if shareable.numbers else shareable.table
         self._asked = asked if shareable.numbers else None
-        self._bring(asked.id, shareable.table)
+        self._contribute(asked.id, shareable.table)
 
-    def _bring(self, id: CheckpointId, table: Table) -> None:
+    def _contribute(self, id: CheckpointId, table: ReplicaTable) -> None:
         if self._brought != id:
             self._brought = id
             self._council.contribute(_topic(DIVIDE, id), table.to_json())
@@ -159,52 +159,52 @@ class Divider:
 
     # What is heard ---------------------------------------------------------------------------------
 
-    def hear(self, news: News) -> bool:
+    def hear(self, news: RankMessage) -> bool:
         """Take what is about a division; False for everything else."""
         if news.topic[0] not in _WORDS:
             return False
         id = CheckpointId(int(news.topic[1]), int(news.topic[2]))
-        if not self._hear_digests(id, news):
-            self._hear(id, news)
+        if not self._on_digests(id, news):
+            self._dispatch_message(id, news)
         return True
 
-    def _hear_digests(self, id: CheckpointId, news: News) -> bool:
+    def _on_digests(self, id: CheckpointId, news: RankMessage) -> bool:
         match news:
-            case Gathered(topic=("digests", *_)):
+            case MessagesGathered(topic=("digests", *_)):
                 if not news.passed:
-                    self._all_digests(id, news.bodies)
-            case Announced(topic=("unlike", *_)):
+                    self._on_all_digests(id, news.bodies)
+            case DecisionAnnounced(topic=("unlike", *_)):
                 found = self._digests.get(id)
                 self._council.contribute(_topic("digests", id), found and found.to_json())
             case _:
                 return False
         return True
 
-    def _hear(self, id: CheckpointId, news: News) -> None:
+    def _dispatch_message(self, id: CheckpointId, news: RankMessage) -> None:
         match news:
-            case Gathered(topic=(word, *_), passed=False) if word == DIVIDE:
-                self._all_asked(id, news.bodies)
-            case Told(topic=("dividing", *_)) if _once(self._asked_all, id):
+            case MessagesGathered(topic=(word, *_), passed=False) if word == DIVIDE:
+                self._on_all_asked(id, news.bodies)
+            case RankReported(topic=("dividing", *_)) if _is_first_time(self._asked_all, id):
                 self._council.announce(_topic("dividing", id), None)
-            case Told(topic=("undivided", *_)) if _once(self._ended, id):
+            case RankReported(topic=("undivided", *_)) if _is_first_time(self._ended, id):
                 self._council.forget(_topic(DIVIDE, id))
                 self._council.announce(_topic("undivided", id), None)
-            case Announced(topic=("dividing", *_)):
+            case DecisionAnnounced(topic=("dividing", *_)):
                 if self._standing is not None:
-                    self._bring(id, self._standing)
+                    self._contribute(id, self._standing)
                 elif self._has_passed(id):
                     self._council.tell(_topic("undivided", id), None)
-            case Announced(topic=("undivided", *_)):
+            case DecisionAnnounced(topic=("undivided", *_)):
                 self.divisions.clear()
                 self._answer(id, None)
-            case Announced(topic=("divided", *_)):
-                self._answer(id, Division.from_json(news.body))
+            case DecisionAnnounced(topic=("divided", *_)):
+                self._answer(id, ReplicaAssignment.from_json(news.body))
 
     def _has_passed(self, id: CheckpointId) -> bool:
         begun = self._begun
         return begun is not None and (begun.attempt, begun.step) >= (id.attempt, id.step)
 
-    def _answer(self, id: CheckpointId, division: Division | None) -> None:
+    def _answer(self, id: CheckpointId, division: ReplicaAssignment | None) -> None:
         if self._asked is not None and self._asked.id == id:
             asked, self._asked = self._asked, None
             if division is not None:
@@ -214,15 +214,15 @@ class Divider:
 
     # Rank 0 ----------------------------------------------------------------------------------------
 
-    def _all_asked(self, id: CheckpointId, bodies: Bodies) -> None:
-        if not _once(self._ended, id):
+    def _on_all_asked(self, id: CheckpointId, bodies: Bodies) -> None:
+        if not _is_first_time(self._ended, id):
             return
-        tables = [Table.from_json(bodies[rank]) for rank in sorted(bodies)]
-        division = divide(tables)
+        tables = [ReplicaTable.from_json(bodies[rank]) for rank in sorted(bodies)]
+        division = assign_writers(tables)
         known = self._made.get(division.id)
         if known is not None and known.unlike is not None:
             division = division.apart()
-        self._made[division.id] = _Made(division, tables, id)
+        self._made[division.id] = _MadeAssignment(division, tables, id)
         _limit(self._made)
         self._council.announce(_topic("divided", id), division.to_json())
 
@@ -254,7 +254,9 @@ class Divider:
             made.compared |= made.id == id
         return True
 
-    def _why_not(self, made: _Made, id: CheckpointId, said: Mapping[int, Any]) -> Refusal | None:
+    def _why_not(
+        self, made: _MadeAssignment, id: CheckpointId, said: Mapping[int, Any]
+    ) -> Refusal | None:
         """Each rank must have written what the others left to it, and have digested what is compared."""
         if made.unlike is not None:
             return made.unlike
@@ -284,7 +286,7 @@ class Divider:
             made.unlike = _UNNAMED, None
         self._council.announce(_topic("unlike", id), None)
 
-    def _all_digests(self, id: CheckpointId, bodies: Bodies) -> None:
+    def _on_all_digests(self, id: CheckpointId, bodies: Bodies) -> None:
         found = find_difference({rank: body for rank, body in bodies.items() if body is not None})
         self._end_naming(id, (_UNNAMED, None) if found is None else _as_refusal(found))
 
@@ -315,7 +317,7 @@ _REMEDY = (
 _UNNAMED = f"ranks have tensors of one name and shape that are not replicas of one. {_REMEDY}"
 
 
-def _as_refusal(found: Difference) -> Refusal:
+def _as_refusal(found: ReplicaDifference) -> Refusal:
     more = f" ({found.more} more tensors likewise)" if found.more else ""
     return (
         f"{{}} is on {ranks_named(found.ranks)} not what it is on {ranks_named(found.others)}{more}: each has a tensor "
@@ -324,7 +326,7 @@ def _as_refusal(found: Difference) -> Refusal:
     )
 
 
-def _once(seen: dict[CheckpointId, None], id: CheckpointId) -> bool:
+def _is_first_time(seen: dict[CheckpointId, None], id: CheckpointId) -> bool:
     """Say whether this is the first time; few are remembered."""
     if id in seen:
         return False

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable, Iterable
 
 from tierfall.core.format.records import Commit, read_commit
-from tierfall.core.ranks.message_tree import Council, Topic
-from tierfall.core.ranks.ranks import Announced, News
-from tierfall.core.runtime.wait import Bell
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger, entry_of
+from tierfall.core.ranks.message_tree import MessageTree, Topic
+from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage
+from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.tasks import Outcome, ReadCommit, Task
 from tierfall.core.types.errors import KeyNotFoundError
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -24,7 +24,7 @@ _WRITTEN: Topic = ("written",)
 _UNWRITTEN: Topic = ("unwritten",)
 
 
-class Finder:
+class ExternalCommits:
     """See the module. ``council`` reaches the other ranks, where there are any; ``found`` is told of every checkpoint
     that has been entered into the ledger, and of its tier."""
 
@@ -32,8 +32,8 @@ class Finder:
         self,
         *,
         ledger: Ledger,
-        council: Council | None,
-        found: Callable[[Entry, str], None],
+        council: MessageTree | None,
+        found: Callable[[LedgerEntry, str], None],
         dispatch: Callable[[Task], None],
     ) -> None:
         self._ledger = ledger
@@ -44,13 +44,13 @@ class Finder:
         self._expected: dict[CheckpointId, str] = {}
         self._under_way: dict[CheckpointId, CheckpointId | None] = {}
         self._newest: CheckpointId | None = None
-        self._looking: list[tuple[Bell, bool]] = []
+        self._looking: list[tuple[InterruptibleEvent, bool]] = []
 
     def expect(self, id: CheckpointId, tier: str) -> None:
         """Another process was told to write a checkpoint to a tier; they come in order."""
         self._expected[id] = tier
 
-    def look(self, done: Bell, *, last: bool = False) -> None:
+    def look(self, done: InterruptibleEvent, *, last: bool = False) -> None:
         """Look for what was committed since; ring ``done`` when what there is has been read.
 
         ``last``: nobody will look again, so what is not there is left to the next start. A rank that does not look
@@ -72,7 +72,7 @@ class Finder:
         assert isinstance(task, ReadCommit)
         newest = self._under_way.pop(task.id)
         if outcome.error is None:
-            self._has_found(task, outcome.value)
+            self._on_found(task, outcome.value)
         elif isinstance(outcome.error, KeyNotFoundError):
             self._is_missing(task, newest)
         else:
@@ -83,13 +83,13 @@ class Finder:
         self._end()
 
     @staticmethod
-    def is_about(news: News) -> bool:
+    def is_about(news: RankMessage) -> bool:
         """Say whether this is what hears of it."""
         return news.topic in (_WRITTEN, _UNWRITTEN)
 
-    def hear(self, news: News) -> None:
+    def hear(self, news: RankMessage) -> None:
         """Hear what rank 0 has found, or will not look for again."""
-        assert isinstance(news, Announced)
+        assert isinstance(news, DecisionAnnounced)
         if news.topic == _WRITTEN:
             tier, text = news.body
             commit = read_commit(text.encode(), what=f"{tier}: commit record that rank 0 has read")
@@ -112,16 +112,16 @@ class Finder:
             self._expected.clear()
             if self._council is not None:
                 self._council.announce(_UNWRITTEN, None)
-        self._ring(last=not self._expected)
+        self._notify(last=not self._expected)
 
-    def _ring(self, *, last: bool) -> None:
+    def _notify(self, *, last: bool) -> None:
         """Ring for those who look; ``last``: also for whom nobody will look again."""
         for done, of_last in self._looking:
             if last or not of_last:
                 done.ring()
         self._looking = [(done, of_last) for done, of_last in self._looking if not done.rung]
 
-    def _has_found(self, task: ReadCommit, commit: Commit) -> None:
+    def _on_found(self, task: ReadCommit, commit: Commit) -> None:
         """Tell all ranks of one that is there, and look once more at those before it."""
         del self._expected[task.id]
         self._newest = task.id if self._newest is None else max(self._newest, task.id)

@@ -8,7 +8,7 @@
                                 ->  what failed anywhere is known to all
 
 Before rank 0 lets go of a copy that each node has a part of, the marks on all nodes are read: a person may have left
-one on any of them (``NodesMarks``). All of it belongs to the coordinator's thread and does no I/O.
+one on any of them (``NodeMarks``). All of it belongs to the coordinator's thread and does no I/O.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tierfall.core.ranks.message_tree import Bodies, Council
-from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
-from tierfall.core.scheduler.deletion.deleter import Dropper
-from tierfall.core.scheduler.group.commands import DELETED, Orders
+from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
+from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.group.commands import DELETED, Commands
 from tierfall.core.scheduler.group.commits import Commits
-from tierfall.core.scheduler.ledger.ledger import Entry
+from tierfall.core.scheduler.ledger.ledger import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import (
-    DropCopy,
+    Command,
+    CommandKind,
+    DeleteCopy,
     NotWholeError,
-    Order,
     Outcome,
-    PersonsOrder,
     ReadMarks,
     Task,
 )
@@ -48,19 +48,19 @@ _ASK, _ANSWER = "marks", "marks_read"
 
 
 @dataclass(slots=True)
-class _Part:
+class _CommandPart:
     """This rank's part in an order: what it says next, and whether it has."""
 
     number: int
-    order: Order
+    order: Command
     says: str = _MARKED
     said: bool = False
 
 
-class OrdersTogether(Orders):
+class GroupCommands(Commands):
     """See the module. Rank 0 takes orders as one rank does; the others take up what it announces."""
 
-    def __init__(self, *, council: Council, commits: Commits, **alone: Any) -> None:
+    def __init__(self, *, council: MessageTree, commits: Commits, **alone: Any) -> None:
         """``alone`` are the arguments of ``Orders``, but for who owns a tier."""
         super().__init__(**alone, owns=commits.owns)
         self._council = council
@@ -68,10 +68,10 @@ class OrdersTogether(Orders):
         self._conducts = commits.decides
         self._count = 0
         self._now_s = 0.0
-        self._parts: dict[CheckpointId, _Part] = {}
+        self._parts: dict[CheckpointId, _CommandPart] = {}
 
     @staticmethod
-    def is_about(news: News) -> bool:
+    def is_about(news: RankMessage) -> bool:
         """Say whether this is what hears of it."""
         return news.topic[0] in _TOPICS
 
@@ -81,7 +81,7 @@ class OrdersTogether(Orders):
         """Carry out a tombstone that was found by any rank, once."""
         if not self._conducts:
             self._council.tell((_FOUND, 0, id.step, id.attempt), None)
-        elif not any(o.id == id and o.kind is PersonsOrder.DELETE for o in self._open):
+        elif not any(o.id == id and o.kind is CommandKind.DELETE for o in self._open):
             self._deleted.add(id)
             super().finish_deletion(id)
 
@@ -90,37 +90,37 @@ class OrdersTogether(Orders):
         super().carry_out(now_s)
         for part in list(self._parts.values()):
             if not part.said and not part.order.waiting - {OTHERS}:
-                self._say(part)
+                self._report(part)
 
-    def _begin_unknown(self, order: Order) -> None:
+    def _begin_unknown(self, order: Command) -> None:
         """Another rank may know of it: a part of what was deleted, or was found to be."""
-        if order.kind is PersonsOrder.DELETE and order.id in self._deleted:
+        if order.kind is CommandKind.DELETE and order.id in self._deleted:
             self._begin(order, None)
         else:
             super()._begin_unknown(order)
 
-    def _is_settling(self, entry: Entry) -> bool:
+    def _is_settling(self, entry: LedgerEntry) -> bool:
         if entry.awaits_others or self._commits.is_ending(entry.id):
             return True
         return super()._is_settling(entry)
 
-    def _begin(self, order: Order, entry: Entry | None) -> None:
+    def _begin(self, order: Command, entry: LedgerEntry | None) -> None:
         """Begin an order on all ranks; for rank 0."""
         held = self._held(order.id)
         self._count += 1
         self._announce(_ORDER, self._count, order.id, [str(order.kind), order.wall_time_s])
         self._begin_part(self._count, order, entry)
-        if order.kind is PersonsOrder.DELETE:
+        if order.kind is CommandKind.DELETE:
             for lane in self._lanes:
                 if lane.tier not in held:  # some ranks may have brought their parts
                     self._commits.give_up(lane.tier, order.id, f"it was {DELETED}")
 
-    def _begin_part(self, number: int, order: Order, entry: Entry | None) -> None:
-        self._parts[order.id] = _Part(number, order)
+    def _begin_part(self, number: int, order: Command, entry: LedgerEntry | None) -> None:
+        self._parts[order.id] = _CommandPart(number, order)
         super()._begin(order, entry)
         order.waiting.add(OTHERS)
 
-    def _drop_all(self, order: Order) -> None:
+    def _drop_all(self, order: Command) -> None:
         super()._drop_all(order)
         order.waiting.add(OTHERS)
         part = self._parts[order.id]
@@ -131,13 +131,13 @@ class OrdersTogether(Orders):
         partial = [tier for tier, of in sorted(self._ledger.partial) if of == id]
         return [*super()._held(id), *partial]
 
-    def _let_go(self, tier: str, id: CheckpointId) -> None:
+    def _release_memory(self, tier: str, id: CheckpointId) -> None:
         if (tier, id) in self._ledger.partial:
             self._ledger.partial.discard((tier, id))
             if self._owns(tier):
-                self._dropper.leave(DropCopy(tier=tier, id=id, reason=DELETED, tombstoned=True))
+                self._dropper.leave(DeleteCopy(tier=tier, id=id, reason=DELETED, tombstoned=True))
         elif self._owns(tier):
-            super()._let_go(tier, id)
+            super()._release_memory(tier, id)
         elif self._dropper.is_split(tier):  # else rank 0 says so once it is gone
             entry = self._ledger.entries[id]
             entry.note_gone(tier)
@@ -151,56 +151,60 @@ class OrdersTogether(Orders):
     def _announce(self, what: str, number: int, id: CheckpointId, body: Any) -> None:
         self._council.announce((what, number, id.step, id.attempt), body)
 
-    def _say(self, part: _Part) -> None:
+    def _report(self, part: _CommandPart) -> None:
         """Tell rank 0 what this rank has done, and what it could not do."""
         part.said = True
         order = part.order
-        body = {"failed": _said(order.failed), "unmarked": order.unmarked}
+        body = {"failed": _errors_to_json(order.failed), "unmarked": order.unmarked}
         topic = (part.says, part.number, order.id.step, order.id.attempt)
         self._council.contribute(topic, body)
 
-    def hear(self, news: News) -> None:
+    def hear(self, news: RankMessage) -> None:
         what, number, step, attempt = news.topic
         id = CheckpointId(int(step), int(attempt))
         part = self._parts.get(id)
         mine = part is not None and part.number == number
         match news:
-            case Told():
+            case RankReported():
                 self.finish_deletion(id)
-            case Announced() if what == _ORDER and not self._conducts:
+            case DecisionAnnounced() if what == _ORDER and not self._conducts:
                 self._join(int(number), id, *news.body)
-            case Gathered(passed=False) if part is not None and mine:
-                self._all_have(part, str(what), news.bodies)
-            case Announced() if part is not None and mine and what == _DELETE:
+            case MessagesGathered(passed=False) if part is not None and mine:
+                self._on_all_have(part, str(what), news.bodies)
+            case DecisionAnnounced() if part is not None and mine and what == _DELETE:
                 part.order.waiting.discard(OTHERS)
-            case Announced() if part is not None and mine and what == _ENDED:
+            case DecisionAnnounced() if part is not None and mine and what == _ENDED:
                 self._ended(part, news.body)
 
     def _join(self, number: int, id: CheckpointId, kind: str, wall_time_s: float) -> None:
         """Take up an order that rank 0 has begun."""
-        order = Order(
-            kind=PersonsOrder(kind), id=id, wall_time_s=wall_time_s, answer=_no_one, begun=True
+        order = Command(
+            kind=CommandKind(kind),
+            id=id,
+            wall_time_s=wall_time_s,
+            answer=_ignore_failed,
+            begun=True,
         )
         self.give(order)
         self._begin_part(number, order, self._ledger.entries.get(id))
 
-    def _all_have(self, part: _Part, what: str, bodies: Bodies) -> None:
+    def _on_all_have(self, part: _CommandPart, what: str, bodies: Bodies) -> None:
         """All ranks have marked, or dropped, what they could."""
         order = part.order
         for rank, body in bodies.items():
             order.unmarked |= body["unmarked"]
             for tier, said in body["failed"].items():
-                order.failed.setdefault(tier, _heard(said, rank))
-        if what == _MARKED and order.kind is PersonsOrder.DELETE and not order.unmarked:
+                order.failed.setdefault(tier, _error_from_json(said, rank))
+        if what == _MARKED and order.kind is CommandKind.DELETE and not order.unmarked:
             self._announce(_DELETE, part.number, order.id, None)
         else:
             body = {"failed": sorted(order.failed), "unmarked": order.unmarked}
             self._announce(_ENDED, part.number, order.id, body)
 
-    def _ended(self, part: _Part, body: Mapping[str, Any]) -> None:
+    def _ended(self, part: _CommandPart, body: Mapping[str, Any]) -> None:
         order = part.order
         entry = self._ledger.entries.get(order.id)
-        if order.kind is PersonsOrder.UNPIN and entry is not None:
+        if order.kind is CommandKind.UNPIN and entry is not None:
             for tier in set(self._held(order.id)) - set(body["failed"]):
                 entry.set_mark(tier, keys.PIN_MARK, there=False)
         order.unmarked = body["unmarked"]
@@ -210,15 +214,15 @@ class OrdersTogether(Orders):
         self._end(order, self._now_s)
 
 
-class NodesMarks:
+class NodeMarks:
     """The marks of tiers of which each node has its own, as rank 0 asks for them: those on all nodes together."""
 
     def __init__(
         self,
         *,
-        council: Council,
+        council: MessageTree,
         shared: Mapping[str, bool],
-        dropper: Dropper,
+        dropper: Deleter,
         dispatch: Callable[[Task], None],
     ) -> None:
         self._council = council
@@ -229,10 +233,10 @@ class NodesMarks:
         self._count = 0
         self._asked: dict[int, ReadMarks] = {}
         self._changed: dict[str, set[CheckpointId]] = {tier: set() for tier in shared}
-        self._going: dict[int, DropCopy] = {}
+        self._going: dict[int, DeleteCopy] = {}
 
     @staticmethod
-    def is_about(news: News) -> bool:
+    def is_about(news: RankMessage) -> bool:
         """Say whether this is what hears of it."""
         return news.topic[0] in (_ASK, _ANSWER)
 
@@ -244,7 +248,7 @@ class NodesMarks:
         else:
             self._dispatch(task)
 
-    def asks_first(self, task: DropCopy) -> bool:
+    def asks_first(self, task: DeleteCopy) -> bool:
         """Have the marks of a copy that is to go read on all nodes first; False where this node sees all of it."""
         if not self.is_split(task.tier):
             return False
@@ -262,15 +266,15 @@ class NodesMarks:
         body = [[[id.step, id.attempt] for id in ids] for ids in (task.ids, task.relies_on)]
         self._council.announce((_ASK, self._count, task.tier, 0), body)
 
-    def hear(self, news: News) -> None:
+    def hear(self, news: RankMessage) -> None:
         _, number, tier, _ = news.topic
         match news:
-            case Announced() if self._topology.is_leader:
+            case DecisionAnnounced() if self._topology.is_leader:
                 ids, relied = (tuple(CheckpointId(*pair) for pair in pairs) for pairs in news.body)
                 task = ReadMarks(tier=str(tier), ids=ids, number=int(number), relies_on=relied)
                 self._dispatch(task)
-            case Gathered(passed=False):
-                self._answered(int(number), news.bodies)
+            case MessagesGathered(passed=False):
+                self._on_answers(int(number), news.bodies)
 
     def took(self, task: ReadMarks, outcome: Outcome) -> None:
         """Take marks that were read here: for this rank, or for rank 0."""
@@ -281,19 +285,21 @@ class NodesMarks:
             self._dropper.not_whole(task.tier, outcome.error)
             body: dict[str, Any] = {"failed": [IntegrityError.__name__, str(outcome.error)]}
         elif outcome.error is not None:
-            body = {"failed": _said({task.tier: outcome.error})[task.tier]}
+            body = {"failed": _errors_to_json({task.tier: outcome.error})[task.tier]}
         else:
             read = outcome.value.items()
             body = {"marks": [[id.step, id.attempt, sorted(marks)] for id, marks in read]}
         topic = (_ANSWER, task.number, task.tier, 0)
         self._council.contribute(topic, body, leaders_only=True)
 
-    def _answered(self, number: int, bodies: Bodies) -> None:
+    def _on_answers(self, number: int, bodies: Bodies) -> None:
         """All nodes have answered. Where a person has changed marks on one of them, it has read all that lie there: of
         what is news, all nodes are asked in turn."""
         task = self._asked.pop(number)
-        failed = [_heard(b["failed"], rank) for rank, b in bodies.items() if "failed" in b]
-        read = _united(body["marks"] for body in bodies.values() if "marks" in body)
+        failed = [
+            _error_from_json(b["failed"], rank) for rank, b in bodies.items() if "failed" in b
+        ]
+        read = _merge_nodes(body["marks"] for body in bodies.values() if "marks" in body)
         changed = self._changed[task.tier]
         changed |= self._dropper.news(task.tier, read)
         if not failed:
@@ -310,7 +316,7 @@ class NodesMarks:
             self._dropper.take_answer(going, outcome)
 
 
-def _united(
+def _merge_nodes(
     nodes: Iterable[list[tuple[int, int, list[str]]]],
 ) -> dict[CheckpointId, frozenset[str]]:
     found: dict[CheckpointId, frozenset[str]] = {}
@@ -321,11 +327,11 @@ def _united(
     return found
 
 
-def _said(failed: Mapping[str, BaseException]) -> dict[str, list[str]]:
+def _errors_to_json(failed: Mapping[str, BaseException]) -> dict[str, list[str]]:
     return {tier: [type(error).__name__, str(error)] for tier, error in failed.items()}
 
 
-def _heard(said: list[str], rank: int) -> TierfallError:
+def _error_from_json(said: list[str], rank: int) -> TierfallError:
     """Make an error of what another rank said of it: of its kind, where that is one of tierfall's own."""
     kind = getattr(errors, said[0], None)
     if not (isinstance(kind, type) and issubclass(kind, TierfallError)):
@@ -333,5 +339,5 @@ def _heard(said: list[str], rank: int) -> TierfallError:
     return kind(f"rank {rank}: {said[1]}")
 
 
-def _no_one(failed: Mapping[str, BaseException]) -> None:
+def _ignore_failed(failed: Mapping[str, BaseException]) -> None:
     """Rank 0 hears what failed."""

@@ -17,7 +17,7 @@ from tierfall.core.types.values import CopyState
 logger = logging.getLogger("tierfall")
 
 
-class Starts:
+class StartRecords:
     """See the module. ``tiers`` are those that this process writes to."""
 
     def __init__(

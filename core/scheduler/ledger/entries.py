@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tierfall.core.types.lineage import AttemptStart, Key, left_behind_by
+from tierfall.core.types.lineage import AttemptStart, Key, abandoned_by
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView
 
 if TYPE_CHECKING:
-    from tierfall.core.scheduler.ledger.ledger import Entry
+    from tierfall.core.scheduler.ledger.ledger import LedgerEntry
 
 
-class Entries(dict[CheckpointId, "Entry"]):
+class LedgerEntries(dict[CheckpointId, "LedgerEntry"]):
     """Entries by checkpoint; see the module. Going through ``values`` is no look-up: who changes what it finds there
     does so by the entry's own methods, or finds it open already."""
 
@@ -29,37 +29,37 @@ class Entries(dict[CheckpointId, "Entry"]):
         self.changed: set[CheckpointId] = set()
         self._sorted: list[CheckpointId] = []
 
-    def __getitem__(self, id: CheckpointId) -> Entry:
+    def __getitem__(self, id: CheckpointId) -> LedgerEntry:
         entry = super().__getitem__(id)
         self.changed.add(id)
         return entry
 
-    def get(self, id: CheckpointId) -> Entry | None:  # type: ignore[override]
+    def get(self, id: CheckpointId) -> LedgerEntry | None:  # type: ignore[override]
         entry = super().get(id)
         if entry is not None:
             self.changed.add(id)
         return entry
 
-    def __setitem__(self, id: CheckpointId, entry: Entry) -> None:
+    def __setitem__(self, id: CheckpointId, entry: LedgerEntry) -> None:
         if id not in self:
             insort(self._sorted, id, key=_key)
         entry.changed = self.changed
         self.changed.add(id)
         super().__setitem__(id, entry)
 
-    def setdefault(self, id: CheckpointId, entry: Entry) -> Entry:
+    def setdefault(self, id: CheckpointId, entry: LedgerEntry) -> LedgerEntry:
         if id not in self:
             self[id] = entry
         return self[id]
 
-    def pop(self, id: CheckpointId) -> Entry | None:  # type: ignore[override]
+    def pop(self, id: CheckpointId) -> LedgerEntry | None:  # type: ignore[override]
         """Forget an entry, if it is there."""
         if id in self:
             del self._sorted[bisect_left(self._sorted, _key(id), key=_key)]
             self.changed.add(id)
         return super().pop(id, None)
 
-    def peek(self, id: CheckpointId) -> Entry:
+    def peek(self, id: CheckpointId) -> LedgerEntry:
         """Look an entry up that is not to be changed."""
         return super().__getitem__(id)
 
@@ -72,7 +72,7 @@ def _key(id: CheckpointId) -> tuple[int, int]:
     return id.step, id.attempt
 
 
-class Lineage:
+class AbandonedLines:
     """What the lines of saving have left behind: kept from one question to the next, while checkpoints come and go.
 
     An attempt that has committed something counts also when all of that is gone; one that has only saved something
@@ -86,7 +86,7 @@ class Lineage:
         self._counts: Counter[Key] = Counter()
         self._abandoned: set[CheckpointId] = set()
         self._flipped: set[CheckpointId] = set()
-        self._is_left: Callable[[CheckpointId, str | None], bool] = left_behind_by(())
+        self._is_left: Callable[[CheckpointId, str | None], bool] = abandoned_by(())
         self._outdated = False
 
     def know(self, starts: Mapping[Key, AttemptStart]) -> None:
@@ -101,7 +101,7 @@ class Lineage:
                 self._starts[key] = replace(start, passed_over=key[1] != attempt_id)
         self._outdated = True
 
-    def note(self, id: CheckpointId, entry: Entry | None) -> None:
+    def note(self, id: CheckpointId, entry: LedgerEntry | None) -> None:
         """Know what there is of a checkpoint now."""
         self._forget(id)
         if entry is None or not entry.is_whole:
@@ -139,7 +139,7 @@ class Lineage:
         """Name the abandoned ones, as it is now and comes to be."""
         if self._outdated:
             self._outdated = False
-            self._is_left = left_behind_by([*self._starts.values(), *self._of_memory.values()])
+            self._is_left = abandoned_by([*self._starts.values(), *self._of_memory.values()])
             new = {id for id, (of, _) in self._whole.items() if self._is_left(id, of)}
             self._flipped |= new ^ self._abandoned
             self._abandoned = new
@@ -154,13 +154,15 @@ class Lineage:
 class Overview:
     """What follows from all entries. ``look`` makes the view of one, of which it is said whether it is abandoned."""
 
-    def __init__(self, entries: Entries, look: Callable[[Entry, bool], CheckpointView]) -> None:
+    def __init__(
+        self, entries: LedgerEntries, look: Callable[[LedgerEntry, bool], CheckpointView]
+    ) -> None:
         self._entries = entries
         self._look = look
-        self._open: dict[CheckpointId, Entry] = {}
+        self._open: dict[CheckpointId, LedgerEntry] = {}
         self._recent: set[CheckpointId] = set()
         self._past: set[CheckpointId] = set()
-        self.lineage = Lineage()
+        self.lineage = AbandonedLines()
         self._views: dict[CheckpointId, CheckpointView] = {}
         self._counted: dict[CheckpointId, tuple[dict[str, int], dict[str, CopyState]]] = {}
         self._unverified: set[CheckpointId] = set()
@@ -176,7 +178,7 @@ class Overview:
         self._past |= self._recent
         self._recent.clear()
 
-    def open(self) -> list[Entry]:
+    def open(self) -> list[LedgerEntry]:
         """Those that are owed to a tier, lie in memory, or are being saved, copied, dropped or read by a lane; and some
         that were."""
         self._refresh()
@@ -200,12 +202,12 @@ class Overview:
         self._refresh()
         return self._whole[tier]
 
-    def overtaken(self) -> list[Entry]:
+    def overtaken(self) -> list[LedgerEntry]:
         """Those of which a tier has failed to take a copy, so that newer ones may be there before it."""
         self._refresh()
         return [self._entries[id] for id in self._overtaken]
 
-    def repairable(self) -> list[Entry]:
+    def repairable(self) -> list[LedgerEntry]:
         """Those with a copy that was found damaged, and is not forgotten: looked up, as they may be owed one again."""
         self._refresh()
         return [self._entries[id] for id in sorted(self._repairable, key=_key)]
@@ -259,7 +261,7 @@ class Overview:
             _keep_if(self._tombstoned, id, entry is not None and entry.tombstoned)
         self._past.clear()
 
-    def _count(self, id: CheckpointId, entry: Entry | None) -> None:
+    def _count(self, id: CheckpointId, entry: LedgerEntry | None) -> None:
         old = self._counted.get(id)
         new = None if entry is None else (dict(entry.bytes), dict(entry.states))
         if old == new:

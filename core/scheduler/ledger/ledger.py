@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import HostRegion, Share, Snapshot
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, overtaken, starts_in
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, overtaken, starts_in
 from tierfall.core.format.commit_files import plain
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
-from tierfall.core.scheduler.ledger.entries import Entries, Overview
+from tierfall.core.scheduler.ledger.entries import LedgerEntries, Overview
 from tierfall.core.types import keys
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.lineage import AttemptStart
@@ -24,7 +24,7 @@ from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 
 
 @dataclass(slots=True, kw_only=True)
-class Entry:
+class LedgerEntry:
     """One checkpoint; its commit record is the plain one, however tiers pack the image.
 
     ``final_chunks`` counts the leading chunks of its image in memory that will not change; ``damage`` says per tier
@@ -67,10 +67,10 @@ class Entry:
     owed: set[str] = field(default_factory=set)
     landed: set[str] = field(default_factory=set)
     in_doubt: set[str] = field(default_factory=set)
-    failures: dict[str, Failures] = field(default_factory=dict)
+    failures: dict[str, CopyFailures] = field(default_factory=dict)
     set_aside: dict[str, BaseException] = field(default_factory=dict)
     overtaken: set[str] = field(default_factory=set)
-    parts: tuple[Entry, ...] | None = None
+    parts: tuple[LedgerEntry, ...] | None = None
     changed: set[CheckpointId] = field(default_factory=set, repr=False, compare=False)
 
     @property
@@ -108,7 +108,7 @@ class Entry:
             state in (CopyState.SEALED, CopyState.COMMITTED) for state in self.states.values()
         )
 
-    def part(self, shard: Shard, region: HostRegion, manifest: Manifest) -> Entry:
+    def part(self, shard: Shard, region: HostRegion, manifest: Manifest) -> LedgerEntry:
         """Make the entry of an image that another rank saved."""
         return replace(
             self,
@@ -120,7 +120,7 @@ class Entry:
             landed=set(),
         )
 
-    def next_part(self, tier: str) -> Entry | None:
+    def next_part(self, tier: str) -> LedgerEntry | None:
         """Return what this rank is to bring to a tier next; None where it has brought all."""
         own = (self,) if self.parts is None else self.parts
         return next((part for part in own if tier not in part.landed), None)
@@ -249,7 +249,7 @@ class Entry:
 
 
 @dataclass(slots=True, kw_only=True)
-class Failures:
+class CopyFailures:
     """Tries in a row to bring one copy to one tier that failed, all so that it may pass, or all so that it ``lasts``.
 
     ``others_came`` counts those before which the tier had taken another copy since the try before; ``arrivals`` is how
@@ -289,7 +289,7 @@ class Ledger:
         self.shard = shard
         self.rules = rules
         self.host = host
-        self.entries = Entries()
+        self.entries = LedgerEntries()
         self._overview = Overview(self.entries, self._view)
         self.unfinished: dict[tuple[str, CheckpointId], int] = {}
         self.partial: set[tuple[str, CheckpointId]] = set()
@@ -312,7 +312,7 @@ class Ledger:
         counts alone, so that a wall clock that is set anew makes nothing older."""
         self.now_s, self.wall_offset_s = now_s, wall_time_s - now_s
 
-    def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[Listing]) -> None:
+    def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[ListRequest]) -> None:
         """Take over what tiers were found to hold."""
         known = tuple(known)
         late = overtaken(known)
@@ -343,7 +343,7 @@ class Ledger:
                     entry = self.entries[id]
                     entry.marks[tier] = entry.marks.get(tier, frozenset()) | names_of_marks
 
-    def note_partial(self, listings: Iterable[Listing]) -> None:
+    def note_partial(self, listings: Iterable[ListRequest]) -> None:
         """Note what has a commit record on the part of a tier that is seen here, and is not whole on all of it: a start
         died while it was committed there, or dropped; or a machine is missing."""
         self.partial = {
@@ -372,15 +372,15 @@ class Ledger:
         """Note that copies may be dropped by rule from now on."""
         self.knows_good = True
 
-    def ordered(self) -> list[Entry]:
+    def ordered(self) -> list[LedgerEntry]:
         """Entries in the order in which they came to be."""
         return sorted(self.entries.values(), key=lambda entry: entry.order)
 
-    def forget_if_gone(self, entry: Entry) -> None:
+    def forget_if_gone(self, entry: LedgerEntry) -> None:
         if not (entry.states or entry.owed or entry.damage or entry.snapshot):
             self.entries.pop(entry.id)
 
-    def whole(self, entry: Entry) -> bool:
+    def whole(self, entry: LedgerEntry) -> bool:
         """Say whether some tier holds the checkpoint whole."""
         return entry.is_whole
 
@@ -388,7 +388,7 @@ class Ledger:
         """Begin a step: nobody has an entry in hand any more that was looked up before."""
         self._overview.settle()
 
-    def open(self) -> list[Entry]:
+    def open(self) -> list[LedgerEntry]:
         """Entries that are owed to a tier, lie in memory, or are being saved, copied, dropped or read by a lane."""
         return self._overview.open()
 
@@ -469,7 +469,7 @@ class Ledger:
         }
         return replace(view, copies=copies, settling=view.id in settling)
 
-    def _view(self, entry: Entry, abandoned: bool) -> CheckpointView:
+    def _view(self, entry: LedgerEntry, abandoned: bool) -> CheckpointView:
         commit = entry.commit
         return CheckpointView(
             id=entry.id,
@@ -500,11 +500,11 @@ class Ledger:
         """Say whether nothing is left behind, or deleted by a person."""
         return not self.abandoned() and not self._overview.has_tombstoned()
 
-    def overtaken(self) -> list[Entry]:
+    def overtaken(self) -> list[LedgerEntry]:
         """Name those that some tier has failed to take."""
         return self._overview.overtaken()
 
-    def repairable(self) -> list[Entry]:
+    def repairable(self) -> list[LedgerEntry]:
         """Name those with a damaged copy that can be written anew, or may have to go."""
         return self._overview.repairable()
 
@@ -513,7 +513,7 @@ class Ledger:
         """Say whether a tier holds a committed copy that nobody has verified."""
         return self._overview.has_unverified()
 
-    def unverified(self, tier: str) -> list[Entry]:
+    def unverified(self, tier: str) -> list[LedgerEntry]:
         """Name the committed copies on a tier that nobody has verified, newest first; what was left behind, or
         deleted, is not among them: nothing relies on it."""
         left = self.abandoned()
@@ -535,10 +535,10 @@ class Ledger:
         return self._overview.leaving_bytes(tier)
 
 
-def entry_of(id: CheckpointId, commit: Commit | None, shard: Shard) -> Entry:
+def entry_of(id: CheckpointId, commit: Commit | None, shard: Shard) -> LedgerEntry:
     """Make an entry of what a commit record says; None where every one is damaged. ``shard`` is this rank's part, where
     the checkpoint is of as many ranks."""
-    return Entry(
+    return LedgerEntry(
         id=id,
         ordinal=commit.line.ordinal if commit else 0,
         started_from=commit.line.started_from if commit else None,

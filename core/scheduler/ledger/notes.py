@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from tierfall.core.scheduler.ledger.ledger import Entry
-from tierfall.core.scheduler.ledger.tasks import DropCopy
+from tierfall.core.scheduler.ledger.ledger import LedgerEntry
+from tierfall.core.scheduler.ledger.tasks import DeleteCopy
 from tierfall.core.types import events
 from tierfall.core.types.events import Notify
 from tierfall.core.types.values import CheckpointId, SaveOutcome
@@ -18,7 +18,7 @@ from tierfall.core.types.values import CheckpointId, SaveOutcome
 REMEMBERED = 1024
 
 
-class Flush(Protocol):
+class FlushInFlight(Protocol):
     """A copy to a tier that is under way: how often it was tried, and what was read of each source so far."""
 
     @property
@@ -39,7 +39,7 @@ class _Copying:
     read: dict[str, int]
 
 
-class Notes:
+class EventEmitter:
     """See the module. ``now_s`` is the coordinator's time; it is set before anything happens."""
 
     def __init__(self, notify: Notify = events.ignore) -> None:
@@ -51,7 +51,7 @@ class Notes:
 
     # Saves -------------------------------------------------------------------------------------------
 
-    def save_begun(self, entry: Entry) -> None:
+    def save_begun(self, entry: LedgerEntry) -> None:
         self._remember(self._saves, entry.id)
         self._notify(
             events.SaveBegun(
@@ -59,7 +59,7 @@ class Notes:
             )
         )
 
-    def captured(self, entry: Entry) -> None:
+    def captured(self, entry: LedgerEntry) -> None:
         stats = entry.handle.stats if entry.handle is not None else None
         self._notify(
             events.Captured(
@@ -89,7 +89,7 @@ class Notes:
 
     # Copies ------------------------------------------------------------------------------------------
 
-    def flush_begun(self, flush: Flush, entry: Entry) -> None:
+    def flush_begun(self, flush: FlushInFlight, entry: LedgerEntry) -> None:
         self._copies[flush.tier] = _Copying(self.now_s, dict(flush.edge_bytes))
         self._notify(
             events.FlushBegun(
@@ -101,7 +101,7 @@ class Notes:
             )
         )
 
-    def flush_done(self, flush: Flush, entry: Entry) -> None:
+    def flush_done(self, flush: FlushInFlight, entry: LedgerEntry) -> None:
         begun = self._copies.pop(flush.tier, _Copying(self.now_s, {}))
         sources = {
             source: read - begun.read.get(source, 0)
@@ -164,7 +164,7 @@ class Notes:
 
     # Leaving -----------------------------------------------------------------------------------------
 
-    def evicted(self, tier: str, entry: Entry, reason: str) -> None:
+    def evicted(self, tier: str, entry: LedgerEntry, reason: str) -> None:
         self._notify(
             events.Evicted(
                 at_s=self.now_s,
@@ -175,7 +175,7 @@ class Notes:
             )
         )
 
-    def dropped(self, task: DropCopy, bytes: int, seconds: float) -> None:
+    def dropped(self, task: DeleteCopy, bytes: int, seconds: float) -> None:
         self._notify(
             events.Dropped(
                 at_s=self.now_s,
@@ -188,7 +188,7 @@ class Notes:
             )
         )
 
-    def drop_failed(self, task: DropCopy, error: BaseException) -> None:
+    def drop_failed(self, task: DeleteCopy, error: BaseException) -> None:
         self._notify(
             events.DropFailed(at_s=self.now_s, id=task.id, tier=task.tier, reason=_reason(error))
         )
@@ -202,10 +202,10 @@ class Notes:
         self._notify(events.TierRecovered(at_s=self.now_s, tier=tier))
 
     def failed(self, doing: str, error: BaseException) -> None:
-        self._notify(events.Failed(at_s=self.now_s, doing=doing, reason=_reason(error)))
+        self._notify(events.OperationFailed(at_s=self.now_s, doing=doing, reason=_reason(error)))
 
 
-def _size(entry: Entry) -> int:
+def _size(entry: LedgerEntry) -> int:
     """The bytes of this rank's image, where they are known by now."""
     if entry.geometry is not None:
         return entry.geometry.image_bytes

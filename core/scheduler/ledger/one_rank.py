@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from tierfall.core.format.records import NamedFile
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
-from tierfall.core.scheduler.ledger.tasks import DropCopy
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.tasks import DeleteCopy
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 
 
-class Alone:
+class OneRank:
     """The one rank of a run: it decides by itself, and a copy of its image is the checkpoint.
 
     ``decides``: what a tier takes and what leaves it is planned here. ``land_only``: a copy here is a part of a
@@ -40,28 +40,30 @@ class Alone:
         """A rule gives a copy up; True where all ranks, this one among them, hear of it as a message."""
         return False
 
-    def has_begun(self, tier: str, entry: Entry) -> None:
+    def has_begun(self, tier: str, entry: LedgerEntry) -> None:
         """A copy has been admitted to a tier."""
 
     def has_begun_save(self, id: CheckpointId) -> None:
         """A save has begun, or failed to."""
 
-    def has_dropped(self, task: DropCopy) -> None:
+    def has_dropped(self, task: DeleteCopy) -> None:
         """A committed copy is to leave a tier."""
 
-    def sealed(self, entry: Entry) -> None:
+    def sealed(self, entry: LedgerEntry) -> None:
         """This rank's image is whole in memory, and outlives the process."""
         entry.set_state(self._ledger.host, CopyState.SEALED)
 
-    def landed(self, tier: str, entry: Entry, files: Collection[NamedFile]) -> None:
+    def landed(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
         """An image that this rank brings lies on a tier: ``files`` are it and what belongs to it. There may be none."""
 
-    def cannot(self, entry: Entry, tier: str, error: BaseException, *, for_good: bool) -> bool:
+    def cannot(
+        self, entry: LedgerEntry, tier: str, error: BaseException, *, for_good: bool
+    ) -> bool:
         """A tier does not take a copy from this rank, and has not for long; True where that ends it for all ranks, as
         what lasts ``for_good`` does."""
         return False
 
-    def sets_aside(self, entry: Entry, tier: str, error: BaseException) -> bool:
+    def sets_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> bool:
         """This rank cannot bring one copy to a tier that takes others; True where all ranks, this one among them, hear
         of it as a message."""
         return False
@@ -81,7 +83,7 @@ class Alone:
         """Name the tiers where other ranks have given up a checkpoint that this one only begins to save, and why."""
         return {}
 
-    def saved_in_vain(self, entry: Entry) -> None:
+    def saved_in_vain(self, entry: LedgerEntry) -> None:
         """This rank has saved what others had given up; its line counts that, theirs may not."""
 
     def is_fenced(self, error: FencedError) -> None:

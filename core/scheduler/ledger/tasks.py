@@ -16,18 +16,18 @@ from tierfall.core.capture.events import (
     SaveGivenUp,
 )
 from tierfall.core.capture.snapshot import HostRegion
-from tierfall.core.copies.image_writes import ImageWriter
+from tierfall.core.copies.image_writes import ImageUpload
 from tierfall.core.copies.images import Image
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Commit, Geometry, Manifest, Mark, NamedFile
-from tierfall.core.image.dedup import Division, Shareable
-from tierfall.core.ranks.ranks import News
+from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
+from tierfall.core.ranks.ranks import RankMessage
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import CheckpointId, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class CopySource:
     """Where a chunk is read: a region of host memory, or a stored tier (``region`` None)."""
 
     tier: str
@@ -48,7 +48,7 @@ class OpenShard:
     shard: Shard
     geometry: Geometry | None
     pieces: Spliced | None
-    source: Source | None
+    source: CopySource | None
     leftover: bool = False
     repairs: bool = False
 
@@ -69,22 +69,22 @@ class CopyRun:
     stop: int
     start: int
     end: int
-    source: Source
+    source: CopySource
     manifest: Manifest | None
-    writer: ImageWriter
+    writer: ImageUpload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishCopy:
     """Publish the image, write the manifest, and commit, unless a newer attempt exists. The outcome's value is the
     commit record as it stands on the tier. ``land_only``: the commit is left to whoever knows that all ranks' images
-    are there, and the value is what this rank's came to be (``Landed``). ``repairs``: it takes the place of a damaged
+    are there, and the value is what this rank's came to be (``Uploaded``). ``repairs``: it takes the place of a damaged
     copy."""
 
     tier: str
     id: CheckpointId
     shard: Shard
-    writer: ImageWriter
+    writer: ImageUpload
     manifest: Manifest
     commit: Commit
     marks: tuple[Mark, ...]
@@ -94,7 +94,7 @@ class FinishCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Landed:
+class Uploaded:
     """One rank's image and records are on a tier, under these names; the checkpoint is not committed yet."""
 
     files: tuple[NamedFile, ...]
@@ -119,7 +119,7 @@ class CommitCopy:
 class AbortShard:
     tier: str
     id: CheckpointId
-    writer: ImageWriter
+    writer: ImageUpload
 
 
 class NotWholeError(IntegrityError):
@@ -132,7 +132,7 @@ class NotWholeError(IntegrityError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DropCopy:
+class DeleteCopy:
     """Take a committed copy apart, or collect what is left of an unfinished one.
 
     ``tombstoned`` says that all other copies are to go too; ``next_latest`` is what ``latest`` is to name if it named
@@ -158,7 +158,7 @@ class DropCopy:
 class ReadMarks:
     """Read the marks beside the given checkpoints afresh, and of all others too where a person has changed any since
     they were last read: the outcome's value. ``number`` tells which question of rank 0 that answers. ``relies_on`` is
-    as in ``DropCopy``, before all nodes drop their parts of a copy."""
+    as in ``DeleteCopy``, before all nodes drop their parts of a copy."""
 
     tier: str
     ids: tuple[CheckpointId, ...]
@@ -220,7 +220,7 @@ Task = (
     | FinishCopy
     | CommitCopy
     | AbortShard
-    | DropCopy
+    | DeleteCopy
     | ReadMarks
     | ChangeMark
     | ReadCommit
@@ -259,7 +259,7 @@ class Outcome:
 
 
 @dataclass(slots=True, kw_only=True)
-class Admission:
+class AdmissionRequest:
     """A save asks for a region; ``answer`` is called once, with the region or the error. Once ``cancelled`` is set, by
     any thread, nothing is done for it any more, and it may never be called."""
 
@@ -272,28 +272,28 @@ class Admission:
 
 
 @dataclass(slots=True, kw_only=True)
-class DivisionAsked:
+class AssignmentRequest:
     """A save has a structure that no division knows; ``answer`` is called once."""
 
     id: CheckpointId
-    shareable: Shareable
-    answer: Callable[[Division | None], None]
+    shareable: ReplicatedTensors
+    answer: Callable[[ReplicaAssignment | None], None]
     since_s: float | None = None
     asked_again: bool = False
     ended: bool = False
 
 
-class PersonsOrder(StrEnum):
+class CommandKind(StrEnum):
     PIN = "pin"
     UNPIN = "unpin"
     DELETE = "delete"
 
 
 @dataclass(slots=True, kw_only=True)
-class Order:
+class Command:
     """A person's order about one checkpoint; ``answer`` is called once, with the tiers that failed."""
 
-    kind: PersonsOrder
+    kind: CommandKind
     id: CheckpointId
     wall_time_s: float
     answer: Callable[[dict[str, BaseException]], None]
@@ -306,7 +306,7 @@ class Order:
 
 
 @dataclass(slots=True, kw_only=True)
-class Ask:
+class LedgerQuery:
     """Run a function on the coordinator's thread, where the ledger may be read."""
 
     function: Callable[[], Any]
@@ -314,15 +314,15 @@ class Ask:
 
 
 Event = (
-    Admission
+    AdmissionRequest
     | CaptureBegun
     | CaptureAdvanced
     | CaptureSealed
     | CaptureFailed
     | SaveGivenUp
-    | DivisionAsked
-    | Order
-    | Ask
+    | AssignmentRequest
+    | Command
+    | LedgerQuery
     | Outcome
-    | News
+    | RankMessage
 )

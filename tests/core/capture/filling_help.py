@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import xxhash
 
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.image.layout import Layout, plan_layout
-from tierfall.core.image.segments import Cutting
-from tierfall.core.image.sources import Sources
-from tierfall.core.image.targets import Targets
+from tierfall.core.image.segments import Segmentation
+from tierfall.core.image.sources import TensorSources
+from tierfall.core.image.targets import RegionTargets
 from tierfall.core.sampling.samples import CheckPlan
 from tierfall.core.state.view import StateView
-from tierfall.core.state.walk import describe
+from tierfall.core.state.walk import walk_state
 
 KIB = 1 << 10
 JUNK = 0xA5
@@ -40,7 +40,7 @@ def wanted(layout: Layout, view: StateView) -> bytes:
 class Made:
     """A filling, the memory that it fills, and every watermark that it told, with what lay below it then."""
 
-    filling: Filling
+    filling: ImageCopier
     layout: Layout
     view: StateView
     memory: bytearray
@@ -58,9 +58,9 @@ def make(
     state: Mapping[str, Any], chunk_bytes: int = 4 * KIB, *, digest_s: float | None = 0.0
 ) -> Made:
     """``digest_s``: for so long whole ranges of the state are digested, to compare the image with; None: all are."""
-    view = describe(state)
+    view = walk_state(state)
     layout = plan_layout(view)
-    cutting = Cutting(layout, view, chunk_bytes)
+    cutting = Segmentation(layout, view, chunk_bytes)
     header = layout.header(view)
     assert header is not None
     memory = bytearray([JUNK]) * layout.image_bytes
@@ -70,9 +70,9 @@ def make(
         end = made[0].chunk(final - 1)[1]
         made[0].told.append((final, bytes(memory[:end])))
 
-    sources = Sources(view, cutting.lazy)
-    filling = Filling(
-        targets=Targets(torch.frombuffer(memory, dtype=torch.uint8), layout),
+    sources = TensorSources(view, cutting.lazy)
+    filling = ImageCopier(
+        targets=RegionTargets(torch.frombuffer(memory, dtype=torch.uint8), layout),
         memory=memoryview(memory),
         header=header,
         cutting=cutting,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tierfall
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.capture.handle import SaveHandle
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -24,16 +24,16 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.arrived = threading.Event()
         self.free = threading.Event()
-        self.fillings: list[Filling] = []
-        original = Filling.run
+        self.fillings: list[ImageCopier] = []
+        original = ImageCopier.run
 
-        def run(filling: Filling) -> None:
+        def run(filling: ImageCopier) -> None:
             self.fillings.append(filling)
             self.arrived.set()
             assert self.free.wait(PATIENCE_S)
             original(filling)
 
-        monkeypatch.setattr(Filling, "run", run)
+        monkeypatch.setattr(ImageCopier, "run", run)
 
     def hold(self) -> None:
         self.free.clear()

@@ -52,7 +52,7 @@ class OnDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._stream = _Yielding()
         places: Any = FakePlaces(self._stream)
-        monkeypatch.setattr(saver, "Places", places)
+        monkeypatch.setattr(saver, "CaptureDevices", places)
 
     def hold(self) -> None:
         self._stream.free.clear()

@@ -27,7 +27,7 @@ from tests.core.fake_device import FakePlaces, FakeStream, OnDevice
 from tests.steps import wait_until
 from tierfall.core.capture import barrier, device_copies
 from tierfall.core.capture import device_places as module_places
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.image.segments import HOST
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.values import SaveOutcome
@@ -51,7 +51,7 @@ def stream() -> Iterator[FakeStream]:
 def places(stream: FakeStream, monkeypatch: pytest.MonkeyPatch) -> FakePlaces:
     """Every state lies on the fake device."""
     made = FakePlaces(stream)
-    monkeypatch.setattr(saver, "Places", made)
+    monkeypatch.setattr(saver, "CaptureDevices", made)
     return made
 
 
@@ -413,13 +413,13 @@ def test_a_copy_counts_before_it_is_taken_for_landed(
     make_config: MakeConfig, places: FakePlaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training thread and the capture thread wait for the last copy together."""
-    trainer, count = Trainer(), Filling._count
+    trainer, count = Trainer(), ImageCopier._count
 
-    def slow(filling: Filling, segment: Any) -> None:
+    def slow(filling: ImageCopier, segment: Any) -> None:
         time.sleep(0.005)
         count(filling, segment)
 
-    monkeypatch.setattr(Filling, "_count", slow)
+    monkeypatch.setattr(ImageCopier, "_count", slow)
     with tierfall.open({**make_config(chunk="4KiB"), "capture": {"mode": "blocking"}}) as ckpt:
         for step in range(1, 8):
             ckpt.save(step, trainer.state).captured(timeout=PATIENCE_S)
@@ -431,14 +431,14 @@ def test_an_interrupt_at_the_barrier_leaves_captures_going(
 ) -> None:
     trainer = Trainer()
 
-    def interrupted(filling: Filling) -> None:
+    def interrupted(filling: ImageCopier) -> None:
         raise KeyboardInterrupt
 
     with tierfall.open(make_config(chunk="4KiB")) as ckpt:
         warmed_up(ckpt, trainer)
         held.hold()
         with monkeypatch.context() as patch:
-            patch.setattr(Filling, "_take_shelter", interrupted)
+            patch.setattr(ImageCopier, "_spill", interrupted)
             handle = lazy_save(ckpt, trainer, 2)
             with pytest.raises(KeyboardInterrupt):
                 trainer.step()
@@ -678,7 +678,7 @@ def test_a_number_is_read_at_once_only_where_nothing_captured_comes_after_it() -
         def of(self, device: torch.device) -> FakeStream | None:
             return None if device.type == "mps" else FakeStream()
 
-    places: Any = module_places.Places(Streams())  # type: ignore[arg-type]
+    places: Any = module_places.CaptureDevices(Streams())  # type: ignore[arg-type]
     places._has_devices = True
     here, there, other = (Number(name) for name in ("cuda:0", "cuda:1", "mps"))
     at = places.of([here, torch.ones(1), here])

@@ -28,9 +28,9 @@ from tests.steps import wait_until
 from tierfall.core.capture import capturer
 from tierfall.core.capture.barrier import Barrier
 from tierfall.core.capture.capturer import Capturer
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.capture.lazy_evidence import Evidence
+from tierfall.core.capture.lazy_evidence import LazyEvidence
 from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.types.errors import CaptureError, StateChangedError
 from tierfall.core.types.values import CheckpointId, SaveOutcome
@@ -373,9 +373,9 @@ def test_a_barrier_that_waits_too_long_gives_the_snapshot_up_and_trains_on(
 ) -> None:
     trainer = Trainer()
     go_on = threading.Event()
-    copy = Filling._copy
+    copy = ImageCopier._copy
 
-    def stuck(filling: Filling, pieces: Any) -> None:
+    def stuck(filling: ImageCopier, pieces: Any) -> None:
         if threading.current_thread().name.endswith("-capture"):
             inside.set()
             assert go_on.wait(PATIENCE_S)
@@ -384,13 +384,13 @@ def test_a_barrier_that_waits_too_long_gives_the_snapshot_up_and_trains_on(
     inside = threading.Event()
     with tierfall.open(make_config(max_wait="1s")) as ckpt:
         warmed_up(ckpt, trainer)
-        monkeypatch.setattr(Filling, "_copy", stuck)
+        monkeypatch.setattr(ImageCopier, "_copy", stuck)
         handle = lazy_save(ckpt, trainer, 2)
         assert inside.wait(PATIENCE_S)
         before = trainer.now()
         trainer.step()
         assert not torch.equal(before["model.0.weight"], trainer.now()["model.0.weight"])
-        monkeypatch.setattr(Filling, "_copy", copy)
+        monkeypatch.setattr(ImageCopier, "_copy", copy)
         go_on.set()
         error = failed(handle)
         assert "the barrier waited 1 s (max_wait)" in str(error)
@@ -407,17 +407,17 @@ def test_a_capture_thread_that_stumbles_fails_its_handle_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer = Trainer()
-    run = Filling.run
+    run = ImageCopier.run
 
-    def stumble(filling: Filling) -> None:
+    def stumble(filling: ImageCopier) -> None:
         raise error
 
     with tierfall.open(make_config()) as ckpt:
         warmed_up(ckpt, trainer)
-        monkeypatch.setattr(Filling, "run", stumble)
+        monkeypatch.setattr(ImageCopier, "run", stumble)
         handle = lazy_save(ckpt, trainer, 2)
         assert failed(handle) is error
-        monkeypatch.setattr(Filling, "run", run)
+        monkeypatch.setattr(ImageCopier, "run", run)
         with pytest.raises(CaptureError) as caught:
             handle.captured()
         assert caught.value.__cause__ is error
@@ -430,20 +430,20 @@ def test_a_blocking_capture_that_fails_raises_in_save_and_the_next_one_works(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer()
-    copy = Filling.copy_next
+    copy = ImageCopier.copy_next
 
-    def fail(filling: Filling) -> bool:
+    def fail(filling: ImageCopier) -> bool:
         raise RuntimeError("broken")
 
     with tierfall.open(make_config()) as ckpt:
         warmed_up(ckpt, trainer)
         lazy_save(ckpt, trainer, 10)
         ckpt.drain()
-        monkeypatch.setattr(Filling, "copy_next", fail)
+        monkeypatch.setattr(ImageCopier, "copy_next", fail)
         with pytest.raises(CaptureError, match=r"step 11: .*broken") as caught:
             ckpt.save(11, trainer.state)
         assert isinstance(caught.value.__cause__, RuntimeError)
-        monkeypatch.setattr(Filling, "copy_next", copy)
+        monkeypatch.setattr(ImageCopier, "copy_next", copy)
         ckpt.save(12, trainer.state, block=True)
         assert {c.step for c in ckpt.checkpoints()} == {1, 10, 12}
 
@@ -499,14 +499,14 @@ def test_sources_off_the_host_that_cannot_be_read_fail_the_save_and_wedge_nothin
     def elsewhere(capturer: Capturer, snapshot: Snapshot, **words: Any) -> None:
         begin(capturer, snapshot, **{**words, "here": True})
 
-    def broken(filling: Filling) -> None:
+    def broken(filling: ImageCopier) -> None:
         raise RuntimeError("the device is gone")
 
     with tierfall.open(make_config()) as ckpt:
         warmed_up(ckpt, trainer)
         with monkeypatch.context() as patch:
             patch.setattr(Capturer, "begin", elsewhere)
-            patch.setattr(Filling, "copy_next", broken)
+            patch.setattr(ImageCopier, "copy_next", broken)
             with pytest.raises(CaptureError, match=r"step 2: .*the device is gone"):
                 ckpt.save(2, trainer.state)
         failed(newest(ckpt))
@@ -526,7 +526,7 @@ def test_a_check_that_breaks_down_fails_the_save_whole_or_not(
 ) -> None:
     trainer = Trainer()
 
-    def broken(filling: Filling) -> None:
+    def broken(filling: ImageCopier) -> None:
         raise error
 
     with tierfall.open(make_config()) as ckpt:
@@ -539,7 +539,7 @@ def test_a_check_that_breaks_down_fails_the_save_whole_or_not(
         if hashed:
             wait_until(lambda: snapshot.hashed, "the image is complete")
         with monkeypatch.context() as patch:
-            patch.setattr(Filling, "check_state", broken)
+            patch.setattr(ImageCopier, "check_state", broken)
             expected = CaptureError if isinstance(error, Exception) else KeyboardInterrupt
             with pytest.raises(expected):
                 ckpt.wait_captured()
@@ -560,7 +560,7 @@ def test_a_save_that_is_interrupted_after_it_was_announced_leaves_nothing(
     verify: str,
 ) -> None:
     trainer = Trainer()
-    owner = Evidence if where == "choose" else Capturer
+    owner = LazyEvidence if where == "choose" else Capturer
     original = getattr(owner, where)
 
     def interrupted(*words: Any, **more: Any) -> None:
@@ -609,19 +609,19 @@ def test_a_failed_capture_keeps_no_tensor_alive(
 ) -> None:
     """Its handle holds the error, the error its traceback, and that its frames: those are emptied."""
     trainer = Trainer()
-    copy = Filling.copy_next
+    copy = ImageCopier.copy_next
 
-    def broken(filling: Filling) -> bool:
+    def broken(filling: ImageCopier) -> bool:
         sources = list(filling._sources._tensors)
         copy(filling)
         raise RuntimeError(f"broken after {len(sources)} tensors")
 
     with tierfall.open(make_config()) as ckpt:
         warmed_up(ckpt, trainer)
-        monkeypatch.setattr(Filling, "copy_next", broken)
+        monkeypatch.setattr(ImageCopier, "copy_next", broken)
         handle = lazy_save(ckpt, trainer, 2)
         error = failed(handle)
-        monkeypatch.setattr(Filling, "copy_next", copy)
+        monkeypatch.setattr(ImageCopier, "copy_next", copy)
         trainer.step()
         watched = weakref.ref(trainer.model[0])
         weights = weakref.ref(trainer.model[0].weight)
@@ -657,13 +657,13 @@ def test_what_cannot_be_copied_at_once_fails_the_save_and_gives_its_memory_back(
 ) -> None:
     trainer = Trainer()
 
-    def broken(filling: Filling, pieces: Any) -> None:
+    def broken(filling: ImageCopier, pieces: Any) -> None:
         raise RuntimeError("no more")
 
     with tierfall.open(make_config()) as ckpt:
         warmed_up(ckpt, trainer)
         with monkeypatch.context() as patch:
-            patch.setattr(Filling, "_copy", broken)
+            patch.setattr(ImageCopier, "_copy", broken)
             with pytest.raises(CaptureError, match=r"step 2: .*no more"):
                 ckpt.save(2, trainer.state)
         memory_is_free(ckpt)
@@ -673,7 +673,7 @@ def test_what_cannot_be_copied_at_once_fails_the_save_and_gives_its_memory_back(
 def test_a_save_that_had_begun_before_a_failure_was_known_is_no_second_failure() -> None:
     """The two of a row are counted from what was done about the first."""
     barrier = Barrier(lambda: None, recorded=lambda: None)
-    evidence = Evidence(barrier, checked=True)
+    evidence = LazyEvidence(barrier, checked=True)
     barrier.bracketed_by_hand()
 
     def fails(step: int) -> str | None:

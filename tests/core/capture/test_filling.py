@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tierfall
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.image import segments
 from tierfall.core.image import segments as module
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.sampling.samples import CheckPlan
-from tierfall.core.state.walk import describe
+from tierfall.core.state.walk import walk_state
 from tierfall.core.tensors.tensors import as_bytes
 from tierfall.core.types.errors import CaptureError, StateChangedError
 
@@ -172,7 +172,7 @@ def test_two_threads_that_copy_at_once_make_one_image() -> None:
         image = wanted(made.layout, made.view)
         filling = made.filling
 
-        def help_out(filling: Filling = filling) -> None:
+        def help_out(filling: ImageCopier = filling) -> None:
             while filling.copy_next():
                 continue
             assert filling.wait_idle(PATIENCE_S)
@@ -188,14 +188,14 @@ def test_wait_idle_waits_for_a_copy_that_another_thread_is_in(
     made = make(lazily(x=noise(9000)))
     filling = made.filling
     inside, go_on = threading.Event(), threading.Event()
-    original = Filling._copy
+    original = ImageCopier._copy
 
-    def slow(self: Filling, pieces: Any) -> None:
+    def slow(self: ImageCopier, pieces: Any) -> None:
         inside.set()
         assert go_on.wait(PATIENCE_S)
         original(self, pieces)
 
-    monkeypatch.setattr(Filling, "_copy", slow)
+    monkeypatch.setattr(ImageCopier, "_copy", slow)
     thread = threading.Thread(target=filling.copy_next)
     thread.start()
     assert inside.wait(PATIENCE_S)
@@ -216,15 +216,15 @@ def test_a_copy_that_fails_ends_the_image_for_every_thread(monkeypatch: pytest.M
     made = make(mixed())
     filling = made.filling
     filling.copy_next()
-    original = Filling._copy
+    original = ImageCopier._copy
 
-    def fail(self: Filling, pieces: Any) -> None:
+    def fail(self: ImageCopier, pieces: Any) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(Filling, "_copy", fail)
+    monkeypatch.setattr(ImageCopier, "_copy", fail)
     with pytest.raises(MemoryError, match="no more"):
         filling.copy_next()
-    monkeypatch.setattr(Filling, "_copy", original)
+    monkeypatch.setattr(ImageCopier, "_copy", original)
     assert isinstance(filling.failure, MemoryError)
     assert not filling.copy_next()
     assert not filling.hash_ready()
@@ -472,9 +472,9 @@ def test_a_full_check_finds_one_element(shape: Callable[[], torch.Tensor]) -> No
 
 def test_digests_come_round_to_every_byte() -> None:
     """A save digests few; the next one goes on where it stopped."""
-    view = describe(lazily(w=(source := noise(3 << 20))))
+    view = walk_state(lazily(w=(source := noise(3 << 20))))
     layout = plan_layout(view)
-    cut = segments.Cutting(layout, view, 1 << 20)
+    cut = segments.Segmentation(layout, view, 1 << 20)
     ranges = CheckPlan(cut, view).ranges
     data = memoryview(bytearray(layout.data_bytes))
     for slot in layout.slots:
@@ -504,9 +504,9 @@ def test_sources_are_let_go_of_when_asked() -> None:
 def test_scalars_on_the_host_do_not_cut_a_devices_tensors_into_many_segments() -> None:
     """As Adam's state has it: beside each parameter's moments stands a step counter, which lies on the host."""
     state = {f"p{n}": {"a": noise(8, seed=n), "step": torch.tensor(1.0)} for n in range(500)}
-    view = describe(lazily(**state))
+    view = walk_state(lazily(**state))
     places = tuple(0 if source.dim() else segments.HOST for source in view.sources)
-    cut = segments.Cutting(plan_layout(view), view, 4 * KIB, places)
+    cut = segments.Segmentation(plan_layout(view), view, 4 * KIB, places)
     assert len(cut.segments) <= 2 * (-(-cut.missing[-1] // 4096) + len(cut.missing))
     assert all(len({piece.place for piece in segment}) == 1 for segment in cut.segments)
     pieces = sorted((p.start, p.end) for segment in cut.segments for p in segment)

@@ -24,7 +24,7 @@ from tests.core.capture.lazy_help import (
     lazy_save,
     warmed_up,
 )
-from tierfall.core.capture.lazy_evidence import Evidence
+from tierfall.core.capture.lazy_evidence import LazyEvidence
 from tierfall.core.state.view import StateView
 
 KEYS = ("q", "k", "v")
@@ -118,15 +118,15 @@ def lent_by_dlpack(weight: torch.Tensor, kept: list[Any]) -> dict[str, Any]:
 def lazily(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     """Of each tensor by its name, whether the last save leaves it to be copied after it has returned."""
     found: dict[str, bool] = {}
-    choose = Evidence.choose
+    choose = LazyEvidence.choose
 
-    def noting(evidence: Evidence, view: StateView) -> tuple[bool, ...]:
+    def noting(evidence: LazyEvidence, view: StateView) -> tuple[bool, ...]:
         chosen = choose(evidence, view)
         found.clear()
         found.update(zip(view.names, chosen, strict=True))
         return chosen
 
-    monkeypatch.setattr(Evidence, "choose", noting)
+    monkeypatch.setattr(LazyEvidence, "choose", noting)
     return found
 
 

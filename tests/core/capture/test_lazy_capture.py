@@ -21,7 +21,7 @@ from tests.core.capture.lazy_help import (
     saved,
     warmed_up,
 )
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
@@ -66,23 +66,23 @@ def test_the_step_waits_while_the_capture_thread_is_inside_a_copy(
 ) -> None:
     trainer = Trainer()
     inside, go_on, waiting = threading.Event(), threading.Event(), threading.Event()
-    copy, wait_idle = Filling._copy, Filling.wait_idle
+    copy, wait_idle = ImageCopier._copy, ImageCopier.wait_idle
 
-    def slow_copy(filling: Filling, pieces: Any) -> None:
+    def slow_copy(filling: ImageCopier, pieces: Any) -> None:
         if threading.current_thread().name.endswith("-capture"):
             inside.set()
             assert go_on.wait(PATIENCE_S)
         copy(filling, pieces)
 
-    def told_wait_idle(filling: Filling, timeout: float | None = None) -> bool:
+    def told_wait_idle(filling: ImageCopier, timeout: float | None = None) -> bool:
         waiting.set()
         return wait_idle(filling, timeout)
 
     with tierfall.open(make_config(chunk="4KiB")) as ckpt:
         warmed_up(ckpt, trainer)
         before = trainer.now()
-        monkeypatch.setattr(Filling, "_copy", slow_copy)
-        monkeypatch.setattr(Filling, "wait_idle", told_wait_idle)
+        monkeypatch.setattr(ImageCopier, "_copy", slow_copy)
+        monkeypatch.setattr(ImageCopier, "wait_idle", told_wait_idle)
         handle = lazy_save(ckpt, trainer, 2)
         assert inside.wait(PATIENCE_S)
         trainer.backward()

@@ -27,7 +27,7 @@ from tests.core.capture.lazy_help import (
     warmed_up,
 )
 from tests.steps import wait_until
-from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.types.errors import CaptureError, FlushError
 from tierfall.core.types.values import SaveOutcome
 from tierfall.tiers.stored import StoredTier
@@ -106,13 +106,13 @@ def test_what_ends_the_capture_thread_is_the_saves_own_failure_and_no_more(
     """Not even what would end a program ends the loop: it was not raised there."""
     trainer = Trainer()
 
-    def dies(filling: Filling) -> bool:
+    def dies(filling: ImageCopier) -> bool:
         raise error
 
     with tierfall.open(make_config(on_error=on_error)) as ckpt:
         warmed_up(ckpt, trainer)
         with monkeypatch.context() as patch:
-            patch.setattr(Filling, "hash_ready", dies)
+            patch.setattr(ImageCopier, "hash_ready", dies)
             handle = lazy_save(ckpt, trainer, 2)
             trainer.step()  # trains on
             wait_until(lambda: handle.outcome is SaveOutcome.FAILED, "the handle tells")
@@ -141,10 +141,10 @@ def test_the_barrier_of_a_capture_thread_that_died_lets_the_update_run(
         snapshot = ckpt._capturer._current
         assert snapshot is not None
 
-        def dies(filling: Filling) -> bool:
+        def dies(filling: ImageCopier) -> bool:
             raise SystemExit(3)
 
-        monkeypatch.setattr(Filling, "hash_ready", dies)
+        monkeypatch.setattr(ImageCopier, "hash_ready", dies)
         still.go()
         wait_until(lambda: snapshot.filling.failure is not None, "the thread has died of it")
         before = trainer.now()

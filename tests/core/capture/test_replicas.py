@@ -10,12 +10,18 @@ import torch
 from torch import nn
 
 from tests.core.fake_device import FakeStream, FakeStreams, OnDevice
-from tierfall.core.image.dedup import Digests, Shareable, are_alike, divide, find_difference
+from tierfall.core.image.dedup import (
+    ReplicaDigests,
+    ReplicatedTensors,
+    are_alike,
+    assign_writers,
+    find_difference,
+)
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.sampling import replicas
 from tierfall.core.sampling.replicas import ReplicaPlan
 from tierfall.core.state.item import item
-from tierfall.core.state.walk import describe
+from tierfall.core.state.walk import walk_state
 
 NOWHERE = FakeStreams(None)
 SIZES = (1, 3, 16, 31, 33, 40, 100, 1000, 5000, 70_000)
@@ -50,14 +56,14 @@ class Ranks:
     def __init__(self, *states: State, streams: Any = NOWHERE, step_s: float = 0.0) -> None:
         self.states = states
         self.streams = streams
-        views = [describe(state) for state in states]
-        self.shares = [Shareable(v, plan_layout(v).structure, step_s=step_s) for v in views]
-        self.division = divide([share.table for share in self.shares])
+        views = [walk_state(state) for state in states]
+        self.shares = [ReplicatedTensors(v, plan_layout(v).structure, step_s=step_s) for v in views]
+        self.division = assign_writers([share.table for share in self.shares])
         self.plans = [ReplicaPlan(share, self.division) for share in self.shares]
 
-    def read(self, ordinal: int) -> dict[int, Digests]:
+    def read(self, ordinal: int) -> dict[int, ReplicaDigests]:
         pairs = zip(self.plans, self.states, strict=True)
-        readings = [plan.read(describe(state), ordinal, self.streams) for plan, state in pairs]
+        readings = [plan.read(walk_state(state), ordinal, self.streams) for plan, state in pairs]
         return {rank: reading.digests() for rank, reading in enumerate(readings)}
 
     def alike(self, ordinal: int) -> bool:
@@ -131,10 +137,10 @@ def test_each_save_reads_other_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_longer_step_has_more_digested_and_all_ranks_as_much() -> None:
     def turns(*steps_s: float) -> set[int]:
         states = [{"w": nn.Linear(1 << 10, 1 << 12, bias=False)} for _ in steps_s]
-        views = [describe(state) for state in states]
+        views = [walk_state(state) for state in states]
         pairs = zip(views, steps_s, strict=True)
-        shares = [Shareable(v, plan_layout(v).structure, step_s=s) for v, s in pairs]
-        division = divide([share.table for share in shares])
+        shares = [ReplicatedTensors(v, plan_layout(v).structure, step_s=s) for v, s in pairs]
+        division = assign_writers([share.table for share in shares])
         return {ReplicaPlan(share, division)._ranges_turns for share in shares}
 
     assert turns(0.0, 5.0) == turns(0.001, 0.0) == {16}
@@ -160,7 +166,7 @@ def test_what_changes_after_it_was_read_does_not_count() -> None:
     values = tensors()
     ranks = Ranks(state_of(values), state_of(tensors()))
     readings = [
-        plan.read(describe(state), 1, NOWHERE)
+        plan.read(walk_state(state), 1, NOWHERE)
         for plan, state in zip(ranks.plans, ranks.states, strict=True)
     ]
     for value in values.values():
@@ -228,10 +234,10 @@ class DeviceRanks(Ranks):
         self.values = values
         super().__init__(*map(state_of, map(_plain, values)), streams=FakeStreams(stream))
 
-    def read(self, ordinal: int) -> dict[int, Digests]:
+    def read(self, ordinal: int) -> dict[int, ReplicaDigests]:
         found = {}
         for rank, (plan, values) in enumerate(zip(self.plans, self.values, strict=True)):
-            view = describe(self.states[rank])
+            view = walk_state(self.states[rank])
             both = zip(view.names, view.sources, strict=True)
             view.sources[:] = [values.get(name, source) for name, source in both]
             found[rank] = plan.read(view, ordinal, self.streams).digests()

@@ -12,14 +12,14 @@ from tierfall.core.load.build import Fill
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.load.load import plan_load
-from tierfall.core.state.walk import describe
+from tierfall.core.state.walk import walk_state
 from tierfall.core.tensors.tensors import copy_whole
 
 CUT = 1009  # bytes a piece: prime, so that cuts fall anywhere
 
 
 def make_image(state: Any) -> tuple[bytes, Layout]:
-    view = describe(state)
+    view = walk_state(state)
     layout = plan_layout(view)
     header = layout.header(view)
     assert header is not None

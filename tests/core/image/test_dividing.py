@@ -15,22 +15,22 @@ from torch import nn
 
 from tierfall.core.image.dedup import (
     NOBODY,
-    Division,
-    Shareable,
-    Table,
+    ReplicaAssignment,
+    ReplicaTable,
+    ReplicatedTensors,
     are_alike,
-    divide,
+    assign_writers,
     find_difference,
 )
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.image.merge import merge_headers
 from tierfall.core.state.item import OnResize, item
-from tierfall.core.state.walk import describe
+from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import IntegrityError
 
 
-def table(entries: dict[int, int], own_bytes: int = 0) -> Table:
-    return Table(
+def table(entries: dict[int, int], own_bytes: int = 0) -> ReplicaTable:
+    return ReplicaTable(
         structure="s",
         own_bytes=own_bytes,
         keys=np.array(list(entries), dtype=np.uint64),
@@ -47,9 +47,9 @@ def training(seed: int = 0) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "epoch": 3, "x": torch.zeros(5)}
 
 
-def shareable(state: dict[str, Any]) -> Shareable:
-    view = describe(state)
-    return Shareable(view, plan_layout(view).structure)
+def shareable(state: dict[str, Any]) -> ReplicatedTensors:
+    view = walk_state(state)
+    return ReplicatedTensors(view, plan_layout(view).structure)
 
 
 TABLES = st.lists(
@@ -65,12 +65,12 @@ TABLES = st.lists(
 
 @given(TABLES, st.integers(1, 1000))
 def test_each_entry_of_several_ranks_is_written_by_one_that_has_it(
-    tables: list[Table], factor: int
+    tables: list[ReplicaTable], factor: int
 ) -> None:
     for one in tables:
         one.sizes[:] = (one.keys + 1) * factor
         one.keys[:] *= 4  # the last two bits say what was digested
-    division = divide(tables)
+    division = assign_writers(tables)
     holders = Counter(int(key) for one in tables for key in one.keys)
     assert set(map(int, division.keys)) == {key for key, count in holders.items() if count > 1}
     written = Counter(
@@ -80,7 +80,7 @@ def test_each_entry_of_several_ranks_is_written_by_one_that_has_it(
         if owner in (NOBODY, rank)
     )
     assert written == Counter(holders.keys())
-    again = Division.from_json(division.to_json())
+    again = ReplicaAssignment.from_json(division.to_json())
     assert (again.id, list(again.keys), list(again.owners)) == (
         division.id,
         list(division.keys),
@@ -91,7 +91,7 @@ def test_each_entry_of_several_ranks_is_written_by_one_that_has_it(
 def test_replicas_are_divided_by_bytes() -> None:
     sizes = {key: size for key, size in enumerate([400, 300, 200, 100, 100, 100])}
     tables = [table(sizes), table(sizes), table(sizes, own_bytes=300)]
-    division = divide(tables)
+    division = assign_writers(tables)
     load = [0, 0, 300]
     for key, owner in zip(division.keys, division.owners, strict=True):
         load[owner] += sizes[int(key)]
@@ -111,12 +111,12 @@ def test_what_may_change_at_any_time_or_is_of_one_rank_is_not_shared() -> None:
 
 def test_equal_states_share_all_and_other_shapes_nothing() -> None:
     one, other = shareable(training(1)), shareable(training(2))
-    division = divide([one.table, other.table])
+    division = assign_writers([one.table, other.table])
     left = [one.left_out(division, 0), other.left_out(division, 1)]
     assert set(left[0]) | set(left[1]) == set(one.numbers)
     assert not set(left[0]) & set(left[1])
     wide, narrow = (shareable({"model": nn.Linear(n, 8)}) for n in (9, 8))
-    both = divide([wide.table, narrow.table])
+    both = assign_writers([wide.table, narrow.table])
     assert [wide.names()[int(key)] for key in both.keys] == ["model.bias"]
 
 
@@ -126,7 +126,7 @@ def test_what_is_not_alike_is_named_with_its_ranks() -> None:
         states[1]["model"][2].weight[0, 0] += 1
     shares = [shareable(state) for state in states]
     tables = [share.table for share in shares]
-    division = divide(tables)
+    division = assign_writers(tables)
     digests = {rank: share.digests(division) for rank, share in enumerate(shares)}
     assert not are_alike({rank: one.by_group() for rank, one in digests.items()})
     found = find_difference({rank: one.to_json() for rank, one in digests.items()})
@@ -144,7 +144,7 @@ def test_what_lies_otherwise_in_memory_is_not_shared() -> None:
     turned = plain | {"w": nn.Parameter(weight.t().contiguous().t())}
     assert not turned["w"].is_contiguous()
     shares = [shareable(plain), shareable(turned)]
-    division = divide([share.table for share in shares])
+    division = assign_writers([share.table for share in shares])
     assert [shares[0].names()[int(key)] for key in division.keys] == ["v"]
 
 
@@ -160,7 +160,9 @@ def test_tensors_that_the_same_ranks_hold_have_one_digest_together() -> None:
         name = f"stage{one // 2}"
         states[other][name].load_state_dict(states[one][name].state_dict())
     shares = [shareable(state) for state in states]
-    division = Division.from_json(divide([share.table for share in shares]).to_json())
+    division = ReplicaAssignment.from_json(
+        assign_writers([share.table for share in shares]).to_json()
+    )
     by_group = {r: share.digests(division).by_group() for r, share in enumerate(shares)}
     assert [len(groups) for groups in by_group.values()] == [2, 2, 2, 2]
     assert len(set().union(*by_group.values())) == 3
@@ -175,7 +177,7 @@ def test_tensors_that_the_same_ranks_hold_have_one_digest_together() -> None:
 
 
 def image_of(state: dict[str, Any], left_out: dict[int, int]) -> Any:
-    view = describe(state)
+    view = walk_state(state)
     layout = plan_layout(view, left_out)
     header = layout.header(view)
     assert header is not None
@@ -184,7 +186,7 @@ def image_of(state: dict[str, Any], left_out: dict[int, int]) -> Any:
 
 def test_an_image_names_who_writes_what_it_leaves_out() -> None:
     state = training()
-    view = describe(state)
+    view = walk_state(state)
     number = view.names.index("model.2.weight")
     layout, header = image_of(state, {number: 5})
     whole, _ = image_of(state, {})
@@ -198,7 +200,7 @@ def test_an_image_names_who_writes_what_it_leaves_out() -> None:
 
 def test_merged_headers_take_the_bytes_from_who_wrote_them() -> None:
     state = training()
-    names = describe(state).names
+    names = walk_state(state).names
     weight, bias = names.index("model.2.weight"), names.index("model.2.bias")
     headers = {
         0: image_of(state, {weight: 1})[1],
@@ -218,7 +220,7 @@ def test_merged_headers_take_the_bytes_from_who_wrote_them() -> None:
 
 def test_what_nobody_wrote_is_damage() -> None:
     state = training()
-    weight = describe(state).names.index("model.2.weight")
+    weight = walk_state(state).names.index("model.2.weight")
     headers = {rank: image_of(state, {weight: 1 - rank})[1] for rank in (0, 1)}
     with pytest.raises(IntegrityError, match=r"model.2.weight is not there: rank 1 was to write"):
         merge_headers(headers, what="test", own=None)
@@ -226,7 +228,7 @@ def test_what_nobody_wrote_is_damage() -> None:
 
 def test_an_entry_that_all_take_from_rank_0_is_found_where_another_wrote_it() -> None:
     state = training()
-    weight = describe(state).names.index("model.2.weight")
+    weight = walk_state(state).names.index("model.2.weight")
     headers = {0: image_of(state, {weight: 1})[1], 1: image_of(state, {})[1]}
     rules = {"model": OnResize.REPLICATE}
     merged = merge_headers(headers, what="test", own=None, rank=7, rules=rules)

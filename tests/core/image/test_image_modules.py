@@ -19,8 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.state.item import item
-from tierfall.core.state.walk import describe
-from tierfall.core.state.walk_cache import Recall
+from tierfall.core.state.walk import walk_state
+from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import CaptureError, ConfigError, RestoreError
 from tierfall.core.types.values import Changes
 
@@ -42,7 +42,7 @@ def compiled_(module: nn.Module) -> nn.Module:
 
 
 def names_of(state: object) -> set[str]:
-    return {source.name for source in describe(state).tensors}
+    return {source.name for source in walk_state(state).tensors}
 
 
 def test_module_comes_back_into_the_tensors_that_are_there() -> None:
@@ -63,7 +63,7 @@ def test_module_comes_back_into_the_tensors_that_are_there() -> None:
 def test_parameters_change_on_step_and_all_else_at_any_time() -> None:
     model = net()
     model[0].bias.requires_grad_(False)
-    view = describe({"model": model, "loose": torch.ones(1), "rng": None})
+    view = walk_state({"model": model, "loose": torch.ones(1), "rng": None})
     on_step = {t.name for t in view.tensors if t.changes is Changes.ON_STEP}
     assert on_step == {f"model.{name}" for name, _ in model.named_parameters()}
     named = {id(p): (f"model.{n}", p) for n, p in model.named_parameters()}
@@ -81,7 +81,7 @@ def test_item_says_when_its_value_may_change() -> None:
         ),
         "rng": None,
     }
-    changes = {t.name: t.changes for t in describe(state).tensors}
+    changes = {t.name: t.changes for t in walk_state(state).tensors}
     assert changes["model.0.weight"] is Changes.ANYTIME
     assert changes["ema.w"] is changes["ema.x.0"] is Changes.ON_STEP
     assert changes["nested.p"] is Changes.ANYTIME
@@ -247,7 +247,7 @@ def test_extra_state_comes_back_through_the_module(note: object) -> None:
 
 def test_extra_state_without_a_codec_is_refused_with_its_path() -> None:
     with pytest.raises(CaptureError, match=r'state\["m"\]\["0._extra_state"\]\["f"\]'):
-        describe({"m": nn.Sequential(Extra({"f": lambda: 1}))})
+        walk_state({"m": nn.Sequential(Extra({"f": lambda: 1}))})
 
 
 def test_extra_state_that_only_one_side_has_is_named() -> None:
@@ -386,11 +386,11 @@ def test_a_module_whose_keys_change_from_call_to_call_is_saved_each_time_and_not
     period: int,
 ) -> None:
     source = nn.Sequential(nn.Linear(2, 2), Unsteady(period=period))
-    recall = Recall()
+    recall = WalkCache()
     for calls in range(1, 5):
         with torch.no_grad():
             source[1].weight.add_(1)
-        view = describe({"m": source, "rng": None}, recall)
+        view = walk_state({"m": source, "rng": None}, recall)
         found = {tensor.name: tensor.tensor for tensor in view.tensors}
         wanted = {"m.0.weight", "m.0.bias", "m.1.weight"}
         wanted |= {f"m.1.call{calls % period}"} if calls % period else set()
@@ -419,7 +419,7 @@ class Renamed(nn.Module):
 
 def test_overridden_state_dict_is_asked() -> None:
     source, target = Renamed(), Renamed()
-    view = describe({"m": source, "rng": None})
+    view = walk_state({"m": source, "rng": None})
     assert {t.name: t.changes for t in view.tensors} == {
         "m.shared": Changes.ON_STEP,
         "m.copied": Changes.ON_STEP,  # nobody else holds the copy
@@ -518,7 +518,7 @@ def test_a_shared_parameter_has_its_first_name() -> None:
     one, other = nn.Linear(3, 3), nn.Linear(3, 3)
     one.register_parameter("again", one.weight)
     other.weight = one.weight
-    view = describe({"one": one, "other": other, "rng": None})
+    view = walk_state({"one": one, "other": other, "rng": None})
     assert [name for name, _ in view.parameters.values()] == [
         "one.weight",
         "one.bias",

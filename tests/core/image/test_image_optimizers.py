@@ -10,7 +10,7 @@ import torch
 from image_help import load, make_image, restore
 from torch import nn
 
-from tierfall.core.state.walk import describe
+from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import CaptureError, RestoreError
 from tierfall.core.types.values import Changes
 
@@ -100,13 +100,13 @@ def test_state_that_is_there_is_filled_in_place() -> None:
 def test_names_are_the_parameters_full_names() -> None:
     model, optimizer = make("AdamW", 0)
     step(model, optimizer, 0)
-    view = describe({"optimizer": optimizer, "deep": {"model": model}, "rng": None})
+    view = walk_state({"optimizer": optimizer, "deep": {"model": model}, "rng": None})
     changes = {t.name: t.changes for t in view.tensors}
     assert changes["optimizer.state.deep.model.0.weight.exp_avg"] is Changes.ON_STEP
     assert changes["optimizer.state.deep.model.2.bias.step"] is Changes.ON_STEP
     assert changes["optimizer.param_groups.0.lr"] is Changes.ANYTIME
     assert view.optimizers == (optimizer,)
-    alone = {t.name for t in describe({"optimizer": optimizer, "rng": None}).tensors}
+    alone = {t.name for t in walk_state({"optimizer": optimizer, "rng": None}).tensors}
     assert "optimizer.state.%i0.exp_avg" in alone
     assert "optimizer.state.%i3.step" in alone
 
@@ -277,7 +277,7 @@ def test_optimizer_with_its_own_state_dict_is_asked() -> None:
     image, _ = make_image({"optimizer": source, "rng": None})
     restore({"optimizer": target, "rng": None}, image)
     assert target.count == 5
-    assert describe({"optimizer": source}).optimizers == (source,)
+    assert walk_state({"optimizer": source}).optimizers == (source,)
 
 
 def test_hooks_on_state_dict_are_run() -> None:
@@ -297,7 +297,7 @@ def test_state_of_a_parameter_in_no_group_is_refused() -> None:
     _, optimizer = make("SGD", 0)
     optimizer.state[torch.ones(1)] = {"momentum_buffer": torch.ones(1)}
     with pytest.raises(CaptureError, match=r'state\["optimizer"\]\["state"\].*none of its groups'):
-        describe({"optimizer": optimizer})
+        walk_state({"optimizer": optimizer})
 
 
 def test_state_under_other_keys_comes_back() -> None:
@@ -318,7 +318,7 @@ def test_bare_parameters_name_their_state() -> None:
     optimizer = torch.optim.SGD([weight], momentum=0.9)
     weight.sum().backward()
     optimizer.step()
-    view = describe({"w": {"x": weight}, "optimizer": optimizer, "rng": None})
+    view = walk_state({"w": {"x": weight}, "optimizer": optimizer, "rng": None})
     assert {t.name for t in view.tensors} == {"w.x", "optimizer.state.w.x.momentum_buffer"}
     assert view.parameters == {id(weight): ("w.x", weight)}
 
@@ -330,4 +330,4 @@ def test_an_optimizer_whose_ranks_keep_parts_without_names_is_refused_with_what_
 
     optimizer = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters())
     with pytest.raises(CaptureError, match=r'state\["optimizer"\] is a Zero.*fully_shard'):
-        describe({"optimizer": optimizer})
+        walk_state({"optimizer": optimizer})

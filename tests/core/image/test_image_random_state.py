@@ -10,7 +10,7 @@ import torch
 from image_help import load, make_image, restore
 
 from tierfall.core.image.layout import plan_layout
-from tierfall.core.state.walk import describe
+from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import CaptureError, RestoreError
 
 
@@ -44,10 +44,10 @@ def test_random_numbers_go_on_after_a_restore() -> None:
 
 def test_random_state_moves_nothing_in_the_image() -> None:
     state = {"w": torch.ones(2)}
-    layout = plan_layout(describe(state))
+    layout = plan_layout(walk_state(state))
     for _ in range(5):
         draw()
-        view = describe(state)
+        view = walk_state(state)
         assert layout.matches(view)
         assert layout.header(view) is not None
 
@@ -83,7 +83,7 @@ def test_generators_of_ones_own_are_saved_as_the_documentation_says() -> None:
     python, numpy, of_torch = random.Random(3), np.random.default_rng(3), torch.Generator()
     for mine in (python, numpy, np.random.RandomState(3)):
         with pytest.raises(CaptureError, match="has no codec"):
-            describe({"generator": mine})
+            walk_state({"generator": mine})
 
     def told() -> dict[str, object]:
         return {

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import tierfall
-from tierfall.core.state.placement import Taking
+from tierfall.core.state.placement import TensorIntake
 from tierfall.core.state.view import StateView
-from tierfall.core.state.walk import describe
-from tierfall.core.state.walk_cache import Part, Recall
+from tierfall.core.state.walk import walk_state
+from tierfall.core.state.walk_cache import CachedPart, WalkCache
 
 
 class Net(nn.Module):
@@ -252,33 +252,33 @@ KINDS: list[Callable[[Run], None]] = [
 
 @pytest.mark.parametrize("change", KINDS)
 def test_whatever_changed_between_saves_is_seen(change: Callable[[Run], None]) -> None:
-    run, recall = Run(), Recall()
-    assert seen(describe(run.state, recall)) == seen(describe(run.state))
-    assert seen(describe(run.state, recall)) == seen(describe(run.state))
+    run, recall = Run(), WalkCache()
+    assert seen(walk_state(run.state, recall)) == seen(walk_state(run.state))
+    assert seen(walk_state(run.state, recall)) == seen(walk_state(run.state))
     change(run)
     for _ in range(2):
-        assert seen(describe(run.state, recall)) == seen(describe(run.state))
+        assert seen(walk_state(run.state, recall)) == seen(walk_state(run.state))
 
 
 @pytest.mark.parametrize("first", KINDS)
 def test_changes_one_upon_the_other_are_seen(first: Callable[[Run], None]) -> None:
-    run, recall = Run(), Recall()
+    run, recall = Run(), WalkCache()
     for change in (first, swap_storage, come_earlier, rate, fresh_moments, alias_from_outside):
         change(run)
-        assert seen(describe(run.state, recall)) == seen(describe(run.state))
+        assert seen(walk_state(run.state, recall)) == seen(walk_state(run.state))
 
 
 @pytest.mark.parametrize("alias", [alias_from_outside, alias_from_outside_later, loose_twice])
 def test_an_alias_that_goes_leaves_nothing(alias: Callable[[Run], None]) -> None:
-    run, recall = Run(), Recall()
+    run, recall = Run(), WalkCache()
     for _ in range(2):
         alias(run)
         for _ in range(3):
-            assert seen(describe(run.state, recall)) == seen(describe(run.state))
+            assert seen(walk_state(run.state, recall)) == seen(walk_state(run.state))
         run.state.pop("again", None)
         run.state["loose"] = run.loose
         for _ in range(3):
-            assert seen(describe(run.state, recall)) == seen(describe(run.state))
+            assert seen(walk_state(run.state, recall)) == seen(walk_state(run.state))
 
 
 @pytest.mark.parametrize("change", [nothing, values_only, rate, freeze])
@@ -286,64 +286,64 @@ def test_what_did_not_move_is_recalled(
     change: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The promise is speed: neither module nor optimizer is walked tensor by tensor."""
-    run, recall = Run(), Recall()
-    describe(run.state, recall)
+    run, recall = Run(), WalkCache()
+    walk_state(run.state, recall)
     change(run)
     met: list[str] = []
-    tensor = Taking.tensor
+    tensor = TensorIntake.tensor
 
     def watched(self: Any, value: torch.Tensor, name: str, *more: Any, **words: Any) -> Any:
         met.append(name)
         return tensor(self, value, name, *more, **words)
 
-    monkeypatch.setattr(Taking, "tensor", watched)
-    describe(run.state, recall)
+    monkeypatch.setattr(TensorIntake, "tensor", watched)
+    walk_state(run.state, recall)
     assert "loose" in met
     assert not [name for name in met if name.startswith(("model", "optimizer"))]
 
 
 def test_an_alias_of_the_second_of_two_at_one_address_stays_one() -> None:
-    module, recall = nn.Module(), Recall()
+    module, recall = nn.Module(), WalkCache()
     memory = torch.arange(12.0)
     module.register_buffer("row", memory[:4])
     module.register_buffer("square", memory[:4].view(2, 2))
     state = {"module": module, "again": module.square, "rng": None}
     for _ in range(3):
-        assert seen(describe(state, recall)) == seen(describe(state))
+        assert seen(walk_state(state, recall)) == seen(walk_state(state))
 
 
 def test_state_dict_is_asked_each_time() -> None:
-    run, recall, asked = Run(), Recall(), []
+    run, recall, asked = Run(), WalkCache(), []
     run.model.register_state_dict_pre_hook(lambda *more: asked.append(1))
     for _ in range(3):
-        describe(run.state, recall)
+        walk_state(run.state, recall)
     assert len(asked) == 3
 
 
 def test_tied_weights_are_recalled_as_one() -> None:
-    run, recall = Run(), Recall()
+    run, recall = Run(), WalkCache()
     run.model.norm.bias = run.model.first.bias
-    describe(run.state, recall)
+    walk_state(run.state, recall)
     part = recall.part("model")
-    assert isinstance(part, Part)
+    assert isinstance(part, CachedPart)
     assert "model.norm.bias" not in part.columns.names
-    view = describe(run.state, recall)
+    view = walk_state(run.state, recall)
     assert recall.part("model") is part
-    assert seen(view) == seen(describe(run.state))
+    assert seen(view) == seen(walk_state(run.state))
 
 
 def test_walks_that_find_the_same_share_what_they_wrote() -> None:
     """To compare what is one object takes no time, whatever it holds."""
-    run, recall = Run(), Recall()
-    first, second = describe(run.state, recall), describe(run.state, recall)
+    run, recall = Run(), WalkCache()
+    first, second = walk_state(run.state, recall), walk_state(run.state, recall)
     assert first.names is second.names
     assert first.trails is second.trails
 
 
 def test_nothing_is_kept_alive_between_walks() -> None:
-    run, recall = Run(), Recall()
-    describe(run.state, recall)
-    describe(run.state, recall)
+    run, recall = Run(), WalkCache()
+    walk_state(run.state, recall)
+    walk_state(run.state, recall)
     held = [weakref.ref(each) for each in (run.model, *run.model.parameters())]
     held += [weakref.ref(each["exp_avg"]) for each in run.optimizer.state.values()]
     run.state.clear()
@@ -353,10 +353,10 @@ def test_nothing_is_kept_alive_between_walks() -> None:
 
 
 def test_what_left_the_state_is_forgotten() -> None:
-    run, recall = Run(), Recall()
-    describe(run.state, recall)
+    run, recall = Run(), WalkCache()
+    walk_state(run.state, recall)
     del run.state["optimizer"]
-    describe(run.state, recall)
+    walk_state(run.state, recall)
     assert recall.part("model") is not None
     assert recall.part("optimizer.state") is None
 
@@ -364,15 +364,15 @@ def test_what_left_the_state_is_forgotten() -> None:
 def test_a_class_that_is_given_a_state_dict_of_its_own_is_asked_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run, recall = Run(), Recall()
+    run, recall = Run(), WalkCache()
     for _ in range(2):
-        describe(run.state, recall)
+        walk_state(run.state, recall)
     whole = nn.Module.state_dict
 
     def doubled(module: Net, *args: Any, **kwargs: Any) -> Any:
         return {key: 2 * value for key, value in whole(module, *args, **kwargs).items()}
 
     monkeypatch.setattr(Net, "state_dict", doubled)
-    view = describe(run.state, recall)
+    view = walk_state(run.state, recall)
     (weight,) = (t.tensor for t in view.tensors if t.name == "model.first.weight")
     assert torch.equal(weight, 2 * run.model.first.weight)

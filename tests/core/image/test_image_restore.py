@@ -19,7 +19,7 @@ from tierfall.core.load.choices import Choices
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.load.load import plan_load
 from tierfall.core.state.item import item
-from tierfall.core.state.walk import describe
+from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import CaptureError, RestoreError
 
 # ---- plain values
@@ -552,7 +552,7 @@ def test_state_must_be_a_mapping() -> None:
     with pytest.raises(RestoreError, match="state is a list"):
         plan_fill([torch.ones(1)], header_of(image))
     with pytest.raises(CaptureError, match="state is a list"):
-        describe([torch.ones(1)])
+        walk_state([torch.ones(1)])
 
 
 # ---- objects with state_dict and load_state_dict
@@ -624,7 +624,7 @@ def test_object_that_cannot_tell_its_state_is_told_with_its_place() -> None:
 
     for failing in (Failing(), FailingModule(1, 1)):
         with pytest.raises(CaptureError) as caught:
-            describe({"x": {"it": failing}})
+            walk_state({"x": {"it": failing}})
         said = 'state["x"]["it"] cannot be saved: its state_dict() raised RuntimeError: still'
         assert said in str(caught.value)
         assert isinstance(caught.value.__cause__, RuntimeError)
@@ -644,7 +644,7 @@ def test_object_that_cannot_load_is_refused() -> None:
             return {}
 
     with pytest.raises(CaptureError, match=r'state\["h"\]'):
-        describe({"h": Half()})
+        walk_state({"h": Half()})
 
 
 SCHEDULERS: dict[str, Any] = {

@@ -18,7 +18,7 @@ from torch import nn
 
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.load.fill import plan_fill
-from tierfall.core.state.walk import describe
+from tierfall.core.state.walk import walk_state
 from tierfall.core.tensors import dtypes
 from tierfall.core.tensors.tensors import as_bytes, copy_whole
 from tierfall.core.types.errors import CaptureError, RestoreError
@@ -147,7 +147,7 @@ def test_quantized_tensor_does_not_go_into_another_scheme() -> None:
 def test_quantized_tensor_without_a_scale_is_refused_on_either_side() -> None:
     unscaled = torch.empty(4, 5, dtype=torch.qint8)
     with pytest.raises(CaptureError, match=r'state\["q"\].*without a scale') as caught:
-        describe({"q": unscaled})
+        walk_state({"q": unscaled})
     assert isinstance(caught.value.__cause__, RuntimeError)
     image, _ = make_image({"q": make_quantized(torch.qint8, "tensor"), "rng": None})
     with pytest.raises(RestoreError, match=r"q: cannot be restored into: .*without a scale"):
@@ -227,7 +227,7 @@ class Sub(torch.Tensor):
 )
 def test_unsupported_tensor_is_refused_with_its_path(make: object, reason: str) -> None:
     with pytest.raises(CaptureError) as caught:
-        describe({"model": {"layer.weight": make()}})
+        walk_state({"model": {"layer.weight": make()}})
     assert 'state["model"]["layer.weight"]' in str(caught.value)
     assert reason in str(caught.value)
 
@@ -241,10 +241,10 @@ def test_a_storage_that_was_freed_or_cut_off_is_refused(start: int, left_bytes: 
     image, _ = make_image({"t": tensor.clone(), "rng": None})
     flat.untyped_storage().resize_(left_bytes)
     if start == 0 and left_bytes == 400:
-        describe({"t": tensor})
+        walk_state({"t": tensor})
         return
     with pytest.raises(CaptureError, match="freed"):
-        describe({"t": tensor})
+        walk_state({"t": tensor})
     with pytest.raises(RestoreError, match="freed"):
         restore({"t": tensor, "rng": None}, image)
 
@@ -350,9 +350,9 @@ def test_target_whose_strides_only_look_shared_is_filled() -> None:
 
 def test_a_tensor_that_anything_may_change_is_anytime_everywhere() -> None:
     weight = nn.Parameter(torch.ones(2))
-    view = describe({"w": weight, "rng": None})
+    view = walk_state({"w": weight, "rng": None})
     assert view.tensors[0].changes is Changes.ON_STEP
-    view = describe({"w": weight, "again": weight.detach(), "rng": None})
+    view = walk_state({"w": weight, "again": weight.detach(), "rng": None})
     assert [t.changes for t in view.tensors] == [Changes.ANYTIME]
 
 
@@ -460,7 +460,7 @@ def test_order_is_by_item_size_and_then_by_name() -> None:
     }
     _, layout = make_image(state)
     assert [slot.name for slot in layout.slots] == ["b", "c", "z", "d", "a"]
-    again = plan_layout(describe(dict(reversed(state.items()))))
+    again = plan_layout(walk_state(dict(reversed(state.items()))))
     assert [slot.name for slot in again.slots] == [slot.name for slot in layout.slots]
 
 
@@ -484,7 +484,7 @@ def test_data_starts_at_64_kib_with_4_kib_to_spare() -> None:
     assert image[8 : 8 + length].rstrip(b" ").endswith(b"}")
     # A header that ends within 4 KiB of the boundary moves the data to the next one.
     for fill in range(60_000, 62_000, 500):
-        view = describe({"v": ["x" * 10_000] * 6 + ["y" * (fill - 60_000)], "rng": None})
+        view = walk_state({"v": ["x" * 10_000] * 6 + ["y" * (fill - 60_000)], "rng": None})
         found = plan_layout(view)
         used = len(found.header(view).rstrip(b" "))
         assert found.data_start % 65536 == 0
@@ -495,19 +495,19 @@ def test_structure_is_equal_for_equal_states_only() -> None:
     def make(**more: object) -> dict[str, object]:
         return {"w": torch.randn(3), "n": 5, "rng": None, **more}
 
-    one, other = plan_layout(describe(make())), plan_layout(describe(make(n="another value")))
+    one, other = plan_layout(walk_state(make())), plan_layout(walk_state(make(n="another value")))
     assert one.structure == other.structure
     assert one.structure.startswith("sha256:")
     for different in (make(w=torch.ones(4)), make(w=torch.ones(3).double()), make(x=1), {"w": 1}):
-        view = describe(different)
+        view = walk_state(different)
         assert not one.matches(view)
         assert plan_layout(view).structure != one.structure
 
 
 def test_keys_that_compare_equal_are_still_different_structures() -> None:
-    one = plan_layout(describe({"d": {1: torch.ones(1)}, "rng": None}))
-    assert not one.matches(describe({"d": {True: torch.ones(1)}, "rng": None}))
-    assert not one.matches(describe({"d": {1.0: torch.ones(1)}, "rng": None}))
+    one = plan_layout(walk_state({"d": {1: torch.ones(1)}, "rng": None}))
+    assert not one.matches(walk_state({"d": {True: torch.ones(1)}, "rng": None}))
+    assert not one.matches(walk_state({"d": {1.0: torch.ones(1)}, "rng": None}))
 
 
 def test_pieces_tell_true_dtype_shape_and_range() -> None:
@@ -530,12 +530,12 @@ def test_ten_thousand_tensors_stay_one_image() -> None:
     image, layout = make_image(state)
     header = header_of(image)
     assert len(header.tensors) == 10_000
-    assert layout.matches(describe(state))
+    assert layout.matches(walk_state(state))
     assert load(image)["t"][9_999].tolist() == [9_999, 9_999]
 
 
 def test_source_tensor_tells_its_path() -> None:
-    view = describe({"m": nn.Linear(1, 1), "x": [{("k", 1): torch.ones(1)}], "rng": None})
+    view = walk_state({"m": nn.Linear(1, 1), "x": [{("k", 1): torch.ones(1)}], "rng": None})
     assert [t.path for t in view.tensors] == [
         'state["m"]["weight"]',
         'state["m"]["bias"]',

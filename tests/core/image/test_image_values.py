@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from image_help import load, make_image, restore, saved_and_loaded
 
 from tierfall.core.state.item import item
-from tierfall.core.state.walk import describe
+from tierfall.core.state.walk import walk_state
 from tierfall.core.tensors import value_codec
 from tierfall.core.tensors.value_codec import register_codec
 from tierfall.core.types.errors import CaptureError, ConfigError, RestoreError
@@ -228,7 +228,7 @@ def nested(depth: int) -> object:
 )
 def test_value_without_codec_is_refused_with_its_path(value: object, path: str) -> None:
     with pytest.raises(CaptureError) as caught:
-        describe({"a": {"b": [0, value]}})
+        walk_state({"a": {"b": [0, value]}})
     assert path in str(caught.value)
     assert "register_codec" in str(caught.value) or "NumPy" in str(caught.value)
 
@@ -237,7 +237,7 @@ def test_value_that_contains_itself_is_refused() -> None:
     loop: list[object] = [1]
     loop.append({"again": loop})
     with pytest.raises(CaptureError, match=r'state\["loop"\]\[1\]\["again"\] contains itself'):
-        describe({"loop": loop})
+        walk_state({"loop": loop})
 
 
 def test_value_that_stands_twice_is_no_cycle() -> None:
@@ -248,7 +248,7 @@ def test_value_that_stands_twice_is_no_cycle() -> None:
 def test_depth_is_limited_and_the_limit_can_be_used() -> None:
     assert saved_and_loaded(nested(value_codec.DEPTH_MAX)) == nested(value_codec.DEPTH_MAX)
     with pytest.raises(CaptureError, match="nested deeper"):
-        describe({"deep": nested(value_codec.DEPTH_MAX + 2)})
+        walk_state({"deep": nested(value_codec.DEPTH_MAX + 2)})
 
 
 def test_deep_tuple_key_is_refused_with_its_path() -> None:
@@ -256,7 +256,7 @@ def test_deep_tuple_key_is_refused_with_its_path() -> None:
     for _ in range(200):
         key = (key,)
     with pytest.raises(CaptureError, match=r'state\["a"\]'):
-        describe({"a": {key: 1}})
+        walk_state({"a": {key: 1}})
 
 
 class Fraction:
@@ -306,7 +306,7 @@ def test_unknown_codec_is_said_before_anything_is_written(registered: None) -> N
 def test_codec_that_cannot_encode_is_told_with_the_place_of_the_value(registered: None) -> None:
     register_codec(Fraction, "fraction", lambda f: [f.top, f.gone], lambda v: Fraction(*v))
     with pytest.raises(CaptureError, match=r'state\["a"\]\[1\].*codec .fraction.*gone') as caught:
-        describe({"a": [0, Fraction(1, 2)]})
+        walk_state({"a": [0, Fraction(1, 2)]})
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
@@ -353,18 +353,18 @@ def test_values_may_grow_in_place_and_then_need_a_new_plan() -> None:
     image, layout = make_image(state)
     state["log"] = [math.pi] * 100
     state["note"] = "longer"
-    view = describe(state)
+    view = walk_state(state)
     assert layout.matches(view)
     header = layout.header(view)
     assert header is not None
     assert load(header + image[layout.data_start :])["log"] == [math.pi] * 100
     state["note"] = "x" * 16_000
     state["more"] = {"n": 1}
-    assert not layout.matches(describe(state))
+    assert not layout.matches(walk_state(state))
     del state["more"]
     state["log"] = [math.pi] * 10_000
-    assert layout.matches(describe(state))
-    assert layout.header(describe(state)) is None
+    assert layout.matches(walk_state(state))
+    assert layout.header(walk_state(state)) is None
 
 
 def test_a_header_beyond_the_limit_is_refused() -> None:

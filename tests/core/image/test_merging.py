@@ -12,17 +12,17 @@ from image_help import header_of, make_image
 from torch import nn
 
 from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.merge import Merged, merge_headers
+from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.tree import MapNode
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.load.load import plan_load
 from tierfall.core.state.item import OnResize, item, resize_rules
-from tierfall.core.tensors.dtensor import Piece
+from tierfall.core.tensors.dtensor import TensorPiece
 from tierfall.core.types.errors import RestoreError
 
 
-def merged(*states: Any, own: int | None = None) -> Merged:
+def merged(*states: Any, own: int | None = None) -> MergedHeader:
     headers = {rank: header_of(make_image(state)[0]) for rank, state in enumerate(states)}
     return merge_headers(headers, what="1@1 of several ranks", own=own)
 
@@ -33,7 +33,7 @@ def cut(state: Any, name: str, whole: tuple[int, ...], offset: tuple[int, ...]) 
     return replace(
         header,
         tensors=tuple(
-            replace(t, piece=Piece(whole, offset, t.shape)) if t.name == name else t
+            replace(t, piece=TensorPiece(whole, offset, t.shape)) if t.name == name else t
             for t in header.tensors
         ),
     )

@@ -9,7 +9,7 @@ import torch
 
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import merge_headers
-from tierfall.core.image.per_rank import Pair, set_aside
+from tierfall.core.image.per_rank import TensorPair, set_aside
 from tierfall.core.image.tree import (
     CodecNode,
     MapNode,
@@ -22,7 +22,7 @@ from tierfall.core.image.tree import (
     TensorNode,
     ValueNode,
 )
-from tierfall.core.tensors.dtensor import Piece
+from tierfall.core.tensors.dtensor import TensorPiece
 
 
 def header(tensors: Sequence[StoredTensor], values: Sequence[Any], **entries: Node) -> ImageHeader:
@@ -36,15 +36,15 @@ def header(tensors: Sequence[StoredTensor], values: Sequence[Any], **entries: No
     )
 
 
-def floats(name: str, start: int, piece: Piece | None = None) -> StoredTensor:
+def floats(name: str, start: int, piece: TensorPiece | None = None) -> StoredTensor:
     return StoredTensor(name, torch.float32, (2,), start, start + 8, piece)
 
 
-def nothing_differs(rank: int, pairs: Sequence[Pair]) -> frozenset[Pair]:
+def nothing_differs(rank: int, pairs: Sequence[TensorPair]) -> frozenset[TensorPair]:
     return frozenset()
 
 
-def all_differ(rank: int, pairs: Sequence[Pair]) -> frozenset[Pair]:
+def all_differ(rank: int, pairs: Sequence[TensorPair]) -> frozenset[TensorPair]:
     return frozenset(pairs)
 
 
@@ -74,7 +74,7 @@ def test_a_tensor_whose_bytes_another_rank_has_is_read_there() -> None:
 
 
 def test_blocks_of_one_tensor_are_no_difference() -> None:
-    pieces = [Piece((4,), (2 * rank,), (2,)) for rank in range(2)]
+    pieces = [TensorPiece((4,), (2 * rank,), (2,)) for rank in range(2)]
     headers = {r: header([floats("w", 0, p)], [], w=TensorNode(0)) for r, p in enumerate(pieces)}
     aside, _ = set_aside(headers, all_differ)
     assert aside == headers

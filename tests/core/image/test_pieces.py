@@ -9,41 +9,44 @@ import pytest
 import torch
 from image_help import deliver, header_of, load, make_image
 
-from tierfall.core.image.merge import Merged, merge_headers
+from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.tree import PiecesNode
-from tierfall.core.load.build import Want
+from tierfall.core.load.build import BlockTarget
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.load.load import plan_load
-from tierfall.core.tensors.dtensor import Blocks, Branch, Piece
+from tierfall.core.tensors.dtensor import Branch, LocalBlocks, TensorPiece
 from tierfall.core.types.errors import CaptureError, IntegrityError, RestoreError
 
 WHOLE = torch.arange(24.0).view(6, 4)
 
 
-def rows(start: int, end: int) -> tuple[torch.Tensor, Piece]:
-    return WHOLE[start:end].clone(), Piece((6, 4), (start, 0), (end - start, 4))
+def rows(start: int, end: int) -> tuple[torch.Tensor, TensorPiece]:
+    return WHOLE[start:end].clone(), TensorPiece((6, 4), (start, 0), (end - start, 4))
 
 
 def states() -> list[dict[str, Any]]:
     """Rank 0 has two blocks of a tensor, rank 1 one, rank 2 none; a list's members lie on different ranks."""
     one, two = torch.full((2,), 1.0), torch.full((3,), 2.0)
     return [
-        {"m": Branch(w=Blocks((rows(0, 2), rows(5, 6))), n=1), "l": [whole(one), Blocks(())]},
-        {"m": Branch(w=Blocks((rows(2, 5),)), n=1), "l": [Blocks(()), whole(two)]},
-        {"m": Branch(w=Blocks(()), n=1), "l": [Blocks(()), Blocks(())]},
+        {
+            "m": Branch(w=LocalBlocks((rows(0, 2), rows(5, 6))), n=1),
+            "l": [whole(one), LocalBlocks(())],
+        },
+        {"m": Branch(w=LocalBlocks((rows(2, 5),)), n=1), "l": [LocalBlocks(()), whole(two)]},
+        {"m": Branch(w=LocalBlocks(()), n=1), "l": [LocalBlocks(()), LocalBlocks(())]},
     ]
 
 
-def whole(tensor: torch.Tensor) -> Blocks:
-    return Blocks(((tensor, None),))
+def whole(tensor: torch.Tensor) -> LocalBlocks:
+    return LocalBlocks(((tensor, None),))
 
 
-def merged(images: list[bytes], own: int | None = None) -> Merged:
+def merged(images: list[bytes], own: int | None = None) -> MergedHeader:
     headers = {rank: header_of(image) for rank, image in enumerate(images)}
     return merge_headers(headers, what="1@1 of several ranks", own=own)
 
 
-def read(found: Merged, images: list[bytes], want: Want) -> None:
+def read(found: MergedHeader, images: list[bytes], want: BlockTarget) -> None:
     """Bring all blocks of a whole tensor to where it belongs, as reads of rows do."""
     stored = found.header.tensors[want.slot]
     target = want.target.view(stored.dtype).view(stored.shape)
@@ -88,7 +91,7 @@ def test_one_image_alone_is_said_to_be_a_part() -> None:
 
 
 def test_a_tensor_that_no_rank_has_is_named() -> None:
-    found = merged([make_image({"a": Blocks(()), "rng": None})[0]] * 2)
+    found = merged([make_image({"a": LocalBlocks(()), "rng": None})[0]] * 2)
     assert dict(found.header.tree.entries)["a"] == PiecesNode(())
     with pytest.raises(RestoreError, match=r"a: .*other images"):
         plan_load(found.header)
@@ -98,7 +101,7 @@ def test_a_tensor_that_no_rank_has_is_named() -> None:
 
 def test_tied_blocks_are_stored_each_for_itself() -> None:
     part = rows(0, 2)
-    _, layout = make_image({"a": Blocks((part,)), "b": Blocks((part,)), "rng": None})
+    _, layout = make_image({"a": LocalBlocks((part,)), "b": LocalBlocks((part,)), "rng": None})
     assert [slot.name for slot in layout.slots] == ["a", "b"]
 
 
@@ -115,18 +118,18 @@ def test_a_whole_tensor_is_as_any_other() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_a_block_that_is_not_what_its_place_says_is_refused_by_name() -> None:
-    wrong = Blocks(((torch.zeros(3, 4), Piece((6, 4), (0, 0), (2, 4))),))
+    wrong = LocalBlocks(((torch.zeros(3, 4), TensorPiece((6, 4), (0, 0), (2, 4))),))
     with pytest.raises(CaptureError, match=r'state\["w"\].*block of shape \(3, 4\)'):
         make_image({"w": wrong})
-    twice = Blocks(((torch.zeros(2), None), (torch.zeros(2), None)))
+    twice = LocalBlocks(((torch.zeros(2), None), (torch.zeros(2), None)))
     with pytest.raises(CaptureError, match=r'state\["w"\].*place None'):
         make_image({"w": twice})
     scaled = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
     with pytest.raises(CaptureError, match="quantized"):
-        make_image({"w": Blocks(((scaled, Piece((4,), (0,), (2,))),))})
+        make_image({"w": LocalBlocks(((scaled, TensorPiece((4,), (0,), (2,))),))})
     meta = torch.zeros(2, device="meta")
     with pytest.raises(CaptureError, match="meta tensor"):
-        make_image({"w": Blocks(((meta, Piece((4,), (0,), (2,))),))})
+        make_image({"w": LocalBlocks(((meta, TensorPiece((4,), (0,), (2,))),))})
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_a_block_that_is_not_what_its_place_says_is_refused_by_name() -> None:
     ],
 )
 def test_pieces_that_do_not_belong_together_are_damage(before: bytes, after: bytes) -> None:
-    state = {"w": Blocks((rows(0, 2), rows(5, 6))), "x": torch.zeros(3), "rng": None}
+    state = {"w": LocalBlocks((rows(0, 2), rows(5, 6))), "x": torch.zeros(3), "rng": None}
     image, _ = make_image(state)
     assert before in image
     assert header_of(image).tensors[2].name == "x"

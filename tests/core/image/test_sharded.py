@@ -25,8 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tierfall.core.image.header import read_header
 from tierfall.core.image.layout import plan_layout
-from tierfall.core.state.walk import describe
-from tierfall.core.state.walk_cache import Recall
+from tierfall.core.state.walk import walk_state
+from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.tensors import dtensor
 from tierfall.core.types.errors import CaptureError, IntegrityError, RestoreError
 from tierfall.core.types.values import Changes
@@ -73,16 +73,16 @@ def test_a_module_and_its_optimizer_come_back_into_fresh_ones(mesh: DeviceMesh) 
 
 
 def test_a_parameter_of_several_ranks_changes_on_a_step_only(mesh: DeviceMesh) -> None:
-    view = describe({"m": make_module(mesh, 1.0)})
+    view = walk_state({"m": make_module(mesh, 1.0)})
     changes = {tensor.name: tensor.changes for tensor in view.tensors}
     assert changes["m.weight"] is Changes.ON_STEP
     assert changes["m.count"] is Changes.ANYTIME
 
 
 def test_a_later_walk_recalls_it(mesh: DeviceMesh) -> None:
-    module, recall = make_module(mesh, 1.0), Recall()
-    first = describe({"m": module}, recall)
-    again = describe({"m": module}, recall)
+    module, recall = make_module(mesh, 1.0), WalkCache()
+    first = walk_state({"m": module}, recall)
+    again = walk_state({"m": module}, recall)
     assert again.structure == first.structure
     assert recall.part("m") is not None
     assert plan_layout(first).matches(again)
@@ -95,7 +95,7 @@ def test_the_header_and_the_manifest_say_where_a_block_lies(
     tensor = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
     image, layout = make_image({"w": tensor, "rng": None})
     header = read_header(image, image_bytes=len(image), what="image")
-    assert header.tensors[0].piece == dtensor.Piece((12, 4), (6, 0), (6, 4))
+    assert header.tensors[0].piece == dtensor.TensorPiece((12, 4), (6, 0), (6, 4))
     (piece,) = json.loads(bytes(layout.pieces))
     assert (piece["shape"], piece["offset"], piece["lengths"]) == ([12, 4], [6, 0], [6, 4])
     assert load(image)["w"].shape == (6, 4)
@@ -130,7 +130,7 @@ def test_a_block_of_another_shape_at_the_same_place_is_refused(
 def test_partial_sums_are_refused_by_name(mesh: DeviceMesh) -> None:
     tensor = DTensor.from_local(torch.ones(4), mesh, [Partial()])
     with pytest.raises(CaptureError, match=r'state\["w"\].*Partial'):
-        describe({"w": tensor})
+        walk_state({"w": tensor})
 
 
 def test_a_tensor_that_other_ranks_hold_is_refused_by_name_saving_and_restoring() -> None:
@@ -138,7 +138,7 @@ def test_a_tensor_that_other_ranks_hold_is_refused_by_name_saving_and_restoring(
     try:
         elsewhere = zeros(4, 2, device_mesh=DeviceMesh("cpu", [0, 1]), placements=[Shard(0)])
         with pytest.raises(CaptureError, match=r'state\["w"\].*not in its mesh'):
-            describe({"w": elsewhere})
+            walk_state({"w": elsewhere})
         image, _ = make_image({"w": torch.ones(4, 2), "rng": None})
         with pytest.raises(RestoreError, match=r"w: cannot be restored into.*not in its mesh"):
             restore({"w": elsewhere, "rng": None}, image)
@@ -184,5 +184,5 @@ def pretend_block(
     dtensor._pieces.clear()
     real = dtensor._block
     monkeypatch.setattr(
-        dtensor, "_block", lambda tensor: dtensor.Piece(whole, offset, real(tensor).lengths)
+        dtensor, "_block", lambda tensor: dtensor.TensorPiece(whole, offset, real(tensor).lengths)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierfall.core.tensor_index.builder import IndexMaker
+from tierfall.core.tensor_index.builder import IndexBuilder
 
 
 def piece(
@@ -30,7 +30,7 @@ def table(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def make(world_size: int, *tables: list[dict[str, Any]], **limits: int) -> bytes:
-    maker = IndexMaker(world_size)
+    maker = IndexBuilder(world_size)
     for rank, pieces in enumerate(tables or [table(r, world_size) for r in range(world_size)]):
         maker.add(rank, pieces, what=f"rank {rank}")
     return maker.encode(**limits)

@@ -12,16 +12,16 @@ import pytest
 import torch
 from index_help import make, piece, table
 
-from tierfall.core.image.merge import Block
-from tierfall.core.tensor_index.builder import IndexMaker
+from tierfall.core.image.merge import TensorBlock
+from tierfall.core.tensor_index.builder import IndexBuilder
 from tierfall.core.tensor_index.index import read_index
 from tierfall.core.types.errors import CapacityError, IntegrityError, NotSupportedError
 
 
-def blocks_of(name: str, tables: list[list[dict[str, Any]]]) -> list[Block]:
+def blocks_of(name: str, tables: list[list[dict[str, Any]]]) -> list[TensorBlock]:
     """What tables say of a tensor, read plainly."""
     return [
-        Block(
+        TensorBlock(
             rank=rank,
             start=entry["start"],
             end=entry["end"],
@@ -156,7 +156,7 @@ print(json.dumps([seconds, peak() - before, traced, index.block_count, last.rank
 def test_a_thousand_tensors_of_a_thousand_ranks_are_read_in_a_second_and_50_mb(
     tmp_path: Path,
 ) -> None:
-    maker = IndexMaker(1024)
+    maker = IndexBuilder(1024)
     for rank in range(1024):
         pieces = []
         start = 0

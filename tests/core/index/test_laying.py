@@ -12,13 +12,13 @@ from torch import nn
 
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.image.layout import plan_layout
-from tierfall.core.image.merge import Merged, merge_headers
+from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.tree import leaves, slots_of
-from tierfall.core.state.walk import describe
-from tierfall.core.tensor_index.as_header import lay_over
-from tierfall.core.tensor_index.builder import IndexMaker
+from tierfall.core.state.walk import walk_state
+from tierfall.core.tensor_index.as_header import merge_with_index
+from tierfall.core.tensor_index.builder import IndexBuilder
 from tierfall.core.tensor_index.index import Index, read_index
-from tierfall.core.tensors.dtensor import Blocks, Branch, Piece
+from tierfall.core.tensors.dtensor import Branch, LocalBlocks, TensorPiece
 from tierfall.core.types.errors import IntegrityError
 
 WHOLE = torch.arange(24.0).view(6, 4)
@@ -26,7 +26,7 @@ WHOLE = torch.arange(24.0).view(6, 4)
 
 def image_of(state: Any, left_out: dict[int, int] | None = None) -> tuple[ImageHeader, list[Any]]:
     """The header of an image, and the table of its tensors that its manifest has."""
-    view = describe(state)
+    view = walk_state(state)
     layout = plan_layout(view, left_out or {})
     data = layout.header(view)
     assert data is not None
@@ -35,16 +35,16 @@ def image_of(state: Any, left_out: dict[int, int] | None = None) -> tuple[ImageH
 
 
 def indexed(tables: list[list[Any]]) -> Index:
-    maker = IndexMaker(len(tables))
+    maker = IndexBuilder(len(tables))
     for rank, table in enumerate(tables):
         maker.add(rank, table, what=f"rank {rank}")
     return read_index(maker.encode(), what="index")
 
 
-def same(found: Merged, expected: Merged) -> bool:
+def same(found: MergedHeader, expected: MergedHeader) -> bool:
     """Say whether two say the same of every tensor and value, in whatever order they have them."""
 
-    def said(merged: Merged) -> dict[str, Any]:
+    def said(merged: MergedHeader) -> dict[str, Any]:
         header = merged.header
         return {
             name: [
@@ -63,17 +63,17 @@ def same(found: Merged, expected: Merged) -> bool:
     return said(found) == said(expected) and found.header.values == expected.header.values
 
 
-def laid(images: list[tuple[ImageHeader, list[Any]]], rank: int) -> Merged | None:
+def laid(images: list[tuple[ImageHeader, list[Any]]], rank: int) -> MergedHeader | None:
     index = indexed([table for _, table in images])
-    return lay_over(images[rank][0], rank, index, what="1@1")
+    return merge_with_index(images[rank][0], rank, index, what="1@1")
 
 
-def merged(images: list[tuple[ImageHeader, list[Any]]], rank: int) -> Merged:
+def merged(images: list[tuple[ImageHeader, list[Any]]], rank: int) -> MergedHeader:
     return merge_headers(dict(enumerate(h for h, _ in images)), what="1@1", own=rank)
 
 
-def rows(start: int, end: int) -> tuple[torch.Tensor, Piece]:
-    return WHOLE[start:end].clone(), Piece((6, 4), (start, 0), (end - start, 4))
+def rows(start: int, end: int) -> tuple[torch.Tensor, TensorPiece]:
+    return WHOLE[start:end].clone(), TensorPiece((6, 4), (start, 0), (end - start, 4))
 
 
 def blocks_of_dcp() -> list[Any]:
@@ -81,11 +81,14 @@ def blocks_of_dcp() -> list[Any]:
     one, two = torch.full((2,), 1.0), torch.full((3,), 2.0)
     return [
         {
-            "m": Branch(w=Blocks((rows(0, 2), rows(5, 6))), n=0),
-            "l": [Blocks(((one, None),)), Blocks(())],
+            "m": Branch(w=LocalBlocks((rows(0, 2), rows(5, 6))), n=0),
+            "l": [LocalBlocks(((one, None),)), LocalBlocks(())],
         },
-        {"m": Branch(w=Blocks((rows(2, 5),)), n=1), "l": [Blocks(()), Blocks(((two, None),))]},
-        {"m": Branch(w=Blocks(()), n=2), "l": [Blocks(((one, None),)), Blocks(())]},
+        {
+            "m": Branch(w=LocalBlocks((rows(2, 5),)), n=1),
+            "l": [LocalBlocks(()), LocalBlocks(((two, None),))],
+        },
+        {"m": Branch(w=LocalBlocks(()), n=2), "l": [LocalBlocks(((one, None),)), LocalBlocks(())]},
     ]
 
 
@@ -101,7 +104,7 @@ def training() -> dict[str, Any]:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_blocks_that_a_plan_of_dcps_spread_over_ranks(rank: int) -> None:
     states = blocks_of_dcp()
-    states[2]["l"][0] = Blocks(())
+    states[2]["l"][0] = LocalBlocks(())
     images = [image_of({**state, "rng": None}) for state in states]
     found = laid(images, rank)
     assert found is not None
@@ -120,7 +123,7 @@ def test_replicas_that_this_rank_has_none_of_are_compared_by_all_headers() -> No
 @pytest.mark.parametrize("rank", [0, 1])
 def test_replicas_that_ranks_divided_and_what_each_has_for_itself(rank: int) -> None:
     states = [{**training(), "own": r} for r in (0, 1)]
-    names = describe(states[0]).names
+    names = walk_state(states[0]).names
     first, second = names.index("model.2.weight"), names.index("model.2.bias")
     images = [image_of(states[0], {first: 1}), image_of(states[1], {second: 0})]
     found = laid(images, rank)
@@ -137,7 +140,9 @@ def test_what_the_header_of_one_rank_does_not_name_or_names_otherwise_needs_all_
     shapes = [image_of({"w": w, "rng": none}), image_of({"w": v, "rng": none})]
     assert laid(shapes, 0) is None
     header, _ = image_of({"w": w, "rng": none})
-    assert lay_over(header, 0, indexed([[piece("w", [5], [0], [5], 0)]]), what="1@1") is None
+    assert (
+        merge_with_index(header, 0, indexed([[piece("w", [5], [0], [5], 0)]]), what="1@1") is None
+    )
 
 
 def test_blocks_that_do_not_add_up_are_said_when_they_are_asked_for() -> None:

@@ -7,11 +7,11 @@ import random
 import xxhash
 
 from tierfall.core.compression.codec import Packer, Unpacker
-from tierfall.core.compression.frame_table import Packed, chunk_widths, describe
+from tierfall.core.compression.frame_table import FrameTable, chunk_widths, make_frame_table
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format import documents
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Line, Manifest, chunk_count, chunk_range, geometry
+from tierfall.core.format.records import Lineage, Manifest, chunk_count, chunk_range, geometry
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 
@@ -63,7 +63,7 @@ def image_of(
     sizes = (len(raw), header_bytes, chunk_bytes)
     chunks = [raw[slice(*chunk_range(i, *sizes))] for i in range(chunk_count(*sizes))]
     manifest = Manifest(
-        line=Line(
+        line=Lineage(
             run="gpt",
             checkpoint=CheckpointId(400, 7),
             attempt_id="0f" * 16,
@@ -81,14 +81,14 @@ def image_of(
     return raw, manifest
 
 
-def packed_file(raw: bytes, manifest: Manifest, codec: Codec) -> tuple[bytes, Packed]:
+def packed_file(raw: bytes, manifest: Manifest, codec: Codec) -> tuple[bytes, FrameTable]:
     """Pack an image chunk by chunk, as a flush does."""
     widths = chunk_widths(manifest.pieces, geometry(manifest), what="x")
     frames = [
         pack(codec, raw[slice(*manifest.chunk_range(index))], width=width)
         for index, width in enumerate(widths)
     ]
-    packed = describe(
+    packed = make_frame_table(
         manifest, codec, level=1, lengths=[len(frame) for frame in frames], widths=widths
     )
     return b"".join(frames) + packed.seek_table(manifest), packed

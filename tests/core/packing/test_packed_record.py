@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 from packing_help import CODECS, image_of, packed_file, unpacker
 
-from tierfall.core.compression.frame_table import Packed, chunk_widths, describe, read_packed
+from tierfall.core.compression.frame_table import (
+    FrameTable,
+    chunk_widths,
+    make_frame_table,
+    read_frame_table,
+)
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format import documents
 from tierfall.core.format.documents import Spliced
@@ -80,7 +85,7 @@ def sealed(members: dict[str, Any]) -> bytes:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_record_reads_back_as_it_was(codec: Codec) -> None:
-    assert read_packed(PACKED[codec].encode(), MANIFEST, what="x") == PACKED[codec]
+    assert read_frame_table(PACKED[codec].encode(), MANIFEST, what="x") == PACKED[codec]
 
 
 def test_only_planes_have_widths() -> None:
@@ -97,7 +102,7 @@ def test_a_hostile_value_is_damage(codec: Codec, member: str) -> None:
         return
     for value in HOSTILE[member]:
         with pytest.raises(IntegrityError, match="disk: gpt"):
-            read_packed(sealed({**members, member: value}), MANIFEST, what="disk: gpt")
+            read_frame_table(sealed({**members, member: value}), MANIFEST, what="disk: gpt")
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -105,7 +110,9 @@ def test_a_missing_member_is_damage_and_never_a_default(codec: Codec) -> None:
     members = members_of(codec)
     for name in set(members) - {"format", "requires"}:
         with pytest.raises(IntegrityError, match=name):
-            read_packed(sealed({k: v for k, v in members.items() if k != name}), MANIFEST, what="x")
+            read_frame_table(
+                sealed({k: v for k, v in members.items() if k != name}), MANIFEST, what="x"
+            )
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -117,7 +124,7 @@ def test_a_record_of_another_image_is_damage(codec: Codec) -> None:
     ]
     for other in others:
         with pytest.raises(IntegrityError):
-            read_packed(PACKED[codec].encode(), other, what="x")
+            read_frame_table(PACKED[codec].encode(), other, what="x")
 
 
 def test_flipped_bits_and_cuts_are_found() -> None:
@@ -126,19 +133,19 @@ def test_flipped_bits_and_cuts_are_found() -> None:
         damaged = bytearray(data)
         damaged[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         with pytest.raises(IntegrityError):
-            read_packed(bytes(damaged), MANIFEST, what="x")
+            read_frame_table(bytes(damaged), MANIFEST, what="x")
     for cut in (b"", data[:-1], data + b"\n"):
         with pytest.raises(IntegrityError):
-            read_packed(cut, MANIFEST, what="x")
+            read_frame_table(cut, MANIFEST, what="x")
 
 
 @pytest.mark.parametrize("change", [{"format": 2}, {"requires": ["other-objects"]}])
 def test_a_newer_record_is_refused_and_an_unknown_member_is_not(change: dict[str, Any]) -> None:
     members = members_of(Codec.ZSTD)
     with pytest.raises(NotSupportedError, match="install the tierfall that wrote it"):
-        read_packed(sealed({**members, **change}), MANIFEST, what="x")
+        read_frame_table(sealed({**members, **change}), MANIFEST, what="x")
     more = sealed({**members, "nonces": ["00"] * 7, "widths": "x"})
-    assert read_packed(more, MANIFEST, what="x") == PACKED[Codec.ZSTD]
+    assert read_frame_table(more, MANIFEST, what="x") == PACKED[Codec.ZSTD]
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -190,11 +197,11 @@ def test_a_hostile_piece_is_damage(piece: Any) -> None:
 def test_a_description_counts_its_chunks() -> None:
     for lengths, widths in (([1] * 6, [1] * 7), ([1] * 7, [1] * 6), ([], [])):
         with pytest.raises(ValueError, match="frames and"):
-            describe(MANIFEST, Codec.ZSTD, level=1, lengths=lengths, widths=widths)
+            make_frame_table(MANIFEST, Codec.ZSTD, level=1, lengths=lengths, widths=widths)
 
 
 def test_a_description_says_where_the_frames_lie() -> None:
-    packed: Packed = describe(
+    packed: FrameTable = make_frame_table(
         MANIFEST, Codec.ZSTD, level=3, lengths=[5, 6, 7, 8, 9, 10, 11], widths=[4] * 7
     )
     assert packed.offsets == (0, 5, 11, 18, 26, 35, 45)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierfall.core.ranks.message_tree import Bodies, Council, Topic
+from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
 from tierfall.core.ranks.topology import FAN_OUT, Topology
 
 Pair = tuple[int, int]
@@ -90,8 +90,8 @@ class Network:
         self.councils[pair[1]].take(data)
         self._depth = 0
 
-    def _council(self, topology: Topology) -> Council:
-        council = Council(topology, self._sender(topology.rank))
+    def _council(self, topology: Topology) -> MessageTree:
+        council = MessageTree(topology, self._sender(topology.rank))
         heard = self.heard[topology.rank]
 
         def gathered(topic: Topic, bodies: Bodies) -> None:

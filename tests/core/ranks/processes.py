@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.ranks.rendezvous import Place
+from tierfall.core.ranks.rendezvous import RankPlacement
 from tierfall.core.types.errors import TierfallError
 
 PATIENCE_S = 30.0
@@ -32,7 +32,7 @@ class Process:
     """One rank, seen from the test. ``result`` gives what the last thing asked returned, or the error it raised."""
 
     def __init__(self, rank: int, world_size: int, node: str, port: int, chunk: str = "1") -> None:
-        place = Place(
+        place = RankPlacement(
             rank=rank,
             world_size=world_size,
             node=node,
@@ -71,7 +71,7 @@ class Process:
 class _Worker:
     """The other side: each method is something that a test can ask for."""
 
-    def __init__(self, place: Place, port: int) -> None:
+    def __init__(self, place: RankPlacement, port: int) -> None:
         self._place = place
         self._bootstrap = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self._ranks = Ranks.alone()
@@ -120,7 +120,7 @@ def listening(pid: int) -> list[int]:
     return sorted(ports)
 
 
-def _work(pipe: Connection, place: Place, port: int) -> None:
+def _work(pipe: Connection, place: RankPlacement, port: int) -> None:
     worker = _Worker(place, port)
     while True:
         try:

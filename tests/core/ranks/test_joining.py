@@ -19,7 +19,7 @@ from tests.core.ranks.processes import PATIENCE_S, Process, listening, serve
 from tests.core.ranks.threads import on_all
 from tierfall.core.ranks import rendezvous
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.ranks.rendezvous import Place, connect, join
+from tierfall.core.ranks.rendezvous import RankPlacement, connect, join
 from tierfall.core.types.errors import RanksError
 
 DOOR = "tierfall/run/door"
@@ -168,7 +168,7 @@ def test_a_store_that_goes_just_as_it_is_reached_keeps_nobody_from_the_next_door
     bootstrap.set(DOOR, json.dumps(["tierfall/old", "127.0.0.1", port]))
 
     def open_again(rank: int) -> Ranks:
-        place = Place(rank=rank, world_size=2, node="a", address="127.0.0.1", settings={})
+        place = RankPlacement(rank=rank, world_size=2, node="a", address="127.0.0.1", settings={})
         if rank == 0:
             assert reached.wait(PATIENCE_S)
         return Ranks.join(place, bootstrap, run="run", timeout_s=10.0)
@@ -297,7 +297,7 @@ def test_a_meeting_place_that_is_gone_is_a_ranks_error() -> None:
     bootstrap = serve()
     store = connect("127.0.0.1", bootstrap.port)
     del bootstrap
-    place = Place(rank=1, world_size=2, node="a", address="127.0.0.1", settings={})
+    place = RankPlacement(rank=1, world_size=2, node="a", address="127.0.0.1", settings={})
     with pytest.raises(RanksError, match="the store where the ranks of this job look for each oth"):
         join(place, store, run="run", timeout_s=1.0)
 

@@ -12,14 +12,14 @@ import pytest
 
 from tests.core.ranks.processes import PATIENCE_S, serve
 from tierfall.core.ranks import transport as post_module
-from tierfall.core.ranks.rendezvous import Place, join
-from tierfall.core.ranks.transport import StorePost
+from tierfall.core.ranks.rendezvous import RankPlacement, join
+from tierfall.core.ranks.transport import StoreTransport
 
 
 class Inbox:
     """What came to one rank, and how it lost the others."""
 
-    def __init__(self, post: StorePost) -> None:
+    def __init__(self, post: StoreTransport) -> None:
         self.post = post
         self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.lost: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
@@ -40,8 +40,10 @@ def both() -> Iterator[tuple[Inbox, Inbox]]:
     """Ranks 0 and 1, on two nodes."""
     bootstrap = serve()
 
-    def meet(rank: int) -> StorePost:
-        place = Place(rank=rank, world_size=2, node=str(rank), address="127.0.0.1", settings={})
+    def meet(rank: int) -> StoreTransport:
+        place = RankPlacement(
+            rank=rank, world_size=2, node=str(rank), address="127.0.0.1", settings={}
+        )
         return join(place, bootstrap, run="run", timeout_s=PATIENCE_S)[1]
 
     with ThreadPoolExecutor(2) as threads:

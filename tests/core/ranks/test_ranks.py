@@ -6,7 +6,13 @@ import threading
 
 import pytest
 
-from tierfall.core.ranks.ranks import Announced, Gathered, News, Ranks, Told
+from tierfall.core.ranks.ranks import (
+    DecisionAnnounced,
+    MessagesGathered,
+    RankMessage,
+    RankReported,
+    Ranks,
+)
 
 PATIENCE_S = 20.0
 
@@ -22,41 +28,41 @@ def test_a_rank_alone_agrees_with_itself_and_sends_nothing() -> None:
 
 def test_what_was_said_before_anybody_listened_is_heard_first() -> None:
     ranks = Ranks.alone()
-    heard: list[News] = []
+    heard: list[RankMessage] = []
     ranks.council.contribute(("save", 1), "a")
     ranks.council.tell(("room",), 5)
     ranks.listen(heard.append)
     ranks.council.announce(("save", 1), "go")
     assert heard == [
-        Gathered(topic=("save", 1), bodies={0: "a"}),
-        Told(topic=("room",), body=5, rank=0),
-        Announced(topic=("save", 1), body="go"),
+        MessagesGathered(topic=("save", 1), bodies={0: "a"}),
+        RankReported(topic=("room",), body=5, rank=0),
+        DecisionAnnounced(topic=("save", 1), body="go"),
     ]
 
 
 def test_a_listener_may_answer_and_hears_what_it_causes_afterwards() -> None:
     ranks = Ranks.alone()
-    heard: list[News] = []
+    heard: list[RankMessage] = []
 
-    def listen(news: News) -> None:
-        if isinstance(news, Gathered):
+    def listen(news: RankMessage) -> None:
+        if isinstance(news, MessagesGathered):
             ranks.council.announce(news.topic, "go")
         heard.append(news)
 
     ranks.listen(listen)
     ranks.council.contribute(("save", 1), "a")
-    assert [type(news) for news in heard] == [Gathered, Announced]
+    assert [type(news) for news in heard] == [MessagesGathered, DecisionAnnounced]
 
 
 def test_a_listener_that_answers_does_not_block_another_thread_for_ever() -> None:
     """One thread hands on what was gathered while another announces; the listener announces, too."""
     ranks = Ranks.alone()
-    heard: list[News] = []
+    heard: list[RankMessage] = []
     listening, announced = threading.Event(), threading.Event()
 
-    def listen(news: News) -> None:
+    def listen(news: RankMessage) -> None:
         heard.append(news)
-        if isinstance(news, Gathered):
+        if isinstance(news, MessagesGathered):
             listening.set()
             assert announced.wait(PATIENCE_S)
             ranks.council.announce(("b",), 2)
@@ -81,9 +87,9 @@ def test_a_listener_that_answers_does_not_block_another_thread_for_ever() -> Non
 
 def test_news_after_a_listener_that_failed_are_heard() -> None:
     ranks = Ranks.alone()
-    heard: list[News] = []
+    heard: list[RankMessage] = []
 
-    def listen(news: News) -> None:
+    def listen(news: RankMessage) -> None:
         heard.append(news)
         if len(heard) == 1:
             raise ZeroDivisionError

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from tierfall.core.format.records import Commit, Line, NamedFile
-from tierfall.core.ranks.message_tree import Council, Topic
+from tierfall.core.format.records import Commit, Lineage, NamedFile
+from tierfall.core.ranks.message_tree import MessageTree, Topic
 from tierfall.core.ranks.topology import Topology
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId, Shard
@@ -35,7 +35,8 @@ class Clocks:
         self._on_the_way: list[tuple[float, int, int, bytes]] = []
         self._number = 0
         self.councils = [
-            Council(Topology(rank, first.nodes), self._sender(rank)) for rank in range(len(node_of))
+            MessageTree(Topology(rank, first.nodes), self._sender(rank))
+            for rank in range(len(node_of))
         ]
 
     def run(self) -> float:
@@ -97,7 +98,7 @@ def test_a_commit_of_ten_thousand_ranks_is_decided_and_heard_within_a_second() -
 
 
 def _record(bodies: dict[int, Any]) -> bytes:
-    line = Line(
+    line = Lineage(
         run="r", checkpoint=CheckpointId(400, 7), attempt_id="0" * 32, ordinal=4, started_from=None
     )
     files = tuple(

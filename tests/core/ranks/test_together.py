@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tierfall.core.ranks import agreement as together_module
-from tierfall.core.ranks.agreement import Together
-from tierfall.core.ranks.message_tree import Bodies, Council
+from tierfall.core.ranks.agreement import Agreement
+from tierfall.core.ranks.message_tree import Bodies, MessageTree
 from tierfall.core.ranks.topology import Topology
 from tierfall.core.types.errors import (
     CapacityError,
@@ -24,7 +24,7 @@ from tierfall.core.types.errors import (
 
 PATIENCE_S = 20.0
 SHORT_S = 0.5
-Call = Callable[[Together], Any]
+Call = Callable[[Agreement], Any]
 
 
 class Rank:
@@ -32,8 +32,8 @@ class Rank:
 
     def __init__(self, topology: Topology, ranks: list[Rank]) -> None:
         self.inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self.council = Council(topology, lambda rank, data: ranks[rank].inbox.put(data))
-        self.together = Together(self.council, timeout_s=PATIENCE_S)
+        self.council = MessageTree(topology, lambda rank, data: ranks[rank].inbox.put(data))
+        self.together = Agreement(self.council, timeout_s=PATIENCE_S)
         self.council.on_gathered = self.together.take_gathered
         self.council.on_announced = self.together.take_announced
         self._taking = threading.Thread(target=self._take)
@@ -149,7 +149,7 @@ def test_ranks_that_do_not_come_are_named_and_no_others(world: World, missing: l
 
 
 def test_a_rank_that_comes_after_the_half_is_not_named(world: World) -> None:
-    def late(together: Together) -> Any:
+    def late(together: Agreement) -> Any:
         time.sleep(0.7 * 2 * SHORT_S)
         return agree(timeout_s=2 * SHORT_S)(together)
 
@@ -249,7 +249,7 @@ def test_a_decision_that_json_cannot_hold_is_an_error_everywhere(world: World) -
 def test_who_waits_when_the_others_are_lost_is_told_at_once(world: World) -> None:
     gone = ConnectionError("hung up")
 
-    def lose(together: Together) -> Any:
+    def lose(together: Agreement) -> Any:
         while not together._bells:
             time.sleep(0.001)
         together.lose(gone)

@@ -12,14 +12,14 @@ import torch
 from restore_help import DictImage, Made
 from several_help import PATIENCE_S, all_named, sharded
 
-from tierfall.core.copies.chunk_reader import Tally
-from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.format.catalog import FoundCopy, ListRequest
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.agreement import agree_to_restore, together
+from tierfall.core.restore.agreement import agree_to_restore, make_barrier
 from tierfall.core.restore.exchange.exchange import Exchange
 from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.restore import Request, Restored, fill_first
+from tierfall.core.restore.restore import RestoreRequest, RestoreResult, fill_first
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 
 ORDER = ("host", "nvme", "store")
@@ -111,7 +111,7 @@ class Peer:
         self.images: dict[tuple[str, CheckpointId, Shard], DictImage] = {}
         self.found: dict[tuple[str, CheckpointId], list[Made]] = {}
         self.state: dict[str, Any] = {}
-        self.tally = Tally()
+        self.tally = ReadTally()
         self.agreements = 0
         self.make_plan: Callable[[Any], Any] = lambda header: plan_fill(self.state, header)
 
@@ -124,9 +124,9 @@ class Peer:
             self.found.setdefault((tier, id), []).append(made)
         return [self.images[tier, m.commit.line.checkpoint, m.manifest.shard] for m in parts]
 
-    def listings(self) -> tuple[Listing, ...]:
+    def listings(self) -> tuple[ListRequest, ...]:
         return tuple(
-            Listing(
+            ListRequest(
                 tier=name,
                 copies=tuple(
                     FoundCopy(id=id, state=CopyState.COMMITTED, bytes=1, commit=all_named(parts))
@@ -140,9 +140,9 @@ class Peer:
     def read(self) -> int:
         return sum(self.tally.bytes.values())
 
-    def restore(self, *, exchanges: bool = True, **request: Any) -> Restored:
+    def restore(self, *, exchanges: bool = True, **request: Any) -> RestoreResult:
         """As a checkpointer does it."""
-        listings, asked = self.listings(), Request(**request)
+        listings, asked = self.listings(), RestoreRequest(**request)
         candidates = agree_to_restore(self.ranks, listings, asked, mine=ORDER, tally=self.tally)
         real = self.ranks.agree
 
@@ -166,7 +166,7 @@ class Peer:
             open_image=lambda tier, id, shard: self.images[tier, id, shard],
             make_plan=self.make_plan,
             shard=self.ranks.shard,
-            together=together(self.ranks),
+            together=make_barrier(self.ranks),
             exchange=exchange if exchanges else None,
         )
         restored.plan.finish()  # type: ignore[attr-defined]

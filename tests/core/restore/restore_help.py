@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from tierfall.core.capture.copier import Filling
-from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.capture.copier import ImageCopier
+from tierfall.core.format.catalog import FoundCopy, ListRequest
 from tierfall.core.format.documents import sha256
-from tierfall.core.format.records import Commit, Line, Manifest, NamedFile
+from tierfall.core.format.records import Commit, Lineage, Manifest, NamedFile
 from tierfall.core.image.layout import plan_layout
-from tierfall.core.image.segments import Cutting
-from tierfall.core.image.sources import Sources
-from tierfall.core.image.targets import Targets
+from tierfall.core.image.segments import Segmentation
+from tierfall.core.image.sources import TensorSources
+from tierfall.core.image.targets import RegionTargets
 from tierfall.core.load.fill import plan_fill
-from tierfall.core.restore.restore import Request, Restored, restore
-from tierfall.core.state.walk import describe
+from tierfall.core.restore.restore import RestoreRequest, RestoreResult, restore
+from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 
@@ -47,22 +47,22 @@ def checkpoint(
     started_from: CheckpointId | None = None,
     state: dict[str, Any] | None = None,
 ) -> Made:
-    view = describe(state_of(step) if state is None else state)
+    view = walk_state(state_of(step) if state is None else state)
     layout = plan_layout(view)
     header = layout.header(view)
     assert header is not None
     image = bytearray(layout.image_bytes)
-    cutting = Cutting(layout, view, CHUNK)
-    filling = Filling(
-        targets=Targets(torch.frombuffer(image, dtype=torch.uint8), layout),
+    cutting = Segmentation(layout, view, CHUNK)
+    filling = ImageCopier(
+        targets=RegionTargets(torch.frombuffer(image, dtype=torch.uint8), layout),
         memory=memoryview(image),
         header=header,
         cutting=cutting,
-        sources=Sources(view, cutting.lazy),
+        sources=TensorSources(view, cutting.lazy),
         on_progress=lambda final: None,
     )
     filling.run()
-    line = Line(
+    line = Lineage(
         run="run",
         checkpoint=CheckpointId(step, attempt),
         attempt_id=f"{attempt:032x}",
@@ -146,9 +146,9 @@ class Tiers:
         self.found[tier, id] = FoundCopy(id=id, state=state, bytes=len(made.image), **known)
         return image
 
-    def listings(self) -> tuple[Listing, ...]:
+    def listings(self) -> tuple[ListRequest, ...]:
         return tuple(
-            Listing(
+            ListRequest(
                 tier=name,
                 copies=tuple(
                     copy for (tier, _), copy in sorted(self.found.items()) if tier == name
@@ -156,14 +156,14 @@ class Tiers:
                 damaged=self.damaged.get(name, ()),
             )
             if name not in self.errors
-            else Listing(tier=name, error=self.errors[name])
+            else ListRequest(tier=name, error=self.errors[name])
             for name in self.names
         )
 
-    def restore(self, state: dict[str, Any], **request: Any) -> Restored | None:
+    def restore(self, state: dict[str, Any], **request: Any) -> RestoreResult | None:
         restored = restore(
             self.listings(),
-            Request(**request),
+            RestoreRequest(**request),
             open_image=lambda tier, id, shard: self.images[tier, id],
             make_plan=lambda header: plan_fill(state, header),
             shard=SHARD,
@@ -192,5 +192,5 @@ def holds(state: dict[str, Any], step: int) -> bool:
     return state["epoch"] == step and bool((state["w"] == float(step)).all())
 
 
-def passed_over(restored: Restored) -> Iterable[str]:
+def passed_over(restored: RestoreResult) -> Iterable[str]:
     return [f"{f.what}: {f.reason}" for f in restored.tally.fallbacks]

@@ -9,13 +9,13 @@ from typing import Any
 from restore_help import Made, Tiers, checkpoint, state_of
 
 from tests.core.ranks.threads import PATIENCE_S, network, on_all
-from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit, NamedFile
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.agreement import agree_to_restore, together
-from tierfall.core.restore.restore import Request, Restored, fill_first
+from tierfall.core.restore.agreement import agree_to_restore, make_barrier
+from tierfall.core.restore.restore import RestoreRequest, RestoreResult, fill_first
 from tierfall.core.types.keys import manifest_name, shard_name
 from tierfall.core.types.values import CheckpointId, Shard
 
@@ -71,19 +71,19 @@ class Rank:
         self.tiers = tiers
         self.mine = mine
         self.state: dict[str, Any] = state_of(-1)
-        self.tally = Tally()
+        self.tally = ReadTally()
         self.make_plan: Callable[[Any], Any] = lambda header: plan_fill(self.state, header)
         self.before_fill: Callable[[], None] = lambda: None
         self.tried: list[CheckpointId] = []
 
-    def restore(self, **request: Any) -> Restored | None:
+    def restore(self, **request: Any) -> RestoreResult | None:
         """As a checkpointer does it."""
-        listings, asked = self.tiers.listings(), Request(**request)
+        listings, asked = self.tiers.listings(), RestoreRequest(**request)
         candidates = agree_to_restore(self.ranks, listings, asked, mine=self.mine, tally=self.tally)
         if not candidates:
             return None
         self.before_fill()
-        tell = together(self.ranks)
+        tell = make_barrier(self.ranks)
 
         def note_and_tell(known: Any, error: BaseException | None) -> Any:
             self.tried.append(known.id)

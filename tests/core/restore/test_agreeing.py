@@ -19,11 +19,11 @@ from several_help import (
     sharded,
 )
 
-from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest
 from tierfall.core.format.records import read_commit
-from tierfall.core.restore.agreement import agree_to_restore, choose_together, complete, whole_on
+from tierfall.core.restore.agreement import agree_to_restore, choose_candidates, complete, whole_on
 from tierfall.core.restore.inventory import describe, merge_ranks
-from tierfall.core.restore.restore import Request
+from tierfall.core.restore.restore import RestoreRequest
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId
 
@@ -46,12 +46,12 @@ def mine_of(rank: int) -> tuple[str, ...]:
     return ORDER if rank == 0 else ORDER[:2]
 
 
-def seen(ranks: list[Tiers]) -> tuple[Listing, ...]:
+def seen(ranks: list[Tiers]) -> tuple[ListRequest, ...]:
     return merge_ranks(described(ranks), ORDER)
 
 
 def chosen(ranks: list[Tiers], **request: Any) -> dict[str, Any]:
-    decision = choose_together(described(ranks), ORDER, Request(**request))
+    decision = choose_candidates(described(ranks), ORDER, RestoreRequest(**request))
     assert json.loads(json.dumps(decision)) == decision
     return decision
 
@@ -226,7 +226,7 @@ def agreed(ranks: list[Rank], **request: Any) -> list[Any]:
         lambda rank=rank: agree_to_restore(
             rank.ranks,
             rank.tiers.listings(),
-            Request(**request),
+            RestoreRequest(**request),
             mine=rank.mine,
             tally=rank.tally,
         )

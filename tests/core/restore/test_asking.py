@@ -8,12 +8,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core.restore.exchange.assign import Wanted
+from tierfall.core.restore.exchange.assign import RequestedRanges
 from tierfall.core.restore.exchange.messages import (
-    Answer,
-    Ask,
-    Failed,
-    Next,
+    ExchangeDecision,
+    ExchangeRequest,
+    NextPhase,
+    UnreadChunks,
     decide,
     from_runs,
     read_answer,
@@ -23,7 +23,7 @@ from tierfall.core.restore.exchange.messages import (
 SEES_ALL = {2: range(4)}
 
 
-def answer(*asks: Ask) -> Answer:
+def answer(*asks: ExchangeRequest) -> ExchangeDecision:
     """What all ranks hear once each has said its own."""
     said = {rank: carried(ask.members()) for rank, ask in enumerate(asks)}
     return read_answer(carried(decide(said, place_of)))
@@ -38,8 +38,8 @@ def carried(said: Any) -> Any:
     return json.loads(json.dumps(said))
 
 
-def own(rank: int, sees: Any) -> Ask:
-    return Ask(wants={rank: Wanted(64, (0, 100))}, alone=True, sees=sees)
+def own(rank: int, sees: Any) -> ExchangeRequest:
+    return ExchangeRequest(wants={rank: RequestedRanges(64, (0, 100))}, alone=True, sees=sees)
 
 
 @given(st.sets(st.integers(0, 50)))
@@ -50,37 +50,39 @@ def test_runs_say_numbers_and_nothing_else(numbers: set[int]) -> None:
 
 def test_ranks_that_read_their_own_images_alone_need_nobody() -> None:
     said = answer(*(own(rank, SEES_ALL) for rank in range(4)))
-    assert said.next is Next.LOCAL
+    assert said.next is NextPhase.LOCAL
     assert said.groups == ()
     assert (
         answer(own(0, {0: [0], 1: [0], 2: [0, 1]}), own(1, {0: [1], 1: [1], 2: [0, 1]})).next
-        is Next.LOCAL
+        is NextPhase.LOCAL
     )
 
 
 def test_an_image_that_only_another_rank_has_on_some_tier_calls_for_an_exchange() -> None:
     said = answer(own(0, {2: [0, 1]}), own(1, {1: [0], 2: [0, 1]}))
-    assert said.next is Next.CHUNKS
+    assert said.next is NextPhase.CHUNKS
     assert said.holders == {0: [(1, (1,)), (2, (0, 1))], 1: [(2, (0, 1))]}
 
 
 def test_a_second_copy_on_another_node_calls_for_one_too() -> None:
     """Should the one be damaged, the other is read."""
     said = answer(own(0, {1: [0, 1]}), own(1, {1: [0, 1]}))
-    assert said.next is Next.CHUNKS
-    assert answer(own(0, {2: [0, 1]}), own(1, {2: [0, 1]})).next is Next.LOCAL
+    assert said.next is NextPhase.CHUNKS
+    assert answer(own(0, {2: [0, 1]}), own(1, {2: [0, 1]})).next is NextPhase.LOCAL
 
 
 def test_headers_come_before_what_others_have_planned_already() -> None:
-    planning = Ask(wants={i: Wanted(0) for i in range(2)}, planning=True, sees=SEES_ALL)
+    planning = ExchangeRequest(
+        wants={i: RequestedRanges(0) for i in range(2)}, planning=True, sees=SEES_ALL
+    )
     said = answer(own(0, SEES_ALL), planning)
-    assert said.next is Next.HEADERS
+    assert said.next is NextPhase.HEADERS
     assert [(g.ranks, dict(g.wants)) for g in said.groups] == [((1,), {0: (0, ()), 1: (0, ())})]
 
 
 def test_what_many_want_alike_is_said_once() -> None:
-    wants = {i: Wanted(1 << 24, (0, 1 << 34)) for i in range(512)}
-    asks = [Ask(wants=wants, sees={2: range(512)}) for _ in range(512)]
+    wants = {i: RequestedRanges(1 << 24, (0, 1 << 34)) for i in range(512)}
+    asks = [ExchangeRequest(wants=wants, sees={2: range(512)}) for _ in range(512)]
     decision = decide({rank: carried(ask.members()) for rank, ask in enumerate(asks)}, place_of)
     assert len(json.dumps(decision)) < 30_000
     (group,) = read_answer(carried(decision)).groups
@@ -89,17 +91,17 @@ def test_what_many_want_alike_is_said_once() -> None:
 
 
 def test_nothing_is_left_to_do_once_nobody_wants_any() -> None:
-    assert answer(Ask(), Ask()).next is Next.DONE
+    assert answer(ExchangeRequest(), ExchangeRequest()).next is NextPhase.DONE
 
 
 def test_what_one_rank_failed_at_all_hear() -> None:
-    failed = Failed(rank=1, image=3, chunks=(1, 2, 5), retryable=True, text="timeout")
-    said = answer(own(0, None), Ask(failed=[failed]))
+    failed = UnreadChunks(rank=1, image=3, chunks=(1, 2, 5), retryable=True, text="timeout")
+    said = answer(own(0, None), ExchangeRequest(failed=[failed]))
     assert said.failed == (failed,)
-    assert said.next is Next.CHUNKS
+    assert said.next is NextPhase.CHUNKS
 
 
 def test_a_rank_that_stops_ends_it_for_all() -> None:
-    said = answer(own(0, SEES_ALL), Ask(stopped="no more", sees=SEES_ALL))
-    assert said.next is Next.DONE
+    said = answer(own(0, SEES_ALL), ExchangeRequest(stopped="no more", sees=SEES_ALL))
+    assert said.next is NextPhase.DONE
     assert said.stopped == (1, "no more")

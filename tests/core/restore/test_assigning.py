@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from tierfall.core.load.build import Fill
 from tierfall.core.restore.exchange.assign import (
     HEADER,
-    Group,
-    Item,
-    Unassigned,
-    Wanted,
+    ChunkAssignment,
+    RankGroup,
+    RequestedRanges,
+    UnassignedError,
     assign,
-    gets_of,
+    deliveries_to,
     reads_of,
-    still_wanted,
-    takers_of,
-    wanted_of,
+    receivers_of,
+    remaining_ranges,
+    requested_ranges,
 )
 
 CHUNK = 10
@@ -33,39 +33,41 @@ def fill(start: int, end: int) -> Fill:
     return Fill(name="w", start=start, end=end, targets=(torch.empty(end - start),))
 
 
-def group(*ranks: int, **wants: tuple[int, ...]) -> Group:
+def group(*ranks: int, **wants: tuple[int, ...]) -> RankGroup:
     """``group(0, 1, i3=(0, 25))``: ranks 0 and 1 want bytes 0 to 25 of rank 3's image."""
-    return Group(ranks=ranks, wants={int(i[1:]): Wanted(CHUNK, runs) for i, runs in wants.items()})
+    return RankGroup(
+        ranks=ranks, wants={int(i[1:]): RequestedRanges(CHUNK, runs) for i, runs in wants.items()}
+    )
 
 
-def readers(items: list[Item]) -> dict[tuple[int, int], int]:
+def readers(items: list[ChunkAssignment]) -> dict[tuple[int, int], int]:
     return {(item.image, item.chunk): item.reader for item in items}
 
 
 def test_wants_are_runs_and_close_gaps_within_a_chunk_only() -> None:
-    assert wanted_of([fill(0, 7), fill(7, 12)], CHUNK) == (CHUNK, (0, 12))
-    assert wanted_of([fill(0, 3), fill(8, 12), fill(12, 12)], CHUNK) == (CHUNK, (0, 12))
-    assert wanted_of([fill(2, 9), fill(10, 14)], CHUNK) == (CHUNK, (2, 9, 10, 14))
-    assert wanted_of([], CHUNK) == (CHUNK, ())
-    assert still_wanted([(0, 10), (10, 20), (40, 45)], CHUNK) == (CHUNK, (0, 20, 40, 45))
+    assert requested_ranges([fill(0, 7), fill(7, 12)], CHUNK) == (CHUNK, (0, 12))
+    assert requested_ranges([fill(0, 3), fill(8, 12), fill(12, 12)], CHUNK) == (CHUNK, (0, 12))
+    assert requested_ranges([fill(2, 9), fill(10, 14)], CHUNK) == (CHUNK, (2, 9, 10, 14))
+    assert requested_ranges([], CHUNK) == (CHUNK, ())
+    assert remaining_ranges([(0, 10), (10, 20), (40, 45)], CHUNK) == (CHUNK, (0, 20, 40, 45))
 
 
 def test_what_one_rank_wants_and_has_it_reads_itself() -> None:
     groups = [group(rank, **{f"i{rank}": (0, 30)}) for rank in range(3)]
     items = assign(groups, {image: [(0, (0, 1, 2))] for image in range(3)})
     assert readers(items) == {(image, c): image for image in range(3) for c in (1, 2, 3)}
-    assert [gets_of(items, groups, rank, 3) for rank in range(3)] == [[], [], []]
+    assert [deliveries_to(items, groups, rank, 3) for rank in range(3)] == [[], [], []]
 
 
 def test_what_all_want_is_read_in_equal_shares() -> None:
     groups = [group(0, 1, 2, 3, i0=(0, 400))]
     items = assign(groups, {0: [(1, (0, 1, 2, 3))]})
     assert [len(reads_of(items, rank)) for rank in range(4)] == [10] * 4
-    assert len(gets_of(items, groups, 0, 4)) == 30
+    assert len(deliveries_to(items, groups, 0, 4)) == 30
 
 
 def test_headers_are_read_in_equal_shares_too() -> None:
-    groups = [Group(ranks=(0, 1), wants={image: Wanted(0) for image in range(6)})]
+    groups = [RankGroup(ranks=(0, 1), wants={image: RequestedRanges(0) for image in range(6)})]
     items = assign(groups, {image: [(1, (0, 1))] for image in range(6)})
     assert [item.chunk for item in items] == [HEADER] * 6
     assert [len(reads_of(items, rank)) for rank in range(2)] == [3, 3]
@@ -85,9 +87,9 @@ def test_what_a_rank_failed_to_read_another_one_reads_and_then_the_slower_tier()
     chosen = readers(assign(groups, holders, {(0, 1, 0)}))
     assert chosen[0, 1] == 1
     assert readers(assign(groups, holders, {(0, 1, 0), (0, 1, 1)}))[0, 1] == 2
-    with pytest.raises(Unassigned, match="chunk 1 of rank 0's image"):
+    with pytest.raises(UnassignedError, match="chunk 1 of rank 0's image"):
         assign(groups, holders, {(0, 1, rank) for rank in range(3)})
-    with pytest.raises(Unassigned):
+    with pytest.raises(UnassignedError):
         assign(groups, {})
 
 
@@ -95,7 +97,7 @@ worlds = st.integers(1, 5)
 
 
 @st.composite
-def jobs(draw: Any) -> tuple[int, list[Group], dict[int, Any], set[tuple[int, int, int]]]:
+def jobs(draw: Any) -> tuple[int, list[RankGroup], dict[int, Any], set[tuple[int, int, int]]]:
     count, images = draw(worlds), draw(st.integers(1, 4))
     ranks = st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(sorted)
     owners = draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=count))
@@ -105,9 +107,9 @@ def jobs(draw: Any) -> tuple[int, list[Group], dict[int, Any], set[tuple[int, in
         for image in draw(st.lists(st.integers(0, images - 1), unique=True)):
             cuts = draw(st.lists(st.integers(0, 60), max_size=6).map(sorted))
             spans = [fill(a, b) for a, b in itertools.pairwise(cuts)][::2]
-            wants[image] = wanted_of(spans, CHUNK)
+            wants[image] = requested_ranges(spans, CHUNK)
         members = tuple(rank for rank in range(count) if owners[rank] == number)
-        groups.append(Group(ranks=members, wants=wants))
+        groups.append(RankGroup(ranks=members, wants=wants))
     holders = {}
     for image in range(images):
         tiers = draw(st.lists(st.tuples(st.integers(0, 2), ranks), min_size=1, max_size=3))
@@ -148,7 +150,7 @@ def test_every_wanted_byte_comes_to_whoever_wants_it_from_one_reader(job: Any) -
         }
         got = [
             (get.item.image, at)
-            for get in gets_of(items, groups, rank, count)
+            for get in deliveries_to(items, groups, rank, count)
             for at in range(get.low, get.high)
         ]
         kept = [
@@ -168,11 +170,11 @@ def test_what_is_sent_is_what_is_awaited_and_no_rank_waits_for_a_later_one_first
     sent = {
         (item.image, item.chunk, item.reader, rank, low, high)
         for item in items
-        for rank, low, high in takers_of(item, groups)
+        for rank, low, high in receivers_of(item, groups)
     }
     awaited = set()
     for rank in range(count):
-        gets = gets_of(items, groups, rank, count)
+        gets = deliveries_to(items, groups, rank, count)
         numbers = [get.item.number for get in gets]
         assert numbers == sorted(numbers), "what all read first comes first: none waits in a circle"
         awaited |= {(g.item.image, g.item.chunk, g.item.reader, rank, g.low, g.high) for g in gets}
@@ -184,13 +186,15 @@ def test_all_ranks_come_to_the_same(job: Any, order: Any) -> None:
     _, groups, holders, excluded = job
     shuffled = list(holders.items())
     order.shuffle(shuffled)
-    again = [Group(ranks=g.ranks, wants=dict(reversed(list(g.wants.items())))) for g in groups]
+    again = [RankGroup(ranks=g.ranks, wants=dict(reversed(list(g.wants.items())))) for g in groups]
     assert assign(again, dict(shuffled), set(excluded)) == assign(groups, holders, excluded)
 
 
 def test_ten_thousand_chunks_for_a_thousand_ranks_are_assigned_soon() -> None:
     ranks = tuple(range(1000))
-    groups = [Group(ranks=ranks, wants={i: Wanted(CHUNK, (0, 100)) for i in range(1000)})]
+    groups = [
+        RankGroup(ranks=ranks, wants={i: RequestedRanges(CHUNK, (0, 100)) for i in range(1000)})
+    ]
     began = time.thread_time()
     items = assign(groups, {image: [(1, ranks)] for image in range(1000)})
     assert time.thread_time() - began < 5.0

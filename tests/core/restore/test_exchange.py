@@ -14,9 +14,9 @@ from several_help import network, on_all
 
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.exchange.payloads import Chunks
-from tierfall.core.restore.exchange.rounds import _Hand, run_all
-from tierfall.core.restore.restore import Restored
+from tierfall.core.restore.exchange.payloads import ChunkPayload
+from tierfall.core.restore.exchange.rounds import _RoundRunner, run_all
+from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
 
@@ -86,7 +86,7 @@ def header_bytes(job: Job) -> int:
 def test_what_all_want_is_read_once_in_equal_shares(job: Job) -> None:
     put_shares(job, 5)
     want_all(job)
-    assert all(isinstance(outcome, Restored) for outcome in restored(job))
+    assert all(isinstance(outcome, RestoreResult) for outcome in restored(job))
     assert hold(job, 5)
     data = data_bytes(job, 5)
     headers = 2 * RANKS * header_bytes(job)  # each rank's own, and what was handed on
@@ -122,7 +122,7 @@ def test_an_image_that_only_another_rank_can_read_comes_from_there(job: Job) -> 
     put_shares(job, 5, seen_by=lambda rank, image: image == (rank + 1) % RANKS)
     want_own(job)
     outcomes = restored(job)
-    assert all(isinstance(outcome, Restored) for outcome in outcomes), outcomes
+    assert all(isinstance(outcome, RestoreResult) for outcome in outcomes), outcomes
     assert hold(job, 5)
     for rank, peer in enumerate(job.peers):
         assert set(peer.tally.received) == {("store", (rank - 1) % RANKS)}
@@ -162,7 +162,7 @@ def test_a_chunk_that_its_reader_finds_damaged_another_rank_reads(
             flip(image, damaged)
     wants(job)
     outcomes = restored(job)
-    assert all(isinstance(outcome, Restored) for outcome in outcomes), outcomes
+    assert all(isinstance(outcome, RestoreResult) for outcome in outcomes), outcomes
     assert hold(job, 5)
     assert any(rank == 2 for _, rank in job.peers[0].tally.received)
     said = [f.reason for f in job.peers[1].tally.fallbacks]
@@ -272,15 +272,15 @@ def test_whatever_ends_one_rank_ends_all_by_its_name_and_soon(
 
 
 def fail_once(patch: pytest.MonkeyPatch, phase: str, victim: Peer, error: BaseException) -> None:
-    real = getattr(Chunks, phase)
+    real = getattr(ChunkPayload, phase)
     left = threading.Semaphore(1)
 
-    def stand_in(self: Chunks, *args: Any) -> Any:
+    def stand_in(self: ChunkPayload, *args: Any) -> Any:
         if self._tally is victim.tally and left.acquire(blocking=False):
             raise error
         return real(self, *args)
 
-    patch.setattr(Chunks, phase, stand_in)
+    patch.setattr(ChunkPayload, phase, stand_in)
 
 
 def test_a_wire_that_breaks_between_ranks_that_live_ends_the_restore_of_all(
@@ -288,14 +288,14 @@ def test_a_wire_that_breaks_between_ranks_that_live_ends_the_restore_of_all(
 ) -> None:
     put_shares(job, 4, 5)
     want_all(job)
-    real = _Hand.receive
+    real = _RoundRunner.receive
 
-    def receive(self: _Hand, get: Any) -> None:
+    def receive(self: _RoundRunner, get: Any) -> None:
         if self._rank == 1 and get.item.reader == 3 and get.item.chunk:
             self._wire.cut()
         real(self, get)
 
-    monkeypatch.setattr(_Hand, "receive", receive)
+    monkeypatch.setattr(_RoundRunner, "receive", receive)
     for outcome in restored(job):
         assert isinstance(outcome, RestoreError), outcome
         assert "from rank 3: " in str(outcome) or "is gone" in str(outcome)

@@ -10,15 +10,15 @@ import torch
 from restore_help import Tiers, flip, holds, start_of, state_of
 from several_help import Rank, network, on_all, put_shared
 
-from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.agreement import together
+from tierfall.core.restore.agreement import make_barrier
 from tierfall.core.restore.restore import (
-    Failure,
-    Request,
-    Restored,
+    RankFailure,
+    RestoreRequest,
+    RestoreResult,
     Together,
     choose,
     fill_first,
@@ -66,7 +66,7 @@ def words(error: BaseException) -> str:
 
 def test_all_ranks_restore_the_newest_step(ranks: list[Rank]) -> None:
     for outcome, rank in zip(restored(ranks), ranks, strict=True):
-        assert isinstance(outcome, Restored)
+        assert isinstance(outcome, RestoreResult)
         assert holds(rank.state, 5)
         assert rank.tally.fallbacks == []
         assert rank.tried == [CheckpointId(5, 1)]
@@ -78,7 +78,7 @@ def test_one_damaged_shard_takes_all_ranks_to_the_older_step(
 ) -> None:
     damage(ranks[number], 5)
     for outcome, rank in zip(restored(ranks), ranks, strict=True):
-        assert isinstance(outcome, Restored)
+        assert isinstance(outcome, RestoreResult)
         assert outcome.checkpoint.id == CheckpointId(4, 1)
         assert holds(rank.state, 4)
         (said,) = [f for f in rank.tally.fallbacks if f.what == "step 5@1"]
@@ -218,7 +218,7 @@ def test_a_rank_that_went_on_after_its_error_is_not_taken_for_one_that_restores(
     ranks: list[Rank],
 ) -> None:
     """Rank 2 gave up, and restores another step by name: what it fills belongs to another call."""
-    tell = [together(rank.ranks) for rank in ranks]
+    tell = [make_barrier(rank.ranks) for rank in ranks]
     known = [
         KnownCheckpoint(id=CheckpointId(s, 1), commit=None, copies={}, abandoned=False)
         for s in (5, 5, 4)
@@ -255,12 +255,12 @@ class Alone:
         self.state = state_of(-1)
         self.told: list[tuple[str, type | None]] = []
 
-    def fill(self, answer: Callable[[], Failure | None], **request: Any) -> Restored:
-        def tell(known: KnownCheckpoint, error: BaseException | None) -> Failure | None:
+    def fill(self, answer: Callable[[], RankFailure | None], **request: Any) -> RestoreResult:
+        def tell(known: KnownCheckpoint, error: BaseException | None) -> RankFailure | None:
             self.told.append((str(known.id), None if error is None else type(error)))
             return answer()
 
-        listings, asked, tally = self.tiers.listings(), Request(**request), Tally()
+        listings, asked, tally = self.tiers.listings(), RestoreRequest(**request), ReadTally()
         call: Together = tell
         return fill_first(
             choose(listings, asked, tally),
@@ -277,8 +277,8 @@ class Alone:
         flip(self.tiers.images["store", CheckpointId(step, 1)], 5)
 
 
-def raising(error: BaseException) -> Callable[[], Failure | None]:
-    def answer() -> Failure | None:
+def raising(error: BaseException) -> Callable[[], RankFailure | None]:
+    def answer() -> RankFailure | None:
         raise error
 
     return answer
@@ -287,7 +287,7 @@ def raising(error: BaseException) -> Callable[[], Failure | None]:
 def test_each_candidate_is_told_of_once() -> None:
     alone = Alone()
     alone.damage(5)
-    answers = iter([Failure(rank=0, message="x", for_good=False), None])
+    answers = iter([RankFailure(rank=0, message="x", for_good=False), None])
     alone.fill(lambda: next(answers))
     assert alone.told == [("5@1", IntegrityError), ("4@1", None)]
 
@@ -319,7 +319,9 @@ def test_an_older_step_that_does_not_fit_says_so_in_the_plan_s_own_words() -> No
     alone.damage(5)
     with pytest.raises(RestoreError) as caught:
         alone.fill(
-            lambda: None if len(alone.told) == 2 else Failure(rank=0, message="x", for_good=False)
+            lambda: (
+                None if len(alone.told) == 2 else RankFailure(rank=0, message="x", for_good=False)
+            )
         )
     assert isinstance(caught.value.__cause__, RestoreError)
     assert str(caught.value) == str(caught.value.__cause__) + HALF_WORDS

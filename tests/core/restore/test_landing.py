@@ -26,19 +26,19 @@ from restore_help import (
 )
 
 from tests.core.fake_device import FakeStream, FakeStreams, OnDevice
-from tierfall.core.copies.buffer_ring import Ring
+from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.cached_reads import (
     PIECE_BYTES,
     STRAIGHT_BYTES,
-    Landing,
-    Written,
+    TargetWriter,
+    WrittenTargets,
     copy_bytes,
 )
 from tierfall.core.copies.images import StoredImage
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.build import Fill
 from tierfall.core.load.fill import FillPlan, plan_fill
-from tierfall.core.restore.restore import Request, restore
+from tierfall.core.restore.restore import RestoreRequest, restore
 from tierfall.core.types.errors import BackendError, RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 
@@ -70,7 +70,7 @@ def fills_of(rng: random.Random) -> list[Fill]:
     return fills
 
 
-def bring(landing: Landing, image: bytes, start: int, end: int) -> list[memoryview]:
+def bring(landing: TargetWriter, image: bytes, start: int, end: int) -> list[memoryview]:
     digest, at, views = xxhash.xxh3_128(), start, []
     for view in landing.pieces(start, end, memoryview(bytearray(PIECE_BYTES)), digest):
         assert 0 < view.nbytes <= PIECE_BYTES
@@ -88,7 +88,7 @@ def test_every_byte_comes_to_all_its_targets_and_no_other_does(seed: int) -> Non
     fills = fills_of(rng)
     whole = fills[-1].end + rng.choice([0, 3000])
     image = rng.randbytes(whole)
-    landing = Landing(fills, Written())
+    landing = TargetWriter(fills, WrittenTargets())
     cuts = sorted({0, whole, *(rng.randrange(whole) for _ in range(rng.randrange(4)))})
     for start, end in pairwise(cuts):
         if rng.random() < 0.8:
@@ -112,7 +112,9 @@ def bring_by_hand(target: torch.Tensor, image: bytes, fill: Fill, low: int, high
 
 def test_a_large_tensor_is_read_straight_into_its_memory() -> None:
     target = torch.zeros(3 * PIECE_BYTES, dtype=torch.uint8)
-    landing = Landing([Fill(name="w", start=0, end=len(target), targets=(target,))], Written())
+    landing = TargetWriter(
+        [Fill(name="w", start=0, end=len(target), targets=(target,))], WrittenTargets()
+    )
     views = bring(landing, os.urandom(len(target)), 0, len(target))
     first, last = target.data_ptr(), target.data_ptr() + target.nbytes
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in views]
@@ -129,7 +131,7 @@ def test_targets_that_overlap_are_written_once_their_bytes_are_hashed() -> None:
         at += len(target)
     image, digest, start = os.urandom(at), xxhash.xxh3_128(), 0
     scratch = memoryview(bytearray(PIECE_BYTES))
-    for view in Landing(fills, Written()).pieces(0, at, scratch, digest):
+    for view in TargetWriter(fills, WrittenTargets()).pieces(0, at, scratch, digest):
         view[:] = image[start : start + view.nbytes]
         start += view.nbytes
         memory.fill_(0xEE)  # as another thread does, for what lies there too
@@ -296,7 +298,7 @@ def test_a_chunk_that_came_damaged_from_the_disk_is_read_once_more(chunk: int) -
 
 def test_what_is_cached_goes_onto_a_device_by_its_stream() -> None:
     tiers, state, stream = CachedTiers(), state_of(-1), FakeStream()
-    ring = Ring(CHUNK, count_max=8, streams=FakeStreams(stream))  # type: ignore[arg-type]
+    ring = BufferRing(CHUNK, count_max=8, streams=FakeStreams(stream))  # type: ignore[arg-type]
 
     def plan(header: ImageHeader) -> FillPlan:
         made = plan_fill(state, header)
@@ -306,7 +308,7 @@ def test_what_is_cached_goes_onto_a_device_by_its_stream() -> None:
     beside = torch.zeros(4 * ELEMENTS, dtype=torch.uint8).as_subclass(OnDevice)
     restored = restore(
         tiers.listings(),
-        Request(),
+        RestoreRequest(),
         open_image=lambda tier, id, shard: tiers.images[tier, id],
         make_plan=plan,
         shard=SHARD,

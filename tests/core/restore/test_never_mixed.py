@@ -11,7 +11,7 @@ from several_help import Rank, network, on_all, put_shared
 
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.fill import plan_fill
-from tierfall.core.restore.restore import Request, Restored, restore
+from tierfall.core.restore.restore import RestoreRequest, RestoreResult, restore
 from tierfall.core.types.errors import RestoreError
 
 COUNT = 5000  # five chunks
@@ -27,10 +27,10 @@ def only_base(step: int) -> dict[str, Any]:
     return {"base": torch.full((COUNT,), float(step))}
 
 
-def refill(tiers: Tiers, state: dict[str, Any], **request: Any) -> Restored | None:
+def refill(tiers: Tiers, state: dict[str, Any], **request: Any) -> RestoreResult | None:
     done = restore(
         tiers.listings(),
-        Request(**request),
+        RestoreRequest(**request),
         open_image=lambda tier, id, shard: tiers.images[tier, id],
         make_plan=lambda header: plan_fill(state, header, LOOSE),
         shard=SHARD,

@@ -14,9 +14,9 @@ from restore_help import CHUNK, ELEMENTS, SHARD, DictImage, Tiers, checkpoint, f
 from tests.core.fake_device import FakeLocks, FakeStream, FakeStreams, OnDevice
 from tests.steps import wait_until
 from tierfall.core.copies import to_device
-from tierfall.core.copies.buffer_ring import Ring
+from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.load.fill import FillPlan, plan_fill
-from tierfall.core.restore.restore import Request, Restored, restore
+from tierfall.core.restore.restore import RestoreRequest, RestoreResult, restore
 from tierfall.core.types.errors import RestoreError
 
 PATIENCE_S = 20.0
@@ -46,8 +46,10 @@ def tiers() -> Tiers:
     return made
 
 
-def ring_of(stream: FakeStream | None, buffers: int = BUFFERS, chunk_bytes: int = CHUNK) -> Ring:
-    return Ring(chunk_bytes, count_max=buffers, streams=FakeStreams(stream))  # type: ignore[arg-type]
+def ring_of(
+    stream: FakeStream | None, buffers: int = BUFFERS, chunk_bytes: int = CHUNK
+) -> BufferRing:
+    return BufferRing(chunk_bytes, count_max=buffers, streams=FakeStreams(stream))  # type: ignore[arg-type]
 
 
 def blank() -> dict[str, Any]:
@@ -63,10 +65,10 @@ def onto_device(plan: FillPlan) -> FillPlan:
     return dataclasses.replace(plan, fills=fills)
 
 
-def bring(tiers: Tiers, state: dict[str, Any], ring: Ring | None) -> Restored | None:
+def bring(tiers: Tiers, state: dict[str, Any], ring: BufferRing | None) -> RestoreResult | None:
     restored = restore(
         tiers.listings(),
-        Request(),
+        RestoreRequest(),
         open_image=lambda tier, id, shard: tiers.images[tier, id],
         make_plan=lambda header: onto_device(plan_fill(state, header)),
         shard=SHARD,
@@ -80,7 +82,7 @@ def bring(tiers: Tiers, state: dict[str, Any], ring: Ring | None) -> Restored | 
 class Bringing(threading.Thread):
     """A restore on a thread of its own, whose device stands still until the test lets it go on."""
 
-    def __init__(self, tiers: Tiers, state: dict[str, Any], ring: Ring) -> None:
+    def __init__(self, tiers: Tiers, state: dict[str, Any], ring: BufferRing) -> None:
         super().__init__(daemon=True)
         self._arguments = (tiers, state, ring)
         self.failure: RestoreError | None = None
@@ -140,7 +142,7 @@ def test_tensors_of_all_sizes_come_back_bit_for_bit(seed: int, stream: FakeStrea
 
     restore(
         tiers.listings(),
-        Request(),
+        RestoreRequest(),
         open_image=lambda tier, id, shard: tiers.images[tier, id],
         make_plan=make_plan,
         shard=SHARD,

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tierfall.core.copies.chunk_reader import in_threads
+from tierfall.core.copies.chunk_reader import run_in_threads
 
 PATIENCE_S = 20.0
 
@@ -15,19 +15,19 @@ PATIENCE_S = 20.0
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_number_is_done_once(threads: int) -> None:
     done: list[int] = []
-    in_threads(threads, done.append, range(50))
+    run_in_threads(threads, done.append, range(50))
     assert sorted(done) == list(range(50))
 
 
 def test_one_thread_keeps_the_order() -> None:
     done: list[int] = []
-    in_threads(1, done.append, [3, 1, 2])
+    run_in_threads(1, done.append, [3, 1, 2])
     assert done == [3, 1, 2]
 
 
 def test_threads_work_at_the_same_time() -> None:
     together = threading.Barrier(3)
-    in_threads(3, lambda number: together.wait(PATIENCE_S) and None, range(3))
+    run_in_threads(3, lambda number: together.wait(PATIENCE_S) and None, range(3))
     assert not together.broken
 
 
@@ -40,7 +40,7 @@ def test_after_a_failure_nothing_more_is_begun() -> None:
             raise KeyError(number)
 
     with pytest.raises(KeyError, match="2"):
-        in_threads(1, fail, range(10))
+        run_in_threads(1, fail, range(10))
     assert begun == [0, 1, 2]
 
 
@@ -58,5 +58,5 @@ def test_failure_is_raised_once_the_other_threads_have_stopped() -> None:
         ended.append(number)
 
     with pytest.raises(MemoryError):
-        in_threads(2, one, range(9))
+        run_in_threads(2, one, range(9))
     assert (sorted(begun), ended) == ([0, 1], [1])

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierfall.core.image.header import ImageHeader, StoredTensor
-from tierfall.core.image.merge import Block, Merged
+from tierfall.core.image.merge import MergedHeader, TensorBlock
 from tierfall.core.image.tree import MapNode
-from tierfall.core.load.build import Want
-from tierfall.core.restore.reshard_reads import Spread, spread
+from tierfall.core.load.build import BlockTarget
+from tierfall.core.restore.reshard_reads import BlockReads, plan_block_reads
 from tierfall.core.types.errors import RestoreError
 
 Cuts = tuple[tuple[int, ...], ...]
@@ -53,7 +53,7 @@ class Images:
             before = 8 * (rank % 3)
             self.data.append(torch.cat([torch.zeros(before, dtype=torch.uint8), part]))
             blocks.append(
-                Block(
+                TensorBlock(
                     rank=rank,
                     start=before,
                     end=before + part.numel(),
@@ -63,7 +63,7 @@ class Images:
             )
         self.merged = merged_of(whole, tuple(blocks))
 
-    def read(self, reads: Spread) -> int:
+    def read(self, reads: BlockReads) -> int:
         """Do what a restore does, and return how many bytes were read."""
         count = 0
         for rank, fills in reads.fills.items():
@@ -78,8 +78,8 @@ class Images:
 
 
 def merged_of(
-    whole: torch.Tensor, blocks: tuple[Block, ...], replicas: tuple[Block, ...] = ()
-) -> Merged:
+    whole: torch.Tensor, blocks: tuple[TensorBlock, ...], replicas: tuple[TensorBlock, ...] = ()
+) -> MergedHeader:
     stored = StoredTensor("w", whole.dtype, tuple(whole.shape), 0, whole.nbytes)
     header = ImageHeader(
         what="test",
@@ -90,7 +90,7 @@ def merged_of(
         values=(),
         merged=True,
     )
-    return Merged(header=header, blocks=(blocks,), replicas={0: replicas} if replicas else {})
+    return MergedHeader(header=header, blocks=(blocks,), replicas={0: replicas} if replicas else {})
 
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3)
@@ -104,8 +104,8 @@ def test_every_cut_goes_into_every_other(shape: list[int], stored: Cuts, wanted:
     images = Images(whole, stored[: len(shape)])
     for offset, lengths in blocks_of(shape, wanted[: len(shape)]):
         target = torch.full(lengths, -1, dtype=torch.int32)
-        want = Want(slot=0, target=flat(target), offset=offset, lengths=lengths)
-        images.read(spread(images.merged, [want], same=()))
+        want = BlockTarget(slot=0, target=flat(target), offset=offset, lengths=lengths)
+        images.read(plan_block_reads(images.merged, [want], same=()))
         assert torch.equal(target, take(whole, offset, lengths))
 
 
@@ -113,8 +113,8 @@ def test_rows_are_read_to_where_they_belong_and_nothing_else_is_read() -> None:
     whole = torch.arange(96, dtype=torch.float32).view(12, 8)
     images = Images(whole, ((3, 6, 9), ()))
     target = torch.empty(4, 8)
-    want = Want(slot=0, target=flat(target), offset=(4, 0), lengths=(4, 8))
-    reads = spread(images.merged, [want], same=())
+    want = BlockTarget(slot=0, target=flat(target), offset=(4, 0), lengths=(4, 8))
+    reads = plan_block_reads(images.merged, [want], same=())
     assert {
         fill.targets[0].untyped_storage().data_ptr() for f in reads.fills.values() for fill in f
     } == {target.untyped_storage().data_ptr()}
@@ -127,10 +127,10 @@ def test_ranges_that_overlap_are_read_once() -> None:
     images = Images(whole, ((),))
     one, other = torch.empty(12, dtype=torch.int64), torch.empty(15, dtype=torch.int64)
     wants = [
-        Want(slot=0, target=flat(one), offset=(0,), lengths=(12,)),
-        Want(slot=0, target=flat(other), offset=(5,), lengths=(15,)),
+        BlockTarget(slot=0, target=flat(one), offset=(0,), lengths=(12,)),
+        BlockTarget(slot=0, target=flat(other), offset=(5,), lengths=(15,)),
     ]
-    assert images.read(spread(images.merged, wants, same=())) == whole.nbytes
+    assert images.read(plan_block_reads(images.merged, wants, same=())) == whole.nbytes
     assert torch.equal(one, whole[:12])
     assert torch.equal(other, whole[5:])
 
@@ -139,18 +139,19 @@ def test_ranges_that_overlap_are_read_once() -> None:
 def test_replicas_are_compared_unless_they_are_known_to_be_equal(known: bool) -> None:
     whole = torch.arange(6, dtype=torch.int64)
     first, second = (
-        Block(rank=rank, start=0, end=whole.nbytes, offset=(0,), lengths=(6,)) for rank in (0, 1)
+        TensorBlock(rank=rank, start=0, end=whole.nbytes, offset=(0,), lengths=(6,))
+        for rank in (0, 1)
     )
     images = Images(whole, ((),))
     images.merged = merged_of(whole, (first,), (second,))
     images.data.append(flat(whole.clone()))
     same = [(first, second)] if known else []
     target = torch.empty(6, dtype=torch.int64)
-    want = Want(slot=0, target=flat(target))
-    read = images.read(spread(images.merged, [want], same=same))
+    want = BlockTarget(slot=0, target=flat(target))
+    read = images.read(plan_block_reads(images.merged, [want], same=same))
     assert read == whole.nbytes * (1 if known else 2)
     assert torch.equal(target, whole)
     if not known:
         images.data[1][3] ^= 1
         with pytest.raises(RestoreError, match="w is a tensor of its own on ranks 0, 1"):
-            images.read(spread(images.merged, [want], same=()))
+            images.read(plan_block_reads(images.merged, [want], same=()))

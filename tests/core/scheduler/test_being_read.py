@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.values import CheckpointId
 
 FIRST = CheckpointId(1, 1)
@@ -51,5 +51,5 @@ def test_a_person_deletes_it_all_the_same() -> None:
     world = World([file_rules("nvme")])
     save(world, 1, 2)
     world.coordinator.ledger.reading[FIRST] += 1
-    assert world.order(PersonsOrder.DELETE, FIRST) == {}
+    assert world.order(CommandKind.DELETE, FIRST) == {}
     assert world.steps_on("nvme") == [2]

@@ -12,7 +12,7 @@ from tests.simulation.world import IMAGE, file_rules
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Operation
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.group.commands import RETRY_S
-from tierfall.core.scheduler.ledger.tasks import CommitCopy, CopyRun, DropCopy, FinishCopy, Task
+from tierfall.core.scheduler.ledger.tasks import CommitCopy, CopyRun, DeleteCopy, FinishCopy, Task
 from tierfall.core.types import keys as names
 from tierfall.core.types.errors import (
     BackendError,
@@ -226,7 +226,7 @@ def test_room_made_on_one_rank_does_not_help_another_that_is_stuck() -> None:
         rank.save(1)
     run.settle(limit_s=100.0)
     dropper = run.ranks[0].coordinator.dropper
-    dropper.leave(DropCopy(tier=NODE_TIER, id=CheckpointId(9, 1), reason="x", unfinished=True))
+    dropper.leave(DeleteCopy(tier=NODE_TIER, id=CheckpointId(9, 1), reason="x", unfinished=True))
     run.settle(limit_s=10.0)
     assert not run.ranks[0].coordinator.busy()
 
@@ -427,7 +427,7 @@ def test_a_part_whose_deletion_is_tried_again_is_not_forgotten_meanwhile(under_w
     held: list[Task] = []
     if under_way:
         rank = run.ranks[0]
-        rank.coordinator.dropper.leave(DropCopy(tier=NODE_TIER, id=one, reason="a part of it"))
+        rank.coordinator.dropper.leave(DeleteCopy(tier=NODE_TIER, id=one, reason="a part of it"))
         held, rank.tasks[:] = rank.tasks[:], []
     pass_time(run, RETRY_S)
     while any(rank.run_one(DRAW) for rank in run.ranks):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
-from tierfall.core.scheduler.ledger.tasks import CopyRun, FinishCopy, PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import CommandKind, CopyRun, FinishCopy
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     CapacityError,
@@ -177,7 +177,7 @@ def test_a_tombstone_that_came_from_elsewhere_is_executed_after_the_next_commit(
 def test_a_pin_travels_with_the_copy_and_survives_a_restart() -> None:
     world = World([file_rules("nvme", retain_last=1), file_rules("store", retain_last=1)])
     world.save(1)
-    assert world.order(PersonsOrder.PIN, CheckpointId(1, 1)) == {}
+    assert world.order(CommandKind.PIN, CheckpointId(1, 1)) == {}
     world.crash()
     world.start()
     world.ordinal = 1
@@ -186,7 +186,7 @@ def test_a_pin_travels_with_the_copy_and_survives_a_restart() -> None:
         world.settle()
     assert world.steps_on("nvme") == [1, 3]
     assert world.steps_on("store") == [1, 3]
-    assert world.order(PersonsOrder.UNPIN, CheckpointId(1, 1)) == {}
+    assert world.order(CommandKind.UNPIN, CheckpointId(1, 1)) == {}
     world.save(4)
     world.settle()
     assert world.steps_on("nvme") == [4]
@@ -197,11 +197,11 @@ def test_delete_takes_every_copy_and_refuses_a_pinned_one() -> None:
     for step in (1, 2):
         world.save(step)
         world.settle()
-    world.order(PersonsOrder.PIN, CheckpointId(1, 1))
-    failed = world.order(PersonsOrder.DELETE, CheckpointId(1, 1))
+    world.order(CommandKind.PIN, CheckpointId(1, 1))
+    failed = world.order(CommandKind.DELETE, CheckpointId(1, 1))
     assert isinstance(failed["tierfall"], StepError)
     assert "unpin" in str(failed["tierfall"])
-    assert world.order(PersonsOrder.DELETE, CheckpointId(2, 1)) == {}
+    assert world.order(CommandKind.DELETE, CheckpointId(2, 1)) == {}
     for tier in ("nvme", "store"):
         assert world.steps_on(tier) == [1]
         assert world.stores[tier].read_latest() == CheckpointId(1, 1)
@@ -210,7 +210,7 @@ def test_delete_takes_every_copy_and_refuses_a_pinned_one() -> None:
 
 def test_an_order_about_an_unknown_step_is_answered() -> None:
     world = World([file_rules("nvme")])
-    failed = world.order(PersonsOrder.PIN, CheckpointId(5, 1))
+    failed = world.order(CommandKind.PIN, CheckpointId(5, 1))
     assert "5@1" in str(failed["tierfall"])
 
 
@@ -316,14 +316,14 @@ def test_a_capacity_full_of_pins_is_said_with_both_numbers_and_loses_nothing() -
     for step in (1, 2):
         world.save(step)
         world.settle()
-        world.order(PersonsOrder.PIN, CheckpointId(step, 1))
+        world.order(CommandKind.PIN, CheckpointId(step, 1))
     handle = world.save(3)
     world.settle()
     error = handle.exception()
     assert isinstance(error, CapacityError)
     assert "room for" in str(error)
     assert world.steps_on("nvme") == [1, 2]
-    world.order(PersonsOrder.UNPIN, CheckpointId(1, 1))
+    world.order(CommandKind.UNPIN, CheckpointId(1, 1))
     world.settle()
     assert world.steps_on("nvme") == [2, 3]
 

@@ -16,10 +16,10 @@ from tierfall.backends.wrappers.faults import Fault, FaultKind, Operation
 from tierfall.core.format.records import read_manifest
 from tierfall.core.scheduler.ledger.tasks import (
     CheckChunk,
-    DropCopy,
+    CommandKind,
+    DeleteCopy,
     FinishCopy,
     OpenCheck,
-    PersonsOrder,
     Task,
 )
 from tierfall.core.types.backend import Backend
@@ -70,10 +70,10 @@ def damage(world: World, tier: str, id: CheckpointId = FIRST) -> str | None:
     return world.coordinator.ledger.entries[id].damage.get(tier)
 
 
-def drops(world: World) -> list[DropCopy]:
+def drops(world: World) -> list[DeleteCopy]:
     """Gather the deletions that are asked for from now on."""
-    found: list[DropCopy] = []
-    world.sees = lambda task: found.append(task) if isinstance(task, DropCopy) else None
+    found: list[DeleteCopy] = []
+    world.sees = lambda task: found.append(task) if isinstance(task, DeleteCopy) else None
     return found
 
 
@@ -382,15 +382,15 @@ def test_a_damaged_copy_that_is_pinned_stays_and_one_that_is_deleted_goes() -> N
     world.start()
     for step in (1, 2):
         if CheckpointId(step, 1) in world.coordinator.ledger.entries:
-            world.order(PersonsOrder.PIN, CheckpointId(step, 1))
+            world.order(CommandKind.PIN, CheckpointId(step, 1))
     pinned = CheckpointId(2, 1)
     world.coordinator.damages.found("pfs", pinned, "does not match")
     for step in (3, 4):
         world.save(step)
         world.settle()
     assert 2 in world.steps_on("pfs")
-    assert world.order(PersonsOrder.UNPIN, pinned) == {}
-    assert world.order(PersonsOrder.DELETE, pinned) == {}
+    assert world.order(CommandKind.UNPIN, pinned) == {}
+    assert world.order(CommandKind.DELETE, pinned) == {}
     assert 2 not in world.steps_on("pfs")
 
 
@@ -476,7 +476,7 @@ def test_a_look_that_fails_drops_nothing() -> None:
         return scan(prefix)
 
     world.save(3)
-    while not any(isinstance(task, DropCopy) for task in world.tasks):
+    while not any(isinstance(task, DeleteCopy) for task in world.tasks):
         world.run_one()
         world.step()
     disk.scan = fails  # type: ignore[method-assign, assignment]
@@ -555,14 +555,14 @@ def test_a_damaged_copy_that_something_may_come_of_stays_and_the_error_names_it(
     entries = world.coordinator.ledger.entries
     match why:
         case "pinned":
-            world.order(PersonsOrder.PIN, SECOND)
+            world.order(CommandKind.PIN, SECOND)
         case "nothing good":
             entries[FIRST].verified.clear()
             flip(world.disks["pfs"], 1)
         case "another half":
             entries[SECOND].note_damage("other", "does not match", repairable=True)
     if why == "restored":
-        world.order(PersonsOrder.PIN, FIRST)
+        world.order(CommandKind.PIN, FIRST)
     world.save(3)
     world.settle()
     assert SECOND.step in world.steps_on("pfs")

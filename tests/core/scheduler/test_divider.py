@@ -12,23 +12,23 @@ from torch import nn
 
 from tests.core.ranks.network import Network
 from tierfall.core.capture.snapshot import Share
-from tierfall.core.image.dedup import Division, Shareable
+from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
 from tierfall.core.image.layout import plan_layout
-from tierfall.core.ranks.ranks import Announced, Gathered, Told
-from tierfall.core.scheduler.group.dedup import ASK_AGAIN_S, Divider
-from tierfall.core.scheduler.ledger.tasks import DivisionAsked
-from tierfall.core.state.walk import describe
+from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankReported
+from tierfall.core.scheduler.group.dedup import ASK_AGAIN_S, ReplicaAssigner
+from tierfall.core.scheduler.ledger.tasks import AssignmentRequest
+from tierfall.core.state.walk import walk_state
 from tierfall.core.types.values import CheckpointId
 
 MAX_WAIT_S = 10.0
 UNANSWERED = "unanswered"
 
 
-def shareable(width: int, *, alike: bool = True) -> Shareable:
+def shareable(width: int, *, alike: bool = True) -> ReplicatedTensors:
     torch.manual_seed(0)
     model = nn.Linear(width, 3, bias=False)
-    view = describe({"model": model} if alike else {"x": torch.zeros(width)})
-    return Shareable(view, plan_layout(view).structure)
+    view = walk_state({"model": model} if alike else {"x": torch.zeros(width)})
+    return ReplicatedTensors(view, plan_layout(view).structure)
 
 
 class Job:
@@ -38,22 +38,22 @@ class Job:
         self.network = Network(nodes, seed=seed)
         self.refused: dict[CheckpointId, tuple[str, int | None]] = {}
         self.dividers = [
-            Divider(c, max_wait_s=MAX_WAIT_S, refuse=self.refused.__setitem__)
+            ReplicaAssigner(c, max_wait_s=MAX_WAIT_S, refuse=self.refused.__setitem__)
             for c in self.network.councils
         ]
         self.answers: list[Any] = [UNANSWERED for _ in nodes]
         for divider, council in zip(self.dividers, self.network.councils, strict=True):
             hear = divider.hear
-            council.on_gathered = lambda t, b, hear=hear: hear(Gathered(topic=t, bodies=b))  # type: ignore[misc]
-            council.on_announced = lambda t, b, hear=hear: hear(Announced(topic=t, body=b))  # type: ignore[misc]
-            council.on_told = lambda t, b, r, hear=hear: hear(Told(topic=t, body=b, rank=r))  # type: ignore[misc]
+            council.on_gathered = lambda t, b, hear=hear: hear(MessagesGathered(topic=t, bodies=b))  # type: ignore[misc]
+            council.on_announced = lambda t, b, hear=hear: hear(DecisionAnnounced(topic=t, body=b))  # type: ignore[misc]
+            council.on_told = lambda t, b, r, hear=hear: hear(RankReported(topic=t, body=b, rank=r))  # type: ignore[misc]
 
-    def ask(self, rank: int, step: int, share: Shareable) -> None:
-        def answer(division: Division | None) -> None:
+    def ask(self, rank: int, step: int, share: ReplicatedTensors) -> None:
+        def answer(division: ReplicaAssignment | None) -> None:
             self.answers[rank] = division
 
         self.answers[rank] = UNANSWERED
-        asked = DivisionAsked(id=CheckpointId(step, 1), shareable=share, answer=answer)
+        asked = AssignmentRequest(id=CheckpointId(step, 1), shareable=share, answer=answer)
         self.dividers[rank].ask(asked)
 
     def begin(self, rank: int, step: int) -> None:
@@ -84,14 +84,14 @@ def test_a_rank_that_has_nothing_to_share_waits_for_nobody_and_is_waited_for_by_
     assert job.answers[1] == UNANSWERED
     job.ask(0, 1, shareable(4))
     job.network.deliver()
-    assert isinstance(job.answers[0], Division)
+    assert isinstance(job.answers[0], ReplicaAssignment)
     job.begin(0, 1)
     job.ask(
         0, 2, shareable(5)
     )  # it has another structure now; rank 1 asks for nothing, and may be further
     job.begin(1, 3)
     job.wait(ASK_AGAIN_S + 1)
-    assert isinstance(job.answers[0], Division)
+    assert isinstance(job.answers[0], ReplicaAssignment)
 
 
 def test_a_rank_that_has_begun_without_asking_leaves_the_others_undivided() -> None:
@@ -112,7 +112,7 @@ def test_a_rank_that_has_begun_without_asking_leaves_the_others_undivided() -> N
     for rank in range(3):  # now all have to ask
         job.ask(rank, 3, shareable(5))
     job.network.deliver()
-    assert all(isinstance(answer, Division) for answer in job.answers)
+    assert all(isinstance(answer, ReplicaAssignment) for answer in job.answers)
 
 
 def test_who_never_comes_is_waited_for_no_longer_than_max_wait() -> None:
@@ -158,7 +158,7 @@ def test_whatever_ranks_do_each_that_asks_is_answered_soon_and_alike(seed: int) 
             job.begin(rank, step)
 
 
-def shares_of(job: Job, shares: list[Shareable], *, digests: bool) -> dict[int, Share]:
+def shares_of(job: Job, shares: list[ReplicatedTensors], *, digests: bool) -> dict[int, Share]:
     (division,) = {answer.id: answer for answer in job.answers}.values()
     return {
         rank: Share(
@@ -228,7 +228,7 @@ def test_a_rank_that_was_not_divided_with_the_others_is_not_compared_with_them()
     assert "not compared" in str(why_not(job, 1, late))
 
 
-def unlike() -> tuple[Job, list[Shareable]]:
+def unlike() -> tuple[Job, list[ReplicatedTensors]]:
     job = Job(["a", "b"])
     shares = [shareable(4), shareable(4)]
     for rank in range(2):

@@ -11,8 +11,8 @@ from tests.core.scheduler.test_commits import talk
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import CHUNK, IMAGE, file_rules
-from tierfall.core.scheduler.ledger.tasks import Ask, CopyRun
-from tierfall.core.types.drain_outlook import Prospect
+from tierfall.core.scheduler.ledger.tasks import CopyRun, LedgerQuery
+from tierfall.core.types.drain_outlook import ArrivalOutlook
 from tierfall.core.types.values import CheckpointId
 from tierfall.policies.drain import drain_in_words
 
@@ -25,7 +25,7 @@ def drained(world: Throttled, seconds: float, asker: object = "test") -> Any:
     answer: list[Any] = []
     until_s = world.now_s + seconds
     world.coordinator.post(
-        Ask(
+        LedgerQuery(
             function=lambda: world.coordinator.begin_drain(asker, until_s),
             answer=lambda value, error: answer.extend((value, error)),
         )
@@ -56,10 +56,10 @@ def test_the_half_done_copy_goes_first_then_the_newest_and_what_cannot_arrive_is
     forecast = drained(world, 30.0)
     said = [(d.checkpoint.step, d.prospect) for d in forecast]
     assert said == [
-        (2, Prospect.ARRIVES),
-        (5, Prospect.ARRIVES),
-        (4, Prospect.ARRIVES),
-        (3, Prospect.TOO_LATE),
+        (2, ArrivalOutlook.ARRIVES),
+        (5, ArrivalOutlook.ARRIVES),
+        (4, ArrivalOutlook.ARRIVES),
+        (3, ArrivalOutlook.TOO_LATE),
     ]
     began: set[int] = set()
     ends_s = world.now_s + 30.0
@@ -103,8 +103,8 @@ def test_a_copy_that_cannot_arrive_gives_way_and_comes_after_the_drain(
         forecast = drained(world, 20.0)
         world.go_on(18.0)
     assert [(d.checkpoint.step, d.prospect, d.gives_way) for d in forecast] == [
-        (2, Prospect.TOO_LATE, True),
-        (3, Prospect.ARRIVES, False),
+        (2, ArrivalOutlook.TOO_LATE, True),
+        (3, ArrivalOutlook.ARRIVES, False),
     ]
     assert "flush of 2@1 to store gives way" in caplog.text
     assert world.steps_on("store") == [1, 3]
@@ -122,8 +122,8 @@ def test_a_copy_that_was_begun_goes_on_where_nothing_else_could_arrive() -> None
     world.go_on(1.0)
     forecast = drained(world, 5.0)
     assert [(d.checkpoint.step, d.prospect, d.goes) for d in forecast] == [
-        (2, Prospect.TOO_LATE, True),
-        (3, Prospect.TOO_LATE, False),
+        (2, ArrivalOutlook.TOO_LATE, True),
+        (3, ArrivalOutlook.TOO_LATE, False),
     ]
     world.go_on(4.5)
     lane = world.coordinator.lanes["store"]
@@ -136,7 +136,7 @@ def test_rates_that_turn_out_otherwise_change_the_plan() -> None:
     world = throttled("store")
     for step in (2, 3, 4, 5):
         world.save(step)
-    assert [d.prospect for d in drained(world, 40.0)] == [Prospect.ARRIVES] * 4
+    assert [d.prospect for d in drained(world, 40.0)] == [ArrivalOutlook.ARRIVES] * 4
     world.bytes_per_s["store"] = RATE / 3
     world.go_on(39.0)
     assert world.steps_on("store") == [1, 2], "what was begun came, three times as slowly"
@@ -161,12 +161,12 @@ def test_a_tier_that_nothing_is_known_of_is_tried_and_planned_for_once_it_is_kno
     for step in (1, 2, 3):
         world.save(step)
     forecast = drained(world, 25.0)
-    assert [(d.prospect, d.goes) for d in forecast] == [(Prospect.UNKNOWN, True)] * 3
+    assert [(d.prospect, d.goes) for d in forecast] == [(ArrivalOutlook.UNKNOWN, True)] * 3
     assert "nobody knows yet" in drain_in_words(forecast)[0]
     world.go_on(11.0)
     assert [d.prospect for d in world.coordinator.draining.plan] == [
-        Prospect.ARRIVES,
-        Prospect.TOO_LATE,
+        ArrivalOutlook.ARRIVES,
+        ArrivalOutlook.TOO_LATE,
     ]
     world.go_on(13.0)
     assert world.steps_on("store") == [1, 3]
@@ -182,7 +182,7 @@ def test_tiers_are_planned_side_by_side_and_the_slow_one_tells_what_it_will_lack
     world.go_on(2.0)
     forecast = drained(world, 30.0)
     world.go_on(29.9)
-    there = {(d.checkpoint.step, d.tier) for d in forecast if d.prospect is Prospect.ARRIVES}
+    there = {(d.checkpoint.step, d.tier) for d in forecast if d.prospect is ArrivalOutlook.ARRIVES}
     arrived = {(s, t) for t in ("nvme", "store") for s in world.steps_on(t) if s > 2}
     assert arrived == there == {(3, "nvme"), (4, "nvme"), (3, "store")}
     assert drain_in_words(forecast)[0].startswith("step 4@1 will be on nvme, not on store: ")
@@ -193,7 +193,7 @@ def test_a_tier_that_takes_nothing_is_not_waited_for_and_no_promise_is_made() ->
     world.save(2)
     world.coordinator.ledger.failing["store"] = OSError("away")
     forecast = drained(world, 30.0)
-    assert [d.prospect for d in forecast] == [Prospect.UNKNOWN]
+    assert [d.prospect for d in forecast] == [ArrivalOutlook.UNKNOWN]
     assert "store does not take copies at present" in forecast[0].reason
 
 
@@ -202,10 +202,10 @@ def test_of_two_drains_the_earlier_deadline_counts_until_it_is_over() -> None:
     for step in (2, 3, 4):
         world.save(step)
     drained(world, 100.0, "patient")
-    assert [d.prospect for d in drained(world, 15.0, "hasty")].count(Prospect.ARRIVES) == 1
+    assert [d.prospect for d in drained(world, 15.0, "hasty")].count(ArrivalOutlook.ARRIVES) == 1
     world.coordinator.draining.end("hasty")
     world.go_on(1.0)
-    assert [d.prospect for d in world.coordinator.draining.plan] == [Prospect.ARRIVES] * 3
+    assert [d.prospect for d in world.coordinator.draining.plan] == [ArrivalOutlook.ARRIVES] * 3
     world.coordinator.draining.end("patient")
     assert not world.coordinator.draining.active
     assert world.coordinator.draining.plan == ()
@@ -252,7 +252,7 @@ def test_an_image_that_is_just_captured_is_part_of_the_plan() -> None:
     snapshot = world.begin(2, region)
     world.advance(snapshot, 1)
     forecast = drained(world, 30.0)
-    assert [(d.checkpoint.step, d.prospect) for d in forecast] == [(2, Prospect.ARRIVES)]
+    assert [(d.checkpoint.step, d.prospect) for d in forecast] == [(2, ArrivalOutlook.ARRIVES)]
     world.seal(snapshot)
     world.go_on(11.0)
     assert world.steps_on("store") == [1, 2]
@@ -268,7 +268,7 @@ def test_a_tier_that_yielded_to_training_is_planned_for_at_its_full_rate() -> No
     for step in (3, 4):
         world.save(step)
     forecast = drained(world, 21.0)
-    assert [d.prospect for d in forecast] == [Prospect.ARRIVES] * 2
+    assert [d.prospect for d in forecast] == [ArrivalOutlook.ARRIVES] * 2
     assert world.coordinator.pacing.hurries(), "a drain yields to nobody"
     world.go_on(20.5)
     assert world.steps_on("store") == [1, 2, 3, 4]

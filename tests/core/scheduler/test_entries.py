@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
+from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
 from tierfall.core.types.lineage import AttemptStart, Key, abandoned
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard, TierKind
 from tierfall.core.types.view import TierRules
@@ -43,7 +43,7 @@ def change(
     if entry is None:
         if what == "add":
             start = CheckpointId(number, 1) if number else None
-            ledger.entries[id] = Entry(
+            ledger.entries[id] = LedgerEntry(
                 id=id, ordinal=1, started_from=start, shard=Shard(0, 1), attempt_id="a"
             )
         return
@@ -51,7 +51,7 @@ def change(
 
 
 def change_entry(
-    ledger: Ledger, entry: Entry, what: str, tier: str, state: CopyState, number: int
+    ledger: Ledger, entry: LedgerEntry, what: str, tier: str, state: CopyState, number: int
 ) -> None:
     if what == "drop":
         entry.states.clear()

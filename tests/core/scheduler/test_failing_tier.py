@@ -7,7 +7,7 @@ import pytest
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.format.records import Mark
-from tierfall.core.scheduler.ledger.tasks import OpenShard, Order, PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, OpenShard
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import CapacityError, FlushError, StorageFullError, UnreachableError
 from tierfall.core.types.values import CheckpointId, SaveOutcome
@@ -48,7 +48,7 @@ def test_everybody_who_waits_for_a_full_tier_is_told() -> None:
     world = World([file_rules("nvme", capacity_bytes=int(1.5 * IMAGE))], memory_images=4)
     world.save(1)
     world.settle()
-    assert world.order(PersonsOrder.PIN, CheckpointId(1, 1)) == {}
+    assert world.order(CommandKind.PIN, CheckpointId(1, 1)) == {}
     handles = [world.save(2), world.save(3)]
     world.settle(limit_s=10)
     for handle in handles:
@@ -62,7 +62,7 @@ def test_a_full_tier_learns_of_room_that_was_made_from_outside(how: str) -> None
     for step in (1, 2):
         world.save(step)
         world.settle()
-        assert world.order(PersonsOrder.PIN, CheckpointId(step, 1)) == {}
+        assert world.order(CommandKind.PIN, CheckpointId(step, 1)) == {}
     world.save(3)
     world.settle(limit_s=10)
     assert world.steps_on("nvme") == [1, 2]
@@ -99,8 +99,8 @@ def test_a_full_disk_beside_a_deletion_that_waits_is_not_tried_over_and_over() -
         world.save(step)
         world.settle()
     world.coordinator.post(
-        Order(
-            kind=PersonsOrder.DELETE,
+        Command(
+            kind=CommandKind.DELETE,
             id=CheckpointId(1, 1),
             wall_time_s=0.0,
             answer=lambda failed: None,
@@ -131,10 +131,10 @@ def test_whoever_waits_for_room_that_a_deletion_cannot_make_yet_is_told() -> Non
     for step in (1, 2):
         world.save(step)
         world.settle()
-    assert world.order(PersonsOrder.PIN, CheckpointId(1, 1)) == {}
+    assert world.order(CommandKind.PIN, CheckpointId(1, 1)) == {}
     marking = world.stores["slow"].add_mark
     world.stores["slow"].add_mark = _refuse  # type: ignore[method-assign]
-    failed = world.order(PersonsOrder.DELETE, CheckpointId(2, 1))
+    failed = world.order(CommandKind.DELETE, CheckpointId(2, 1))
     assert list(failed) == ["slow"]
     third = world.save(3)
     world.settle(limit_s=20)
@@ -157,9 +157,9 @@ def test_a_tier_whose_marks_hang_keeps_no_copy_from_another_tier() -> None:
         world.tasks.remove(task)
         world.coordinator.post(world.runner.run(task))
         world.step()
-    for kind in (PersonsOrder.PIN, PersonsOrder.UNPIN):
+    for kind in (CommandKind.PIN, CommandKind.UNPIN):
         world.coordinator.post(
-            Order(kind=kind, id=CheckpointId(1, 1), wall_time_s=0.0, answer=lambda failed: None)
+            Command(kind=kind, id=CheckpointId(1, 1), wall_time_s=0.0, answer=lambda failed: None)
         )
     world.step()
     for step in (2, 3):

@@ -12,13 +12,13 @@ from tierfall.backends.wrappers.base import Wrapper
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.format.records import Attempt
 from tierfall.core.scheduler.ledger.tasks import (
-    DropCopy,
+    CommandKind,
+    DeleteCopy,
     FinishCopy,
     OpenShard,
-    PersonsOrder,
     ReadMarks,
 )
-from tierfall.core.types.backend import Backend, Publish, Stored, Writer
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
 from tierfall.core.types.errors import FencedError, IntegrityError
 from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome
 from tierfall.tiers.stored import StoredTier
@@ -124,7 +124,7 @@ def test_after_the_fence_all_comes_to_rest_though_a_drop_had_failed() -> None:
     assert world.step() is None
     world.coordinator.dropper.survey_all()
     world.settle()
-    assert not any(isinstance(task, DropCopy) for task in world.tasks)
+    assert not any(isinstance(task, DeleteCopy) for task in world.tasks)
     assert not world.coordinator.busy()
 
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_the_same_name_is_not_collected_either() -> None:
     world.save(1)
     world.settle()
     id = CheckpointId(1, 1)
-    outcome = world.runner.run(DropCopy(tier="nvme", id=id, reason="test", unfinished=True))
+    outcome = world.runner.run(DeleteCopy(tier="nvme", id=id, reason="test", unfinished=True))
     assert outcome.value == store.read_commit(id)
     entry = world.coordinator.ledger.entries[id]
     opened = world.runner.run(
@@ -223,7 +223,7 @@ def test_a_copy_that_retention_was_about_to_drop_stays() -> None:
     world.save(1)
     world.settle()
     world.save(2)
-    until(world, DropCopy)
+    until(world, DeleteCopy)
     newer_attempt(world)
     before = disk_of(world)
     world.settle()
@@ -239,7 +239,7 @@ def test_a_copy_that_was_to_make_room_stays() -> None:
         world.save(step)
         world.run_all()
     world.save(3)
-    while not any(isinstance(task, DropCopy) for task in world.tasks):
+    while not any(isinstance(task, DeleteCopy) for task in world.tasks):
         assert world.run_one()
     newer_attempt(world)
     before = disk_of(world)
@@ -265,14 +265,14 @@ def test_what_looks_unfinished_is_not_collected() -> None:
     assert is_at_rest(world)
 
 
-@pytest.mark.parametrize("kind", PersonsOrder)
-def test_an_order_to_a_fenced_process_changes_nothing_and_says_why(kind: PersonsOrder) -> None:
+@pytest.mark.parametrize("kind", CommandKind)
+def test_an_order_to_a_fenced_process_changes_nothing_and_says_why(kind: CommandKind) -> None:
     world = World([file_rules("nvme"), file_rules("store")])
     world.save(1)
     world.settle()
     id = CheckpointId(1, 1)
-    if kind is PersonsOrder.UNPIN:
-        assert world.order(PersonsOrder.PIN, id) == {}
+    if kind is CommandKind.UNPIN:
+        assert world.order(CommandKind.PIN, id) == {}
     newer_attempt(world)
     newer_attempt(world, "store")
     before = {tier: disk_of(world, tier) for tier in world.disks}
@@ -345,11 +345,11 @@ class BegunMeanwhile(Wrapper):
         self._count("read", key)
         super().read_into(key, offset, view)
 
-    def stat(self, key: str) -> Stored:
+    def stat(self, key: str) -> StoredObject:
         self._count("stat", key)
         return super().stat(key)
 
-    def scan(self, prefix: str) -> Iterator[Stored]:
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
         self._count("scan", prefix)
         return super().scan(prefix)
 

@@ -12,7 +12,7 @@ from tests.rules import NEWEST_FIRST, SCATTERED
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.scheduler.ledger.tasks import OpenShard, Order, PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, OpenShard
 from tierfall.core.types.errors import AccessDeniedError, FlushError
 from tierfall.core.types.events import FlushGivenUp
 from tierfall.core.types.policy import Rule
@@ -74,7 +74,7 @@ def test_what_retention_would_drop_at_once_is_given_up_and_said_and_a_pinned_one
 ):
     world = slow(retain_last=2)
     save_quickly(world, 1, 2, 3, 4, 5)
-    pin = Order(kind=PersonsOrder.PIN, id=CheckpointId(2, 1), wall_time_s=0.0, answer=print)
+    pin = Command(kind=CommandKind.PIN, id=CheckpointId(2, 1), wall_time_s=0.0, answer=print)
     world.coordinator.post(pin)
     assert arrivals(world, copies=8) == [1, 5, 4, 2]
     assert world.steps_on("store") == [2, 4, 5]
@@ -132,7 +132,7 @@ def test_what_was_left_behind_is_not_newer_than_the_present_line() -> None:
     save_quickly(world, 10, 11)
     assert arrivals(world, copies=3) == [10, 11]
     for step in (10, 11):
-        world.order(PersonsOrder.PIN, CheckpointId(step, 1))
+        world.order(CommandKind.PIN, CheckpointId(step, 1))
     world.crash()
     world.start()
     world.coordinator.ledger.go_on_from(None, attempt=2)
@@ -140,8 +140,8 @@ def test_what_was_left_behind_is_not_newer_than_the_present_line() -> None:
     arrivals(world, copies=2)
     assert world.coordinator.left_undone() == ((CheckpointId(1, 2), "store"),)
     assert "store" in world.coordinator.ledger.failing, "it is said that there is no room"
-    world.order(PersonsOrder.UNPIN, CheckpointId(10, 1))
-    world.order(PersonsOrder.DELETE, CheckpointId(10, 1))
+    world.order(CommandKind.UNPIN, CheckpointId(10, 1))
+    world.order(CommandKind.DELETE, CheckpointId(10, 1))
     arrivals(world, copies=8)
     assert 1 in world.steps_on("store")
 

@@ -20,11 +20,11 @@ from tests.core.scheduler.test_superseding import (
 from tests.simulation.world import IMAGE, FakeMemory, World, file_rules
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
-    Admission,
+    AdmissionRequest,
+    Command,
+    CommandKind,
     CopyRun,
-    Order,
     Outcome,
-    PersonsOrder,
 )
 from tierfall.core.types.errors import CapacityError, FlushError, UnreachableError
 from tierfall.core.types.values import CheckpointId, SaveOutcome, Shard, WhenFull
@@ -62,7 +62,7 @@ def test_nothing_is_given_up_where_that_would_not_make_room(
         region, _ = world.ask_for_region(step, records_bytes=RECORDS)
         world.seal(world.begin(step, region))
     id = CheckpointId(pinned, 1)
-    pin = Order(kind=PersonsOrder.PIN, id=id, wall_time_s=0.0, answer=lambda failed: None)
+    pin = Command(kind=CommandKind.PIN, id=id, wall_time_s=0.0, answer=lambda failed: None)
     world.coordinator.post(pin)
     answer = world.ask_for_region(5, image_bytes=image_bytes, records_bytes=records_bytes)
     lost = [id.step for id, h in world.handles.items() if h.outcome is SaveOutcome.SUPERSEDED]
@@ -79,7 +79,7 @@ def test_a_save_that_was_interrupted_supersedes_nothing() -> None:
     first, _ = world.save(1), world.save(2)
     world.coordinator.dropper.paused = True
     answer: list[Any] = []
-    request = Admission(
+    request = AdmissionRequest(
         id=CheckpointId(3, 1),
         image_bytes=IMAGE,
         records_bytes=0,

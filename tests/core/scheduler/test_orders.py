@@ -11,9 +11,9 @@ from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operatio
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.ledger.tasks import (
     ChangeMark,
-    DropCopy,
-    Order,
-    PersonsOrder,
+    Command,
+    CommandKind,
+    DeleteCopy,
     ReadMarks,
     Task,
 )
@@ -26,10 +26,10 @@ FIRST = CheckpointId(1, 1)
 Answer = list[dict[str, BaseException]]
 
 
-def give(world: World, kind: PersonsOrder, id: CheckpointId) -> Answer:
+def give(world: World, kind: CommandKind, id: CheckpointId) -> Answer:
     """Give an order, and carry out no task yet."""
     answer: Answer = []
-    world.coordinator.post(Order(kind=kind, id=id, wall_time_s=0.0, answer=answer.append))
+    world.coordinator.post(Command(kind=kind, id=id, wall_time_s=0.0, answer=answer.append))
     world.step()
     return answer
 
@@ -61,7 +61,7 @@ def test_a_pin_is_not_lost_to_marks_that_were_read_before_it_was_written() -> No
     world.settle()
     world.save(2)
     until(world, lambda: waiting(world, ReadMarks))
-    answer = give(world, PersonsOrder.PIN, FIRST)
+    answer = give(world, CommandKind.PIN, FIRST)
     carry_out(world, ReadMarks)  # it does not know of the pin
     world.settle()
     assert answer == [{}]
@@ -78,7 +78,7 @@ def test_a_pin_that_is_written_while_marks_are_read_is_not_forgotten() -> None:
     task = next(t for t in world.tasks if isinstance(t, ReadMarks))
     world.tasks.remove(task)
     stale = world.runner.run(task)  # read, and its answer takes long
-    answer = give(world, PersonsOrder.PIN, FIRST)
+    answer = give(world, CommandKind.PIN, FIRST)
     world.settle()
     assert answer == [{}]
     world.coordinator.post(stale)
@@ -93,8 +93,8 @@ def test_a_pin_that_comes_too_late_is_refused() -> None:
     region, _ = world.ask_for_region(2)
     world.seal(world.begin(2, region))
     world.step()
-    until(world, lambda: waiting(world, DropCopy))
-    (failed,) = give(world, PersonsOrder.PIN, FIRST)
+    until(world, lambda: waiting(world, DeleteCopy))
+    (failed,) = give(world, CommandKind.PIN, FIRST)
     assert isinstance(failed["tierfall"], StepError)
     assert "just being dropped" in str(failed["tierfall"])
     world.settle()
@@ -106,8 +106,8 @@ def test_a_pin_after_a_deletion_is_refused_and_the_deletion_goes_on() -> None:
     for step in (1, 2):
         world.save(step)
         world.settle()
-    deletion = give(world, PersonsOrder.DELETE, FIRST)
-    pin = give(world, PersonsOrder.PIN, FIRST)
+    deletion = give(world, CommandKind.DELETE, FIRST)
+    pin = give(world, CommandKind.PIN, FIRST)
     world.settle()
     assert deletion == [{}]
     assert isinstance(pin[0]["tierfall"], StepError)
@@ -119,8 +119,8 @@ def test_two_deletions_of_one_step_end_both() -> None:
     for step in (1, 2):
         world.save(step)
         world.settle()
-    first = give(world, PersonsOrder.DELETE, FIRST)
-    second = give(world, PersonsOrder.DELETE, FIRST)
+    first = give(world, CommandKind.DELETE, FIRST)
+    second = give(world, CommandKind.DELETE, FIRST)
     world.settle()
     assert first == [{}]
     assert len(second) == 1
@@ -136,7 +136,7 @@ def test_a_deletion_and_retention_of_one_step_at_once() -> None:
     world.settle()
     world.save(2)
     until(world, lambda: waiting(world, ReadMarks))
-    answer = give(world, PersonsOrder.DELETE, FIRST)
+    answer = give(world, CommandKind.DELETE, FIRST)
     assert waiting(world, ChangeMark)
     carry_out(world, ReadMarks)
     world.settle()
@@ -156,7 +156,7 @@ def test_a_pin_wins_over_a_tombstone_until_it_is_taken_away_and_all_ends_in_peac
         world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [1, 3]
     assert not world.coordinator.busy()
-    world.order(PersonsOrder.UNPIN, FIRST)
+    world.order(CommandKind.UNPIN, FIRST)
     world.save(4)
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [4]
@@ -204,7 +204,7 @@ def test_what_a_failed_commit_left_is_written_over_or_collected() -> None:
     world.save(1)
     until(world, lambda: bool(world.coordinator.ledger.unfinished))
     assert world.stores["nvme"].files(FIRST) != ()
-    give(world, PersonsOrder.DELETE, FIRST)
+    give(world, CommandKind.DELETE, FIRST)
     world.settle()
     assert world.stores["nvme"].files(FIRST) == ()
     assert world.coordinator.ledger.unfinished == {}
@@ -217,7 +217,7 @@ def test_whoever_waits_for_a_copy_that_is_given_up_is_told(how: str) -> None:
     world.settle()
     second = world.save(2)
     if how == "deleted":
-        give(world, PersonsOrder.DELETE, CheckpointId(2, 1))
+        give(world, CommandKind.DELETE, CheckpointId(2, 1))
     else:
         world.take_new_attempt()
         world.started_from = FIRST
@@ -294,7 +294,7 @@ def test_a_tombstone_that_goes_with_a_copy_before_it_was_read_still_counts() -> 
     world.save(1)
     world.settle()
     world.save(2)
-    until(world, lambda: waiting(world, DropCopy))
+    until(world, lambda: waiting(world, DeleteCopy))
     leave_tombstone(world, "nvme")
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
@@ -341,7 +341,7 @@ def test_memory_whose_marks_are_full_is_said_and_the_tiers_are_pinned_all_the_sa
         raise CapacityError("the marks take all their room")
 
     region.add_mark = full  # type: ignore[method-assign]
-    failed = world.order(PersonsOrder.PIN, FIRST)
+    failed = world.order(CommandKind.PIN, FIRST)
     assert list(failed) == ["host"]
     assert isinstance(failed["host"], CapacityError)
     assert world.stores["nvme"].marks(FIRST) == {"pin"}
@@ -355,10 +355,10 @@ def test_a_pin_that_is_there_is_not_written_again() -> None:
     world.save(1)
     world.settle()
     for _ in range(3):
-        assert world.order(PersonsOrder.UNPIN, FIRST) == {}
+        assert world.order(CommandKind.UNPIN, FIRST) == {}
     assert world.memory.regions[0].marks() == ()
     for _ in range(3):
-        assert world.order(PersonsOrder.PIN, FIRST) == {}
+        assert world.order(CommandKind.PIN, FIRST) == {}
     assert len(world.memory.regions[0].marks()) == 1
 
 
@@ -372,10 +372,10 @@ def test_a_deletion_takes_over_a_drop_that_had_failed() -> None:
         world.save(step)
         world.run_all()
     assert world.steps_on("nvme") == [1, 2]
-    first = give(world, PersonsOrder.DELETE, FIRST)
+    first = give(world, CommandKind.DELETE, FIRST)
     world.run_all()
     assert list(first[0]) == ["nvme"]
-    second = give(world, PersonsOrder.DELETE, FIRST)
+    second = give(world, CommandKind.DELETE, FIRST)
     world.run_all()
     assert second == [{}]
     assert world.now_s == 0.0
@@ -391,7 +391,7 @@ def test_a_drop_that_had_failed_is_not_tried_again_once_what_it_relied_on_has_go
         world.save(step)
         world.run_all()
     assert world.steps_on("nvme") == [1, 2]
-    deleted = give(world, PersonsOrder.DELETE, CheckpointId(2, 1))
+    deleted = give(world, CommandKind.DELETE, CheckpointId(2, 1))
     world.run_all()
     world.memory.regions.clear()
     assert deleted == [{}]
@@ -409,7 +409,7 @@ def test_a_drop_that_failed_half_way_ends_although_the_copy_must_stay_by_now() -
         world.save(step)
         world.run_all()
     assert world.steps_on("nvme") == [2]
-    deleted = give(world, PersonsOrder.DELETE, CheckpointId(2, 1))
+    deleted = give(world, CommandKind.DELETE, CheckpointId(2, 1))
     world.run_all()
     assert deleted == [{}]
     world.settle()
@@ -428,7 +428,7 @@ def test_what_a_drop_that_failed_has_left_whole_is_kept_by_a_rule_that_wants_it_
         world.save(step)
         world.run_all()
     assert world.steps_on("nvme") == [1, 2, 3]
-    deleted = give(world, PersonsOrder.DELETE, CheckpointId(2, 1))
+    deleted = give(world, CommandKind.DELETE, CheckpointId(2, 1))
     world.run_all()
     assert deleted == [{}]
     world.settle()
@@ -449,8 +449,8 @@ def test_a_pin_that_comes_between_the_tombstone_and_the_drop_keeps_that_copy_and
     for step in (1, 2):
         world.save(step)
         world.settle()
-    answer = give(world, PersonsOrder.DELETE, FIRST)
-    until(world, lambda: waiting(world, DropCopy))
+    answer = give(world, CommandKind.DELETE, FIRST)
+    until(world, lambda: waiting(world, DeleteCopy))
     world.stores["nvme"].add_mark(Mark(name="pin", checkpoint=FIRST, wall_time_s=0.0))
     world.settle()
     assert isinstance(answer[0]["nvme"], StepError)
@@ -493,7 +493,7 @@ def test_no_copy_goes_before_every_copy_bears_the_tombstone() -> None:
     for step in (1, 2):
         world.save(step)
         world.settle()
-    answer = give(world, PersonsOrder.DELETE, FIRST)
+    answer = give(world, CommandKind.DELETE, FIRST)
     work_on(world, "nvme")
     assert world.steps_on("nvme") == [1, 2]
     world.crash()
@@ -524,10 +524,10 @@ def test_an_unpin_is_not_undone_by_a_copy_that_ends_meanwhile() -> None:
     world = World([file_rules("nvme"), file_rules("store", shared=True)])
     world.save(1)
     work_on(world, "nvme")
-    answer = give(world, PersonsOrder.PIN, FIRST)
+    answer = give(world, CommandKind.PIN, FIRST)
     work_on(world, "nvme")
     assert answer == [{}]
-    answer = give(world, PersonsOrder.UNPIN, FIRST)
+    answer = give(world, CommandKind.UNPIN, FIRST)
     work_on(world, "store")
     assert answer == []
     assert world.steps_on("store") == [1]  # committed, without the pin that is being taken away
@@ -543,7 +543,7 @@ def test_no_deletion_takes_anything_away_while_a_restore_reads() -> None:
         world.save(step)
         world.settle()
     world.coordinator.dropper.paused = True
-    answer = give(world, PersonsOrder.DELETE, FIRST)
+    answer = give(world, CommandKind.DELETE, FIRST)
     world.settle()
     assert answer == []
     assert world.stores["nvme"].marks(FIRST) == {"tombstone"}
@@ -562,11 +562,11 @@ def test_a_deletion_waits_for_what_leaves_because_of_the_checkpoint_that_it_take
         world.save(step)
         world.settle()
     world.save(3)
-    assert waiting(world, DropCopy)
-    answer = give(world, PersonsOrder.DELETE, CheckpointId(2, 1))
-    assert [t.id for t in world.tasks if isinstance(t, DropCopy)] == [FIRST]
+    assert waiting(world, DeleteCopy)
+    answer = give(world, CommandKind.DELETE, CheckpointId(2, 1))
+    assert [t.id for t in world.tasks if isinstance(t, DeleteCopy)] == [FIRST]
     carry_out(world, ChangeMark)
-    assert [t.id for t in world.tasks if isinstance(t, DropCopy)] == [FIRST]
+    assert [t.id for t in world.tasks if isinstance(t, DeleteCopy)] == [FIRST]
     world.settle()
     assert answer == [{}]
     assert world.steps_on("nvme") == [3]
@@ -580,9 +580,9 @@ def test_what_was_deleted_by_a_found_tombstone_is_deleted_for_whoever_asks_again
     leave_tombstone(world, "nvme")
     world.crash()
     world.start()
-    assert world.order(PersonsOrder.DELETE, FIRST) == {}
-    assert world.order(PersonsOrder.DELETE, FIRST) == {}
-    failed = world.order(PersonsOrder.DELETE, CheckpointId(9, 1))
+    assert world.order(CommandKind.DELETE, FIRST) == {}
+    assert world.order(CommandKind.DELETE, FIRST) == {}
+    failed = world.order(CommandKind.DELETE, CheckpointId(9, 1))
     assert isinstance(failed["tierfall"], StepError)
 
 
@@ -597,7 +597,7 @@ def test_a_deletion_is_not_finished_while_a_tier_could_not_be_read() -> None:
     world.start(unread=("store",))
     world.settle()
     assert world.steps_on("nvme") == [1, 2]
-    failed = world.order(PersonsOrder.DELETE, CheckpointId(1, 1))
+    failed = world.order(CommandKind.DELETE, CheckpointId(1, 1))
     assert "could not be read when the run was opened" in str(failed["store"])
     world.crash()
     world.start()

@@ -14,8 +14,8 @@ import torch
 import tierfall
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.runtime.rate_limit import Pace
-from tierfall.core.scheduler.flush.throttle import Flushing, Pacing
+from tierfall.core.runtime.rate_limit import RateLimiter
+from tierfall.core.scheduler.flush.throttle import Flushing, Throttle
 from tierfall.setup.tiers import open_store
 from tierfall.telemetry.step_timer import PATIENCE, StepClock
 
@@ -38,7 +38,7 @@ class Trained:
         self.seen: list[float] = []
 
     @property
-    def pacing(self) -> Pacing:
+    def pacing(self) -> Throttle:
         return self.world.coordinator.pacing
 
     def train(self, steps: int, *, save_every: int) -> None:
@@ -188,7 +188,7 @@ def test_a_step_is_from_one_step_of_an_optimizer_to_its_next_without_saves() -> 
 
 def test_a_pace_that_changes_holds_from_then_on() -> None:
     now_s, slept = [0.0], list[float]()
-    pace = Pace(100.0, clock=lambda: now_s[0], sleep=slept.append)
+    pace = RateLimiter(100.0, clock=lambda: now_s[0], sleep=slept.append)
     pace.wait_turn(100)  # the next may go after a second
     pace.change(50.0)
     pace.wait_turn(100)

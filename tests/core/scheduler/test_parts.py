@@ -10,7 +10,7 @@ from tests.simulation.rank import image_of
 from tests.simulation.world import World, file_rules, marks_in
 from tierfall.backends.wrappers.faults import Operation
 from tierfall.core.format.records import Mark
-from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
 from tierfall.core.types.errors import StorageFullError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -130,13 +130,13 @@ def test_a_part_whose_rest_is_lost_goes_when_a_save_wants_its_room() -> None:
 def test_a_persons_orders_reach_every_part_in_memory(places: list[list[int]]) -> None:
     run = killed_with_all_in_memory(places, (0, 1))
     run.settle()
-    pinned = run.ranks[0].order(PersonsOrder.PIN, ONE)
+    pinned = run.ranks[0].order(CommandKind.PIN, ONE)
     run.settle()
     assert pinned == [{}]
     parts = [region for rank in run.ranks for region in rank.memory.regions]
     assert [marks_in(region) for region in parts] == [{keys.PIN_MARK}] * 2
     for answer in (
-        run.ranks[0].order(kind, ONE) for kind in (PersonsOrder.UNPIN, PersonsOrder.DELETE)
+        run.ranks[0].order(kind, ONE) for kind in (CommandKind.UNPIN, CommandKind.DELETE)
     ):
         run.settle()
         assert answer == [{}]
@@ -179,7 +179,7 @@ def test_a_pin_that_another_rank_found_counts_for_what_is_owed_where_this_one_ha
 def test_what_is_pinned_in_memory_and_nowhere_else_stays_when_a_newer_one_is_durable() -> None:
     run = killed_with_all_in_memory([[0, 1], []], (0, 0), SHARED_TIER)
     trouble = run.ranks[0].troubles[SHARED_TIER]
-    pinned = run.ranks[0].order(PersonsOrder.PIN, ONE)
+    pinned = run.ranks[0].order(CommandKind.PIN, ONE)
     trouble.strike(failing(Operation.WRITE, StorageFullError))
     run.settle()
     assert pinned == [{}]

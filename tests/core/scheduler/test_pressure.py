@@ -13,7 +13,7 @@ from tests.rules import NEWEST_FIRST
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.scheduler.ledger.tasks import Order, PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import Command, CommandKind
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.values import CheckpointId, WhenFull
 
@@ -126,7 +126,7 @@ def test_a_capture_that_fails_and_what_a_person_deletes_is_not_missed() -> None:
     world.fail_capture(world.begin(1, region), CaptureError("on purpose"))
     world.go_on(1.0)
     world.save_soon(2)
-    delete = Order(kind=PersonsOrder.DELETE, id=CheckpointId(2, 1), wall_time_s=0.0, answer=print)
+    delete = Command(kind=CommandKind.DELETE, id=CheckpointId(2, 1), wall_time_s=0.0, answer=print)
     world.coordinator.post(delete)
     world.go_on(100.0)
     assert world.coordinator.pressure.late == {}

@@ -10,8 +10,14 @@ import torch
 import tierfall
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.scheduler.flush.throughput import STRETCHES, Rates
-from tierfall.core.scheduler.ledger.tasks import AbortShard, CopyRun, FinishCopy, Outcome, Source
+from tierfall.core.scheduler.flush.throughput import STRETCHES, TierThroughput
+from tierfall.core.scheduler.ledger.tasks import (
+    AbortShard,
+    CopyRun,
+    CopySource,
+    FinishCopy,
+    Outcome,
+)
 from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
 
@@ -31,7 +37,7 @@ def run_of(number: int, *, source: str = "host") -> CopyRun:
         stop=number + 1,
         start=number * MIB,
         end=(number + 1) * MIB,
-        source=Source(tier=source),
+        source=CopySource(tier=source),
         manifest=None,
         writer=None,  # type: ignore[arg-type]
     )
@@ -51,7 +57,7 @@ def finish() -> FinishCopy:
 
 
 def bring(
-    rates: Rates,
+    rates: TierThroughput,
     at_s: float,
     *,
     workers: int,
@@ -83,27 +89,27 @@ def test_what_a_throttled_tier_brings_is_measured_on_the_virtual_clock() -> None
 
 
 def test_workers_at_once_count_as_what_they_bring_together() -> None:
-    rates = Rates()
+    rates = TierThroughput()
     bring(rates, 0.0, workers=4, seconds=2.0)
     assert rates.write_bytes_per_s("pfs") == pytest.approx(2 * MIB)
 
 
 def test_idle_time_between_copies_does_not_count() -> None:
-    rates = Rates()
+    rates = TierThroughput()
     for at_s in (0.0, 1000.0, 5000.0):
         bring(rates, at_s, workers=1, seconds=1.0)
     assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
 
 
 def test_waits_for_a_pace_do_not_make_a_tier_slow_but_what_comes_is_less() -> None:
-    rates = Rates()
+    rates = TierThroughput()
     bring(rates, 0.0, workers=1, seconds=10.0, paced_s=9.0)
     assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
     assert rates.delivered_bytes_per_s("pfs") == pytest.approx(MIB / 10)
 
 
 def test_a_pace_never_lowers_what_was_measured_without_one_but_a_slower_tier_does() -> None:
-    rates = Rates()
+    rates = TierThroughput()
     bring(rates, 0.0, workers=4, seconds=1.0)  # four at once bring four times as much
     for number in range(3 * STRETCHES):
         bring(rates, 10.0 * (number + 1), workers=1, seconds=2.0, paced_s=1.0)
@@ -115,7 +121,7 @@ def test_a_pace_never_lowers_what_was_measured_without_one_but_a_slower_tier_doe
 
 
 def test_reads_of_a_stored_tier_and_restores_are_measured_apart() -> None:
-    rates = Rates()
+    rates = TierThroughput()
     bring(rates, 0.0, workers=1, seconds=3.0, read_s=1.0)
     assert rates.read_rates()["nvme"] == pytest.approx(MIB)
     assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB / 2)
@@ -124,7 +130,7 @@ def test_reads_of_a_stored_tier_and_restores_are_measured_apart() -> None:
 
 
 def test_what_failed_says_nothing_and_is_not_counted_on() -> None:
-    rates = Rates()
+    rates = TierThroughput()
     run = run_of(0)
     rates.began(run, 0.0)
     rates.ended(Outcome(task=run, error=UnreachableError("on purpose")), 60.0)
@@ -138,7 +144,7 @@ def test_what_failed_says_nothing_and_is_not_counted_on() -> None:
 
 
 def test_only_the_last_stretches_count() -> None:
-    rates = Rates()
+    rates = TierThroughput()
     for number in range(STRETCHES):
         bring(rates, 10.0 * number, workers=1, seconds=8.0)
     for number in range(STRETCHES):
@@ -148,7 +154,7 @@ def test_only_the_last_stretches_count() -> None:
 
 
 def test_what_arrives_is_told_while_it_does_and_less_where_it_takes_longer() -> None:
-    rates = Rates()
+    rates = TierThroughput()
     first, second = run_of(0), run_of(1)
     rates.began(first, 0.0)
     assert rates.arriving_bytes_per_s("pfs", 1.0) is None, "nothing has come yet"

@@ -15,7 +15,7 @@ from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.flush.flusher import ARRIVALS_BEFORE_SET_ASIDE
-from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
@@ -265,7 +265,7 @@ def test_a_person_deletes_what_is_set_aside() -> None:
     for step in (1, 2):
         world.save(step)
     world.settle(limit_s=20)
-    assert world.order(PersonsOrder.DELETE, FIRST) == {}
+    assert world.order(CommandKind.DELETE, FIRST) == {}
     assert FIRST not in world.coordinator.ledger.entries
     start_again(world, 2)
     assert owed_in(world) == []

@@ -15,9 +15,9 @@ from tests.steps import wait_until
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Line, Manifest
+from tierfall.core.format.records import Lineage, Manifest
 from tierfall.core.runtime.buffers import BufferPool
-from tierfall.core.scheduler.ledger.tasks import CopyRun, Source
+from tierfall.core.scheduler.ledger.tasks import CopyRun, CopySource
 from tierfall.core.scheduler.shared_reads import SharedReads
 from tierfall.core.types.values import CheckpointId, Shard
 
@@ -30,7 +30,7 @@ LONGEST = frame_bytes_max(3 * CHUNK)
 
 def manifest_of(image: bytes) -> Manifest:
     chunks = (image[at : at + CHUNK] for at in range(0, len(image), CHUNK))
-    line = Line(
+    line = Lineage(
         run="run",
         checkpoint=CheckpointId(1, 1),
         attempt_id="1" * 32,
@@ -59,7 +59,7 @@ def run_to(tier: str, first: int = 0, stop: int = 1) -> CopyRun:
         stop=stop,
         start=first * CHUNK,
         end=stop * CHUNK,
-        source=Source(tier="disk"),
+        source=CopySource(tier="disk"),
         manifest=manifest_of(IMAGE),
         writer=None,  # type: ignore[arg-type]
     )
@@ -308,7 +308,7 @@ def other_digests(run: CopyRun) -> CopyRun:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda run: replace(run, source=Source(tier="store")),
+        lambda run: replace(run, source=CopySource(tier="store")),
         lambda run: replace(run, id=CheckpointId(2, 1)),
         lambda run: replace(run, shard=Shard(1, 2)),
         lambda run: replace(run, first=1, stop=2, start=CHUNK, end=2 * CHUNK),

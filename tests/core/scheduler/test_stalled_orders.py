@@ -10,7 +10,7 @@ from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operatio
 from tierfall.backends.wrappers.retry import Retrying
 from tierfall.core.scheduler.flush.copy_progress import Phase
 from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S
-from tierfall.core.scheduler.ledger.tasks import DropCopy, Order, PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, DeleteCopy
 from tierfall.core.types import keys as names
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import AccessDeniedError
@@ -31,9 +31,9 @@ def until_end_is_open(world: World) -> None:
     assert lane.active.phase is Phase.COPYING
 
 
-def give(world: World, kind: PersonsOrder) -> list[dict[str, BaseException]]:
+def give(world: World, kind: CommandKind) -> list[dict[str, BaseException]]:
     answer: list[dict[str, BaseException]] = []
-    world.coordinator.post(Order(kind=kind, id=FIRST, wall_time_s=0.0, answer=answer.append))
+    world.coordinator.post(Command(kind=kind, id=FIRST, wall_time_s=0.0, answer=answer.append))
     world.step()
     return answer
 
@@ -44,7 +44,7 @@ def test_a_deletion_during_an_open_end_waits_and_is_then_true(codec: Codec) -> N
     world.save(1)
     until_end_is_open(world)
     assert world.stores["nvme"].holds(FIRST), "committed, though nobody was told"
-    answer = give(world, PersonsOrder.DELETE)
+    answer = give(world, CommandKind.DELETE)
     assert answer == [], "not before it is known what is there"
     world.settle()
     assert answer == [{}]
@@ -61,10 +61,10 @@ def test_an_unpin_during_an_open_end_is_not_undone_by_it() -> None:
     world, _ = world_with(fault)
     region, _error = world.ask_for_region(1)
     world.seal(world.begin(1, region))
-    give(world, PersonsOrder.PIN)
+    give(world, CommandKind.PIN)
     until_end_is_open(world)
     assert names.PIN_MARK in world.stores["nvme"].marks(FIRST)
-    answer = give(world, PersonsOrder.UNPIN)
+    answer = give(world, CommandKind.UNPIN)
     world.settle()
     assert answer == [{}]
     assert world.steps_on("nvme") == [1]
@@ -76,7 +76,7 @@ def test_what_is_found_committed_after_its_deletion_goes_too() -> None:
     world, _ = world_with()
     world.save(1)
     world.settle()
-    assert world.order(PersonsOrder.DELETE, FIRST) == {}
+    assert world.order(CommandKind.DELETE, FIRST) == {}
     assert FIRST not in world.coordinator.ledger.entries
     world.save(2)
     world.settle()
@@ -87,7 +87,7 @@ def test_what_is_found_committed_after_its_deletion_goes_too() -> None:
     for key, data in other.disks["nvme"]._objects.items():
         if "step-00000001" in key:
             world.disks["nvme"]._objects[key] = data
-    task = DropCopy(tier="nvme", id=FIRST, reason="test", unfinished=True)
+    task = DeleteCopy(tier="nvme", id=FIRST, reason="test", unfinished=True)
     world.coordinator.dropper.leave(task)
     world.settle()
     assert world.steps_on("nvme") == [2]
@@ -129,7 +129,7 @@ def test_the_copy_after_one_that_was_deleted_while_it_stalled_does_not_wait() ->
     assert lane.not_before_s > world.now_s - LONGEST_RETRY_S
     faulty.heal()
     began_s = world.now_s
-    assert world.order(PersonsOrder.DELETE, FIRST) == {}
+    assert world.order(CommandKind.DELETE, FIRST) == {}
     world.save(2)
     world.run_all()
     assert world.steps_on("nvme") == [2]
@@ -182,7 +182,7 @@ def test_a_lost_answer_to_a_small_object_does_not_send_the_image_again(keys: str
     world.seal(world.begin(1, region))
     id = CheckpointId(1, world.attempt.number)
     world.coordinator.post(
-        Order(kind=PersonsOrder.PIN, id=id, wall_time_s=0.0, answer=lambda failed: None)
+        Command(kind=CommandKind.PIN, id=id, wall_time_s=0.0, answer=lambda failed: None)
     )
     world.settle()
     assert world.steps_on("nvme") == [1]

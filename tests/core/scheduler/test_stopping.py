@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.world import World, file_rules
-from tierfall.core.scheduler.ledger.tasks import Ask, OpenShard, Order, PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, LedgerQuery, OpenShard
 from tierfall.core.types.errors import BackendError, CaptureError, TierfallError
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 
@@ -43,10 +43,12 @@ def test_what_is_asked_before_and_after_is_answered() -> None:
     answers: list[Any] = []
 
     def ask() -> None:
-        world.coordinator.post(Ask(function=int, answer=lambda *words: answers.append(words)))
         world.coordinator.post(
-            Order(
-                kind=PersonsOrder.DELETE,
+            LedgerQuery(function=int, answer=lambda *words: answers.append(words))
+        )
+        world.coordinator.post(
+            Command(
+                kind=CommandKind.DELETE,
                 id=CheckpointId(1, 1),
                 wall_time_s=0.0,
                 answer=lambda failed: answers.append(failed),
@@ -71,7 +73,7 @@ def test_an_order_that_waits_is_answered() -> None:
     world.begin(1, region)
     answers: list[Any] = []
     world.coordinator.post(
-        Order(kind=PersonsOrder.PIN, id=CheckpointId(1, 1), wall_time_s=0.0, answer=answers.append)
+        Command(kind=CommandKind.PIN, id=CheckpointId(1, 1), wall_time_s=0.0, answer=answers.append)
     )
     world.step()
     assert answers == []

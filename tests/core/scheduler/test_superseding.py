@@ -14,12 +14,12 @@ from tierfall.backends.toolkit.key_value import KeyValueWriter
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.ledger.tasks import (
+    Command,
+    CommandKind,
     CopyRun,
-    DropCopy,
+    DeleteCopy,
     FinishCopy,
-    Order,
     Outcome,
-    PersonsOrder,
     Task,
 )
 from tierfall.core.types import keys
@@ -343,7 +343,7 @@ def test_what_a_tier_is_about_to_drop_is_not_said_to_be_superseded() -> None:
     world = superseding(file_rules("nvme"), file_rules("store", retain_last=1), images=3)
     world.coordinator.lanes["nvme"].not_before_s = 10.0
     first, _ = world.save(1), world.save(2)
-    store_alone(world, lambda: any(isinstance(t, DropCopy) for t in world.tasks))
+    store_alone(world, lambda: any(isinstance(t, DeleteCopy) for t in world.tasks))
     mark = Mark(name=keys.PIN_MARK, checkpoint=FIRST, wall_time_s=0.0)
     world.stores["store"].add_mark(mark)
     world.save(3)
@@ -393,7 +393,7 @@ def test_the_newest_in_memory_stays_and_the_save_waits_as_wait_does() -> None:
 def test_a_pinned_one_stays_and_the_next_oldest_goes() -> None:
     world = rest(superseding(images=3))
     handles = [world.save(step) for step in (1, 2, 3)]
-    pin = Order(kind=PersonsOrder.PIN, id=FIRST, wall_time_s=0.0, answer=lambda failed: None)
+    pin = Command(kind=CommandKind.PIN, id=FIRST, wall_time_s=0.0, answer=lambda failed: None)
     world.coordinator.post(pin)
     give_way(world, 4)
     outcomes = [handle.outcome for handle in handles]
@@ -473,6 +473,6 @@ def test_a_superseded_one_is_neither_pinned_nor_dropped_a_second_time() -> None:
     for step in (1, 2, 3):
         world.save(step)
     give_way(world, 4)
-    failed = world.order(PersonsOrder.PIN, SECOND)
+    failed = world.order(CommandKind.PIN, SECOND)
     assert "2@1" in str(failed["tierfall"])
-    assert not [t for t in world.tasks if isinstance(t, DropCopy)]
+    assert not [t for t in world.tasks if isinstance(t, DeleteCopy)]

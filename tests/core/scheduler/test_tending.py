@@ -6,7 +6,7 @@ import pytest
 
 from tests.simulation.world import World, file_rules
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.values import CheckpointId
 
 ID = CheckpointId(1, 1)
@@ -36,10 +36,10 @@ def test_nothing_is_copied_though_it_is_owed(world: World) -> None:
 
 
 def test_orders_are_carried_out_and_nothing_else(world: World) -> None:
-    assert world.order(PersonsOrder.PIN, ID) == {}
+    assert world.order(CommandKind.PIN, ID) == {}
     assert world.stores["nvme"].marks(ID) == {"pin"}
-    assert world.order(PersonsOrder.UNPIN, ID) == {}
-    assert world.order(PersonsOrder.DELETE, ID) == {}
+    assert world.order(CommandKind.UNPIN, ID) == {}
+    assert world.order(CommandKind.DELETE, ID) == {}
     assert (world.steps_on("nvme"), world.steps_on("store")) == ([], [])
 
 

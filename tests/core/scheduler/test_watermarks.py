@@ -13,8 +13,8 @@ from tests.rules import best, order, tagged
 from tests.simulation.wants import metrics_of
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.memory import MemoryBackend
-from tierfall.core.scheduler.deletion.deleter import Dropper
-from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import (
     AccessDeniedError,
     CapacityError,
@@ -130,7 +130,7 @@ def test_what_may_not_go_does_not_stop_a_copy_that_has_room() -> None:
     for step in range(1, 5):
         world.save(step)
         world.run_all()
-        assert world.order(PersonsOrder.PIN, CheckpointId(step, 1)) == {}
+        assert world.order(CommandKind.PIN, CheckpointId(step, 1)) == {}
     assert world.steps_on("nvme") == [1, 2, 3, 4]
     assert not world.coordinator.ledger.failing
 
@@ -168,7 +168,7 @@ def test_the_best_outlives_older_and_newer_ones_where_room_is_short() -> None:
     world = saved(World([rules]), range(chosen, chosen + 3))
     world.crash()
     world.rules = (world.rules[0], replace(rules, retain=(best("loss"), tagged("no such tag"))))
-    with mock.patch.object(Dropper, "survey"):  # eviction comes first
+    with mock.patch.object(Deleter, "survey"):  # eviction comes first
         world.start()
         world.started_from, world.ordinal = CheckpointId(chosen + 2, 1), 3
         world.coordinator.ledger.go_on_from(world.started_from, attempt=2)

@@ -20,15 +20,15 @@ from torch.futures import Future
 
 from tierfall.config import Config
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.copies.image_writes import ImageWriter, begun_image, publish_image
+from tierfall.core.copies.image_writes import ImageUpload, begun_image, publish_image
 from tierfall.core.format.commit_files import files_of, raw_files
-from tierfall.core.format.records import Attempt, Commit, Geometry, Line, Manifest, NamedFile
+from tierfall.core.format.records import Attempt, Commit, Geometry, Lineage, Manifest, NamedFile
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.runtime.buffers import allocate
-from tierfall.core.runtime.wait import Bell
-from tierfall.core.scheduler.group.external_commits import Finder
+from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.scheduler.group.external_commits import ExternalCommits
 from tierfall.core.state.view import StateView
-from tierfall.core.state.walk import describe
+from tierfall.core.state.walk import walk_state
 from tierfall.core.tensors.tensors import as_bytes, copy_whole
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, FlushError
@@ -43,23 +43,23 @@ from tierfall.tiers.stored import StoredTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
+class DirectWrite:
     """All that a process needs to write one rank's part of one step."""
 
     config: Config
     run: str
     tier: str
     attempt: Attempt
-    line: Line
+    line: Lineage
     shard: Shard
     node: str
     metrics: Mapping[str, float]
     tags: tuple[str, ...]
 
 
-def orders_of(
+def direct_write(
     ckpt: Checkpointer, step: int, *, metrics: Mapping[str, Any], tags: Sequence[str]
-) -> Orders:
+) -> DirectWrite:
     """Take the next place in the Checkpointer's line for ``step``, to be written elsewhere.
 
     Raises StepError for a step that does not follow, ConfigError where the first stored tier cannot be committed by one
@@ -83,7 +83,7 @@ def orders_of(
         place = line.next(step, above=session.coordinator.ledger.least_ordinal)
         line.advance(place)
     session.tell(lambda: _expect(session.coordinator.finder, place.checkpoint, tier.name))
-    return Orders(
+    return DirectWrite(
         config=ckpt._config,
         run=session.run,
         tier=tier.name,
@@ -96,20 +96,20 @@ def orders_of(
     )
 
 
-def _expect(finder: Finder, id: CheckpointId, tier: str) -> None:
-    finder.look(Bell())  # for those before it
+def _expect(finder: ExternalCommits, id: CheckpointId, tier: str) -> None:
+    finder.look(InterruptibleEvent())  # for those before it
     finder.expect(id, tier)
 
 
 @dataclass(frozen=True)
-class Files(WriteResult):
+class ImageFiles(WriteResult):
     """A rank's image and manifest, as the commit record names them, in ``storage_data``."""
 
 
 class DirectWriter(StorageWriter):
     """Writes one rank's part of a step to a tier, and as the coordinator commits it."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: DirectWrite) -> None:
         self._orders = orders
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -131,12 +131,14 @@ class DirectWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's image and manifest; nothing of it counts before ``finish``."""
         orders = self._orders
-        view = describe(planned_state(plan, planner), with_random=False)
+        view = walk_state(planned_state(plan, planner), with_random=False)
         with open_store(orders.config, orders.run, orders.tier) as store:
             store.check_fence(orders.attempt)
             files = _write_image(store, orders, view)
         index = MetadataIndex(keys.shard_name(orders.shard))
-        written = Files(index=index, size_in_bytes=sum(f.bytes for f in files), storage_data=files)
+        written = ImageFiles(
+            index=index, size_in_bytes=sum(f.bytes for f in files), storage_data=files
+        )
         done: Future[list[WriteResult]] = Future()
         done.set_result([written, *results_of(plan)])
         return done
@@ -145,7 +147,7 @@ class DirectWriter(StorageWriter):
         """Commit the step; FlushError where one rank's image or an item of the plan is missing."""
         orders = self._orders
         step, world_size = orders.line.checkpoint.step, orders.shard.world_size
-        found = [r for of_rank in results for r in of_rank if isinstance(r, Files)]
+        found = [r for of_rank in results for r in of_rank if isinstance(r, ImageFiles)]
         files = tuple(file for result in found for file in result.storage_data)
         if len({result.index for result in found}) != world_size:
             raise FlushError(
@@ -163,7 +165,7 @@ class DirectWriter(StorageWriter):
         return False
 
 
-def _commit(orders: Orders, files: tuple[NamedFile, ...]) -> Commit:
+def _commit(orders: DirectWrite, files: tuple[NamedFile, ...]) -> Commit:
     return Commit(
         line=orders.line,
         world_size=orders.shard.world_size,
@@ -175,7 +177,7 @@ def _commit(orders: Orders, files: tuple[NamedFile, ...]) -> Commit:
     )
 
 
-def _write_image(store: StoredTier, orders: Orders, view: StateView) -> tuple[NamedFile, ...]:
+def _write_image(store: StoredTier, orders: DirectWrite, view: StateView) -> tuple[NamedFile, ...]:
     """Write an image and its manifest; return how a commit record names them."""
     layout = plan_layout(view)
     header = layout.header(view)
@@ -193,7 +195,7 @@ def _write_image(store: StoredTier, orders: Orders, view: StateView) -> tuple[Na
             image_bytes=cut.image_bytes,
             data_start=cut.data_start,
             chunk_bytes=cut.chunk_bytes,
-            digests=_write_chunks(writer, cut, _Bytes(layout, view, header)),
+            digests=_write_chunks(writer, cut, _ImageBytes(layout, view, header)),
             structure=layout.structure,
             pieces=layout.pieces,
         )
@@ -202,7 +204,7 @@ def _write_image(store: StoredTier, orders: Orders, view: StateView) -> tuple[Na
         return files_of(publish_image(store, writer, manifest, commit, id=id, shard=shard), shard)
 
 
-def _write_chunks(writer: ImageWriter, cut: Geometry, source: _Bytes) -> tuple[str, ...]:
+def _write_chunks(writer: ImageUpload, cut: Geometry, source: _ImageBytes) -> tuple[str, ...]:
     buffer = allocate(max(cut.data_start, cut.chunk_bytes))
     digests = []
     for index in range(cut.chunk_count):
@@ -215,7 +217,7 @@ def _write_chunks(writer: ImageWriter, cut: Geometry, source: _Bytes) -> tuple[s
     return tuple(digests)
 
 
-class _Bytes:
+class _ImageBytes:
     """The bytes of an image, in rising order: of its header, and of one tensor after the other."""
 
     def __init__(self, layout: Layout, view: StateView, header: bytes) -> None:

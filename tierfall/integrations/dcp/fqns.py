@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tierfall.core.image.merge import Merged
+from tierfall.core.image.merge import MergedHeader
 from tierfall.core.image.tree import (
     MapNode,
     ModuleNode,
@@ -49,18 +49,20 @@ class Leaf:
     value: object = None
 
 
-class Entries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
     """DCP's table of a checkpoint. Its objects are made when they are asked for, one at a time.
 
     Where ``merged`` may lack values that other ranks have alone, ``of_all`` merges the headers of all ranks: it is
     called once, when something else is asked for, or everything. ``merged`` and ``leaves`` are of these then.
     """
 
-    def __init__(self, merged: Merged, of_all: Callable[[], Merged] | None = None) -> None:
+    def __init__(
+        self, merged: MergedHeader, of_all: Callable[[], MergedHeader] | None = None
+    ) -> None:
         self._of_all = of_all
         self._take(merged)
 
-    def _take(self, merged: Merged) -> None:
+    def _take(self, merged: MergedHeader) -> None:
         self.merged = merged
         self.leaves: dict[str, Leaf] = {}
         for leaf in _Names(merged).below(merged.header.tree, ()):
@@ -114,7 +116,7 @@ class Entries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
 class Paths(Mapping[str, Path]):
     """Where each name stands in the nested state, as DCP's planners keep it."""
 
-    def __init__(self, entries: Entries) -> None:
+    def __init__(self, entries: DcpEntries) -> None:
         self._entries = entries
 
     def __getitem__(self, name: str) -> Path:
@@ -130,7 +132,7 @@ class Paths(Mapping[str, Path]):
 class _Names:
     """Walks the tree of a checkpoint."""
 
-    def __init__(self, merged: Merged) -> None:
+    def __init__(self, merged: MergedHeader) -> None:
         self._header = merged.header
         named = leaves(merged.header.tree, "", frozenset({MapNode}))
         self._modules = tuple(name for name, node in named if isinstance(node, ModuleNode))

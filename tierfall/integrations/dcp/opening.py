@@ -8,25 +8,25 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tierfall.core.copies.checkpoint_reader import Parts
-from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.copies.checkpoint_reader import CheckpointReader
+from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE
-from tierfall.core.format.catalog import KnownCheckpoint, Listing
-from tierfall.core.image.merge import Merged, merge_headers
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest
+from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.ranks.message_tree import Bodies
-from tierfall.core.restore.agreement import together
+from tierfall.core.restore.agreement import make_barrier
 from tierfall.core.restore.alternatives import step_instead
-from tierfall.core.restore.candidates import Request
+from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.reshard import Resize, merge_parts
-from tierfall.core.tensor_index.as_header import lay_over
+from tierfall.core.restore.reshard import ResizeRules, merge_parts
+from tierfall.core.tensor_index.as_header import merge_with_index
 from tierfall.core.tensor_index.index import Index
 from tierfall.core.tensor_index.store import named_index
 from tierfall.core.types import keys
 from tierfall.core.types.errors import NotSupportedError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.integrations.dcp.fqns import Entries
+from tierfall.integrations.dcp.fqns import DcpEntries
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.session.session import Session
 
@@ -34,16 +34,18 @@ logger = logging.getLogger("tierfall")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint whose headers were read."""
 
     checkpoint: KnownCheckpoint
-    parts: Parts
-    entries: Entries
+    parts: CheckpointReader
+    entries: DcpEntries
     world_size: int
 
 
-def open_checkpoint(ckpt: Checkpointer, request: Request, *, values_of: int | None) -> Opened:
+def open_checkpoint(
+    ckpt: Checkpointer, request: RestoreRequest, *, values_of: int | None
+) -> OpenedCheckpoint:
     """Open the newest checkpoint whose headers are good, the same on all ranks; ``values_of`` is the rank whose values
     count where another number of ranks saved.
 
@@ -52,13 +54,13 @@ def open_checkpoint(ckpt: Checkpointer, request: Request, *, values_of: int | No
     listings, tally = ckpt._session.list_now(), ckpt._session.tally()
     candidates = ckpt._restorer.candidates(listings, request, tally)
     ranks = ckpt._session.ranks
-    tell = together(ranks, timeout_s=ckpt._restorer.slower_s) if ranks.many else None
+    tell = make_barrier(ranks, timeout_s=ckpt._restorer.slower_s) if ranks.many else None
 
     def instead() -> str:
         return step_instead(candidates, listings, request, ckpt._restorer.opener(), ranks.shard)
 
     for checkpoint in candidates:
-        opened: Opened | None = None
+        opened: OpenedCheckpoint | None = None
         error: Exception | None = None
         parts = _parts(ckpt, checkpoint, listings, request, tally)
         try:
@@ -89,12 +91,12 @@ def hold(ckpt: Checkpointer, id: CheckpointId, *, owner: object) -> Callable[[],
     ``owner`` does."""
     session = ckpt._session
     session.ask(lambda: session.coordinator.ledger.reading.update([id]))
-    let_go = weakref.finalize(owner, _let_go, session, id)
+    let_go = weakref.finalize(owner, _release, session, id)
     let_go.atexit = False
     return let_go
 
 
-def _let_go(session: Session, id: CheckpointId) -> None:
+def _release(session: Session, id: CheckpointId) -> None:
     coordinator = session.coordinator
 
     def end() -> None:
@@ -104,7 +106,7 @@ def _let_go(session: Session, id: CheckpointId) -> None:
     session.tell(end)
 
 
-def _judge(error: Exception, checkpoint: KnownCheckpoint, request: Request) -> Exception:
+def _judge(error: Exception, checkpoint: KnownCheckpoint, request: RestoreRequest) -> Exception:
     """Return what ends the load where a copy is out of reach for now: it is not passed over as a damaged one is."""
     if isinstance(error, LostError) or not (isinstance(error, PASSABLE) and error.retryable):
         return error
@@ -119,10 +121,10 @@ def _judge(error: Exception, checkpoint: KnownCheckpoint, request: Request) -> E
 def _parts(
     ckpt: Checkpointer,
     checkpoint: KnownCheckpoint,
-    listings: Sequence[Listing],
-    request: Request,
-    tally: Tally,
-) -> Parts:
+    listings: Sequence[ListRequest],
+    request: RestoreRequest,
+    tally: ReadTally,
+) -> CheckpointReader:
     """The images of a checkpoint: exchanged between the ranks, where they can be, as by ``Checkpointer.restore``."""
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     tiers = [tier for tier in held if request.tier in (None, tier)]
@@ -136,27 +138,29 @@ def _parts(
         None,
         ckpt._restorer.nowhere,
     )
-    return Parts(*made) if exchange is None else exchange.parts(*made)
+    return CheckpointReader(*made) if exchange is None else exchange.parts(*made)
 
 
-def _open(ckpt: Checkpointer, parts: Parts, values_of: int | None) -> Opened:
+def _open(ckpt: Checkpointer, parts: CheckpointReader, values_of: int | None) -> OpenedCheckpoint:
     shard = ckpt._session.ranks.shard
     world_size = parts.world_size(shard.world_size)
     own = shard.rank if world_size == shard.world_size else values_of
-    entries: Entries | None = None
+    entries: DcpEntries | None = None
     if own is not None and world_size > 1:
         entries = _by_index(ckpt, parts, Shard(own, world_size))
     if entries is None:
-        entries = Entries(merge_parts(parts, world_size, shard.rank, Resize(values_of=own)))
-    return Opened(checkpoint=parts.checkpoint, parts=parts, entries=entries, world_size=world_size)
+        entries = DcpEntries(merge_parts(parts, world_size, shard.rank, ResizeRules(values_of=own)))
+    return OpenedCheckpoint(
+        checkpoint=parts.checkpoint, parts=parts, entries=entries, world_size=world_size
+    )
 
 
-def _by_index(ckpt: Checkpointer, parts: Parts, own: Shard) -> Entries | None:
+def _by_index(ckpt: Checkpointer, parts: CheckpointReader, own: Shard) -> DcpEntries | None:
     """Describe a checkpoint by the header of one rank's image and the merged index; None unless all ranks can.
 
     Where a name is asked for that these do not have, this rank reads the headers of all by itself.
     """
-    merged: Merged | None = None
+    merged: MergedHeader | None = None
     what = f"{parts.checkpoint.id} of {own.world_size} ranks"
     ours = ckpt._session.ranks.shard
     try:
@@ -164,7 +168,7 @@ def _by_index(ckpt: Checkpointer, parts: Parts, own: Shard) -> Entries | None:
             # between them the ranks see that all images are there
             for rank in range(ours.rank, own.world_size, ours.world_size):
                 parts.find(Shard(rank, own.world_size))
-            merged = lay_over(parts.header_here(own), own.rank, index, what=what)
+            merged = merge_with_index(parts.header_here(own), own.rank, index, what=what)
     except (*PASSABLE, NotSupportedError) as error:
         logger.warning("dcp.load: the headers of all ranks are read: %s", error)
     slower_s = ckpt._restorer.slower_s
@@ -173,17 +177,17 @@ def _by_index(ckpt: Checkpointer, parts: Parts, own: Shard) -> Entries | None:
         return None
     assert merged is not None, "all have it"
 
-    def of_all() -> Merged:
+    def of_all() -> MergedHeader:
         return merge_headers(parts.headers_here(own.world_size), what=what, own=own.rank)
 
-    return Entries(merged, of_all)
+    return DcpEntries(merged, of_all)
 
 
 def _all_have_it(bodies: Bodies) -> bool:
     return all(bodies.values())
 
 
-def _read_index(ckpt: Checkpointer, parts: Parts) -> Index | None:
+def _read_index(ckpt: Checkpointer, parts: CheckpointReader) -> Index | None:
     """Read the index from the first tier that has it."""
     for tier in parts.tiers:
         commit, store = parts.checkpoint.copies[tier].commit, ckpt._session.stores.get(tier)

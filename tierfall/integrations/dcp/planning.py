@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from tierfall.core.state.item import item
 from tierfall.core.state.walk import is_stateful
-from tierfall.core.tensors.dtensor import Blocks, Branch, Piece
+from tierfall.core.tensors.dtensor import Branch, LocalBlocks, TensorPiece
 from tierfall.core.types.errors import CaptureError, ConfigError, FlushError
 
 Path = tuple[str | int, ...]
@@ -80,7 +80,7 @@ def planned_state(plan: SavePlan, planner: SavePlanner) -> Branch:
             f"dcp.save: TierWriter takes planners that extend DefaultSavePlanner, not {type(planner).__qualname__}: it "
             "asks them for Python values before they are pickled"
         )
-    blocks: dict[str, list[tuple[torch.Tensor, Piece | None]]] = {}
+    blocks: dict[str, list[tuple[torch.Tensor, TensorPiece | None]]] = {}
     values: dict[str, object] = {}
     for write in plan.items:
         if write.type is WriteItemType.BYTE_IO:
@@ -96,13 +96,15 @@ def planned_state(plan: SavePlan, planner: SavePlanner) -> Branch:
     return nest(leaves, planner.mappings)
 
 
-def _as_leaf(blocks: list[tuple[torch.Tensor, Piece | None]]) -> object:
+def _as_leaf(blocks: list[tuple[torch.Tensor, TensorPiece | None]]) -> object:
     """What lies on a device is read in the order of this thread's work there, at once but without a second copy."""
     on_host = all(tensor.is_cpu for tensor, _ in blocks)
-    return item(Blocks(tuple(blocks)), changes="anytime" if on_host else "on_step")
+    return item(LocalBlocks(tuple(blocks)), changes="anytime" if on_host else "on_step")
 
 
-def _block(write: WriteItem, planner: DefaultSavePlanner) -> tuple[torch.Tensor, Piece | None]:
+def _block(
+    write: WriteItem, planner: DefaultSavePlanner
+) -> tuple[torch.Tensor, TensorPiece | None]:
     name, said = write.index.fqn, write.tensor_data
     tensor = planner.resolve_data(write)
     if not isinstance(tensor, torch.Tensor) or said is None:
@@ -117,7 +119,7 @@ def _block(write: WriteItem, planner: DefaultSavePlanner) -> tuple[torch.Tensor,
     if write.type is WriteItemType.TENSOR:
         return tensor, None
     place = (said.size, said.chunk.offsets, said.chunk.sizes)
-    return tensor, Piece(*map(tuple, place))
+    return tensor, TensorPiece(*map(tuple, place))
 
 
 def is_tensor(held: object) -> bool:

@@ -18,15 +18,15 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tierfall.core.image.tree import ConflictNode, TensorNode
-from tierfall.core.load.build import CPU, Builder, Want
-from tierfall.core.restore.candidates import Request
+from tierfall.core.load.build import CPU, BlockTarget, Builder
+from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import plan_reads
 from tierfall.core.restore.restore import HALF_FILLED
 from tierfall.core.tensors.tensors import as_bytes
 from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.integrations.dcp.fqns import Leaf, Paths
-from tierfall.integrations.dcp.opening import Opened, hold, open_checkpoint
+from tierfall.integrations.dcp.opening import OpenedCheckpoint, hold, open_checkpoint
 from tierfall.run.checkpointer import Checkpointer
 
 
@@ -53,7 +53,7 @@ class TierReader(StorageReader):
         self._asked = (step, attempt, tier)
         self._values_of = values_of
         self._resume = resume
-        self._opened: Opened | None = None
+        self._opened: OpenedCheckpoint | None = None
         self._let_go: Callable[[], object] = bool
 
     # What DCP calls ----------------------------------------------------------------------------------
@@ -122,10 +122,10 @@ class TierReader(StorageReader):
 
     # The run goes on ---------------------------------------------------------------------------------
 
-    def _request(self) -> Request:
+    def _request(self) -> RestoreRequest:
         step, attempt, tier = self._asked
         asked = self._ckpt._restorer.request(step, attempt, tier, "raise")
-        return Request(
+        return RestoreRequest(
             step=asked.step,
             attempt=asked.attempt,
             tier=asked.tier,
@@ -177,12 +177,12 @@ def _read_by_all(bodies: Mapping[int, Any]) -> dict[str, Any]:
 class _Reads:
     """Carries out one rank's plan."""
 
-    def __init__(self, opened: Opened, planner: LoadPlanner) -> None:
+    def __init__(self, opened: OpenedCheckpoint, planner: LoadPlanner) -> None:
         self._opened = opened
         self._entries = opened.entries
         self._planner = planner
         self._builder = Builder(opened.entries.merged.header)
-        self._wants: list[Want] = []
+        self._wants: list[BlockTarget] = []
         self._after: list[Callable[[], None]] = []
 
     def carry_out(self, plan: LoadPlan) -> None:
@@ -220,7 +220,7 @@ class _Reads:
             flat = torch.empty(count, dtype=torch.uint8)
             source = flat.view(stored.dtype).view(lengths)
             self._after.append(lambda: _copy(target, source))
-        self._wants.append(Want(slot=node.slot, target=flat, offset=offset, lengths=lengths))
+        self._wants.append(BlockTarget(slot=node.slot, target=flat, offset=offset, lengths=lengths))
         self._after.append(lambda: self._planner.commit_tensor(item, given))
 
     def _value(self, item: ReadItem) -> None:

@@ -18,8 +18,8 @@ from tierfall.core.capture.barrier import place_of
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.state.item import item
 from tierfall.core.state.view import StateView
-from tierfall.core.state.walk import describe
-from tierfall.core.state.walk_cache import Recall
+from tierfall.core.state.walk import walk_state
+from tierfall.core.state.walk_cache import WalkCache
 from tierfall.integrations.dcp import planning
 from tierfall.integrations.dcp.staged import Staged
 from tierfall.integrations.dcp.writer import TierWriter, next_writer
@@ -57,9 +57,9 @@ class LazyStager(AsyncStager):
     ) -> Staged:
         memory = self._ckpt._capturer.barrier.memory()
 
-        def described(recall: Recall) -> StateView:
+        def described(recall: WalkCache) -> StateView:
             leaves = {name: _leaf(name, value, memory) for name, value in flat.items()}
-            return describe(planning.nest(leaves, paths), with_random=False)
+            return walk_state(planning.nest(leaves, paths), with_random=False)
 
         tensors = {n: (t.dtype, t.shape) for n, t in flat.items() if isinstance(t, torch.Tensor)}
         begun: SaveHandle | Exception

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.state.walk import describe
+from tierfall.core.state.walk import walk_state
 from tierfall.core.types.errors import ConfigError
-from tierfall.integrations.dcp.direct import DirectWriter, orders_of
+from tierfall.integrations.dcp.direct import DirectWriter, direct_write
 from tierfall.integrations.dcp.planning import count_outcomes, planned_state, results_of
 from tierfall.integrations.dcp.staged import Staged
 from tierfall.run.checkpointer import Checkpointer
@@ -116,7 +116,7 @@ class TierWriter(StorageWriter):
     def _save(self, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
         return self._ckpt._save(
             self.step,
-            lambda recall: describe(planned_state(plan, planner), with_random=False),
+            lambda recall: walk_state(planned_state(plan, planner), with_random=False),
             metrics=self._metrics,
             tags=self._tags,
             may_be_lazy=False,
@@ -150,7 +150,7 @@ class TierWriter(StorageWriter):
                 "is captured in this one"
             )
         self._take()
-        orders = orders_of(self._ckpt, self.step, metrics=self._metrics, tags=self._tags)
+        orders = direct_write(self._ckpt, self.step, metrics=self._metrics, tags=self._tags)
         return DirectWriter, (orders,)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.config import Config
-from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.format.catalog import ListRequest, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.types.errors import FencedError, IntegrityError
 from tierfall.core.types.units import format_size
@@ -22,7 +22,7 @@ from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.ops.commands import POLL_S, Progress, Watch, check_folders, unread, view_of
 from tierfall.ops.drain.shards import PartsDrain, drain_parts
 from tierfall.ops.local_memory import LocalMemory
-from tierfall.session.drain_forecast import Foretold
+from tierfall.session.drain_forecast import ForecastLog
 from tierfall.session.requests import must_keep_memory
 from tierfall.session.session import Session
 from tierfall.setup.attempts import attempt_of, ids_by_commits, newest_attempt
@@ -32,7 +32,7 @@ from tierfall.tiers.stored import StoredTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owed:
+class OwedCopy:
     """A copy that a tier is to get."""
 
     checkpoint: CheckpointId
@@ -44,11 +44,11 @@ class Owed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drained:
+class DrainResult:
     """What a drain made durable, what is left and why, and whether images stay in memory."""
 
-    done: tuple[Owed, ...]
-    left: tuple[Owed, ...]
+    done: tuple[OwedCopy, ...]
+    left: tuple[OwedCopy, ...]
     problems: tuple[str, ...]
     memory_kept: bool
     seconds: float
@@ -59,7 +59,7 @@ def drain(
     deadline_s: float | None,
     watch: Watch = lambda done, total: None,
     tell: Callable[[str], None] = lambda line: None,
-) -> Drained:
+) -> DrainResult:
     """Flush what host memory holds, for ``deadline_s`` seconds at most; ``watch`` is told bytes moved and bytes in all.
 
     With a deadline, what is most valuable goes first, and what cannot arrive in time is not begun. ``tell`` is given
@@ -80,7 +80,7 @@ def drain(
         images = session.host.images()
         if not images:  # whoever owned the run a moment ago has flushed them
             session.abandon()
-            return Drained(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
+            return DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
         newest = max(images.values(), key=_order)
         session.attempt = writer_of(newest, session.listings, session.stores, session.host.path)
         planned = _plan(session)
@@ -107,7 +107,7 @@ def drain(
         f"tier {name} could not be read: {error}"
         for name, error in unread(session.listings).items()
     ]
-    return Drained(
+    return DrainResult(
         done=tuple(owed for owed in planned if owed in done),
         left=tuple(owed for owed in planned if owed not in done),
         problems=tuple(problems),
@@ -123,7 +123,7 @@ def _drain_parts(
     watch: Watch,
     tell: Callable[[str], None],
     began: float,
-) -> Drained:
+) -> DrainResult:
     """Do it for the memory of several ranks."""
     stores, errors = open_stores(config, config.run)
     try:
@@ -132,7 +132,7 @@ def _drain_parts(
             *(
                 stores[tier.name].list()
                 if tier.name in stores
-                else Listing(tier=tier.name, error=errors[tier.name])
+                else ListRequest(tier=tier.name, error=errors[tier.name])
                 for tier in config.stored
             ),
         )
@@ -160,9 +160,11 @@ def _drain_parts(
     finally:
         for store in stores.values():
             store.close()
-    owed = {copy: Owed(checkpoint=copy[0], tier=copy[1], bytes=sizes[copy[0]]) for copy in planned}
+    owed = {
+        copy: OwedCopy(checkpoint=copy[0], tier=copy[1], bytes=sizes[copy[0]]) for copy in planned
+    }
     silent = [f"tier {name} could not be read: {error}" for name, error in unread(listings).items()]
-    return Drained(
+    return DrainResult(
         done=tuple(owed[copy] for copy in planned if copy in drain.done),
         left=tuple(owed[copy] for copy in planned if copy not in drain.done),
         problems=(*drain.problems, *silent),
@@ -177,7 +179,7 @@ def _order(image: HeldImage) -> tuple[int, int]:
 
 
 def writer_of(
-    newest: HeldImage, listings: Sequence[Listing], stores: Mapping[str, StoredTier], path: Path
+    newest: HeldImage, listings: Sequence[ListRequest], stores: Mapping[str, StoredTier], path: Path
 ) -> Attempt:
     """Return the attempt that left the newest image, to write on its behalf, unless another came after it.
 
@@ -222,12 +224,12 @@ def _is_dead(attempt: Attempt) -> bool:
     return False
 
 
-def _plan(session: Session) -> tuple[Owed, ...]:
+def _plan(session: Session) -> tuple[OwedCopy, ...]:
     """Name every copy that is owed, oldest first, also to a tier that does not answer."""
     return _owed(session.config, session.listings)
 
 
-def known_owed(config: Config, listings: Sequence[Listing]) -> tuple[Owed, ...]:
+def known_owed(config: Config, listings: Sequence[ListRequest]) -> tuple[OwedCopy, ...]:
     """Name every copy that is owed to a tier that could be read, oldest first.
 
     What the other tiers wait for is not known: they may have it.
@@ -236,10 +238,10 @@ def known_owed(config: Config, listings: Sequence[Listing]) -> tuple[Owed, ...]:
     return tuple(owed for owed in _owed(config, listings) if owed.tier not in silent)
 
 
-def _owed(config: Config, listings: Sequence[Listing]) -> tuple[Owed, ...]:
+def _owed(config: Config, listings: Sequence[ListRequest]) -> tuple[OwedCopy, ...]:
     view = view_of(config, merge(listings))
     return tuple(
-        Owed(checkpoint=c.id, tier=tier, bytes=max(copy.bytes for copy in c.copies.values()))
+        OwedCopy(checkpoint=c.id, tier=tier, bytes=max(copy.bytes for copy in c.copies.values()))
         for c in view.checkpoints
         for tier in sorted(c.owed)
     )
@@ -247,13 +249,13 @@ def _owed(config: Config, listings: Sequence[Listing]) -> tuple[Owed, ...]:
 
 def _wait(
     session: Session,
-    planned: tuple[Owed, ...],
+    planned: tuple[OwedCopy, ...],
     ends_s: float | None,
     watch: Watch,
     tell: Callable[[str], None],
 ) -> None:
     total = sum(owed.bytes for owed in planned)
-    forecast = Foretold(tell)
+    forecast = ForecastLog(tell)
     if ends_s is not None:
         forecast.say(session.ask(lambda: session.coordinator.draining.plan), first=True)
     while True:
@@ -270,7 +272,7 @@ def _moved(session: Session) -> int:
     return sum(count for lane in lanes for count in lane.edge_bytes.values())
 
 
-def _committed(session: Session, planned: tuple[Owed, ...]) -> set[Owed]:
+def _committed(session: Session, planned: tuple[OwedCopy, ...]) -> set[OwedCopy]:
     """Which of the planned copies arrived: retention may have dropped one since, and only one that was given up or set
     aside is missing."""
     coordinator = session.coordinator

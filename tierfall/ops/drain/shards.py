@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tierfall.config import Config, FileTier, ObjectTier
+from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.config.sections import OnClose
 from tierfall.core.copies.shard_reader import image_opener
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge
 from tierfall.core.format.commit_files import document_file, plain, shards_of
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Attempt, Commit, Manifest, Mark, NamedFile, read_manifest
@@ -29,15 +29,15 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.ops.commands import unread, view_of
-from tierfall.ops.drain.turns import DrainTurns
+from tierfall.ops.drain.turns import DrainOrder
 from tierfall.ops.local_memory import LocalMemory, Parts
-from tierfall.ops.write_copy import Origin, leave_index, origin, write_parts
+from tierfall.ops.write_copy import CheckpointSource, leave_index, origin, write_parts
 from tierfall.policies.defaults import plan_eviction
 from tierfall.setup.tiers import lane_limits
 from tierfall.tiers.stored import StoredTier
 
 POLL_S = 0.2
-Tier = FileTier | ObjectTier
+Tier = FileTierConfig | ObjectTierConfig
 
 
 class OutOfTimeError(TierfallError):
@@ -51,7 +51,7 @@ class PartsDrain:
     config: Config
     memory: LocalMemory
     stores: Mapping[str, StoredTier]
-    listings: tuple[Listing, ...]
+    listings: tuple[ListRequest, ...]
     attempt: Attempt
     ends_s: float | None
     on_bytes: Callable[[int], None]
@@ -60,11 +60,11 @@ class PartsDrain:
     brought: list[tuple[CheckpointId, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     parts: Parts = field(init=False)
-    turns: DrainTurns = field(init=False)
+    turns: DrainOrder = field(init=False)
 
     def __post_init__(self) -> None:
         self.parts = self.memory.parts()
-        self.turns = DrainTurns(self.config, self.listings, self.ends_s, self.tell)
+        self.turns = DrainOrder(self.config, self.listings, self.ends_s, self.tell)
 
     # What is to be done ----------------------------------------------------------------------------
 
@@ -143,7 +143,9 @@ class PartsDrain:
                 found.setdefault(shard, named.digest if named else None)
         return sorted(found.items(), key=lambda item: item[0].rank)
 
-    def _origin(self, known: KnownCheckpoint, shards: Sequence[Shard], *, without: str) -> Origin:
+    def _origin(
+        self, known: KnownCheckpoint, shards: Sequence[Shard], *, without: str
+    ) -> CheckpointSource:
         tiers = [x.tier for x in self.listings if x.tier in known.copies and x.tier != without]
         regions = {(id, s): held.region for id, of in self.parts.items() for s, held in of.items()}
         return origin(
@@ -205,7 +207,7 @@ class PartsDrain:
         Raises IntegrityError, which says what to set, where neither does.
         """
         tier = next(t for t in self.config.stored if t.name == name)
-        if isinstance(tier, ObjectTier):
+        if isinstance(tier, ObjectTierConfig):
             return True
         if tier.shared is not None:
             return tier.shared

@@ -9,32 +9,32 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from tierfall.config import Config
-from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.format.catalog import ListRequest, merge
 from tierfall.core.scheduler.flush.throughput import Throughput
 from tierfall.core.types.drain_outlook import DrainDecision
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.commands import unread, view_of
 from tierfall.policies.drain import plan_drain
-from tierfall.session.drain_forecast import Foretold
+from tierfall.session.drain_forecast import ForecastLog
 
 Copy = tuple[CheckpointId, str]
 
 
-class DrainTurns:
+class DrainOrder:
     """See the module. Without a deadline (``ends_s``, of the monotonic clock) the order stays as it is; ``tell`` is
     given the forecast."""
 
     def __init__(
         self,
         config: Config,
-        listings: Sequence[Listing],
+        listings: Sequence[ListRequest],
         ends_s: float | None,
         tell: Callable[[str], None],
     ) -> None:
         self._config = config
         self._listings = listings
         self._ends_s = ends_s
-        self._forecast = Foretold(tell)
+        self._forecast = ForecastLog(tell)
         self._brought: defaultdict[str, Throughput] = defaultdict(Throughput)
 
     def note(self, tier: str, count: int, seconds: float) -> None:
