@@ -10,7 +10,7 @@ SEEDS ?= 3000
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: help demo test lint types check bench simulate torture clean
+.PHONY: help demo test lint types check bench simulate torture docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make bench    run the benchmarks, beside other checkpointing systems"
 	@echo "make simulate live through weeks of training on a virtual clock (long)"
 	@echo "make torture  kill and break saves until something gives (long)"
+	@echo "make docs     build the documents with the reference of every public name into site/"
 	@echo "make clean    remove .venv and caches"
 
 demo: .venv/.installed
@@ -47,8 +48,19 @@ simulate: .venv/.installed-dev
 torture: .venv/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m torture
 
+# The pages link to each other as they stand in the repository: all of them are built from one copy.
+docs: .venv/.installed-docs
+	rm -rf build/docs && mkdir -p build/docs
+	cp -r *.md docs examples build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist tierfall.egg-info
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site tierfall.egg-info
+
+# For make docs alone: the tests need none of it.
+.venv/.installed-docs: .venv/.installed requirements-docs.txt
+	$(PIP) -r requirements-docs.txt
+	@touch $@
 
 .venv/.made:
 	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info[:2] <= (3, 13); \

@@ -13,7 +13,7 @@ import torch
 from tierfall.config import Config, load_config
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
-from tierfall.core.format.catalog import ListRequest
+from tierfall.core.format.catalog import Listing
 from tierfall.core.load.load import plan_load
 from tierfall.core.restore.reshard import ResizeRules
 from tierfall.core.restore.restore import RestoreRequest, restore
@@ -145,7 +145,7 @@ def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path) -> Re
 
 
 def _load(
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     request: RestoreRequest,
     open_image: OpenImage,
     map_location: str | torch.device,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierfall.core.format.catalog import FoundCopy, ListRequest
+from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.records import Commit, read_commit, read_mark
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -165,7 +165,7 @@ class HostTier:
                 marks.add(mark)
         return HeldImage(region=region, commit=commit, marks=frozenset(marks))
 
-    def list(self) -> ListRequest:
+    def list(self) -> Listing:
         """Say what is sealed in memory."""
         images, damaged = self._examine()
         copies = [
@@ -178,7 +178,7 @@ class HostTier:
             )
             for id, held in images.items()
         ]
-        return ListRequest(
+        return Listing(
             tier=self.name,
             copies=tuple(sorted(copies, key=lambda c: c.id)),
             damaged=tuple(damaged),

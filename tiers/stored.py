@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from tierfall.core.format.catalog import FoundCopy, ListRequest, StepFolderError, start_of
+from tierfall.core.format.catalog import FoundCopy, Listing, StepFolderError, start_of
 from tierfall.core.format.commit_files import damage_mark, without_index, wrong_files
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import (
@@ -121,14 +121,14 @@ class StoredTier:
 
     # What is there -------------------------------------------------------------------------------
 
-    def list(self) -> ListRequest:
+    def list(self) -> Listing:
         """Read all that this tier holds of the run, or report the error that kept it from answering."""
         try:
             return self._list()
         except TierfallError as error:
-            return ListRequest(tier=self.name, error=error)
+            return Listing(tier=self.name, error=error)
 
-    def _list(self) -> ListRequest:
+    def _list(self) -> Listing:
         self._marks.begin()  # before the listing: what changes later is noticed
         folders, attempts, starts = self._scan()
         records = self._commits.find(
@@ -149,7 +149,7 @@ class StoredTier:
             copies = [self._with_damage(c, again[c.id]) for c in copies if c.id in again]
             folders = {**folders, **again}
         copies = [self._as_marked(copy, folders[copy.id]) for copy in copies]
-        return ListRequest(
+        return Listing(
             tier=self.name,
             copies=tuple(sorted(copies, key=lambda c: c.id)),
             unfinished={

@@ -58,7 +58,7 @@ class FoundCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListRequest:
+class Listing:
     """All that one tier answered. ``unfinished`` are step folders without a commit record, with their bytes;
     ``starts`` say how attempts began that have committed something there, though it may be gone; ``damaged`` is what
     could not even be told apart, as in memory that was overwritten."""
@@ -129,7 +129,7 @@ class KnownCheckpoint:
         return keys.TOMBSTONE_MARK in self.marks
 
 
-def merge(listings: Iterable[ListRequest]) -> tuple[KnownCheckpoint, ...]:
+def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
     """Bring listings together, oldest checkpoint first."""
     listings = tuple(listings)
     starts = starts_in(listings)
@@ -165,7 +165,7 @@ def start_of(commit: Commit) -> AttemptStart:
 
 
 def starts_in(
-    listings: Iterable[ListRequest], whole: Collection[CheckpointId] | None = None
+    listings: Iterable[Listing], whole: Collection[CheckpointId] | None = None
 ) -> tuple[AttemptStart, ...]:
     """Say how every attempt began that has committed something, as far as these tiers know; of those that share a
     number, all but one are passed over. Copies count of what is ``whole`` alone, where that is given."""
@@ -180,7 +180,7 @@ def starts_in(
     return resolve(starts, saved)
 
 
-def next_attempt(listings: Sequence[ListRequest], own: Attempt | None = None) -> int:
+def next_attempt(listings: Sequence[Listing], own: Attempt | None = None) -> int:
     """Return an attempt's number above any that these tiers know, and above that of this process (``own``); where a
     tier could not be asked, above any that it may know, so that what is saved now comes after all that lies there."""
     saved = [

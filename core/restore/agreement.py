@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, ListRequest, merge
+from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge
 from tierfall.core.format.commit_files import named_shards
 from tierfall.core.format.records import Commit, read_commit
 from tierfall.core.ranks.ranks import Ranks
@@ -35,12 +35,12 @@ _NAMED_MAX = 8
 
 def agree_to_restore(
     ranks: Ranks,
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     request: RestoreRequest,
     *,
     mine: Sequence[str],
     tally: ReadTally,
-    look_again: Callable[[], Sequence[ListRequest]] | None = None,
+    look_again: Callable[[], Sequence[Listing]] | None = None,
     timeout_s: float | None = None,
 ) -> list[KnownCheckpoint]:
     """Return what all ranks may restore, newest first, the same on all; nothing where there is truly nothing.
@@ -187,7 +187,7 @@ def _check_same_request(requests: Mapping[int, dict[str, Any]]) -> None:
             )
 
 
-def _keep_agreed(lives: Mapping[CheckpointId, str], listing: ListRequest) -> ListRequest:
+def _keep_agreed(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing:
     """Take what only shares its name with what was agreed on for damage: its shards are not of one checkpoint."""
 
     def held(copy: FoundCopy) -> FoundCopy:
@@ -243,12 +243,12 @@ def choose_candidates(
     }
 
 
-def _without(ids: Collection[CheckpointId], listing: ListRequest) -> ListRequest:
+def _without(ids: Collection[CheckpointId], listing: Listing) -> Listing:
     return replace(listing, copies=tuple(copy for copy in listing.copies if copy.id not in ids))
 
 
 def complete(
-    listings: Iterable[ListRequest],
+    listings: Iterable[Listing],
 ) -> tuple[frozenset[CheckpointId], dict[CheckpointId, str]]:
     """Return the checkpoints of which every shard is on some tier, and what the other committed ones lack.
 
@@ -267,7 +267,7 @@ def complete(
     return frozenset(whole), lacking
 
 
-def whole_on(listing: ListRequest, id: CheckpointId) -> bool:
+def whole_on(listing: Listing, id: CheckpointId) -> bool:
     """Say whether every shard of a checkpoint is on one tier, as far as a look at it tells."""
     copy = listing.copy(id)
     if copy is None or copy.commit is None or copy.damage is not None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE, OpenImage, ShardReader, find_images
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.raw_files import are_files, refuse_files
 from tierfall.core.restore.candidates import RestoreRequest
@@ -20,7 +20,7 @@ from tierfall.core.types.values import Shard
 def states_only(
     make_plan: MakePlan,
     candidates: Iterable[KnownCheckpoint],
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     request: RestoreRequest,
     open_image: OpenImage,
     shard: Shard,
@@ -40,7 +40,7 @@ def states_only(
 
 def step_instead(
     candidates: Iterable[KnownCheckpoint],
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     request: RestoreRequest,
     open_image: OpenImage,
     shard: Shard,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, StepFolderError, merge
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, StepFolderError, merge
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CheckpointId
 
@@ -31,7 +31,7 @@ class RestoreRequest:
 
 
 def choose(
-    listings: Sequence[ListRequest], request: RestoreRequest, tally: ReadTally
+    listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
 ) -> list[KnownCheckpoint]:
     """Return what may be restored, newest first; nothing where every tier answered and none holds a checkpoint.
 
@@ -46,7 +46,7 @@ def choose(
 
 
 def _check_all_were_read(
-    listings: Sequence[ListRequest], request: RestoreRequest, tally: ReadTally
+    listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
 ) -> None:
     """Refuse to take "could not look" for "nothing there"."""
     for listing in listings:
@@ -71,7 +71,7 @@ def _check_all_were_read(
         ) from listing.error
 
 
-def _found_elsewhere(listings: Sequence[ListRequest], request: RestoreRequest) -> bool:
+def _found_elsewhere(listings: Sequence[Listing], request: RestoreRequest) -> bool:
     """A step that was asked for by name, and is there, needs no look at the other tiers."""
     return request.step is not None and any(
         copy.id.step == request.step
@@ -87,7 +87,7 @@ def _matches_request(checkpoint: CheckpointId, request: RestoreRequest) -> bool:
 
 
 def _candidates(
-    listings: Sequence[ListRequest], request: RestoreRequest, tally: ReadTally
+    listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
 ) -> list[KnownCheckpoint]:
     """Newest first: what the request allows, minus what was deleted or left behind."""
     candidates = []
@@ -108,9 +108,7 @@ def _candidates(
     return candidates
 
 
-def _check_nothing(
-    listings: Sequence[ListRequest], request: RestoreRequest, tally: ReadTally
-) -> None:
+def _check_nothing(listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally) -> None:
     """Raise RestoreError unless there is truly nothing: a request that fits none of what is there is no first start."""
     live = [c for c in merge(listings) if not c.tombstoned]
     damaged = any(listing.damaged for listing in listings)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tierfall.core.format.catalog import FoundCopy, ListRequest, of_one_lineage
+from tierfall.core.format.catalog import FoundCopy, Listing, of_one_lineage
 from tierfall.core.format.records import Commit, read_commit
 from tierfall.core.types import errors
 from tierfall.core.types.errors import (
@@ -23,7 +23,7 @@ from tierfall.core.types.lineage import AttemptStart, merge_starts
 from tierfall.core.types.values import CheckpointId, CopyState
 
 
-def describe(listings: Iterable[ListRequest], *, mine: Sequence[str]) -> dict[str, Any]:
+def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, Any]:
     """Return what the tiers named in ``mine`` hold, by tier, made of what JSON holds."""
     return {
         listing.tier: {
@@ -77,7 +77,7 @@ def read_starts(said: Iterable[list[Any]]) -> tuple[AttemptStart, ...]:
 
 def merge_ranks(
     described: Mapping[int, Mapping[str, Any]], order: Sequence[str]
-) -> tuple[ListRequest, ...]:
+) -> tuple[Listing, ...]:
     """Make one listing per tier, in ``order``, of what ranks have described.
 
     Records of one checkpoint, each of its own node, become one that names the shards of all. A tier that any rank could
@@ -89,9 +89,9 @@ def merge_ranks(
     )
 
 
-def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> ListRequest:
+def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> Listing:
     if not described:
-        return ListRequest(tier=tier, error=RanksError(f"no rank has looked at tier {tier}"))
+        return Listing(tier=tier, error=RanksError(f"no rank has looked at tier {tier}"))
     damaged: list[TierfallError] = []
     failures: list[TierfallError] = []
     starts: list[AttemptStart] = []
@@ -111,7 +111,7 @@ def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> ListRe
         )
         copies.append(copy)
         damaged += lost
-    return ListRequest(
+    return Listing(
         tier=tier,
         copies=tuple(copies),
         starts=tuple(merge_starts(starts).values()),

@@ -14,7 +14,7 @@ from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import NOWHERE, PASSABLE, OpenImage
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.exchange.exchange import Exchange
@@ -76,7 +76,7 @@ Together = Callable[[KnownCheckpoint, BaseException | None], RankFailure | None]
 
 
 def restore(
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     request: RestoreRequest,
     *,
     open_image: OpenImage,
@@ -115,7 +115,7 @@ def restore(
 
 def fill_first(
     candidates: Sequence[KnownCheckpoint],
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     request: RestoreRequest,
     tally: ReadTally,
     *,
@@ -302,7 +302,7 @@ def _half_written(touched: bool) -> str:
 
 
 def _tiers(
-    checkpoint: KnownCheckpoint, request: RestoreRequest, listings: Sequence[ListRequest]
+    checkpoint: KnownCheckpoint, request: RestoreRequest, listings: Sequence[Listing]
 ) -> list[str]:
     """Name the tiers that a checkpoint may be read from, fastest first; after them those whose copy lacks files."""
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]

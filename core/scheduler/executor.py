@@ -21,7 +21,7 @@ from tierfall.core.copies.images import (
     checked_manifest,
     unpacked,
 )
-from tierfall.core.format.catalog import FoundCopy, ListRequest
+from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import files_of, shards_of
 from tierfall.core.format.records import (
     Attempt,
@@ -70,7 +70,7 @@ logger = logging.getLogger("tierfall")
 class TaskStore(ReadableStore, WritableStore, Protocol):
     """A stored tier, as workers use it. All methods block."""
 
-    def list(self) -> ListRequest: ...
+    def list(self) -> Listing: ...
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
 

@@ -1,8 +1,7 @@
 """What a module tells about its state_dict: which keys are parameters, and their names without wrappers.
 
-DDP, DataParallel, compiled modules and torch's activation checkpointing put a prefix before each name in what they
-wrap. It is taken off where a module of that type stands, at any depth; a child that happens to be called ``module``
-keeps its name.
+DDP, DataParallel, compiled modules and torch's activation checkpointing prefix each name in what they wrap. The prefix
+is taken off by the module's type, at any depth; a child that happens to be called ``module`` keeps its name.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ _TREE_MODULES_MAX = 1 << 20
 
 @dataclass(slots=True)
 class ModuleScan:
-    """One module's own view of its state_dict keys: what the keys mean, and their names without wrappers.
-
-    ``places`` are the modules in it, each with the prefix of its keys and what is left of that without wrappers.
-    """
+    """One module's own view of its state_dict keys: what they mean, and their names without wrappers. ``places`` are the
+    modules in it, each with the prefix of its keys and what is left of that without wrappers."""
 
     name: str
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tierfall.core.format.catalog import FoundCopy, ListRequest, merge, next_attempt, to_view
+from tierfall.core.format.catalog import FoundCopy, Listing, merge, next_attempt, to_view
 from tierfall.core.format.records import Attempt, Commit, Lineage, NamedFile
 from tierfall.core.types.errors import IntegrityError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
@@ -47,8 +47,8 @@ def copy(step: int, attempt: int = 1, **members: object) -> FoundCopy:
 def test_copies_of_one_checkpoint_on_several_tiers_are_one_checkpoint() -> None:
     known = merge(
         [
-            ListRequest(tier="nvme", copies=(copy(2), copy(3))),
-            ListRequest(tier="store", copies=(copy(2),)),
+            Listing(tier="nvme", copies=(copy(2), copy(3))),
+            Listing(tier="store", copies=(copy(2),)),
         ]
     )
     assert [c.id.step for c in known] == [2, 3]
@@ -58,9 +58,7 @@ def test_copies_of_one_checkpoint_on_several_tiers_are_one_checkpoint() -> None:
 
 def test_the_same_step_of_two_attempts_are_two_checkpoints() -> None:
     started = commit(3, 2, started_from=CheckpointId(2, 1))
-    known = merge(
-        [ListRequest(tier="nvme", copies=(copy(2), copy(3, 1), copy(3, 2, commit=started)))]
-    )
+    known = merge([Listing(tier="nvme", copies=(copy(2), copy(3, 1), copy(3, 2, commit=started)))])
     assert [(str(c.id), c.abandoned) for c in known] == [
         ("2@1", False),
         ("3@1", True),
@@ -71,8 +69,8 @@ def test_the_same_step_of_two_attempts_are_two_checkpoints() -> None:
 def test_marks_of_any_copy_count_for_the_checkpoint() -> None:
     known = merge(
         [
-            ListRequest(tier="nvme", copies=(copy(1, marks=frozenset({"tag-best"})),)),
-            ListRequest(tier="store", copies=(copy(1, marks=frozenset({"pin"})),)),
+            Listing(tier="nvme", copies=(copy(1, marks=frozenset({"tag-best"})),)),
+            Listing(tier="store", copies=(copy(1, marks=frozenset({"pin"})),)),
         ]
     )
     assert known[0].pinned
@@ -82,30 +80,28 @@ def test_marks_of_any_copy_count_for_the_checkpoint() -> None:
 
 def test_a_damaged_record_is_there_and_another_tier_tells_what_it_said() -> None:
     bad = copy(1, commit=None, damage=IntegrityError("digest"))
-    alone = merge([ListRequest(tier="nvme", copies=(bad,))])
+    alone = merge([Listing(tier="nvme", copies=(bad,))])
     assert alone[0].commit is None
-    both = merge(
-        [ListRequest(tier="nvme", copies=(bad,)), ListRequest(tier="store", copies=(copy(1),))]
-    )
+    both = merge([Listing(tier="nvme", copies=(bad,)), Listing(tier="store", copies=(copy(1),))])
     assert both[0].commit == commit(1)
     assert both[0].copies["nvme"].damage is not None
 
 
 def test_a_damaged_record_abandons_nothing() -> None:
     bad = copy(2, 2, commit=None, damage=IntegrityError("digest"))
-    known = merge([ListRequest(tier="nvme", copies=(copy(1), copy(3), bad))])
+    known = merge([Listing(tier="nvme", copies=(copy(1), copy(3), bad))])
     assert [c.abandoned for c in known] == [False, False, False]
 
 
 def test_a_tier_that_did_not_answer_adds_nothing_and_keeps_its_error() -> None:
-    silent = ListRequest(tier="store", error=UnreachableError("timeout"))
-    assert [c.id.step for c in merge([ListRequest(tier="nvme", copies=(copy(1),)), silent])] == [1]
+    silent = Listing(tier="store", error=UnreachableError("timeout"))
+    assert [c.id.step for c in merge([Listing(tier="nvme", copies=(copy(1),)), silent])] == [1]
     assert silent.error is not None
     assert silent.copy(CheckpointId(1, 1)) is None
 
 
 def test_a_listing_finds_its_copies() -> None:
-    listing = ListRequest(tier="nvme", copies=(copy(1), copy(2)))
+    listing = Listing(tier="nvme", copies=(copy(1), copy(2)))
     found = listing.copy(CheckpointId(2, 1))
     assert found is not None
     assert found.id.step == 2
@@ -116,8 +112,8 @@ def test_a_view_for_policies_holds_what_was_found_but_not_what_is_damaged() -> N
     bad = copy(2, commit=None, damage=IntegrityError("digest"))
     known = merge(
         [
-            ListRequest(tier="nvme", copies=(copy(1, marks=frozenset({"pin"})), bad)),
-            ListRequest(tier="store", copies=(copy(1),)),
+            Listing(tier="nvme", copies=(copy(1, marks=frozenset({"pin"})), bad)),
+            Listing(tier="store", copies=(copy(1),)),
         ]
     )
     view = to_view(RULES, known, wall_time_s=0.0, failing=frozenset({"store"}))
@@ -134,10 +130,8 @@ def test_a_copy_of_another_life_is_damage_and_its_marks_are_not_the_living_ones(
     new = replace(old, wall_time_s=2.0, line=replace(old.line, attempt_id="f" * 32))
     (known,) = merge(
         [
-            ListRequest(tier="nvme", copies=(copy(1, commit=new),)),
-            ListRequest(
-                tier="store", copies=(copy(1, commit=old, marks=frozenset({"tombstone"})),)
-            ),
+            Listing(tier="nvme", copies=(copy(1, commit=new),)),
+            Listing(tier="store", copies=(copy(1, commit=old, marks=frozenset({"tombstone"})),)),
         ]
     )
     assert known.commit == new
@@ -153,10 +147,10 @@ def test_of_copies_of_one_name_that_counts_which_the_run_went_on_from() -> None:
     went_on = commit(3, 2, started_from=CheckpointId(2, 1))
     known = merge(
         [
-            ListRequest(
+            Listing(
                 tier="nvme", copies=(copy(1), copy(2, commit=later), copy(3, 2, commit=went_on))
             ),
-            ListRequest(tier="store", copies=(copy(1, commit=foreign),)),
+            Listing(tier="store", copies=(copy(1, commit=foreign),)),
         ]
     )
     assert [(str(c.id), c.abandoned) for c in known] == [
@@ -168,8 +162,8 @@ def test_of_copies_of_one_name_that_counts_which_the_run_went_on_from() -> None:
 
 
 def test_the_next_attempt_is_above_all_that_a_tier_which_cannot_be_asked_may_know() -> None:
-    away = ListRequest(tier="store", error=UnreachableError("timeout"))
-    seen = ListRequest(tier="nvme", copies=(copy(2, 3),), attempts=(1, 3))
+    away = Listing(tier="store", error=UnreachableError("timeout"))
+    seen = Listing(tier="nvme", copies=(copy(2, 3),), attempts=(1, 3))
     assert next_attempt([seen]) == 4
     first = next_attempt([seen, away])
     assert first > 1000

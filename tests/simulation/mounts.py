@@ -14,7 +14,7 @@ from tests.simulation.weather import Outage
 from tests.simulation.world import World
 from tierfall.backends.memory import MemoryBackend
 from tierfall.config import Config
-from tierfall.core.format.catalog import ListRequest
+from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import read_tier
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
@@ -110,7 +110,7 @@ class MountedWorld(World):
     def _config(self) -> Config:
         return config_of(self.rules[1:], lambda tier: self._outage_of(tier).mounted)
 
-    def _look_at_all(self, unread: Iterable[str]) -> tuple[ListRequest, ...]:
+    def _look_at_all(self, unread: Iterable[str]) -> tuple[Listing, ...]:
         listings = super()._look_at_all(unread)
         self._identities = TierIdentities(
             self._config(), self.stores, cast(Path, self.machine), listings

@@ -39,7 +39,7 @@ from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.images import Image, RegionImage, StoredImage
 from tierfall.core.copies.shard_reader import PASSABLE, find_images
-from tierfall.core.format.catalog import FoundCopy, ListRequest, merge
+from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.documents import Spliced, dumps, sha256
 from tierfall.core.format.records import Attempt, Commit, Geometry, Lineage, Manifest, NamedFile
 from tierfall.core.ranks.message_tree import Bodies, Topic
@@ -139,7 +139,7 @@ class Rank:
         self.stores: dict[str, StoredTier] = {}
         self.errors: dict[str, TierfallError] = {}
         """The tiers that all ranks go on without, for as long as this process runs."""
-        self.listings: tuple[ListRequest, ...] = ()
+        self.listings: tuple[Listing, ...] = ()
         self.attempt: Attempt
         self._read_whole: tuple[str, ...] = ()
         self._found_damage: list[tuple[str, CheckpointId, TierfallError]] = []
@@ -191,7 +191,7 @@ class Rank:
             del self.stores[name]
             self.errors[name] = error = tiers[name]
             self.listings = tuple(
-                ListRequest(tier=name, error=error) if x.tier == name else x for x in self.listings
+                Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
             )
 
     def owns(self, tier: str) -> bool:
@@ -233,12 +233,12 @@ class Rank:
         self.attempt = attempt
         return True
 
-    def _in_memory(self, *memories: FakeMemory) -> ListRequest:
+    def _in_memory(self, *memories: FakeMemory) -> Listing:
         found: dict[CheckpointId, dict[str, FoundCopy]] = {}
         for id, image in [held for memory in memories for held in images_of(memory)]:
             copy = found_in(image.region)
             found.setdefault(id, {})[f"region {len(found.get(id, ()))}"] = copy
-        return ListRequest(
+        return Listing(
             tier="host", copies=tuple(unite_copies(copies)[0] for copies in found.values())
         )
 
@@ -284,7 +284,7 @@ class Rank:
             there = tier == "host" or self.stores[tier].holds(of)
             coordinator.found_damage(tier, of, str(error), repairable=there)
 
-    def start(self, start: Start, held: tuple[ListRequest, ...]) -> None:
+    def start(self, start: Start, held: tuple[Listing, ...]) -> None:
         """Build the ledger of what all ranks have their parts of, and begin."""
         listings = self.listings
         for store in self.stores.values():

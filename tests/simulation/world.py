@@ -22,7 +22,7 @@ from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.images import Image, StoredImage, checked_manifest, unpacked
-from tierfall.core.format.catalog import FoundCopy, ListRequest, merge, next_attempt
+from tierfall.core.format.catalog import FoundCopy, Listing, merge, next_attempt
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import Spliced, sha256
 from tierfall.core.format.records import (
@@ -300,7 +300,7 @@ class World:
         """Open the run as a new attempt, adopting what memory and disks hold; ``unread`` tiers cannot be listed."""
         listings = self._look_at_all(unread)
         held = images_of(self.memory)
-        in_memory = ListRequest(tier="host", copies=tuple(found_in(i.region) for _, i in held))
+        in_memory = Listing(tier="host", copies=tuple(found_in(i.region) for _, i in held))
         everything = (in_memory, *listings)
         self._take_number(next_attempt(everything))
         answered = [self.stores[x.tier] for x in listings if x.error is None]
@@ -337,9 +337,9 @@ class World:
         )
         self.coordinator.start()
 
-    def _look_at_all(self, unread: Iterable[str]) -> tuple[ListRequest, ...]:
+    def _look_at_all(self, unread: Iterable[str]) -> tuple[Listing, ...]:
         return tuple(
-            ListRequest(tier=store.name, error=UnreachableError("on purpose"))
+            Listing(tier=store.name, error=UnreachableError("on purpose"))
             if store.name in unread
             else settle(store, store.list())
             for store in self.stores.values()

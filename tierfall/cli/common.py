@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tierfall.config import Config, load_config
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types.errors import ConfigError, NotSupportedError, StepError, TierfallError
@@ -140,9 +140,7 @@ class CommandOutput:
             if line not in self.problems:
                 self.problem(line)
 
-    def note_no_folders(
-        self, listings: Iterable[ListRequest], named: tuple[int, int | None]
-    ) -> None:
+    def note_no_folders(self, listings: Iterable[Listing], named: tuple[int, int | None]) -> None:
         """Say what lies where the folder of the step that STEP names is to be."""
         for listing in listings:
             for error in listing.no_folders(*named):
@@ -182,7 +180,7 @@ def find_step(
 
 def find_on(
     answer: CommandOutput,
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     named: tuple[int, int | None],
     tier: str | None,
     *,

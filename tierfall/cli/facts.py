@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tierfall.core.copies.images import checked_manifest
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge, to_view
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
 from tierfall.core.format.records import Manifest
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types import keys
@@ -30,7 +30,7 @@ from tierfall.setup.tiers import tier_rules
 class RunFacts:
     """One look at all tiers of a run."""
 
-    listings: tuple[ListRequest, ...]
+    listings: tuple[Listing, ...]
     known: tuple[KnownCheckpoint, ...]
     view: View
     safety: View

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tierfall.cli.common import CommandOutput, code_of, find_on
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge, starts_in
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
 from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.commands import unread
@@ -17,7 +17,7 @@ from tierfall.ops.commands import unread
 
 def find_certain(
     answer: CommandOutput,
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     named: tuple[int, int | None],
     tier: str | None,
     *,
@@ -42,7 +42,7 @@ def find_certain(
     return found
 
 
-def may_be_newer(listings: Sequence[ListRequest], id: CheckpointId) -> bool:
+def may_be_newer(listings: Sequence[Listing], id: CheckpointId) -> bool:
     """Say whether a later attempt than a checkpoint's may have saved its step again: there was one, and it is not known
     to have begun at that step or above."""
     known = merge(listings)
@@ -54,7 +54,7 @@ def may_be_newer(listings: Sequence[ListRequest], id: CheckpointId) -> bool:
 
 @contextmanager
 def naming_unread_tiers(
-    answer: CommandOutput, listings: Sequence[ListRequest], gone: Callable[[], str] = lambda: ""
+    answer: CommandOutput, listings: Sequence[Listing], gone: Callable[[], str] = lambda: ""
 ) -> Iterator[None]:
     """End the command where the block fails, with the tiers that were noted, and what an unread one may mean for it.
 

@@ -12,7 +12,7 @@ from tierfall.config.environment import EnvironmentFill
 from tierfall.config.model import CHAIN, Config
 from tierfall.config.places import Problem, write_place
 from tierfall.config.rules import check_chain, link_of
-from tierfall.config.source import ImageSource, read_yaml
+from tierfall.config.source import YamlSource, read_yaml
 from tierfall.config.wording import problems_of
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.keys import check_name
@@ -50,9 +50,9 @@ def load_config(
     return config
 
 
-def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> ImageSource:
+def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> YamlSource:
     if isinstance(source, Mapping):
-        return ImageSource(label="", value=source)
+        return YamlSource(label="", value=source)
     if isinstance(source, str | os.PathLike):
         return read_yaml(Path(source).expanduser())
     raise ConfigError(
@@ -76,7 +76,7 @@ def _validate(
     return None, problems
 
 
-def _error(read: ImageSource, problems: list[Problem]) -> ConfigError:
+def _error(read: YamlSource, problems: list[Problem]) -> ConfigError:
     in_order = sorted(problems, key=lambda problem: read.line(problem.place) or 0)
     lines = [f"{read.where(problem.place)}{_at(problem)}" for problem in in_order]
     if len(lines) == 1:

@@ -20,7 +20,7 @@ _FILE_BYTES_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSource:
+class YamlSource:
     """What was read: plain values, the line of each place, and what is wrong with the text itself."""
 
     label: str
@@ -41,12 +41,12 @@ class ImageSource:
         return next((self.lines[part] for part in around if part in self.lines), None)
 
 
-def read_yaml(path: Path) -> ImageSource:
+def read_yaml(path: Path) -> YamlSource:
     """Read a configuration file. Raises ConfigError where it cannot be read, or is not YAML."""
     return parse_yaml(_read_text(path), label=str(path))
 
 
-def parse_yaml(text: str, *, label: str) -> ImageSource:
+def parse_yaml(text: str, *, label: str) -> YamlSource:
     """Parse the text of a configuration file. Raises ConfigError where it is not YAML."""
     try:
         node, problems, value = _compose(text)
@@ -59,7 +59,7 @@ def parse_yaml(text: str, *, label: str) -> ImageSource:
         raise ConfigError(f"{label}: cannot be read as YAML: {error}") from error
     if node is None:
         raise ConfigError(f"{label}: the file is empty; expected at least run and tiers")
-    return ImageSource(label=label, value=value, lines=dict(_lines(node, ())), problems=problems)
+    return YamlSource(label=label, value=value, lines=dict(_lines(node, ())), problems=problems)
 
 
 class _Loader(yaml.SafeLoader):

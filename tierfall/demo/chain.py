@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from tierfall.config import Config, load_config
-from tierfall.core.format.catalog import ListRequest, merge
+from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.demo.training import Plan
@@ -117,13 +117,13 @@ def _memory(folder: Path, image_bytes: int) -> Path:
     return folder / "memory"
 
 
-def look(chain: Chain) -> dict[str, ListRequest]:
+def look(chain: Chain) -> dict[str, Listing]:
     """List what each tier holds, from outside; the tiers' names in the chain's order."""
     with RunReader(chain.config) as reader:
         return {listing.tier: listing for listing in reader.list()}
 
 
-def still_owed(chain: Chain, listings: Mapping[str, ListRequest]) -> set[tuple[CheckpointId, str]]:
+def still_owed(chain: Chain, listings: Mapping[str, Listing]) -> set[tuple[CheckpointId, str]]:
     """Name the copies that the next start is to finish, each by its checkpoint and tier."""
     view = view_of(chain.config, merge(listings.values()))
     return {(checkpoint.id, tier) for checkpoint in view.checkpoints for tier in checkpoint.owed}

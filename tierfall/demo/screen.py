@@ -18,7 +18,7 @@ from tierfall.demo.chain import HOST, TIERS
 from tierfall.demo.process import Line
 
 
-class Progress:
+class TierProgress:
     """What the event log has told of each tier so far: its newest checkpoint, and the copy that is arriving."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Screen:
         with Live(console=self._console, transient=True, auto_refresh=False) as self._live:
             yield
 
-    def step(self, line: Line, progress: Progress | None, *, keep: bool) -> None:
+    def step(self, line: Line, progress: TierProgress | None, *, keep: bool) -> None:
         """Show a step, and, of a training that saves, where its checkpoints are; ``keep`` leaves the line standing."""
         live = self._live if self._console.is_terminal else None
         if not keep and live is None:
@@ -89,7 +89,7 @@ class Screen:
             live.update(text, refresh=True)
 
 
-def describe(progress: Progress, now_s: float) -> Iterator[str]:
+def describe(progress: TierProgress, now_s: float) -> Iterator[str]:
     """Say of each tier what it holds, and what is arriving there since when."""
     for name in TIERS if progress.newest else ():
         text = f"[bold]{name}[/bold] {progress.newest.get(name, '-'):>3}"

@@ -12,13 +12,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierfall.core.format.catalog import ListRequest, merge
+from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.types.units import format_duration, format_share, format_size
 from tierfall.core.types.values import CheckpointId
 from tierfall.demo import chain as chains
 from tierfall.demo.chain import FAST, HOST, STORE, Chain
 from tierfall.demo.process import Act, DemoError, Line, Trainer, id_of
-from tierfall.demo.screen import Progress, Screen
+from tierfall.demo.screen import Screen, TierProgress
 from tierfall.telemetry.event_reader import LogTail
 
 KILL_FROM = 0.5
@@ -41,7 +41,7 @@ class Stage:
     small: bool
     pace_s: float = 0.0
     events: LogTail
-    progress: Progress = field(default_factory=Progress)
+    progress: TierProgress = field(default_factory=TierProgress)
 
     def start(self, name: str, *, saves: bool = True) -> Trainer:
         """Start a trainer process, which is killed where its ``with`` is left before its end."""
@@ -145,7 +145,7 @@ def _is_as_told(stage: Stage, trainer: Trainer, cut: CheckpointId) -> bool:
 # 3: what is left --------------------------------------------------------------------------------------
 
 
-def show_what_is_left(stage: Stage, cut: CheckpointId) -> dict[str, ListRequest]:
+def show_what_is_left(stage: Stage, cut: CheckpointId) -> dict[str, Listing]:
     """Print what each tier holds; DemoError where the copy that was cut off counts as a checkpoint."""
     listings = chains.look(stage.chain)
     if listings[STORE].copy(cut) is not None:
@@ -158,7 +158,7 @@ def show_what_is_left(stage: Stage, cut: CheckpointId) -> dict[str, ListRequest]
 
 
 def show_tiers(
-    stage: Stage, listings: Mapping[str, ListRequest], cut: CheckpointId | None = None
+    stage: Stage, listings: Mapping[str, Listing], cut: CheckpointId | None = None
 ) -> None:
     """Print which tier holds what; ``cut`` is a copy that never arrived on the object tier."""
     rows = []
@@ -177,7 +177,7 @@ def show_tiers(
 # 4: go on ---------------------------------------------------------------------------------------------
 
 
-def go_on(stage: Stage, left: Mapping[str, ListRequest]) -> Act:
+def go_on(stage: Stage, left: Mapping[str, Listing]) -> Act:
     """Start the trainer again: it restores, finishes what was owed, and trains to the end."""
     owed = chains.still_owed(stage.chain, left)
     for id, tier in sorted(owed):

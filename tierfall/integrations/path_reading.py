@@ -20,7 +20,7 @@ from tierfall.config import load_config
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.images import Image
 from tierfall.core.copies.shard_reader import OpenImage, find_images
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.image.merge import merge_headers
@@ -42,7 +42,7 @@ class ReadableTiers:
     was read of them."""
 
     run: str
-    listings: tuple[ListRequest, ...]
+    listings: tuple[Listing, ...]
     open_image: OpenImage
     tally: ReadTally = field(default_factory=ReadTally)
 

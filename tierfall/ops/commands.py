@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tierfall.config import Config
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge, to_view
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
 from tierfall.core.format.records import Attempt, Mark
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
@@ -80,7 +80,7 @@ class PruneResult:
 # Looking before doing --------------------------------------------------------------------------------
 
 
-def unread(listings: Iterable[ListRequest]) -> dict[str, TierfallError]:
+def unread(listings: Iterable[Listing]) -> dict[str, TierfallError]:
     """Return the tiers that could not be read, each with what kept it from answering."""
     return {x.tier: x.error for x in listings if x.error is not None}
 
@@ -144,7 +144,7 @@ def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
     )
 
 
-def notes_on_metrics(config: Config, listings: Sequence[ListRequest]) -> tuple[str, ...]:
+def notes_on_metrics(config: Config, listings: Sequence[Listing]) -> tuple[str, ...]:
     """Say which metrics retention goes by that no checkpoint has; nothing where a tier could not be read: it may hold
     one that has them."""
     if unread(listings):
@@ -152,7 +152,7 @@ def notes_on_metrics(config: Config, listings: Sequence[ListRequest]) -> tuple[s
     return tuple(missing_metrics(view_of(config, merge(listings))).values())
 
 
-def plan_prune(config: Config, listings: Sequence[ListRequest]) -> tuple[Decision, ...]:
+def plan_prune(config: Config, listings: Sequence[Listing]) -> tuple[Decision, ...]:
     """Say what retention decides for every copy on every stored tier that could be read."""
     view = view_of(config, merge(listings))
     silent = unread(listings)
@@ -165,7 +165,7 @@ def plan_prune(config: Config, listings: Sequence[ListRequest]) -> tuple[Decisio
 
 
 def trained_elsewhere(
-    listings: Sequence[ListRequest], stores: Mapping[str, StoredTier]
+    listings: Sequence[Listing], stores: Mapping[str, StoredTier]
 ) -> Attempt | None:
     """Return the newest attempt if another node took it: whether its trainer lives cannot be seen from here."""
     try:

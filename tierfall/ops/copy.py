@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from tierfall.config import Config
 from tierfall.core.copies.verify import CopyVerifier
-from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, ListRequest, merge
+from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge
 from tierfall.core.format.commit_files import same_checkpoint
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.types.errors import (
@@ -86,7 +86,7 @@ def copy(
 
 
 def _check_alone(
-    reader: RunReader, listings: tuple[ListRequest, ...], checkpoint: KnownCheckpoint, tier: str
+    reader: RunReader, listings: tuple[Listing, ...], checkpoint: KnownCheckpoint, tier: str
 ) -> None:
     """Refuse to write what a trainer of another node, if it lives, may be writing to the same place just now."""
     elsewhere = trained_elsewhere(listings, reader.stores)
@@ -140,7 +140,7 @@ def _is_same(one: Commit | None, other: Commit) -> bool:
 
 def _copy(
     reader: RunReader,
-    listings: tuple[ListRequest, ...],
+    listings: tuple[Listing, ...],
     store: StoredTier,
     checkpoint: KnownCheckpoint,
     counter: Progress,
@@ -180,7 +180,7 @@ def _copy(
     )
 
 
-def _check_room(config: Config, there: ListRequest, commit: Commit) -> None:
+def _check_room(config: Config, there: Listing, commit: Commit) -> None:
     """Raise CapacityError where the tier's capacity, if it has one, does not hold one more; a copy drops nothing."""
     capacity = next(t.capacity_bytes for t in config.stored if t.name == there.tier)
     if capacity is None:
@@ -203,7 +203,7 @@ def _retract(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
         logger.warning("%s: leftovers of %s stay for now: %s", store.name, id, error)
 
 
-def _with_copy(listing: ListRequest, commit: Commit, marks: frozenset[str]) -> ListRequest:
+def _with_copy(listing: Listing, commit: Commit, marks: frozenset[str]) -> Listing:
     found = FoundCopy(
         id=commit.line.checkpoint,
         state=CopyState.COMMITTED,
@@ -215,7 +215,7 @@ def _with_copy(listing: ListRequest, commit: Commit, marks: frozenset[str]) -> L
 
 
 def _name_latest(
-    store: StoredTier, checkpoint: KnownCheckpoint, listings: tuple[ListRequest, ...]
+    store: StoredTier, checkpoint: KnownCheckpoint, listings: tuple[Listing, ...]
 ) -> tuple[str, ...]:
     """Let ``latest`` name it where nothing newer of a live line is there."""
     newer = [c for c in merge(listings) if store.name in c.copies and c.id > checkpoint.id]
@@ -232,8 +232,8 @@ def _retention(
     config: Config,
     tier: str,
     id: CheckpointId,
-    before: tuple[ListRequest, ...],
-    after: tuple[ListRequest, ...],
+    before: tuple[Listing, ...],
+    after: tuple[Listing, ...],
 ) -> tuple[str, ...]:
     """Say so where the rules of the tier will drop the copy again, or others now that it is there."""
     drops = _drops(config, tier, after)
@@ -252,7 +252,7 @@ def _retention(
     return tuple(notes)
 
 
-def _drops(config: Config, tier: str, listings: tuple[ListRequest, ...]) -> dict[CheckpointId, str]:
+def _drops(config: Config, tier: str, listings: tuple[Listing, ...]) -> dict[CheckpointId, str]:
     """What retention drops on a tier, each with its reason."""
     decisions = plan_retention(view_of(config, merge(listings)), tier)
     return {d.checkpoint: d.reason for d in decisions if d.verdict is Verdict.DROP}

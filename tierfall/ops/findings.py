@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfall.core.copies.verify import CheckedCopy, Damage
-from tierfall.core.format.catalog import ListRequest, merge
+from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.format.commit_files import same_checkpoint
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId
@@ -35,7 +35,7 @@ class Finding:
 
 def damage_findings(
     copies: Sequence[CheckedCopy],
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     reader: RunReader,
 ) -> list[Finding]:
     """Say of everything that is wrong with a copy what helps, given the other copies and what could not be read."""

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from tierfall.config import Config
-from tierfall.core.format.catalog import FoundCopy, ListRequest
+from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, TierfallError
@@ -98,7 +98,7 @@ class LocalMemory:
                 found.setdefault(id, {})[shard] = image
         return {id: dict(sorted(parts.items(), key=_rank)) for id, parts in sorted(found.items())}
 
-    def listing(self) -> ListRequest:
+    def listing(self) -> Listing:
         """Say what is sealed here, a checkpoint's parts as one copy."""
         copies = []
         for id, parts in self.parts().items():
@@ -119,7 +119,7 @@ class LocalMemory:
                 )
             )
         damages = tuple(damage for host in self._hosts for damage in host.list().damaged)
-        return ListRequest(tier=self._name, copies=tuple(copies), damaged=damages)
+        return Listing(tier=self._name, copies=tuple(copies), damaged=damages)
 
     def give_back(self) -> None:
         """Let all of it go at the end."""

@@ -15,7 +15,7 @@ from typing import Self
 from tierfall.backends.posix.backend import NoFolderError, PosixBackend
 from tierfall.config import Config
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
-from tierfall.core.format.catalog import ListRequest
+from tierfall.core.format.catalog import Listing
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
@@ -66,23 +66,23 @@ class RunReader:
         """Say which living process trains this run on this machine."""
         return RunLock.owner(self._lock_path) or find_owner(self._folder)
 
-    def list(self) -> tuple[ListRequest, ...]:
+    def list(self) -> tuple[Listing, ...]:
         listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
         missing = self._missing(listings)
         listings = tuple(
-            ListRequest(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
+            Listing(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
             for x in listings
         )
         if self._host_error is None:
             return listings
-        return (ListRequest(tier=self.host.name, error=self._host_error), *listings[1:])
+        return (Listing(tier=self.host.name, error=self._host_error), *listings[1:])
 
-    def list_as_at_open(self) -> tuple[ListRequest, ...]:
+    def list_as_at_open(self) -> tuple[Listing, ...]:
         """The same, but a folder that is not there, of a tier that nothing remembers, is empty: ``open`` makes it."""
         listings = self.list()
         identities = TierIdentities(self.config, self.stores, self._folder, listings)
         return tuple(
-            ListRequest(tier=x.tier)
+            Listing(tier=x.tier)
             if isinstance(x.error, NoFolderError) and not identities.is_remembered(x.tier)
             else x
             for x in listings
@@ -94,13 +94,13 @@ class RunReader:
             list_all(self.config, self.host, self.stores, self.errors, self._calls)
         )
 
-    def _missing(self, listings: tuple[ListRequest, ...]) -> dict[str, UnreachableError]:
+    def _missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
         return TierIdentities(self.config, self.stores, self._folder, listings).missing(listings)
 
-    def memory(self) -> ListRequest:
+    def memory(self) -> Listing:
         """Say what lies in host memory, without asking the other tiers."""
         if self._host_error is not None:
-            return ListRequest(tier=self.host.name, error=self._host_error)
+            return Listing(tier=self.host.name, error=self._host_error)
         return self.host.list()
 
     def images(self) -> dict[CheckpointId, HeldImage]:
@@ -196,7 +196,7 @@ def _is_run(path: Path) -> bool:
     )
 
 
-def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, ListRequest]]:
+def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, Listing]]:
     """Open the folder that a path led to as a tier of its own, for reading."""
     backend = PosixBackend(place.root, read_only=True)
     store = StoredTier(name=str(place.root), run=place.run, backend=backend, links=backend.links)

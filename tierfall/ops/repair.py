@@ -13,7 +13,7 @@ from functools import partial
 from typing import NoReturn
 
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier, Damage
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.commit_files import plain, same_checkpoint, with_index, without_index
 from tierfall.core.format.records import Commit, read_manifest
 from tierfall.core.tensor_index.store import make_index
@@ -65,7 +65,7 @@ class Repairer:
     def __init__(
         self,
         reader: RunReader,
-        listings: Sequence[ListRequest],
+        listings: Sequence[Listing],
         on_bytes: OnBytes = lambda count: None,
     ) -> None:
         """``on_bytes`` is told how many bytes of images were written."""
@@ -232,7 +232,7 @@ class Repairer:
 
     # Tiers as a whole --------------------------------------------------------------------------------
 
-    def mend_tier(self, store: StoredTier, listing: ListRequest) -> None:
+    def mend_tier(self, store: StoredTier, listing: Listing) -> None:
         """Write damaged records of attempts anew from other tiers, and ``latest`` where it names what is not there."""
         for number in listing.attempts:
             file = keys.attempt_key("", number).lstrip("/")

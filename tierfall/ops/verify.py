@@ -15,7 +15,7 @@ from typing import Protocol
 
 from tierfall.config import Config
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier, Damage
-from tierfall.core.format.catalog import ListRequest, StepFolderError
+from tierfall.core.format.catalog import Listing, StepFolderError
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
@@ -68,10 +68,10 @@ class CopyRepairer(Protocol):
         self, copies: Sequence[CheckedCopy], verifier: CopyVerifier
     ) -> Sequence[CheckedCopy]: ...
 
-    def mend_tier(self, store: StoredTier, listing: ListRequest) -> None: ...
+    def mend_tier(self, store: StoredTier, listing: Listing) -> None: ...
 
 
-def planned_bytes(listings: Sequence[ListRequest], scope: VerifyScope) -> int:
+def planned_bytes(listings: Sequence[Listing], scope: VerifyScope) -> int:
     """Return how many bytes of images a check will read."""
     return sum(
         copy.commit.image_bytes if copy.commit else copy.bytes
@@ -83,7 +83,7 @@ def planned_bytes(listings: Sequence[ListRequest], scope: VerifyScope) -> int:
 
 def check_run(
     reader: RunReader,
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     scope: VerifyScope,
     on_bytes: Callable[[int], None] = lambda count: None,
     mender: CopyRepairer | None = None,
@@ -131,7 +131,7 @@ def check_run(
 
 
 def remember_damage(
-    config: Config, listings: Sequence[ListRequest], report: RunReport
+    config: Config, listings: Sequence[Listing], report: RunReport
 ) -> tuple[str, ...]:
     """Record beside each damaged copy on a stored tier that it is, for every later listing; and take that away from
     copies that are good. Return what could not be recorded, and why.
@@ -180,7 +180,7 @@ def _note_damage(store: StoredTier, copy: CheckedCopy) -> None:
 
 
 def _check_memory(
-    reader: RunReader, listing: ListRequest, scope: VerifyScope, verifier: CopyVerifier
+    reader: RunReader, listing: Listing, scope: VerifyScope, verifier: CopyVerifier
 ) -> tuple[list[CheckedCopy], list[Finding]]:
     """Check what is sealed in memory; beside a living trainer what looks damaged is looked at afresh."""
     found = _look_at_memory(reader, scope, verifier)
@@ -223,7 +223,7 @@ def _dropped(copy: CheckedCopy) -> CheckedCopy:
 # A tier as a whole -----------------------------------------------------------------------------------
 
 
-def _check_tier(store: StoredTier, listing: ListRequest) -> list[Finding]:
+def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
     """Check what belongs to no single checkpoint: the records of attempts, and the hint for people."""
     findings = []
     for number in listing.attempts:
@@ -249,7 +249,7 @@ def _no_folder(store: StoredTier, error: StepFolderError) -> Finding:
     return Finding(tier=store.name, id=error.checkpoint, file="", problem=problem, advice=advice)
 
 
-def _check_latest(store: StoredTier, listing: ListRequest) -> list[Finding]:
+def _check_latest(store: StoredTier, listing: Listing) -> list[Finding]:
     latest = store.read_latest()
     if latest is None or listing.no_folders(latest.step, latest.attempt):
         return []  # what lies there is reported by itself
@@ -289,7 +289,7 @@ def _tier_finding(store: StoredTier, file: str, error: TierfallError, advice: st
 # Worth knowing ---------------------------------------------------------------------------------------
 
 
-def _notes(listing: ListRequest, scope: VerifyScope) -> list[str]:
+def _notes(listing: Listing, scope: VerifyScope) -> list[str]:
     return [
         f"{listing.tier} {id}: unfinished, so no checkpoint: a trainer is at work on it, or the next start collects it"
         for id in sorted(listing.unfinished)

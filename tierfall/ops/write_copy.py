@@ -17,7 +17,7 @@ from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally, run_in_threads
 from tierfall.core.copies.image_writes import begun_image, publish_image
 from tierfall.core.copies.shard_reader import OpenImage, find_images
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.commit_files import files_of, plain, with_index
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Attempt, Commit, Lineage, Manifest, Mark, geometry
@@ -73,7 +73,7 @@ def writable(config: Config, tier: str) -> Iterator[StoredTier]:
 
 
 def writing_attempt(
-    reader: RunReader, listings: Sequence[ListRequest], line: Lineage, *, tier: str
+    reader: RunReader, listings: Sequence[Listing], line: Lineage, *, tier: str
 ) -> Attempt:
     """Return the newest attempt that a tier knows, to write to ``tier``, whose own record of it comes first; where none
     is known, the one that saved the checkpoint.

@@ -14,7 +14,7 @@ from typing import Any
 from tierfall.config import Config
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import NOT_SENT, NOWHERE, OpenImage
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
 from tierfall.core.restore.alternatives import states_only
 from tierfall.core.restore.exchange.exchange import Exchange
@@ -109,7 +109,7 @@ class Restorer:
         ranks, many = session.ranks, session.ranks.many
         with ExitStack() as seen:
 
-            def look_again() -> Sequence[ListRequest]:
+            def look_again() -> Sequence[Listing]:
                 hosts[:] = seen.enter_context(session.looking_at_node())
                 return session.with_memory(listings, hosts)
 
@@ -152,10 +152,10 @@ class Restorer:
 
     def candidates(
         self,
-        listings: Sequence[ListRequest],
+        listings: Sequence[Listing],
         request: RestoreRequest,
         tally: ReadTally,
-        look_again: Callable[[], Sequence[ListRequest]] | None = None,
+        look_again: Callable[[], Sequence[Listing]] | None = None,
     ) -> list[KnownCheckpoint]:
         """What may be restored, newest first, the same on all ranks."""
         ranks = self._session.ranks

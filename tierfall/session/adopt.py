@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from tierfall.core.format.catalog import ListRequest
+from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Commit, geometry, read_manifest
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.errors import ConfigError, IntegrityError, KeyNotFoundError, TierfallError
@@ -25,7 +25,7 @@ logger = logging.getLogger("tierfall")
 def check_life(
     hosts: Iterable[HostTier],
     stores: Mapping[str, StoredTier],
-    listings: Iterable[ListRequest],
+    listings: Iterable[Listing],
     *,
     run: str,
     may_be_unknown: bool,
@@ -55,7 +55,7 @@ def _why_foreign(
     number: int,
     attempt_id: str,
     stores: Mapping[str, StoredTier],
-    answered: Sequence[ListRequest],
+    answered: Sequence[Listing],
     *,
     is_known: bool,
 ) -> str | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tierfall.core.capture.snapshot import HostRegion
-from tierfall.core.format.catalog import FoundCopy, ListRequest
+from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import plain
 from tierfall.core.format.records import Commit, read_commit, read_manifest
 from tierfall.core.restore.agreement import complete, whole_on
@@ -88,7 +88,7 @@ def _adopt(lock: RunLock, host: HostTier) -> list[AdoptedSlot]:
     return [slot]
 
 
-def list_slots(hosts: Sequence[HostTier]) -> ListRequest:
+def list_slots(hosts: Sequence[HostTier]) -> Listing:
     """Say what is sealed in several slots, as one listing."""
     listings = {host.path.name: host.list() for host in hosts}
     found: dict[CheckpointId, dict[str, FoundCopy]] = {}
@@ -101,7 +101,7 @@ def list_slots(hosts: Sequence[HostTier]) -> ListRequest:
         copy, lost = unite_copies(by_slot)
         copies.append(copy)
         damaged += lost
-    return ListRequest(tier=hosts[0].name, copies=tuple(copies), damaged=tuple(damaged))
+    return Listing(tier=hosts[0].name, copies=tuple(copies), damaged=tuple(damaged))
 
 
 def images_in(hosts: Iterable[HostTier]) -> list[tuple[CheckpointId, HeldImage]]:
@@ -141,7 +141,7 @@ def opened_slots_of_others(
 
 
 def committed_in_memory(
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     told: Mapping[int, Mapping[str, Any]],
     *,
     host: str,

@@ -21,7 +21,7 @@ from tierfall.config import Config
 from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import OpenImage, Regions, image_opener
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge, starts_in
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.ranks import RankMessage, Ranks
 from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult
@@ -189,7 +189,7 @@ class Session:
         self.stores.pop(name).close()
         self.errors[name] = error
         self.listings = tuple(
-            ListRequest(tier=name, error=error) if x.tier == name else x for x in self.listings
+            Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
         )
 
     def _log_unreadable(self) -> None:
@@ -519,7 +519,7 @@ class Session:
 
     # Reading -----------------------------------------------------------------------------------------
 
-    def list_now(self) -> tuple[ListRequest, ...]:
+    def list_now(self) -> tuple[Listing, ...]:
         """Ask every tier what it holds; in memory, what lies in the slots of this process. Copies that lack files reach
         the ledger, once there is one."""
         found = list_all(self.config, self.host, self.stores, self.errors, self._calls)
@@ -553,8 +553,8 @@ class Session:
         return whole or (None if unknown else False)
 
     def with_memory(
-        self, listings: Iterable[ListRequest], hosts: Sequence[HostTier]
-    ) -> tuple[ListRequest, ...]:
+        self, listings: Iterable[Listing], hosts: Sequence[HostTier]
+    ) -> tuple[Listing, ...]:
         """Put what lies in those slots in the place of what ``listings`` say of memory."""
         memory = list_slots(hosts)
         return tuple(memory if x.tier == self.host.name else x for x in listings)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierfall.config import Config, ObjectTierConfig
 from tierfall.config import StoredTierConfig as StoredSection
-from tierfall.core.format.catalog import FoundCopy, ListRequest, merge, starts_in
+from tierfall.core.format.catalog import FoundCopy, Listing, merge, starts_in
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Attempt, Commit, read_commit
 from tierfall.core.ranks.message_tree import Bodies
@@ -248,7 +248,7 @@ def decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]
     }
 
 
-def damaged_copies(listings: Sequence[ListRequest], *, host: str) -> dict[str, list[list[Any]]]:
+def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, list[list[Any]]]:
     """Say what is wrong with the copies on each tier that may be repaired; what lies in memory is not."""
     found: dict[str, list[list[Any]]] = {}
     for checkpoint in merge(listings):
@@ -288,7 +288,7 @@ def _ids(pairs: list[list[int]]) -> frozenset[CheckpointId]:
     return frozenset(CheckpointId(step, attempt) for step, attempt in pairs)
 
 
-def held_by_all(session: Session, start: Start) -> tuple[ListRequest, ...]:
+def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
     """Leave out, of what this rank found, what other ranks do not have their parts of.
 
     What lies in memory counts as long as the other parts are on some tier: it is read first; but not where it is

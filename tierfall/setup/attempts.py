@@ -12,7 +12,7 @@ from dataclasses import replace
 from tierfall.core.format.catalog import (
     UNSEEN_ATTEMPTS,
     KnownCheckpoint,
-    ListRequest,
+    Listing,
     next_attempt,
     start_of,
 )
@@ -29,7 +29,7 @@ FAR = 1000
 
 
 def next_number(
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     stores: Mapping[str, StoredTier],
     *,
     run: str,
@@ -76,14 +76,12 @@ def attempt_of(line: Lineage) -> Attempt:
     )
 
 
-def _saved_by(listing: ListRequest) -> set[int]:
+def _saved_by(listing: Listing) -> set[int]:
     """Return the attempts whose steps lie on a tier, committed or not."""
     return {id.attempt for id in (*(copy.id for copy in listing.copies), *listing.unfinished)}
 
 
-def _is_stray(
-    number: int, listings: Iterable[ListRequest], stores: Mapping[str, StoredTier]
-) -> bool:
+def _is_stray(number: int, listings: Iterable[Listing], stores: Mapping[str, StoredTier]) -> bool:
     """Say whether the records of a number are whole, and another attempt's, on every tier that has one."""
     for listing in listings:
         if number not in listing.attempts:
@@ -99,7 +97,7 @@ def _is_stray(
     return True
 
 
-def ids_by_commits(listing: ListRequest, number: int) -> frozenset[str]:
+def ids_by_commits(listing: Listing, number: int) -> frozenset[str]:
     """Return by what ids the commit records on a tier know the attempt of that number; normally one, or none."""
     return frozenset(
         copy.commit.line.attempt_id
@@ -109,7 +107,7 @@ def ids_by_commits(listing: ListRequest, number: int) -> frozenset[str]:
 
 
 def newest_attempt(
-    listings: Iterable[ListRequest], stores: Mapping[str, StoredTier], *, above: int = 0
+    listings: Iterable[Listing], stores: Mapping[str, StoredTier], *, above: int = 0
 ) -> tuple[Attempt, str] | None:
     """Return the newest attempt above a number that ``listings`` name, and a tier that knows it; None where there is
     none. Records that are strays count for nothing.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.format import documents
-from tierfall.core.format.catalog import ListRequest
+from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Attempt, KnownTier, TierRecord, read_tier
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -44,7 +44,7 @@ class TierIdentities:
         config: Config,
         stores: Mapping[str, StoredTier],
         folder: Path,
-        listings: Iterable[ListRequest] = (),
+        listings: Iterable[Listing] = (),
     ) -> None:
         """Read it from those of ``stores`` that could be listed, or of which nothing is said: another one may never
         answer. ``folder`` is the run's in host memory."""
@@ -126,7 +126,7 @@ class TierIdentities:
 
     # What is missing -------------------------------------------------------------------------------
 
-    def missing(self, listings: tuple[ListRequest, ...]) -> dict[str, UnreachableError]:
+    def missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
         """Name the tiers in which nothing lies, and something must, and those that others stand in the place of, with
         why they could not be looked at."""
         found = {listing.tier: listing for listing in listings}
@@ -139,7 +139,7 @@ class TierIdentities:
         return missing
 
     def _why_missing(
-        self, tier: FileTierConfig | ObjectTierConfig, listing: ListRequest
+        self, tier: FileTierConfig | ObjectTierConfig, listing: Listing
     ) -> UnreachableError | None:
         if tier.name not in self._stores or listing.error is not None:
             return None
@@ -165,7 +165,7 @@ class TierIdentities:
             f"the tier is to begin anew there, say so by 'tierfall forget {name}'"
         )
 
-    def are_as_remembered(self, listings: tuple[ListRequest, ...]) -> bool:
+    def are_as_remembered(self, listings: tuple[Listing, ...]) -> bool:
         """Say whether the tiers are those that this machine remembers, beside new ones in which nothing lies: then what
         lies in its memory is of this run, whether a tier took the record of its attempt or not."""
         found = {listing.tier: listing for listing in listings}
@@ -245,11 +245,8 @@ class TierIdentities:
         return max(found)[1] if found else None
 
     def refuse_aliases(self) -> dict[str, str]:
-        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses.
-
-        Return the tiers of which that could not be found out, as none of the two takes a file, with why: they must not
-        be written to, as one copy might count as two.
-        """
+        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses. Return the tiers of which that
+        could not be found out, as neither takes a file, with why: written to, one copy might count as two."""
         seen: dict[str, str] = {}
         doubtful: dict[str, str] = {}
         for name, record in list(self.records.items()):
@@ -297,12 +294,9 @@ class TierIdentities:
     def leave(
         self, attempt: Attempt, config: Config, *, owned: frozenset[str], leads: bool
     ) -> None:
-        """Give each tier that has none an id, and let all of them, and this machine, remember the others.
-
-        ``config`` says which tiers all nodes see, as far as that was found out. This process writes what the tiers
-        ``owned`` remember, and what this machine does where it ``leads`` the ranks of it. Raises ConfigError where two
-        tiers turn out to be one.
-        """
+        """Give each tier without an id one, and let all of them, and this machine, remember the others. ``config`` says
+        which tiers all nodes see, as far as that was found out. This process writes what the tiers ``owned`` remember,
+        and what this machine does where it ``leads`` its ranks. Raises ConfigError where two tiers are one."""
         self._config = config
         # a tier that another rank could not reach is left out, though this one has read its record
         self.records = {name: x for name, x in self.records.items() if name in self._stores}
@@ -427,7 +421,7 @@ def is_same_folder(one: str, other: str) -> bool:
         return False
 
 
-def _holds_any(listing: ListRequest) -> bool:
+def _holds_any(listing: Listing) -> bool:
     return bool(listing.copies or listing.unfinished or listing.attempts or listing.damaged)
 
 

@@ -21,7 +21,7 @@ from tierfall.config import Config, FileTierConfig, ObjectTierConfig, Tier
 from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.copies.bounded_store import BoundedStore
-from tierfall.core.format.catalog import FoundCopy, ListRequest
+from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.runtime.bounded_calls import BoundedCalls, run_in_parallel
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import RateLimiter
@@ -182,7 +182,7 @@ def _open_to_read(
     return None
 
 
-def holds_something(listing: ListRequest) -> bool:
+def holds_something(listing: Listing) -> bool:
     """Say whether a start has left anything of the run on a tier, as far as that could be listed."""
     return bool(listing.copies or listing.unfinished or listing.attempts)
 
@@ -301,11 +301,11 @@ def list_all(
     stores: Mapping[str, StoredTier],
     errors: Mapping[str, TierfallError],
     calls: BoundedCalls,
-) -> tuple[ListRequest, ...]:
+) -> tuple[Listing, ...]:
     """Ask every tier what it holds, at the same time; fastest tier first. One that does not answer in time has that as
     its error."""
 
-    def ask(name: str) -> ListRequest:
+    def ask(name: str) -> Listing:
         return host.list() if name == host.name else stores[name].list()
 
     names = [tier.name for tier in config.chain]
@@ -316,12 +316,12 @@ def list_all(
         heard_s=lambda name: stores[name].heard_s() if name in stores else -math.inf,
     )
 
-    def listing(name: str) -> ListRequest:
+    def listing(name: str) -> Listing:
         if name in errors:
-            return ListRequest(tier=name, error=errors[name])
+            return Listing(tier=name, error=errors[name])
         error = answers[name].error
         if isinstance(error, TierfallError):
-            return ListRequest(tier=name, error=error)
+            return Listing(tier=name, error=error)
         return answers[name].get()
 
     return tuple(map(listing, names))
@@ -337,7 +337,7 @@ def bounded(store: StoredTier, config: Config) -> BoundedStore:
     )
 
 
-def settle(store: StoredTier, listing: ListRequest) -> ListRequest:
+def settle(store: StoredTier, listing: Listing) -> Listing:
     """Make what a start found on a tier durable, as earlier processes may have died before their last fsync, or have
     failed at it. A copy of which that fails is damage to whoever keeps count of copies; it can still be read."""
     if not store.backend.traits.needs_sync or not listing.copies:
@@ -346,7 +346,7 @@ def settle(store: StoredTier, listing: ListRequest) -> ListRequest:
     return replace(listing, copies=tuple(settled))
 
 
-def unsettled(tier: str, listing: ListRequest, error: TierfallError) -> ListRequest:
+def unsettled(tier: str, listing: Listing, error: TierfallError) -> Listing:
     """Return what was found on a tier that does not answer any more: nothing relies on it."""
     logger.warning(
         "open: tier %s: what was found there may not survive a power cut, so nothing relies on it: %s",

@@ -39,7 +39,7 @@ class _Window:
 
 
 @dataclass(slots=True)
-class _Progress:
+class _KeptSeconds:
     """Seconds that made progress which is kept; ``marks`` say how many there were at each save."""
 
     seconds: float = 0.0
@@ -73,7 +73,7 @@ class StepMeter:
         self._under_way: list[SaveHandle] = []
         self._costs: deque[float] = deque(maxlen=REMEMBERED_CYCLES * cycle)
         self._durable: dict[str, deque[float]] = {}
-        self._progress = _Progress()
+        self._progress = _KeptSeconds()
         self.saves = 0
         self.foreground_s = 0.0
         """What the training thread has waited for the last save that was seen to its end."""

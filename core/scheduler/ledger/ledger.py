@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import HostRegion, Share, Snapshot
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, overtaken, starts_in
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, overtaken, starts_in
 from tierfall.core.format.commit_files import plain
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
@@ -312,7 +312,7 @@ class Ledger:
         counts alone, so that a wall clock that is set anew makes nothing older."""
         self.now_s, self.wall_offset_s = now_s, wall_time_s - now_s
 
-    def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[ListRequest]) -> None:
+    def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[Listing]) -> None:
         """Take over what tiers were found to hold."""
         known = tuple(known)
         late = overtaken(known)
@@ -343,7 +343,7 @@ class Ledger:
                     entry = self.entries[id]
                     entry.marks[tier] = entry.marks.get(tier, frozenset()) | names_of_marks
 
-    def note_partial(self, listings: Iterable[ListRequest]) -> None:
+    def note_partial(self, listings: Iterable[Listing]) -> None:
         """Note what has a commit record on the part of a tier that is seen here, and is not whole on all of it: a start
         died while it was committed there, or dropped; or a machine is missing."""
         self.partial = {

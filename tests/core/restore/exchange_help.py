@@ -13,7 +13,7 @@ from restore_help import DictImage, Made
 from several_help import PATIENCE_S, all_named, sharded
 
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.format.catalog import FoundCopy, ListRequest
+from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
@@ -124,9 +124,9 @@ class Peer:
             self.found.setdefault((tier, id), []).append(made)
         return [self.images[tier, m.commit.line.checkpoint, m.manifest.shard] for m in parts]
 
-    def listings(self) -> tuple[ListRequest, ...]:
+    def listings(self) -> tuple[Listing, ...]:
         return tuple(
-            ListRequest(
+            Listing(
                 tier=name,
                 copies=tuple(
                     FoundCopy(id=id, state=CopyState.COMMITTED, bytes=1, commit=all_named(parts))

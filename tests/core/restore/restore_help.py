@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tierfall.core.capture.copier import ImageCopier
-from tierfall.core.format.catalog import FoundCopy, ListRequest
+from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit, Lineage, Manifest, NamedFile
 from tierfall.core.image.layout import plan_layout
@@ -146,9 +146,9 @@ class Tiers:
         self.found[tier, id] = FoundCopy(id=id, state=state, bytes=len(made.image), **known)
         return image
 
-    def listings(self) -> tuple[ListRequest, ...]:
+    def listings(self) -> tuple[Listing, ...]:
         return tuple(
-            ListRequest(
+            Listing(
                 tier=name,
                 copies=tuple(
                     copy for (tier, _), copy in sorted(self.found.items()) if tier == name
@@ -156,7 +156,7 @@ class Tiers:
                 damaged=self.damaged.get(name, ()),
             )
             if name not in self.errors
-            else ListRequest(tier=name, error=self.errors[name])
+            else Listing(tier=name, error=self.errors[name])
             for name in self.names
         )
 

@@ -19,7 +19,7 @@ from several_help import (
     sharded,
 )
 
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.records import read_commit
 from tierfall.core.restore.agreement import agree_to_restore, choose_candidates, complete, whole_on
 from tierfall.core.restore.inventory import describe, merge_ranks
@@ -46,7 +46,7 @@ def mine_of(rank: int) -> tuple[str, ...]:
     return ORDER if rank == 0 else ORDER[:2]
 
 
-def seen(ranks: list[Tiers]) -> tuple[ListRequest, ...]:
+def seen(ranks: list[Tiers]) -> tuple[Listing, ...]:
     return merge_ranks(described(ranks), ORDER)
 
 

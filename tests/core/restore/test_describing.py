@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from several_help import all_named, sharded
 
-from tierfall.core.format.catalog import FoundCopy, ListRequest
+from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.records import Commit
 from tierfall.core.restore.agreement import whole_on
 from tierfall.core.restore.inventory import describe, merge_ranks
@@ -37,10 +37,10 @@ def part(rank: int, **members: Any) -> Commit:
     return replace(sharded(5, rank, 2).commit, **members)
 
 
-def merged(*copies: FoundCopy | None, tier: str = "nvme") -> ListRequest:
+def merged(*copies: FoundCopy | None, tier: str = "nvme") -> Listing:
     """What rank 0, 1, ... hold of one tier, as rank 0 sees it."""
     described = {
-        rank: describe([ListRequest(tier=tier, copies=(copy,) if copy else ())], mine=[tier])
+        rank: describe([Listing(tier=tier, copies=(copy,) if copy else ())], mine=[tier])
         for rank, copy in enumerate(copies)
     }
     (listing,) = merge_ranks(carried(described), [tier])
@@ -52,19 +52,19 @@ def carried(described: dict[int, Any]) -> dict[int, Any]:
     return {rank: json.loads(json.dumps(said)) for rank, said in described.items()}
 
 
-def only(listing: ListRequest) -> FoundCopy:
+def only(listing: Listing) -> FoundCopy:
     (copy,) = listing.copies
     return copy
 
 
 def test_one_rank_that_speaks_for_everything_is_heard_as_it_spoke() -> None:
     listings = (
-        ListRequest(
+        Listing(
             tier="host",
             copies=(found(part(0), state=CopyState.SEALED, marks=frozenset({"pin", "tag-a"})),),
             damaged=(IntegrityError("block 3"),),
         ),
-        ListRequest(
+        Listing(
             tier="nvme",
             copies=(
                 found(None, id=CheckpointId(4, 1), damage=NotSupportedError("format 2")),
@@ -81,7 +81,7 @@ def test_one_rank_that_speaks_for_everything_is_heard_as_it_spoke() -> None:
                 ),
             ),
         ),
-        ListRequest(tier="store", error=UnreachableError("timeout")),
+        Listing(tier="store", error=UnreachableError("timeout")),
     )
     told = json.loads(json.dumps(describe(listings, mine=["host", "nvme", "store"])))
     host, nvme, store = merge_ranks({0: told}, ["host", "nvme", "store"])
@@ -101,19 +101,19 @@ def test_a_copy_that_lacks_files_on_one_node_is_damaged_for_all_and_keeps_its_re
     assert str(copy.damage) == "rank 1: nvme: rank-00001: it is missing"
     assert copy.commit is not None
     assert len(copy.commit.files) == 4
-    listing = ListRequest(tier="nvme", copies=(copy,))
+    listing = Listing(tier="nvme", copies=(copy,))
     assert not whole_on(listing, ID)
-    assert whole_on(ListRequest(tier="nvme", copies=(replace(copy, damage=None),)), ID)
+    assert whole_on(Listing(tier="nvme", copies=(replace(copy, damage=None),)), ID)
 
 
 def test_a_rank_speaks_only_for_the_tiers_that_are_its_own() -> None:
-    listings = [ListRequest(tier="nvme", copies=(found(part(0)),)), ListRequest(tier="store")]
+    listings = [Listing(tier="nvme", copies=(found(part(0)),)), Listing(tier="store")]
     assert list(describe(listings, mine=["store"])) == ["store"]
 
 
 def test_the_order_of_tiers_is_the_chain_s_whoever_speaks_first() -> None:
-    described = {0: describe([ListRequest(tier="store")], mine=["store"])}
-    described[1] = describe([ListRequest(tier="host")], mine=["host"])
+    described = {0: describe([Listing(tier="store")], mine=["store"])}
+    described[1] = describe([Listing(tier="host")], mine=["host"])
     assert [x.tier for x in merge_ranks(described, ["host", "store"])] == ["host", "store"]
 
 
@@ -206,8 +206,8 @@ class ThirdPartyError(TierfallError):
 def test_a_tier_that_one_rank_cannot_read_is_a_tier_that_cannot_be_read(
     error: TierfallError, kind: type[TierfallError]
 ) -> None:
-    described = {0: describe([ListRequest(tier="nvme", copies=(found(part(0)),))], mine=["nvme"])}
-    described[1] = describe([ListRequest(tier="nvme", error=error)], mine=["nvme"])
+    described = {0: describe([Listing(tier="nvme", copies=(found(part(0)),))], mine=["nvme"])}
+    described[1] = describe([Listing(tier="nvme", error=error)], mine=["nvme"])
     (listing,) = merge_ranks(carried(described), ["nvme"])
     assert type(listing.error) is kind
     assert str(listing.error) == "rank 1: no"

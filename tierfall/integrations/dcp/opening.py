@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.ranks.message_tree import Bodies
@@ -121,7 +121,7 @@ def _judge(error: Exception, checkpoint: KnownCheckpoint, request: RestoreReques
 def _parts(
     ckpt: Checkpointer,
     checkpoint: KnownCheckpoint,
-    listings: Sequence[ListRequest],
+    listings: Sequence[Listing],
     request: RestoreRequest,
     tally: ReadTally,
 ) -> CheckpointReader:

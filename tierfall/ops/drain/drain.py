@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.config import Config
-from tierfall.core.format.catalog import ListRequest, merge
+from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.types.errors import FencedError, IntegrityError
 from tierfall.core.types.units import format_size
@@ -132,7 +132,7 @@ def _drain_parts(
             *(
                 stores[tier.name].list()
                 if tier.name in stores
-                else ListRequest(tier=tier.name, error=errors[tier.name])
+                else Listing(tier=tier.name, error=errors[tier.name])
                 for tier in config.stored
             ),
         )
@@ -179,7 +179,7 @@ def _order(image: HeldImage) -> tuple[int, int]:
 
 
 def writer_of(
-    newest: HeldImage, listings: Sequence[ListRequest], stores: Mapping[str, StoredTier], path: Path
+    newest: HeldImage, listings: Sequence[Listing], stores: Mapping[str, StoredTier], path: Path
 ) -> Attempt:
     """Return the attempt that left the newest image, to write on its behalf, unless another came after it.
 
@@ -229,7 +229,7 @@ def _plan(session: Session) -> tuple[OwedCopy, ...]:
     return _owed(session.config, session.listings)
 
 
-def known_owed(config: Config, listings: Sequence[ListRequest]) -> tuple[OwedCopy, ...]:
+def known_owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
     """Name every copy that is owed to a tier that could be read, oldest first.
 
     What the other tiers wait for is not known: they may have it.
@@ -238,7 +238,7 @@ def known_owed(config: Config, listings: Sequence[ListRequest]) -> tuple[OwedCop
     return tuple(owed for owed in _owed(config, listings) if owed.tier not in silent)
 
 
-def _owed(config: Config, listings: Sequence[ListRequest]) -> tuple[OwedCopy, ...]:
+def _owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
     view = view_of(config, merge(listings))
     return tuple(
         OwedCopy(checkpoint=c.id, tier=tier, bytes=max(copy.bytes for copy in c.copies.values()))

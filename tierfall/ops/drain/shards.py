@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.config.sections import OnClose
 from tierfall.core.copies.shard_reader import image_opener
-from tierfall.core.format.catalog import KnownCheckpoint, ListRequest, merge
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.commit_files import document_file, plain, shards_of
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Attempt, Commit, Manifest, Mark, NamedFile, read_manifest
@@ -51,7 +51,7 @@ class PartsDrain:
     config: Config
     memory: LocalMemory
     stores: Mapping[str, StoredTier]
-    listings: tuple[ListRequest, ...]
+    listings: tuple[Listing, ...]
     attempt: Attempt
     ends_s: float | None
     on_bytes: Callable[[int], None]

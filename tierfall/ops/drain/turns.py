@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from tierfall.config import Config
-from tierfall.core.format.catalog import ListRequest, merge
+from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.scheduler.flush.throughput import Throughput
 from tierfall.core.types.drain_outlook import DrainDecision
 from tierfall.core.types.values import CheckpointId
@@ -27,7 +27,7 @@ class DrainOrder:
     def __init__(
         self,
         config: Config,
-        listings: Sequence[ListRequest],
+        listings: Sequence[Listing],
         ends_s: float | None,
         tell: Callable[[str], None],
     ) -> None:

@@ -1,0 +1,85 @@
+"""The map of the project: what ARCHITECTURE.md and its like name is there, and every page and public name is listed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tierfall
+import tierfall.backends.toolkit
+import tierfall.integrations.dcp
+import tierfall.policies
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = re.compile(r"`((?:core|tiers|backends|policies|tierfall)/[\w/]+\.py)(?::([\w.]+))?`")
+MAPS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "docs/format.md", "docs/glossary.md")
+
+
+def places() -> list[tuple[str, str, str]]:
+    found = [
+        (page, *m.groups()) for page in MAPS for m in PLACE.finditer((ROOT / page).read_text())
+    ]
+    return sorted({(page, file, name or "") for page, file, name in found})
+
+
+@pytest.mark.parametrize(("page", "file", "name"), places())
+def test_what_a_map_names_exists(page: str, file: str, name: str) -> None:
+    scope: ast.AST = ast.parse((ROOT / file).read_text())
+    for part in filter(None, name.split(".")):
+        inside = [n for n in ast.iter_child_nodes(scope) if getattr(n, "name", None) == part]
+        assert inside, f"{page} names {file}:{name}, where {part} is not"
+        scope = inside[0]
+
+
+def test_the_maps_name_places() -> None:
+    assert len(places()) > 60
+
+
+def test_every_word_of_the_glossary_occurs_in_the_code() -> None:
+    rows = re.findall(r"^\| (\w[\w ]*) \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    words = [row for row in rows if row != "word"]
+    assert words == sorted(words, key=str.lower)
+    rooms = ("core", "tiers", "backends", "policies", "tierfall")
+    code = "\n".join(p.read_text() for room in rooms for p in (ROOT / room).rglob("*.py")).lower()
+    assert [w for w in words if not re.search(w.replace(" ", "[ _]?"), code)] == []
+
+
+def links(page: Path) -> list[Path]:
+    found = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text())
+    return [(page.parent / link).resolve() for link in found]
+
+
+def test_every_page_is_in_the_index() -> None:
+    pages = set((ROOT / "docs").glob("*.md")) - {ROOT / "docs/README.md"}
+    assert pages - set(links(ROOT / "docs/README.md")) == set()
+
+
+@pytest.mark.parametrize("page", [*MAPS, "README.md", "docs/README.md", "docs/decisions/README.md"])
+def test_every_link_leads_somewhere(page: str) -> None:
+    assert [link for link in links(ROOT / page) if not link.exists()] == []
+
+
+def test_the_navigation_is_the_index() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    sections = {
+        title: pages for item in nav if isinstance(item, dict) for title, pages in item.items()
+    }
+    index = (ROOT / "docs/README.md").read_text()
+    parts = re.split(r"^## ", index, flags=re.MULTILINE)[1:]
+    for part in parts:
+        title = re.split(r"[:\n]", part)[0]
+        named = re.findall(r"\]\(([^)#]+)\)", part)
+        paths = [str((ROOT / "docs" / n).resolve().relative_to(ROOT)) for n in named]
+        assert sections[title] == [p for p in paths if p != "README.md"], title
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = set(re.findall(r"^::: (\S+)", (ROOT / "docs/reference.md").read_text(), re.MULTILINE))
+    for module in (tierfall, tierfall.integrations.dcp):
+        public = {f"{module.__name__}.{name}" for name in module.__all__}
+        assert public - named == set()
+    assert {tierfall.policies.__name__, tierfall.backends.toolkit.__name__} <= named
