@@ -274,8 +274,6 @@ def test_a_tier_that_never_ends_an_fsync_ends_open_within_its_bound(
         assert "tier disk: what was found there may not survive a power cut" in caplog.text
         state = large(0)
         assert ckpt.restore(state, unreachable="ignore").step == 1
-        (info,) = ckpt.checkpoints()
-        assert "may not survive a power cut" in info.damage.get("disk", "")
         assert bool((state["x"] == 1).all())
         hanging.gate.set()
 

@@ -295,6 +295,7 @@ def test_saves_in_a_row_go_on_while_files_are_removed(
     with tierfall.open(config) as ckpt:
         for step in range(1, 21):
             if step % 4 == 0:
+                wait_until((memory / "run").exists, "the folder of before is made anew")
                 remove(memory / "run")
             ckpt.save(step, state_of(step, elements=200_000)).captured()
         wait_until(lambda: survives(ckpt) == 20, "the file is made anew")

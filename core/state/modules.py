@@ -32,8 +32,8 @@ _TREE_MODULES_MAX = 1 << 20
 
 @dataclass(slots=True)
 class ModuleScan:
-    """One module's own view of its state_dict keys: what they mean, and their names without wrappers. ``places`` are the
-    modules in it, each with the prefix of its keys and what is left of that without wrappers."""
+    """One module's own view of its state_dict keys: what they mean, and their names without wrappers. ``places`` are
+    its modules, each with the prefix of its keys and what is left of that without wrappers."""
 
     name: str
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)

@@ -245,8 +245,8 @@ class TierIdentities:
         return max(found)[1] if found else None
 
     def refuse_aliases(self) -> dict[str, str]:
-        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses. Return the tiers of which that
-        could not be found out, as neither takes a file, with why: written to, one copy might count as two."""
+        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses. Return the tiers of which
+        that could not be found out, as neither takes a file, with why: written to, one copy might count as two."""
         seen: dict[str, str] = {}
         doubtful: dict[str, str] = {}
         for name, record in list(self.records.items()):
