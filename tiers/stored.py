@@ -51,6 +51,9 @@ from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, 
 from tierfall.tiers.marks import Marks, marks_among
 
 logger = logging.getLogger("tierfall")
+
+FENCE_HOLDS_S = 1.0
+"""How long a look at the attempts counts for a commit: whoever was stopped for longer in between looks again."""
 Recognise = Callable[[str, Callable[[bytes], bool]], None]
 REQUESTS_AT_ONCE_MIN = 32
 REQUESTS_FOR_EACH = 4
@@ -366,6 +369,7 @@ class StoredTier:
         and IntegrityError where another checkpoint of that name was committed: it is never overwritten. ``repairs``:
         what is there is known to be this very checkpoint, damaged; its record is replaced, and other forms of it go.
         """
+        began_s = time.monotonic()
         self.check_fence(attempt)
         checkpoint = commit.line.checkpoint
         for mark in marks:
@@ -392,6 +396,9 @@ class StoredTier:
             self.settle(checkpoint)
         else:
             self._settled.add(checkpoint)
+        # a newer start may have collected what the record names
+        if time.monotonic() - began_s > FENCE_HOLDS_S:
+            self.check_fence(attempt)
         try:
             self.record_start(commit, attempt)
         except BackendError as error:  # whoever drops the attempt's checkpoints records it before

@@ -33,6 +33,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.keys import COMMIT_NAME
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.tiers.documents import Documents
 from tierfall.tiers.stored import StoredTier
 
 SHARD = Shard(0, 1)
@@ -529,6 +530,25 @@ def test_whoever_is_fenced_by_a_job_that_only_reads_learns_how_that_is_to_read(
     tier_on(disk).take_attempt(attempt(2, "b"))
     with pytest.raises(FencedError, match=r"must stop; .* only reads.* tierfall\.load"):
         tier.commit(commit_of(1), attempt=attempt())
+
+
+def test_a_writer_that_was_stopped_within_a_commit_looks_for_a_newer_attempt_again(
+    tier: StoredTier, disk: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer start may have collected the images that its record names: it must not tell that it has committed."""
+    commit(tier, 1)
+    write_image(tier, 2)
+    monkeypatch.setattr("tierfall.tiers.stored.FENCE_HOLDS_S", 0.0)
+    real = Documents.create
+
+    def create(documents: Documents, key: str, data: bytes) -> None:
+        if key.endswith("commit.json"):
+            tier_on(disk).take_attempt(attempt(2, "b"))
+        real(documents, key, data)
+
+    monkeypatch.setattr(Documents, "create", create)
+    with pytest.raises(FencedError, match=r"attempt 1 .* attempt 2"):
+        tier.commit(commit_of(2), attempt=attempt())
 
 
 def test_a_newer_attempt_of_the_same_process_fences_nothing(tier: StoredTier) -> None:

@@ -151,6 +151,7 @@ class TierIdentities:
         if not same_place(known.place, place):
             return self._why_moved(tier.name, place, known) if known.shared else None
         if not known.shared and known.device in (None, _device(tier)):
+            logger.warning("open: tier %s is empty, and was not before: is it mounted?", tier.name)
             return None
         return UnreachableError(
             f"{tier.name}: nothing of run {self._config.run!r} lies in {place}, where its files were before: is a file "
