@@ -136,6 +136,23 @@ def test_a_copy_that_its_tier_takes_late_is_a_cost_of_the_last_save() -> None:
     assert report.interval_steps == math.ceil(cost_s / (0.035 * 0.5))
 
 
+def test_a_save_costs_no_less_than_its_wait_where_steps_beside_a_late_copy_are_fast() -> None:
+    loop = Loop(CadenceRules(mtbf_s={LossClass.PROCESS: 7200.0}, tiers=TIERS))
+    loop.run(400)
+    costs_s = []
+    for _ in range(3):
+        loop.run_to(len(loop.saved) + 1)
+        loop.run(4)
+        loop.copies_others, loop.step_s, loop.slower_s = True, 0.375, 0.0
+        for _ in range(20):
+            loop.run(1)
+            costs_s.append(loop.cadence.report().cost_s or 0.0)
+        loop.copies_others, loop.step_s, loop.slower_s = False, 0.5, 0.125
+    assert min(costs_s) == loop.blocked_s
+    report = loop.cadence.report()
+    assert report.interval_steps == round(daly_s(loop.blocked_s, 7200.0) / 0.5)
+
+
 def test_copies_that_never_end_keep_no_save_off_for_long() -> None:
     loop = Loop(OVERHEAD, copies_others=True)
     first, second, third = loop.run(2 * STALE_STEPS)[:3]

@@ -132,9 +132,11 @@ class StepMeter:
             self.changed |= before <= STALE_STEPS or enough
 
     def _count_late(self, steps: int, seconds: float) -> None:
-        """A copy goes on although no save waits for it: its tier takes it late. That is a cost of the last save."""
+        """A copy goes on although no save waits for it: its tier takes it late. That is a cost of the last save, which
+        is never less than what training has waited for it, however fast such steps are."""
         if self._costs and (step_s := self.step_s) is not None:
-            more_s = seconds - steps * step_s
+            least_s = min(self._costs[-1], self.foreground_s)
+            more_s = max(seconds - steps * step_s, least_s - self._costs[-1])
             self._costs[-1] += more_s
             self._progress.seconds -= more_s
             self.changed = True
