@@ -519,7 +519,8 @@ class Coordinator:
                 take = self.dropper.take_marks if self._marks is None else self._marks.took
                 take(task, outcome)
             case ChangeMark() as task:
-                self._orders.take_mark(task, outcome)
+                taker = self.damages if self.damages.is_marking(task) else self._orders
+                taker.take_mark(task, outcome)
             case ReadCommit():
                 self.finder.took(outcome, now_s)
             case RecordStart():
@@ -623,8 +624,6 @@ class Coordinator:
 
     def _is_readable(self, entry: LedgerEntry) -> bool:
         owed = entry.owed - self.ledger.failing.keys()
-        if not owed or not self.draining.active:
-            return bool(owed)
         return any(not self.draining.is_held_back(entry.id, tier) for tier in owed)
 
     def found_damage(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
@@ -645,6 +644,8 @@ class Coordinator:
 
     def _dispatch(self, task: Task) -> None:
         """Every task that goes out comes back as one outcome."""
+        if self.damages.holds_back(task):
+            return
         self._tasks_out += 1
         self.rates.began(task, self.ledger.now_s)
         self._submit(task)

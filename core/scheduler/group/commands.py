@@ -231,17 +231,7 @@ class Commands:
             entry.set_mark(host, keys.PIN_MARK, there=pinning)
 
     def take_mark(self, task: ChangeMark, outcome: Outcome) -> None:
-        """A mark is there, or gone: an unpin and a pin are done with that, a deletion goes on. One that says
-        that a copy is damaged is no order."""
-        if keys.is_damage_mark(task.mark.name):
-            if outcome.error is not None:
-                logger.warning(
-                    "%s: that %s is damaged is not recorded there: %s",
-                    task.tier,
-                    task.mark.checkpoint,
-                    outcome.error,
-                )
-            return
+        """A mark is there, or gone: an unpin and a pin are done with that, a deletion goes on."""
         entry = self._ledger.entries.get(task.mark.checkpoint)
         if task.remove and outcome.error is None and entry is not None:
             entry.set_mark(task.tier, task.mark.name, there=False)

@@ -7,6 +7,9 @@
 A repair replaces the files in place, each once all of it was read from a good copy and verified, the commit record
 last: what is still good in a damaged copy stays until then. It evicts nothing, and comes after what a tier does not
 have yet. It belongs to the coordinator's thread and does no I/O.
+
+A mark beside the copy records the damage. A repair removes the mark, and a deletion all that lies there: both wait
+until the mark is written. One that came after them would say of a good copy that it is damaged, or be left over.
 """
 
 from __future__ import annotations
@@ -21,7 +24,15 @@ from tierfall.core.ranks.message_tree import MessageTree, Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
 from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
-from tierfall.core.scheduler.ledger.tasks import ChangeMark, Task
+from tierfall.core.scheduler.ledger.tasks import (
+    ChangeMark,
+    CommitCopy,
+    DeleteCopy,
+    FinishCopy,
+    Outcome,
+    Task,
+)
+from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, View
 
@@ -59,6 +70,8 @@ class DamageReports:
         self._council = council
         self._commits = commits
         self._tried: set[tuple[str, CheckpointId]] = set()
+        self._marking: dict[tuple[str, CheckpointId], list[Task]] = {}
+        """The copies whose mark is just being written, and the tasks that wait for that."""
 
     def found(self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True) -> None:
         """A reader of this rank has found that a copy is not what was written; not ``repairable``: its commit record
@@ -147,7 +160,32 @@ class DamageReports:
             name = damage_mark(entry.commit.line)
             wall_time_s = self._ledger.now_s + self._ledger.wall_offset_s
             mark = Mark(name=name, checkpoint=entry.id, wall_time_s=wall_time_s, reason=why)
+            self._marking[tier, entry.id] = []
             self._dispatch(ChangeMark(tier=tier, mark=mark))
+
+    def is_marking(self, task: ChangeMark) -> bool:
+        """Say whether a task records damage, and is no person's order."""
+        return keys.is_damage_mark(task.mark.name)
+
+    def holds_back(self, task: Task) -> bool:
+        """Keep what ends a damaged copy until its mark is written, and say so: it is dispatched then."""
+        if not isinstance(task, FinishCopy | CommitCopy | DeleteCopy):
+            return False
+        waiting = self._marking.get((task.tier, task.id))
+        if waiting is None:
+            return False
+        waiting.append(task)
+        return True
+
+    def take_mark(self, task: ChangeMark, outcome: Outcome) -> None:
+        """The mark is written, or could not be: what waited for it goes on."""
+        id = task.mark.checkpoint
+        if outcome.error is not None:
+            logger.warning(
+                "%s: that %s is damaged is not recorded there: %s", task.tier, id, outcome.error
+            )
+        for waiting in self._marking.pop((task.tier, id)):
+            self._dispatch(waiting)
 
     def _repair_together(
         self, entry: LedgerEntry | None, id: CheckpointId, tier: str, why: str

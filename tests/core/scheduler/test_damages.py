@@ -15,7 +15,9 @@ from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Operation
 from tierfall.core.format.records import read_manifest
 from tierfall.core.scheduler.ledger.tasks import (
+    ChangeMark,
     CheckChunk,
+    Command,
     CommandKind,
     DeleteCopy,
     FinishCopy,
@@ -193,6 +195,48 @@ def test_what_a_reader_finds_damaged_counts_for_nothing_and_is_written_anew(code
     world.settle()
     assert damage(world, "nvme") is None
     world.check("nvme")
+
+
+def find_and_mark_last(world: World) -> None:
+    """The first step on nvme is found damaged: whatever is waited for, its mark is written after all else."""
+    world.coordinator.damages.found("nvme", FIRST, "does not match")
+    world.step()
+
+    def others() -> list[Task]:
+        return [
+            t for t in world.tasks if not (isinstance(t, ChangeMark) and "damage" in t.mark.name)
+        ]
+
+    while ready := others():
+        world.run(ready[0])
+    assert len(world.tasks) == 1
+    world.settle()
+
+
+def test_a_mark_that_is_written_late_speaks_of_no_copy_that_was_written_anew() -> None:
+    world = saved((1, 2), file_rules("nvme"), file_rules("pfs"))
+    world.start()
+    world.settle()
+    flip(world.disks["nvme"], at=200)
+    find_and_mark_last(world)
+    assert state(world, "nvme") is CopyState.COMMITTED
+    world.check("nvme")
+    world.crash()
+    world.start()
+    assert damage(world, "nvme") is None
+
+
+def test_a_mark_that_is_written_late_is_not_left_over_where_the_copy_has_gone() -> None:
+    world = saved((1, 2), file_rules("nvme"))
+    world.start()
+    world.settle()
+    answer: list[dict[str, BaseException]] = []
+    world.coordinator.post(
+        Command(kind=CommandKind.DELETE, id=FIRST, wall_time_s=0.0, answer=answer.append)
+    )
+    find_and_mark_last(world)
+    assert answer == [{}]
+    assert not [key for key in world.disks["nvme"]._objects if "step-00000001" in key]
 
 
 def test_what_a_flush_reads_damaged_is_written_anew_from_the_next_tier() -> None:
