@@ -34,18 +34,18 @@ import tierfall
 from tests.memory_watch import rise_bytes
 from tierfall.config import load_config
 from tierfall.core.format.catalog import merge
-from tierfall.export.export import Format, Wish, export
-from tierfall.ops.reader import Reader
+from tierfall.export.export import ExportFormat, ExportOptions, export
+from tierfall.ops.reader import RunReader
 
 
 def work(what, config, tier, to, small):
     if what == "load":
         return tierfall.load(tier, step=1 if small else 2)
-    with Reader(load_config(config)) as reader:
+    with RunReader(load_config(config)) as reader:
         known = next(c for c in merge(reader.list()) if c.id.step == (1 if small else 2))
         only = ("model",) if what == "part" else ()
-        format = Format.TORCH if what == "torch" else Format.SAFETENSORS
-        wish = Wish(to=Path(to) / str(small), format=format, only=only)
+        format = ExportFormat.TORCH if what == "torch" else ExportFormat.SAFETENSORS
+        wish = ExportOptions(to=Path(to) / str(small), format=format, only=only)
         return export(known, [tier], reader.opener(), wish)
 
 

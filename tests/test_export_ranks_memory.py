@@ -27,14 +27,14 @@ from pathlib import Path
 
 from tests.memory_watch import rise_bytes
 from tests.rank_kit import config_of, export_from
-from tierfall.export.export import Format
+from tierfall.export.export import ExportFormat
 
 
 def work(size):
     export_from(config_of(root / size), "shared", to=root / size / format, format=format)
 
 
-root, format = Path(sys.argv[1]), Format(sys.argv[2])
+root, format = Path(sys.argv[1]), ExportFormat(sys.argv[2])
 work("small")
 print(rise_bytes(lambda: work("large")))
 """

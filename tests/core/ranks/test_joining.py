@@ -249,9 +249,9 @@ EXIT = """
 import sys
 from tests.core.ranks.processes import _Worker
 from tierfall.core.types.errors import RanksError
-from tierfall.core.ranks.rendezvous import Place
+from tierfall.core.ranks.rendezvous import RankPlacement
 rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-place = Place(rank=rank, world_size=2, node=str(rank), address="127.0.0.1", settings={})
+place = RankPlacement(rank=rank, world_size=2, node=str(rank), address="127.0.0.1", settings={})
 worker = _Worker(place, port)
 worker.join(30.0)
 worker.agree("open", rank, 30.0)
