@@ -28,7 +28,7 @@ demo: .venv/.installed
 
 # Hundreds of tests start a Python of their own: without bytecode on disk, each would compile the package anew.
 test: .venv/.installed-dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 10
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
