@@ -1,7 +1,7 @@
 """Cadence: how often a run saves, by what saving was seen to cost, and why.
 
-Pure. The formulas stand in ``cadence_formulas``; here they are asked with what was measured, and the choice says which
-of them decided. A measured interval is in training steps: every rank counts these alike.
+Pure. ``choose_interval`` asks the formulas with what was measured, and the choice says which of them decided. A
+measured interval is in training steps: every rank counts these alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Flush: which tiers are owed a copy of a checkpoint, and in which order a tier takes what it is owed.
 
-Pure. A tier gets the checkpoints whose ordinal its ``flush.every`` divides, and the one that a training ended with; in
-which order is ``flush_orders``' to say. What it has moved past is not sent again, nor is what its retention would drop
-as soon as it came.
+Pure. A tier gets the checkpoints whose ordinal its ``flush.every`` divides, and the one that a training ended with, in
+the order of ``flush.order`` (``in_order``, ``newest_first``). What the tier has moved past is not sent again, nor what
+its retention would drop at once.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ import tierfall.policies
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"`((?:core|tiers|backends|policies|tierfall)/[\w/]+\.py)(?::([\w.]+))?`")
+ROOMS = ("core", "tiers", "backends", "policies", "tierfall")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 MAPS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "docs/format.md", "docs/glossary.md")
 
 
@@ -43,8 +45,7 @@ def test_every_word_of_the_glossary_occurs_in_the_code() -> None:
     rows = re.findall(r"^\| (\w[\w ]*) \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
     words = [row for row in rows if row != "word"]
     assert words == sorted(words, key=str.lower)
-    rooms = ("core", "tiers", "backends", "policies", "tierfall")
-    code = "\n".join(p.read_text() for room in rooms for p in (ROOT / room).rglob("*.py")).lower()
+    code = "\n".join(p.read_text() for room in ROOMS for p in (ROOT / room).rglob("*.py")).lower()
     assert [w for w in words if not re.search(w.replace(" ", "[ _]?"), code)] == []
 
 
@@ -83,3 +84,45 @@ def test_the_reference_has_every_public_name() -> None:
         public = {f"{module.__name__}.{name}" for name in module.__all__}
         assert public - named == set()
     assert {tierfall.policies.__name__, tierfall.backends.toolkit.__name__} <= named
+
+
+NOT_OURS = {
+    "Py_buffer",
+    "cudaGetLastError",
+    "flock",
+    "record_stream",
+    "Gb",
+    "swap_tensors",
+    "keep_vars",
+} | {
+    *("get_optimizer_state_dict", "layer"),
+}
+"""Names of torch, Python and the system, and an example."""
+
+
+def test_every_name_that_a_docstring_quotes_is_there() -> None:
+    """A module, class or function that was renamed is renamed where it is spoken of."""
+    paths = [p for room in ROOMS for p in (ROOT / room).rglob("*.py") if p.resolve() == p]
+    trees = {path: ast.parse(path.read_text()) for path in paths}
+    known = {
+        part for path in paths for part in path.relative_to(ROOT).with_suffix("").parts
+    } | NOT_OURS
+    for path, tree in trees.items():
+        prose = [
+            ast.get_docstring(n, clean=False) or ""
+            for n in ast.walk(tree)
+            if isinstance(n, DOCUMENTED)
+        ]
+        code = path.read_text()
+        for text in prose:
+            code = code.replace(text, "", 1)
+        known |= set(re.findall(r"\w+", code))
+    unknown = [
+        f"{path.relative_to(ROOT)}: {quoted}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, DOCUMENTED)
+        for quoted in re.findall(r"``([A-Za-z_][\w.]*)(?:\(\))?``", ast.get_docstring(node) or "")
+        if not set(quoted.split(".")) <= known
+    ]
+    assert unknown == []

@@ -68,17 +68,17 @@ MODULES_MAX = 12
 LINES_MAX = 450
 MORE_MODULES = {"tierfall.cli": 16, "tierfall.config": 15}
 MORE_LINES = {
-    "tiers/stored.py": 880,
+    "tiers/stored.py": 875,
     "tierfall/run/checkpointer.py": 700,
-    "tierfall/session/session.py": 700,
-    "core/scheduler/group/commits.py": 675,
+    "tierfall/session/session.py": 675,
+    "core/scheduler/group/commits.py": 670,
     "core/scheduler/coordinator.py": 670,
     "core/sampling/samples.py": 600,
-    "core/scheduler/flush/flusher.py": 635,
+    "core/scheduler/flush/flusher.py": 620,
     "core/scheduler/ledger/ledger.py": 560,
     "core/state/walk.py": 520,
     "tierfall/run/saver.py": 510,
-    "core/scheduler/deletion/deleter.py": 625,
+    "core/scheduler/deletion/deleter.py": 620,
     "core/scheduler/executor.py": 480,
     "core/load/fill.py": 470,
     "core/format/records.py": 480,

@@ -36,7 +36,7 @@ _NOTHING = memoryview(b"")
 
 
 class ObjectStoreBackend:
-    """Stores objects below an address such as ``s3://bucket/prefix``; see ``core.contracts.Backend``.
+    """Stores objects below an address such as ``s3://bucket/prefix``; see ``core.types.backend.Backend``.
 
     Opening creates one object twice, to see whether the store keeps its promise of a conditional create, and removes
     it; this also shows wrong keys and a missing bucket at once. ``read_only``: nothing is written and nothing probed

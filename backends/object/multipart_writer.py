@@ -49,7 +49,7 @@ class _Part:
 
 
 class ObjectWriter(ObjectFrame):
-    """Fills one new object; see ``core.contracts.Writer``."""
+    """Fills one new object; see ``core.types.backend.Writer``."""
 
     def __init__(
         self, shop: WriterContext, uploads: Uploads, key: str, *, extent: Extent, publish: Publish

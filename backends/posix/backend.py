@@ -41,7 +41,7 @@ _MAX_PARALLEL = 4
 
 
 class PosixBackend:
-    """Stores objects as files below ``root``; see ``core.contracts.Backend``.
+    """Stores objects as files below ``root``; see ``core.types.backend.Backend``.
 
     ``root`` is made where it is missing, and must be a folder that this process may write to. ``direct_io``: None
     takes direct I/O where a probe at open shows that it works, False never, True insists. While it is open, a root

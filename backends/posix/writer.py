@@ -52,7 +52,7 @@ class PosixWriterContext:
 
 
 class PosixWriter(AbortOnExit):
-    """Fills one new object; see ``core.contracts.Writer``."""
+    """Fills one new object; see ``core.types.backend.Writer``."""
 
     def __init__(
         self, shop: PosixWriterContext, key: str, *, extent: Extent, publish: Publish

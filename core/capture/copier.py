@@ -2,8 +2,8 @@
 
 The image is cut into *segments* (``cutting``), each a run of tensor bytes copied by one call. Any thread may claim the
 next segment, in image order: the capture thread does, and so does a training thread that has come to the barrier. What
-lies on a device is not copied but launched (``flights``), and counts when it has landed. A chunk whose last segment is
-in place is hashed; the watermark counts the leading chunks that are hashed, hence final. This module knows tensors and
+lies on a device is launched (``device_copies``), and counts when it has landed. A chunk whose last segment is in place
+is hashed; the watermark counts the leading chunks that are hashed, hence final. This module knows tensors and
 bytes; it knows no tiers, no steps and no optimizers.
 """
 

@@ -228,9 +228,8 @@ class SaveHandle:
             )
         timeout = as_seconds(timeout, what="timeout")
         deadline = None if timeout is None else time.monotonic() + timeout
-        if (
-            self.before_wait is not None
-        ):  # under capture.verify the image waits for its barrier: this is one
+        # under capture.verify the image waits for its barrier: this is one
+        if self.before_wait is not None:
             self.before_wait(timeout)
         while True:
             bell = InterruptibleEvent()

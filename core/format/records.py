@@ -1,6 +1,6 @@
 """Manifest, commit record, attempt record and mark: what they hold, and how they are read from untrusted bytes.
 
-Each is a document (``core.documents``). Reading checks every member's type and range, so that no later code has to
+Each is a document (``documents``). Reading checks every member's type and range, so that no later code has to
 doubt them; a member that is missing or wrong is damage (IntegrityError), never a default.
 """
 

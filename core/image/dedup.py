@@ -300,7 +300,7 @@ def are_alike(by_group: Mapping[int, Mapping[Any, int]]) -> bool:
 
 
 def find_difference(digests: Mapping[int, Any]) -> ReplicaDifference | None:
-    """Compare what ``Digests.to_json`` gave on each rank; return the first tensor that is not alike."""
+    """Compare what ``ReplicaDigests.to_json`` gave on each rank; return the first tensor that is not alike."""
     if not digests:
         return None
     ranks_in_order = sorted(digests)

@@ -12,8 +12,7 @@ from typing import Any
 
 from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.types import errors
-from tierfall.core.types.errors import RanksError, TierfallError
+from tierfall.core.types.errors import RanksError, error_class
 from tierfall.core.types.text import ranks_named
 
 AGREE = "agree"
@@ -67,7 +66,7 @@ class Agreement:
         finally:
             self._forget(topic)
         if "error" in answer:
-            raise _kind(answer["kind"])(answer["error"])
+            raise error_class(answer["kind"], RanksError)(answer["error"])
         return answer["value"]
 
     @property
@@ -144,14 +143,9 @@ class Agreement:
 def _error_to_json(what: str, error: BaseException) -> dict[str, str]:
     """What the others are told of an error: its kind is the nearest that stands in ``errors``."""
     for kind in type(error).__mro__:
-        if issubclass(kind, TierfallError) and getattr(errors, kind.__name__, None) is kind:
+        if error_class(kind.__name__, RanksError) is kind:
             return {"error": str(error), "kind": kind.__name__}
     return {"error": f"{what}: rank 0 failed: {error!r}", "kind": RanksError.__name__}
-
-
-def _kind(name: str) -> type[TierfallError]:
-    kind: type[TierfallError] = getattr(errors, name)
-    return kind
 
 
 def _check_same_call(what: str, calls: dict[int, str]) -> None:

@@ -84,7 +84,7 @@ class Ranks:
 
     @classmethod
     def join(cls, place: RankPlacement, bootstrap: Store, *, run: str, timeout_s: float) -> Ranks:
-        """Meet the others; see ``joining.join``."""
+        """Meet the others; see ``rendezvous.join``."""
         return cls(*join(place, bootstrap, run=run, timeout_s=timeout_s), timeout_s=timeout_s)
 
     @property

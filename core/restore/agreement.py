@@ -1,6 +1,6 @@
 """Agreeing: which checkpoints all ranks restore, by what each of them sees of the tiers.
 
-Each rank describes what it alone can tell of (``describing``). Rank 0 brings that together, leaves out what has not
+Each rank describes what it alone can tell of (``inventory``). Rank 0 brings that together, leaves out what has not
 every shard somewhere, and chooses for all; and after each checkpoint that was tried, all hear whether any rank failed.
 """
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from tierfall.core.format.catalog import FoundCopy, Listing, of_one_lineage
 from tierfall.core.format.records import Commit, read_commit
-from tierfall.core.types import errors
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
     RanksError,
     TierfallError,
     UnreachableError,
+    error_class,
 )
 from tierfall.core.types.lineage import AttemptStart, merge_starts
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -178,7 +178,5 @@ def _error_to_json(error: TierfallError | None) -> dict[str, Any] | None:
 
 def _error_from_json(said: Mapping[str, Any], rank: int) -> TierfallError:
     """Make an error of what another rank said of it: of its kind, where that is one of tierfall's own."""
-    kind = getattr(errors, said["kind"], None)
-    if not (isinstance(kind, type) and issubclass(kind, TierfallError)):
-        kind = UnreachableError if said["retryable"] else BackendError
-    return kind(f"rank {rank}: {said['text']}")
+    otherwise = UnreachableError if said["retryable"] else BackendError
+    return error_class(said["kind"], otherwise)(f"rank {rank}: {said['text']}")

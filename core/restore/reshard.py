@@ -2,7 +2,7 @@
 
 A rank that finds its own part laid out as it holds it reads that, and of other ranks' parts what those wrote for it
 (``elsewhere``). Else the headers of all parts are merged (``image.merging``), and of each part those ranges are read
-that this rank needs (``spreading``).
+that this rank needs (``reshard_reads``).
 """
 
 from __future__ import annotations

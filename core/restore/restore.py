@@ -1,6 +1,6 @@
 """Restoring: the newest step that can be restored, from the fastest copies that are good, or the reason why not.
 
-``choosing`` says which may be taken. A copy that is damaged gives way to the next one, a step that is damaged
+``candidates`` says which may be taken. A copy that is damaged gives way to the next one, a step that is damaged
 everywhere to the next older step, on all ranks at once, and each such turn stands in the report.
 """
 

@@ -1,7 +1,7 @@
 """The coordinator: takes events, keeps the ledger, asks the policies, and says what is to be done.
 
 It does no I/O and reads no clock: ``step(now)`` takes what has happened since and returns when it wants to be called
-next. In production one thread calls it (``runner``); tests and simulations call it with a virtual clock.
+next. In production one thread calls it (``workers``); tests and simulations call it with a virtual clock.
 """
 
 from __future__ import annotations
@@ -569,7 +569,7 @@ class Coordinator:
 
     def begin_drain(self, asker: object, until_s: float) -> tuple[DrainDecision, ...]:
         """Work, until ``asker`` ends it, towards what can be durable at ``until_s`` of the clock that ``step`` is told;
-        return what is to be expected. For whoever runs on this thread (``Ask``)."""
+        return what is to be expected. For whoever runs on this thread (``LedgerQuery``)."""
         return self.draining.begin(asker, until_s, self.ledger.now_s)
 
     def ask_rank_0_to_drain(self, left_s: float) -> None:

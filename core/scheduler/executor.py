@@ -136,7 +136,7 @@ class TaskRunner:
     """Carries out one task at a time, on the calling thread.
 
     What a tier reads from another one goes through a buffer of its own pool, in ``pools``, or through that of a tier
-    which reads the same (``sharing``), and stays there while it is written: a slow tier holds up nobody else.
+    which reads the same (``shared_reads``), and stays there while it is written: a slow tier holds up nobody else.
 
     ``attempt`` says on whose behalf: a task that writes, deletes or marks ends in FencedError where its tier knows a
     newer one. None: it is a person's order that is carried out, by a process that must not commit.

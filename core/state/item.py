@@ -73,9 +73,8 @@ def resize_rules(state: object, name: str = "", depth: int = 0) -> dict[str, OnR
         rules.update(resize_rules(state.value, name, depth + 1))
     elif depth <= value_codec.DEPTH_MAX and type(state) in value_codec.MAPPINGS:
         for key, value in state.items():  # type: ignore[attr-defined]
-            with suppress(
-                value_codec.NotEncodableError
-            ):  # a key that no state may have, which its plan says
+            # a key that no state may have, which its plan says
+            with suppress(value_codec.NotEncodableError):
                 part = names.part(key)
                 rules.update(resize_rules(value, names.join(name, part), depth + 1))
     elif depth <= value_codec.DEPTH_MAX and type(state) in (list, tuple):

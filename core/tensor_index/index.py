@@ -2,7 +2,7 @@
 
     index.zst    one zstd frame of:
     8 bytes      length of the head, little-endian
-    head         a document (``core.documents``): world_size; tensors, each name, dtype, whole shape, number of blocks;
+    head         a document (``documents``): world_size; tensors, each name, dtype, whole shape, number of blocks;
                  the width of each column; the digest of all columns
     columns      rank and start of each block; offsets, then lengths, of each tensor dimension by dimension
 

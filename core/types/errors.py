@@ -121,3 +121,9 @@ class UnreachableError(BackendError):
     """The store did not answer, or failed in a way that may pass: nothing is known about what it holds."""
 
     retryable: ClassVar[bool] = True
+
+
+def error_class(name: str, otherwise: type[TierfallError]) -> type[TierfallError]:
+    """Return the error of this page that another process names; ``otherwise`` where this version has none."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, TierfallError) else otherwise

@@ -3,7 +3,7 @@
     torch.distributed.checkpoint.save(state, checkpoint_id="tiers://run/step-00000100")
 
 It serves what DCP does: files are written, one rename of ``.metadata`` makes a checkpoint of them, and they are read.
-It holds nothing itself: ``path_saving`` stages and commits, ``path_reading`` finds and reads.
+It holds nothing itself: ``run.by_path`` stages and commits, ``path_reading`` finds and reads.
 """
 
 from __future__ import annotations

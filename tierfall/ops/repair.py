@@ -184,9 +184,8 @@ class Repairer:
         limits = lane_limits(store, self._reader.config)
         commit = write_files(store, limits, source, self._on_bytes)
         store.check_fence(attempt)
-        if (
-            copy.commit is not None
-        ):  # what this tier was owed then, another tier's record does not say
+        # what this tier was owed then, another tier's record does not say
+        if copy.commit is not None:
             commit = replace(commit, owed=copy.commit.owed)
         self._replace_records(store, commit)
         store.forget_damage(commit.line.checkpoint)

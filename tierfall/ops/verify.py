@@ -110,9 +110,8 @@ def check_run(
         for listing in stored if scope.checkpoint is None else ():
             store = reader.stores[listing.tier]
             try:
-                if (
-                    mender is not None
-                ):  # first: no copy is written where the newest attempt is not known
+                # first: no copy is written where the newest attempt is not known
+                if mender is not None:
                     mender.mend_tier(store, listing)
                 findings += _check_tier(store, listing)
             except BackendError as error:

@@ -1,6 +1,6 @@
 """A day: what a configuration will do over a day. Pure: (rules, rates, image, interval) -> figures with reasons.
 
-The day is played on the policies themselves (``playing``). The work is bounded: of a day that is longer than what it
+The day is played on the policies themselves (``simulate``). The work is bounded: of a day that is longer than what it
 buys, the rest goes on as the second half of what was played.
 """
 

@@ -478,9 +478,8 @@ class Checkpointer:
         if session.ranks.many:
             return group_commands.prune(session, dry_run=dry_run)
         decisions = group_commands.plan(session)
-        if (
-            not dry_run
-        ):  # marks that were left from outside are read first, so that more may go, or less
+        # marks that were left from outside are read first, so that more may go, or less
+        if not dry_run:
             session.ask(session.coordinator.dropper.trust)
             session.wait_idle(self._config.max_wait_s)
         return decisions

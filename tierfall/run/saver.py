@@ -69,7 +69,7 @@ DIGEST_UNKNOWN_S = 2e-4
 
 
 class Saver:
-    """Makes one snapshot after another. ``finish_capture`` waits for the one before."""
+    """Makes one snapshot after another."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """What one rank is writing by path, until all ranks save it: the files of at most one step, and why others are gone.
 
-It knows nothing of the other ranks, and decides nothing: ``path_saving`` says when a step's files are begun, taken and
+It knows nothing of the other ranks, and decides nothing: ``by_path`` says when a step's files are begun, taken and
 given up.
 """
 

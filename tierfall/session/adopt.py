@@ -1,6 +1,6 @@
 """What an earlier start sealed in the slots of this process: whether it is this run's, and its way into the ledger.
 
-What this rank saved is its copy again; what is no image of a rank of now is ``inheriting``'s.
+What this rank saved is its copy again; what is no image of a rank of now is ``leftovers``'.
 """
 
 from __future__ import annotations

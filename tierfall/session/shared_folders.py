@@ -52,7 +52,7 @@ def tiers_to_probe(session: Session) -> Tiers:
 
 def probe(session: Session, said: Mapping[str, Any]) -> tuple[Config, Mapping[str, str]]:
     """Return the configuration with what all ranks have found, after rank 0 has ``said`` where it wrote its files
-    (``Probe.write``); and the tiers that some rank could not look at, with why.
+    (``FolderProbe.write``); and the tiers that some rank could not look at, with why.
 
     Raises ConfigError, on all ranks, where some nodes see a tier's files and others do not, and where a set value
     disagrees.

@@ -39,9 +39,9 @@ _OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
 class Start:
     """What all ranks know after they have met. ``whole`` names, per tier, the checkpoints of which every rank's part is
     there; ``complete`` those whose parts are all somewhere; ``seen`` names the tiers that every rank could read;
-    ``first``: no rank found any; ``inherited`` as in ``inheriting.inherited``. ``marks``, per tier, are those that any
-    rank found there; ``deleted`` bear a tombstone somewhere, and no pin; ``damaged``, per tier, may be repaired, each
-    with what is wrong with it; ``starts`` say how attempts began that have committed something."""
+    ``first``: no rank found any; ``inherited``: see ``leftovers.committed_in_memory``. ``marks``, per tier, are those
+    that any rank found; ``deleted`` bear a tombstone somewhere, and no pin; ``damaged``, per tier, may be repaired,
+    each with what is wrong with it; ``starts`` say how attempts began that have committed something."""
 
     attempt: Attempt
     whole: Mapping[str, frozenset[CheckpointId]]

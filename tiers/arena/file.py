@@ -6,9 +6,9 @@ here and never a SIGBUS later; they are faulted in here too, because a first tou
 
 A mapping is never closed by force: views of it may be alive. It goes when the last view goes. A growth maps the file
 again, so older views keep their addresses, and both mappings are the same pages. Where the file is removed by somebody
-else, the memory stays as it is, and ``renew`` brings it to a new file of the same name (``arena_renewal``).
+else, the memory stays as it is, and ``renew`` brings it to a new file of the same name (``renewal``).
 
-A forked child does not get the pages (``arena_mapping``): whatever it writes there changes no image.
+A forked child does not get the pages (``mapping``): whatever it writes there changes no image.
 """
 
 from __future__ import annotations

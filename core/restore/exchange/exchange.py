@@ -1,8 +1,8 @@
 """The exchange of a restore: what several ranks want is read once and handed on, and what only another rank can read is
 read there and sent.
 
-The ranks go in step: each says what it wants of which images (``asking``), all work out who reads it (``assigning``),
-and pass it on (``passing``); what somebody could not read is asked for again, of others. First headers, until all ranks
+The ranks go in step: each says what it wants of which images (``messages``), all work out who reads it (``assign``),
+and pass it on (``rounds``); what somebody could not read is asked for again, of others. First headers, until all ranks
 have planned, then chunks, until nobody wants any. Where each reads its own image alone, that is all that is said.
 """
 

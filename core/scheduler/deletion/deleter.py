@@ -43,7 +43,7 @@ class VerifiesCopies(Protocol):
     def __call__(self, tier: str, *, hurry: bool = False) -> bool: ...
 
 
-class FoundDamage(Protocol):
+class ReportDamage(Protocol):
     def __call__(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None: ...
 
 
@@ -101,7 +101,7 @@ class Deleter:
         self.read_marks: Callable[[ReadMarks], None] = dispatch
         self.asks_first: Callable[[DeleteCopy], bool] = lambda task: False
         self.is_split: Callable[[str], bool] = lambda tier: False
-        self.found_damage: FoundDamage = lambda tier, id, why, *, repairable: None
+        self.found_damage: ReportDamage = lambda tier, id, why, *, repairable: None
         self._to_tell: set[tuple[str, CheckpointId]] = set()
         self._cancelled = False
 
@@ -214,9 +214,7 @@ class Deleter:
         if not self._surveying:
             self._changed.clear()
         read: Mapping[CheckpointId, frozenset[str]] = outcome.value or {}
-        self._update_entries(
-            task.tier, {id: marks for id, marks in read.items() if id not in outdated}
-        )
+        self._update(task.tier, {id: marks for id, marks in read.items() if id not in outdated})
         if outcome.error is not None:
             self._trusted.discard(task.tier)
             logger.warning(
@@ -237,7 +235,7 @@ class Deleter:
         newest = self._newest_left(task.tier, without=drops) if drops else None
         relied = self._relied_on(task.tier, drops)
         for id, reason in drops.items():
-            self._queue_delete(task.tier, id, reason, next_latest=newest, relies_on=relied)
+            self._delete(task.tier, id, reason, next_latest=newest, relies_on=relied)
         if len(drops) < len(plan):
             self.survey(task.tier)  # what was read has changed the plan
         else:
@@ -261,7 +259,7 @@ class Deleter:
             and entry.marks.get(tier, frozenset()) != marks
         }
 
-    def _update_entries(self, tier: str, found: dict[CheckpointId, frozenset[str]]) -> None:
+    def _update(self, tier: str, found: dict[CheckpointId, frozenset[str]]) -> None:
         for id, marks in found.items():
             entry = self._ledger.entries.get(id)
             if entry is not None and _has_record(entry, tier):
@@ -397,11 +395,9 @@ class Deleter:
         one, is being carried out."""
         newest = self._newest_left(tier, without={id, *beside})
         relied = () if ordered or newest is None else (newest,)
-        return self._queue_delete(
-            tier, id, reason, ordered=ordered, next_latest=newest, relies_on=relied
-        )
+        return self._delete(tier, id, reason, ordered=ordered, next_latest=newest, relies_on=relied)
 
-    def _queue_delete(
+    def _delete(
         self,
         tier: str,
         id: CheckpointId,

@@ -26,7 +26,7 @@ from tierfall.core.types.view import Decision, Eviction, View
 logger = logging.getLogger("tierfall")
 
 
-class PlanMemoryEviction(Protocol):
+class PlanEviction(Protocol):
     def __call__(
         self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
     ) -> Eviction: ...
@@ -41,7 +41,7 @@ class Admissions:
         *,
         ledger: Ledger,
         host: HostMemory,
-        plan_eviction: PlanMemoryEviction,
+        plan_eviction: PlanEviction,
         give_up_copy: Callable[[LedgerEntry, str, BaseException], None],
         superseder: Superseder,
         when_full: WhenFull,

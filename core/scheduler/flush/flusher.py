@@ -14,12 +14,13 @@ from typing import Protocol
 
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.flush.admission import PlanEviction
 from tierfall.core.scheduler.flush.copy_progress import Transfer
 from tierfall.core.scheduler.flush.deadline import PreemptedError
 from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, FlushLane
 from tierfall.core.scheduler.flush.queue import FlushQueue
 from tierfall.core.scheduler.ledger.ledger import CopyFailures, Ledger, LedgerEntry
-from tierfall.core.scheduler.ledger.notes import EventEmitter
+from tierfall.core.scheduler.ledger.notes import EventEmitter, image_bytes_of
 from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -45,12 +46,6 @@ OLDER_OWED_MAX = 64
 DURABLE_REMEMBERED = 1024
 _NO_REPAIR = (FlushError, IntegrityError, NotSupportedError, StorageFullError)
 """What ends the repair of a damaged copy at once: it has no source or no room, or it is not ours to replace."""
-
-
-class PlanEviction(Protocol):
-    def __call__(
-        self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
-    ) -> Eviction: ...
 
 
 class PlanRelief(Protocol):
@@ -289,8 +284,8 @@ class Flusher:
     def _raw_bytes(self, tier: str, entry: LedgerEntry) -> int:
         """Return the bytes of all images that ranks bring of a checkpoint to what this rank sees of a tier."""
         if entry.parts is not None:
-            return _image_bytes(entry)
-        return _image_bytes(entry) * self.others.ranks_on(tier)
+            return image_bytes_of(entry)
+        return image_bytes_of(entry) * self.others.ranks_on(tier)
 
     def _clear_up(self, lane: FlushLane, entry: LedgerEntry) -> bool:
         """Remove what failed tries have left of other copies, and say whether that has begun: a copy that comes later
@@ -301,8 +296,7 @@ class Flusher:
         return any([self.collect(lane.tier, id, why) for id in others])
 
     def collect(self, tier: str, id: CheckpointId, reason: str) -> bool:
-        """Remove what is left of a copy that was never committed, of several ranks' only what is this one's; False
-        where that was tried already."""
+        """Remove what is left of this rank's part of a copy that was never committed; False where that was tried."""
         entry = self._ledger.entries.get(id)
         own = entry is not None and entry.parts is None and self.others.land_only
         shard = entry.shard if own and entry is not None else None
@@ -432,7 +426,7 @@ class Flusher:
         entry.set_state(lane.tier, CopyState.ABSENT)
         repairs = lane.tier in entry.damage  # what is there stays, and is known
         if transfer.published and not repairs:
-            self._ledger.unfinished[lane.tier, entry.id] = _image_bytes(entry)
+            self._ledger.unfinished[lane.tier, entry.id] = image_bytes_of(entry)
             entry.in_doubt.add(lane.tier)
         if lane.tier not in entry.owed:
             if entry.tombstoned:
@@ -609,13 +603,6 @@ class Flusher:
         lane = self._lanes[tier]
         if lane.is_at(entry.id):
             lane.give_up(error)
-
-
-def _image_bytes(entry: LedgerEntry) -> int:
-    if entry.geometry is not None:
-        return entry.geometry.image_bytes
-    assert entry.commit is not None
-    return entry.commit.image_bytes
 
 
 def _rounds_failed(lane: FlushLane, entry: LedgerEntry) -> int:

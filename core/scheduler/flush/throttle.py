@@ -37,7 +37,7 @@ class YieldRules(Protocol):
 
 
 class PlanYield(Protocol):
-    """See ``policies.yielding``."""
+    """See ``policies.throttle``."""
 
     def __call__(
         self, *, idle_s: Sequence[float], busy_s: Sequence[float], share: float, least: float
@@ -45,7 +45,7 @@ class PlanYield(Protocol):
 
 
 class LeastShare(Protocol):
-    """See ``policies.yielding``."""
+    """See ``policies.throttle``."""
 
     def __call__(
         self,

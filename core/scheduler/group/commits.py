@@ -174,9 +174,8 @@ class Commits(OneRank):
         """One image of those that this rank brings lies on a tier; with the last, it says so."""
         if tier not in entry.owed:  # it was given up while its end was under way
             entry.set_state(tier, CopyState.ABSENT)
-            if (
-                tier not in entry.damage
-            ):  # what a repair has written stays with the rest of the copy
+            # what a repair has written stays with the rest of the copy
+            if tier not in entry.damage:
                 self._dropper.collect(tier, entry.id, "it was given up", shard=_own_shard(entry))
             self._ledger.forget_if_gone(entry)
             return

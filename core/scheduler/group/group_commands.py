@@ -33,8 +33,8 @@ from tierfall.core.scheduler.ledger.tasks import (
     ReadMarks,
     Task,
 )
-from tierfall.core.types import errors, keys
-from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
+from tierfall.core.types import keys
+from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError, error_class
 from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
@@ -61,7 +61,7 @@ class GroupCommands(Commands):
     """See the module. Rank 0 takes orders as one rank does; the others take up what it announces."""
 
     def __init__(self, *, council: MessageTree, commits: Commits, **alone: Any) -> None:
-        """``alone`` are the arguments of ``Orders``, but for who owns a tier."""
+        """``alone`` are the arguments of ``Commands``, but for who owns a tier."""
         super().__init__(**alone, owns=commits.owns)
         self._council = council
         self._commits = commits
@@ -333,10 +333,7 @@ def _errors_to_json(failed: Mapping[str, BaseException]) -> dict[str, list[str]]
 
 def _error_from_json(said: list[str], rank: int) -> TierfallError:
     """Make an error of what another rank said of it: of its kind, where that is one of tierfall's own."""
-    kind = getattr(errors, said[0], None)
-    if not (isinstance(kind, type) and issubclass(kind, TierfallError)):
-        kind = RanksError
-    return kind(f"rank {rank}: {said[1]}")
+    return error_class(said[0], RanksError)(f"rank {rank}: {said[1]}")
 
 
 def _ignore_failed(failed: Mapping[str, BaseException]) -> None:

@@ -55,7 +55,10 @@ class EventEmitter:
         self._remember(self._saves, entry.id)
         self._notify(
             events.SaveBegun(
-                at_s=self.now_s, id=entry.id, bytes=_size(entry), tiers=tuple(sorted(entry.owed))
+                at_s=self.now_s,
+                id=entry.id,
+                bytes=image_bytes_of(entry),
+                tiers=tuple(sorted(entry.owed)),
             )
         )
 
@@ -65,7 +68,7 @@ class EventEmitter:
             events.Captured(
                 at_s=self.now_s,
                 id=entry.id,
-                bytes=_size(entry),
+                bytes=image_bytes_of(entry),
                 seconds=self.now_s - self._saves.get(entry.id, self.now_s),
                 blocked_s=stats.blocked_s if stats else 0.0,
                 lazy=stats.lazy if stats else False,
@@ -96,7 +99,7 @@ class EventEmitter:
                 at_s=self.now_s,
                 id=entry.id,
                 tier=flush.tier,
-                bytes=_size(entry),
+                bytes=image_bytes_of(entry),
                 tries=flush.tries,
             )
         )
@@ -113,7 +116,7 @@ class EventEmitter:
                 at_s=self.now_s,
                 id=entry.id,
                 tier=flush.tier,
-                bytes=_size(entry),
+                bytes=image_bytes_of(entry),
                 seconds=self.now_s - begun.since_s,
                 sources=sources,
             )
@@ -205,7 +208,7 @@ class EventEmitter:
         self._notify(events.OperationFailed(at_s=self.now_s, doing=doing, reason=_reason(error)))
 
 
-def _size(entry: LedgerEntry) -> int:
+def image_bytes_of(entry: LedgerEntry) -> int:
     """The bytes of this rank's image, where they are known by now."""
     if entry.geometry is not None:
         return entry.geometry.image_bytes
