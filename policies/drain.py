@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tierfall.core.types.drain_outlook import ArrivalOutlook, DrainDecision
 from tierfall.core.types.units import format_duration, format_rate, format_size
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.core.types.view import CheckpointView, View
+from tierfall.core.types.view import ArrivalOutlook, CheckpointView, DrainDecision, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierfall.core.types.loss_bound import LossBound
 from tierfall.core.types.units import format_duration, format_rate, format_size
 from tierfall.core.types.values import LOSS_CLASSES, LossClass
-from tierfall.core.types.view import CheckpointView, TierRules, View
+from tierfall.core.types.view import CheckpointView, LossBound, TierRules, View
 
 HOUR_S = 3600.0
 SAVES_MIN = 8

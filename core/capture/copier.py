@@ -33,7 +33,7 @@ from tierfall.core.image.targets import RegionTargets
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import CopyStream
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.sampling.samples import ImageCheck
+from tierfall.core.sampling.image_check import ImageCheck
 from tierfall.core.types.errors import CaptureError
 
 logger = logging.getLogger("tierfall")

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Collection
 
 from tierfall.core.capture.barrier import Barrier
-from tierfall.core.sampling.samples import is_sampled
+from tierfall.core.sampling.image_check import is_sampled
 from tierfall.core.state.view import DECLARED, UNSHARED, StateView
 from tierfall.core.types.errors import StateChangedError
 from tierfall.core.types.values import Changes, CheckpointId

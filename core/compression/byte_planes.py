@@ -1,8 +1,7 @@
-"""Planes: the bytes of a chunk sorted by their place in an item, which lets zstd see the exponents apart.
+"""Byte planes: the bytes of a chunk grouped by their position in an item, so that zstd compresses exponents separately.
 
-First all first bytes, then all second bytes and so on, then the remainder that makes no whole item, unsplit. NumPy's
-copies run in the calling thread alone and release the interpreter lock; torch's would start threads of their own beside
-the training loop's.
+First all first bytes, then all second bytes and so on, then the remainder that is no whole item, unchanged. NumPy
+copies on the calling thread and releases the GIL; torch would start threads of its own beside the training loop's.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _Bytes = NDArray[np.uint8]
 
 
 def split(chunk: memoryview, target: memoryview, width: int) -> None:
-    """Sort ``chunk`` into planes; ``target`` has the same length, and shares no memory with it."""
+    """Write the planes of ``chunk`` to ``target``, of the same length and without shared memory."""
     items, rest = _halves(chunk, width)
     planes, rest_target = _halves(target, width)
     for place, plane in enumerate(planes.reshape(width, -1)):
@@ -25,7 +24,7 @@ def split(chunk: memoryview, target: memoryview, width: int) -> None:
 
 
 def join(planes: memoryview, target: memoryview, width: int) -> None:
-    """Undo ``split``."""
+    """The inverse of ``split``."""
     sorted_items, rest = _halves(planes, width)
     items, rest_target = _halves(target, width)
     for place, plane in enumerate(sorted_items.reshape(width, -1)):
@@ -34,7 +33,7 @@ def join(planes: memoryview, target: memoryview, width: int) -> None:
 
 
 def _halves(view: memoryview, width: int) -> tuple[_Bytes, _Bytes]:
-    """Return the whole items, and the remainder."""
+    """The whole items, and the remainder."""
     flat = np.frombuffer(view, dtype=np.uint8)
     whole = len(flat) - len(flat) % width
     return flat[:whole], flat[whole:]

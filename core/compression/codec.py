@@ -1,11 +1,9 @@
 """Packs chunks into zstd frames, and unpacks them.
 
-Payloads go from buffer to buffer without the interpreter lock: zstandard's ``readinto`` compresses into the buffer that
-it is given, and decompresses a frame that ``check_frame`` passed straight into its target. What the lock is held for is
-the last part of a chunk, below 128 KiB, where its length is no multiple of that. ``ZstdCompressor.compress`` would
-release it there too, but returns fresh memory, whose freeing holds it for longer.
-
-Neither class knows tiers, files or records.
+Data moves from buffer to buffer without the GIL: zstandard's ``readinto`` compresses into the given buffer, and
+decompresses a frame that ``check_frame`` accepted straight into its target. It holds the GIL only for a remainder below
+128 KiB at the end of a chunk. ``ZstdCompressor.compress`` would release it there too, but returns new memory, whose
+deallocation holds it for longer.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from tierfall.core.types.values import Codec
 
 
 class Packer:
-    """Compresses one chunk at a time. One thread of use: its compressor keeps tables from chunk to chunk.
+    """Compresses one chunk at a time. Not thread-safe: the compressor reuses its tables from chunk to chunk.
 
-    ``scratch`` lends a buffer as long as the chunk to the codec ``planes``, where the width is above 1.
+    ``scratch`` provides a buffer of the chunk's length for the codec ``planes`` with a width above 1.
     """
 
     def __init__(self, codec: Codec, *, level: int, scratch: BufferPool) -> None:
@@ -37,10 +35,10 @@ class Packer:
         )
 
     def pack(self, chunk: memoryview, target: memoryview, *, width: int = 1) -> int:
-        """Fill ``target`` with the frame of ``chunk`` and return its length.
+        """Write the frame of ``chunk`` to ``target`` and return its length.
 
-        ``target`` has room for ``frame_bytes_max(len(chunk))``. ``width`` is the item size by which ``planes`` sorts;
-        ``zstd`` takes no notice of it.
+        ``target`` has room for ``frame_bytes_max(len(chunk))``. ``width`` is the item size for ``planes``; ``zstd``
+        ignores it.
         """
         if len(target) < frame_bytes_max(len(chunk)):
             raise ValueError(f"a target of {len(target)} bytes for a chunk of {len(chunk)}")
@@ -56,7 +54,7 @@ class Packer:
 
 
 class Unpacker:
-    """Decompresses one frame at a time. One thread of use; ``scratch`` is as for the Packer."""
+    """Decompresses one frame at a time. Not thread-safe; ``scratch`` as for the Packer."""
 
     def __init__(self, codec: Codec, *, scratch: BufferPool) -> None:
         if codec is Codec.NONE:
@@ -66,10 +64,10 @@ class Unpacker:
         self._decompressor = zstandard.ZstdDecompressor()
 
     def unpack(self, frame: memoryview, target: memoryview, *, width: int = 1, what: str) -> None:
-        """Fill ``target``, which has the length that the manifest says, from the chunk's frame.
+        """Fill ``target``, of the length in the manifest, from the chunk's frame.
 
-        Raises IntegrityError, naming ``what``, where the frame is damaged or holds another length; nothing is
-        allocated beyond the scratch buffer, whatever the frame declares. What ``target`` holds then is undefined.
+        IntegrityError, naming ``what``, if the frame is damaged or has another length; the content of ``target`` is
+        undefined then. Allocates nothing beyond the scratch buffer, whatever the frame declares.
         """
         check_frame(frame, len(target), what=what)
         if self._codec is Codec.ZSTD or width == 1:
@@ -86,4 +84,4 @@ class Unpacker:
         except zstandard.ZstdError as error:
             raise IntegrityError(f"{what}: damaged: {error}") from error
         if filled != len(target):
-            raise IntegrityError(f"{what}: holds {filled} bytes, the manifest says {len(target)}")
+            raise IntegrityError(f"{what}: has {filled} bytes, {len(target)} by the manifest")

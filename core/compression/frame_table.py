@@ -1,7 +1,7 @@
-"""The record ``rank-....stored.json``: how the chunks of a packed image lie in its file.
+"""The record ``rank-....stored.json``: the frames of a packed image in its file.
 
-It stands beside the manifest, which says what the chunks are once they are unpacked (raw lengths and digests) and is
-the same on every tier. The record is read together with it: what does not fit the manifest is damage.
+The manifest beside it has the raw lengths and digests of the chunks, and is the same on every tier. The record is
+validated against the manifest: a contradiction is damage.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _PACKING = {codec.value: codec for codec in (Codec.ZSTD, Codec.PLANES)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameTable:
-    """Where the frame of each chunk of an image lies, and how it is unpacked.
+    """Offset and length of each chunk's frame in the file, and how to unpack it.
 
     ``raw_bytes`` is the length of the image; ``widths`` are those of ``planes``, and all 1 for ``zstd``. The frames
-    follow each other without holes; with ``zstd`` a seek table follows them.
+    have no gaps; with ``zstd`` a seek table follows them.
     """
 
     codec: Codec
@@ -48,22 +48,22 @@ class FrameTable:
 
     @property
     def frames_bytes(self) -> int:
-        """All frames together: where the seek table begins, if there is one."""
+        """Size of all frames, which is the offset of the seek table, if there is one."""
         return self.offsets[-1] + self.lengths[-1]
 
     @property
     def stored_bytes(self) -> int:
-        """The length of the file."""
+        """Size of the file."""
         table = table_bytes(self.chunk_count) if self.codec is Codec.ZSTD else 0
         return self.frames_bytes + table
 
     def chunk_range(self, index: int) -> tuple[int, int]:
-        """Return start and end of the frame of chunk ``index`` in the file."""
+        """Start and end of the frame of chunk ``index`` in the file."""
         start = self.offsets[index]
         return start, start + self.lengths[index]
 
     def seek_table(self, manifest: Manifest) -> bytes:
-        """Return what follows the frames in the file; nothing with ``planes``, whose frames do not hold the image."""
+        """The seek table after the frames; empty for ``planes``, since ``zstd -d`` cannot restore such an image."""
         if self.codec is not Codec.ZSTD:
             return b""
         return write_table(list(map(FrameLength, self.lengths, _raw_lengths(manifest))))
@@ -84,10 +84,7 @@ class FrameTable:
 def make_frame_table(
     manifest: Manifest, codec: Codec, *, level: int, lengths: Sequence[int], widths: Sequence[int]
 ) -> FrameTable:
-    """Describe the file whose frames have these lengths, in the order of the manifest's chunks.
-
-    ``widths`` are those that the chunks were packed with: ``chunk_widths``.
-    """
+    """Describe a file by its frames' lengths and the ``chunk_widths`` used, in the order of the manifest's chunks."""
     if not len(lengths) == len(widths) == manifest.chunk_count:
         raise ValueError(f"{len(lengths)} frames and {len(widths)} widths for {manifest!r}")
     return FrameTable(
@@ -101,7 +98,7 @@ def make_frame_table(
 
 
 def read_frame_table(data: bytes, manifest: Manifest, *, what: str) -> FrameTable:
-    """Read the record of a packed image of this manifest from bytes that nobody vouches for."""
+    """Parse the record of a packed image from untrusted bytes, and validate it against the manifest."""
     reader = JsonFields(documents.open_sealed(data, what=what), what)
     codec = _PACKING.get(reader.get("codec", str))
     if codec is None:
@@ -110,7 +107,7 @@ def read_frame_table(data: bytes, manifest: Manifest, *, what: str) -> FrameTabl
     raw_bytes = reader.number("raw_bytes", 1, IMAGE_BYTES_MAX)
     if raw_bytes != manifest.image_bytes:
         raise IntegrityError(
-            f"{what}: of an image of {raw_bytes} bytes, the manifest says {manifest.image_bytes}"
+            f"{what}: of an image of {raw_bytes} bytes, {manifest.image_bytes} by the manifest"
         )
     lengths = _numbers(reader, "lengths", manifest, what)
     for length, raw in zip(lengths, _raw_lengths(manifest), strict=True):
@@ -149,10 +146,10 @@ def _raw_lengths(manifest: Manifest) -> list[int]:
 
 
 def chunk_widths(pieces: Spliced, cut: Geometry, *, what: str) -> tuple[int, ...]:
-    """Return by which width ``planes`` sorts each chunk: the item size of the tensor that its first byte belongs to.
+    """The width for ``planes`` of each chunk: the item size of the tensor that its first byte belongs to.
 
-    ``pieces`` is the serialised table of tensor pieces, ``cut`` how the image is cut. The header has width 1, and so
-    has whatever this torch has no dtype for: a width changes the ratio, never the bytes.
+    ``pieces`` is the serialised table of tensor blocks. The header has width 1, and so have tensors whose dtype this
+    torch lacks: a width affects the compression ratio, never the bytes.
     """
     starts, sizes = [], []
     for start, size in sorted(_items(pieces, what)):
@@ -160,13 +157,13 @@ def chunk_widths(pieces: Spliced, cut: Geometry, *, what: str) -> tuple[int, ...
         sizes.append(size)
     widths = [1]
     for index in range(1, cut.chunk_count):
-        place = bisect_right(starts, cut.chunk_range(index)[0] - cut.data_start)
-        widths.append(sizes[place - 1] if place else 1)
+        after = bisect_right(starts, cut.chunk_range(index)[0] - cut.data_start)
+        widths.append(sizes[after - 1] if after else 1)
     return tuple(widths)
 
 
 def _items(pieces: Spliced, what: str) -> list[tuple[int, int]]:
-    """List start and item size of every tensor that has bytes."""
+    """Start and item size of every non-empty tensor block."""
     found = []
     for piece in loads(pieces):
         reader = _piece(piece, f"{what}: pieces")

@@ -1,8 +1,8 @@
-"""What a zstd frame may look like here (RFC 8878, section 3.1.1), checked before anything is decompressed.
+"""Validation of zstd frames (RFC 8878, section 3.1.1) before decompression.
 
-A chunk is stored as one frame that states its content size. The decompressor writes such a frame straight into the
-target, in one call and with nothing allocated, only where the frame is whole and says what the manifest says: that is
-what ``check_frame`` makes sure of. It reads the headers of the blocks, never their contents.
+A chunk is stored as one frame that declares its content size. The decompressor writes such a frame straight into the
+target, in one call and without allocating, only if the frame is complete and declares the size in the manifest.
+``check_frame`` ensures that, from the headers of the frame and its blocks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SMALL_BYTES = 128 << 10
 
 
 def frame_bytes_max(raw_bytes: int) -> int:
-    """Return the most bytes that the frame of ``raw_bytes`` bytes takes (ZSTD_COMPRESSBOUND in zstd.h)."""
+    """The maximum size of the frame of ``raw_bytes`` bytes (ZSTD_COMPRESSBOUND in zstd.h)."""
     return raw_bytes + (raw_bytes >> 8) + (max(0, _SMALL_BYTES - raw_bytes) >> 11)
 
 
 def check_frame(frame: memoryview, raw_bytes: int, *, what: str) -> None:
-    """Raise IntegrityError unless ``frame`` is one whole frame, and no more, that declares ``raw_bytes`` bytes."""
+    """Raise IntegrityError unless ``frame`` is exactly one complete frame that declares ``raw_bytes`` bytes."""
     start = bytes(frame[:_HEADER_BYTES_MAX])
     try:
         header = zstandard.get_frame_parameters(start)
@@ -38,11 +38,11 @@ def check_frame(frame: memoryview, raw_bytes: int, *, what: str) -> None:
         raise IntegrityError(f"{what}: a zstd frame of a kind that tierfall does not write")
     if header.content_size != raw_bytes:
         raise IntegrityError(
-            f"{what}: its zstd frame does not declare the {raw_bytes} bytes that the manifest says"
+            f"{what}: its zstd frame does not declare the {raw_bytes} bytes of the manifest"
         )
     end = _end_of_blocks(frame, position, what) + _CHECKSUM_BYTES * header.has_checksum
     if end != len(frame):
-        raise IntegrityError(f"{what}: its zstd frame has {end} bytes, stored are {len(frame)}")
+        raise IntegrityError(f"{what}: its zstd frame has {end} bytes, {len(frame)} are stored")
 
 
 def _end_of_blocks(frame: memoryview, position: int, what: str) -> int:

@@ -1,12 +1,12 @@
-"""The seek table of the zstd seekable format: where each frame of a file begins, as a skippable last frame.
+"""The seek table of the zstd seekable format: the lengths of a file's frames, in a skippable frame at its end.
 
-So ``zstd -d`` gives back the whole image, and whoever knows the format reads a range of it alone. All numbers are
+With it, ``zstd -d`` restores the whole image, and tools for the seekable format read ranges of it. All numbers are
 little endian (zstd, contrib/seekable_format/zstd_seekable_compression_format.md):
 
     0x184D2A5E   length of what follows   per frame: packed length, raw length   frames   descriptor 0   0x8F92EAB1
     4 bytes      4 bytes                  4 bytes each                           4 bytes  1 byte         4 bytes
 
-tierfall writes no checksums into it: the frames have their own.
+tierfall's seek tables have no checksums: the frames have their own.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _FOOTER = struct.Struct("<IBI")
 
 
 class FrameLength(NamedTuple):
-    """How long one frame is in the file, and how long what it holds."""
+    """Size of one frame in the file, and of its content."""
 
     packed: int
     raw: int
 
 
 def table_bytes(frames: int) -> int:
-    """Return how long the table of that many frames is."""
+    """Size of the table of that many frames."""
     return _HEADER.size + _ENTRY_BYTES * frames + FOOTER_BYTES
 
 
 def write_table(lengths: Sequence[FrameLength]) -> bytes:
-    """Write the table of a file's frames, in their order; ValueError where the format cannot hold them."""
+    """Encode the table of a file's frames, in their order; ValueError if they exceed the format's limits."""
     if len(lengths) > FRAMES_MAX:
-        raise ValueError(f"{len(lengths)} frames; a seek table holds {FRAMES_MAX}")
+        raise ValueError(f"{len(lengths)} frames; a seek table has at most {FRAMES_MAX}")
     numbers = [number for entry in lengths for number in entry]
     try:
         entries = struct.pack(f"<{len(numbers)}I", *numbers)
@@ -58,19 +58,19 @@ def write_table(lengths: Sequence[FrameLength]) -> bytes:
 
 
 def read_footer(footer: bytes, *, stored_bytes: int, what: str) -> int:
-    """Return how long the table is that ends in these ``FOOTER_BYTES`` bytes, in a file of ``stored_bytes``."""
+    """Size of the table, from the last ``FOOTER_BYTES`` bytes of a file of ``stored_bytes``."""
     if len(footer) != FOOTER_BYTES:
         raise IntegrityError(f"{what}: too short for a seek table")
     frames, descriptor, magic = _FOOTER.unpack(footer)
     if magic != _SEEKABLE_MAGIC or descriptor or frames > FRAMES_MAX:
-        raise IntegrityError(f"{what}: does not end in a seek table as tierfall writes it")
+        raise IntegrityError(f"{what}: does not end in a seek table that tierfall writes")
     if table_bytes(frames) > stored_bytes:
         raise IntegrityError(f"{what}: its seek table is longer than the file")
     return table_bytes(frames)
 
 
 def read_table(data: bytes, *, stored_bytes: int, what: str) -> tuple[FrameLength, ...]:
-    """Read the table from the last bytes of a file of ``stored_bytes``, which the frames and the table fill."""
+    """Parse the table from the last bytes of a file of ``stored_bytes``, which frames and table fill completely."""
     length = read_footer(data[-FOOTER_BYTES:], stored_bytes=stored_bytes, what=what)
     if len(data) != length or _HEADER.unpack_from(data) != (
         _SKIPPABLE_MAGIC,

@@ -1,7 +1,7 @@
-"""What tiers hold, as read from them: the values of a listing, and how listings of several tiers come together.
+"""Listings of tiers, and the merge of several listings into checkpoints.
 
-"Absent" and "could not look" are kept apart: a listing either holds everything that its tier answered, or the error
-that kept it from answering. A commit record that is there but damaged is damage, never absence.
+A listing has either everything that its tier returned, or the error of a tier that could not be listed; the two are
+never confused. A commit record that exists but is damaged is damage, never absence.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 
 UNSEEN_ATTEMPTS = 1000
-"""So many attempts a tier that cannot be asked may know of beyond those that are seen: more starts than a run has while
-a tier is away."""
+"""Assumed maximum of attempts that only an unreachable tier knows: more starts than a run has during an outage."""
 
 
 class StepFolderError(IntegrityError):
-    """Something else lies where the folder of a step is to be: what it holds, or leads to, is not looked at.
-    ``checkpoint`` is the one whose folder it would be."""
+    """The name of a step's folder is used by something else, such as a link, whose content is not examined.
+    ``checkpoint`` is the one that the name belongs to."""
 
     def __init__(self, message: str, checkpoint: CheckpointId) -> None:
         super().__init__(message)
@@ -32,10 +31,11 @@ class StepFolderError(IntegrityError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCopy:
-    """A checkpoint that has a commit record on a tier. ``damage`` says what is wrong with it: a copy without ``commit``
-    has a record that cannot be read, or is not this checkpoint's; one with it lacks files that the record names, or
-    may not survive a power cut. What is left of such a copy is read where nothing better is there, and counts for
-    nothing else."""
+    """A checkpoint with a commit record on a tier.
+
+    With ``damage`` and no ``commit``, the record cannot be parsed or belongs to another checkpoint. With both, files
+    that the record names are missing, or the copy may not survive a power cut. A damaged copy is read only if there is
+    no better one, and counts for nothing else. ``foreign``: another attempt of the same number saved it."""
 
     id: CheckpointId
     state: CopyState
@@ -47,21 +47,20 @@ class FoundCopy:
 
     @property
     def label(self) -> str:
-        """Its state in a word."""
+        """The state, or ``damaged``."""
         return str(self.state) if self.damage is None else "damaged"
 
     @property
     def repairable(self) -> bool:
-        """Say whether a damaged copy may be written anew: not one of another life of this run, which is ``foreign``,
-        nor what a newer tierfall wrote."""
+        """Whether a damaged copy may be rewritten: not a foreign one, nor one that a newer tierfall wrote."""
         return isinstance(self.damage, IntegrityError) and not self.foreign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """All that one tier answered. ``unfinished`` are step folders without a commit record, with their bytes;
-    ``starts`` say how attempts began that have committed something there, though it may be gone; ``damaged`` is what
-    could not even be told apart, as in memory that was overwritten."""
+    """The content of one tier. ``unfinished`` maps step folders without a commit record to their bytes. ``starts`` are
+    the starts of attempts that committed there, including deleted checkpoints. ``damaged`` are errors that belong to no
+    copy, as in overwritten memory. With ``error``, the tier could not be listed."""
 
     tier: str
     copies: tuple[FoundCopy, ...] = ()
@@ -77,7 +76,7 @@ class Listing:
     def no_folders(
         self, step: int | None = None, attempt: int | None = None
     ) -> list[StepFolderError]:
-        """Return what lies where folders of steps are to be; of one ``step``, or attempt, where that is given."""
+        """The errors of step folders, optionally of one ``step`` or ``attempt``."""
         return [
             error
             for error in self.damaged
@@ -89,7 +88,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCheckpoint:
-    """One checkpoint over all tiers that answered. ``commit`` is None where no record of it can be read."""
+    """One checkpoint on all tiers that were listed. ``commit`` is None if none of its records can be parsed."""
 
     id: CheckpointId
     commit: Commit | None
@@ -98,7 +97,7 @@ class KnownCheckpoint:
 
     @property
     def bytes(self) -> int:
-        """The bytes of its images; where no record says, those of its largest copy."""
+        """Size of its images; without a record, that of its largest copy."""
         return (
             self.commit.image_bytes if self.commit else max(c.bytes for c in self.copies.values())
         )
@@ -113,7 +112,6 @@ class KnownCheckpoint:
 
     @property
     def tags(self) -> frozenset[str]:
-        """Tags given at the save and since, less those that were taken away."""
         return keys.tags_of(self.commit.tags if self.commit else (), self.marks)
 
     @property
@@ -130,7 +128,7 @@ class KnownCheckpoint:
 
 
 def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
-    """Bring listings together, oldest checkpoint first."""
+    """Merge listings into checkpoints, oldest first."""
     listings = tuple(listings)
     starts = starts_in(listings)
     passed_over = {start.key for start in starts if start.passed_over}
@@ -154,12 +152,12 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
 
 
 def start_of(commit: Commit) -> AttemptStart:
-    """Say what a commit record tells of how its attempt began; it was not later than the record."""
-    line = commit.line
+    """The start of a commit record's attempt; the record's time is the latest that it can have begun."""
+    lineage = commit.line
     return AttemptStart(
-        attempt=line.checkpoint.attempt,
-        attempt_id=line.attempt_id,
-        started_from=line.started_from,
+        attempt=lineage.checkpoint.attempt,
+        attempt_id=lineage.attempt_id,
+        started_from=lineage.started_from,
         began_s=commit.wall_time_s,
     )
 
@@ -167,8 +165,8 @@ def start_of(commit: Commit) -> AttemptStart:
 def starts_in(
     listings: Iterable[Listing], whole: Collection[CheckpointId] | None = None
 ) -> tuple[AttemptStart, ...]:
-    """Say how every attempt began that has committed something, as far as these tiers know; of those that share a
-    number, all but one are passed over. Copies count of what is ``whole`` alone, where that is given."""
+    """The resolved starts of all attempts that committed on these tiers. If ``whole`` is given, only copies of those
+    checkpoints count."""
     starts: list[AttemptStart] = []
     saved = []
     for listing in listings:
@@ -181,8 +179,8 @@ def starts_in(
 
 
 def next_attempt(listings: Sequence[Listing], own: Attempt | None = None) -> int:
-    """Return an attempt's number above any that these tiers know, and above that of this process (``own``); where a
-    tier could not be asked, above any that it may know, so that what is saved now comes after all that lies there."""
+    """An attempt number above all on these tiers and above that of this process (``own``). If a tier could not be
+    listed, the number is also above any that this tier may have, so that new checkpoints come after its own."""
     saved = [
         *(copy.id.attempt for listing in listings for copy in listing.copies),
         *(id.attempt for listing in listings for id in listing.unfinished),
@@ -191,7 +189,7 @@ def next_attempt(listings: Sequence[Listing], own: Attempt | None = None) -> int
     taken = [number for listing in listings for number in listing.attempts]
     newest = max((*saved, *taken, own.number if own else 0, 0))
     if own is None and any(listing.error is not None for listing in listings):
-        # starts that save nothing, one after the other while a tier is away, need no further room
+        # counted from saved attempts: repeated starts that save nothing during an outage add no further gap
         newest = max(newest, max(saved, default=0) + UNSEEN_ATTEMPTS)
     return newest + 1
 
@@ -199,9 +197,9 @@ def next_attempt(listings: Sequence[Listing], own: Attempt | None = None) -> int
 def of_one_lineage(
     copies: dict[str, FoundCopy], passed_over: Collection[Key] = ()
 ) -> dict[str, FoundCopy]:
-    """Tell copies apart that only share a name: starts that could not see each other's tiers may take the same attempt
-    number. What is not of an attempt that is ``passed_over`` counts, or else what was saved last; the others are
-    damage."""
+    """Separate copies that share only a name: starts that could not see each other's tiers may use the same attempt
+    number. Copies of an attempt that is not ``passed_over`` count, or else those saved last; the others become foreign
+    and damaged."""
     commits = [copy.commit for copy in copies.values() if copy.commit is not None]
     if len({commit.line.attempt_id for commit in commits}) < 2:
         return copies
@@ -221,7 +219,7 @@ def of_one_lineage(
             marks=frozenset(),
             foreign=True,
             damage=IntegrityError(
-                f"{tier}: {copy.id} is of another life of this run, and another tier holds the one that counts"
+                f"{tier}: {copy.id} was saved by another attempt of this number; another tier has the one that counts"
             ),
         )
         for tier, copy in copies.items()
@@ -229,7 +227,7 @@ def of_one_lineage(
 
 
 def overtaken(known: Iterable[KnownCheckpoint]) -> dict[CheckpointId, frozenset[str]]:
-    """Name, by checkpoint, the tiers that have newer ones and are still owed it: the newest record there says so."""
+    """By checkpoint, the tiers that have newer ones and are still owed it, according to their newest record."""
     newest: dict[str, Commit] = {}
     for checkpoint in sorted(known, key=lambda c: (c.id.attempt, c.id.step)):
         for tier, copy in checkpoint.copies.items():
@@ -249,9 +247,9 @@ def to_view(
     wall_time_s: float,
     **members: object,
 ) -> View:
-    """Make the picture that policies see of what lies on disk, for callers without a coordinator; ``wall_time_s`` is
-    now."""
-    late = overtaken(known)
+    """Build the policies' view from listings, for callers without a coordinator; ``wall_time_s`` is the current time
+    in seconds since 1970."""
+    owed_to = overtaken(known)
     return View(
         tiers=tuple(tiers),
         wall_time_s=wall_time_s,
@@ -267,7 +265,7 @@ def to_view(
                 metrics=c.metrics,
                 tags=c.tags,
                 wall_time_s=c.wall_time_s,
-                overtaken=late.get(c.id, frozenset()),
+                overtaken=owed_to.get(c.id, frozenset()),
                 copies={
                     tier: CopyView(state=copy.state, bytes=copy.bytes)
                     for tier, copy in c.copies.items()

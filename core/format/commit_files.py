@@ -1,7 +1,7 @@
-"""How a commit record names the files of an image: as it is, or packed and with the record of its frames beside it.
+"""The files that a commit record names for each image: the raw image, or the packed one and the record of its frames.
 
-A commit record is of one tier. Its plain form names every image raw, and no merged index: that is what host memory
-holds, what the ledger keeps, and what the record of any tier is made of.
+A commit record belongs to one tier. Its plain form names raw images and no merged index: this form is stored in host
+memory and in the ledger, and the record of each tier is derived from it.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from tierfall.core.types.values import Codec, Shard
 
 
 def document_file(name: str, data: bytes) -> NamedFile:
-    """Return what a commit record names of a document."""
+    """The entry of a document in a commit record."""
     return NamedFile(name=name, bytes=len(data), digest=sha256(data))
 
 
 def raw_files(shard: Shard, *, image_bytes: int, manifest: bytes) -> tuple[NamedFile, NamedFile]:
-    """Return what a commit record names of a raw image; ``manifest`` is its encoded manifest."""
+    """The entries of a raw image and its encoded ``manifest``."""
     image = NamedFile(name=keys.shard_name(shard), bytes=image_bytes, digest=None)
     return image, document_file(keys.manifest_name(shard), manifest)
 
 
 class ImageFile(NamedTuple):
-    """The file of an image, as a commit record names it."""
+    """The entry of an image, and how it is packed."""
 
     file: NamedFile
     codec: Codec
 
 
 def image_file(commit: Commit, shard: Shard) -> ImageFile | None:
-    """Return the file of a shard's image; None where the record names none."""
+    """The entry of a shard's image; None if the record has none."""
     for codec in Codec:
         if file := commit.file(keys.shard_name(shard, codec)):
             return ImageFile(file, codec)
@@ -45,7 +45,7 @@ def image_file(commit: Commit, shard: Shard) -> ImageFile | None:
 def packed_files(
     shard: Shard, codec: Codec, *, stored_bytes: int, raw_bytes: int, record: bytes
 ) -> tuple[NamedFile, NamedFile]:
-    """Return what a commit record names in place of a raw image; ``record`` is the encoded record of its frames."""
+    """The entries of a packed image and the encoded ``record`` of its frames."""
     return (
         NamedFile(
             name=keys.shard_name(shard, codec),
@@ -58,7 +58,7 @@ def packed_files(
 
 
 def with_packed(commit: Commit, shard: Shard, files: tuple[NamedFile, ...]) -> Commit:
-    """Name ``files`` in place of the raw image of a shard."""
+    """Replace the raw image of a shard by ``files``; no change if there are none."""
     if not files:
         return commit
     raw = keys.shard_name(shard)
@@ -67,23 +67,23 @@ def with_packed(commit: Commit, shard: Shard, files: tuple[NamedFile, ...]) -> C
 
 
 def files_of(commit: Commit, shard: Shard) -> tuple[NamedFile, ...]:
-    """Return what a commit record names of one shard: its image, its manifest, the record of its frames."""
+    """The entries of one shard: image, manifest, frame record."""
     return tuple(file for file in commit.files if keys.parse_shard(file.name) == shard)
 
 
 def wrong_files(commit: Commit, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each file that a commit record names and that is missing, or not as long as it says, and what
-    is wrong with it. ``sizes`` are the bytes of the files in the folder of the checkpoint, by name."""
+    """Yield name and problem of each file that is missing or has another size than its entry. ``sizes`` maps the files
+    of the checkpoint's folder to their bytes."""
     for file in commit.files:
         found = sizes.get(file.name)
         if found is None:
             yield file.name, "it is missing"
         elif found != file.bytes:
-            yield file.name, f"it has {found} bytes, the commit record says {file.bytes}"
+            yield file.name, f"it has {found} bytes, {file.bytes} by the commit record"
 
 
 def with_index(commit: Commit, data: bytes) -> Commit:
-    """Name this index, and no other."""
+    """Add or replace the entry of the merged index."""
     index = document_file(keys.INDEX_NAME, data)
     return replace(commit, files=(*without_index(commit).files, index))
 
@@ -94,7 +94,7 @@ def without_index(commit: Commit) -> Commit:
 
 
 def plain(commit: Commit) -> Commit:
-    """Return a record that names every image raw, no index, and nothing that is owed to the tier it was read on."""
+    """Convert to the plain form: raw images, no index, and nothing owed, as that concerns one tier."""
     files = tuple(
         _raw(file)
         for file in without_index(commit).files
@@ -113,7 +113,7 @@ def _raw(file: NamedFile) -> NamedFile:
 
 
 def same_checkpoint(one: Commit, other: Commit) -> bool:
-    """Say whether two tiers' records are of the very same images, however each tier packs them."""
+    """Whether two tiers' records name identical images, however each tier packs them."""
     return one.line == other.line and _names(one) == _names(other)
 
 
@@ -121,20 +121,20 @@ def _names(commit: Commit) -> set[tuple[str, int, str | None]]:
     return {(file.name, file.bytes, file.digest) for file in plain(commit).files}
 
 
-def damage_mark(line: Lineage) -> str:
-    """Name the mark which says that a copy of this very checkpoint is damaged: another attempt of the same number may
-    save a step of the same name."""
-    return f"damaged-{sha256(line.attempt_id.encode()).removeprefix('sha256:')[:32]}"
+def damage_mark(lineage: Lineage) -> str:
+    """Name of the mark of a damaged copy. It contains the attempt's id, since another attempt of the same number may
+    save a checkpoint of the same name."""
+    return f"damaged-{sha256(lineage.attempt_id.encode()).removeprefix('sha256:')[:32]}"
 
 
 def shards_of(commit: Commit) -> list[Shard]:
-    """Return the shards whose images a record names, by rank."""
+    """The shards whose images a record names, sorted by rank."""
     found = {keys.parse_shard(file.name) for file in commit.files if file.digest is None}
     return sorted((s for s in found if s is not None), key=lambda shard: shard.rank)
 
 
 def named_shards(commit: Commit, world_size: int) -> frozenset[int]:
-    """Return the ranks whose image and manifest a record names."""
+    """The ranks of ``world_size`` whose image and manifest a record names."""
     named = {file.name for file in commit.files}
     return frozenset(
         shard.rank

@@ -1,8 +1,8 @@
-"""The JSON documents that tierfall writes: one envelope for all of them.
+"""The envelope of all JSON documents that tierfall writes.
 
-A document starts with ``format: 1`` and ``requires: []`` and ends in a ``digest`` member, SHA-256 over every byte
-before that member. Any flipped, missing or added bit is found. Unknown members are kept by readers that rewrite and
-ignored by the rest; an unknown format or requirement is refused with what to do.
+A document starts with ``format: 1`` and ``requires: []`` and ends in a ``digest`` member, the SHA-256 of every byte
+before that member, which detects any flipped, missing or added bit. Readers ignore unknown members; readers that
+rewrite a document keep them. An unknown format or requirement is refused with a message about what to do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TAIL_BYTES = len(_TAIL) + 64 + len('"}\n')
 
 
 class Spliced(bytes):
-    """JSON that was serialised before: it is put in as it is."""
+    """Serialised JSON, inserted into a document unchanged."""
 
 
 def sha256(data: bytes | memoryview) -> str:
@@ -30,7 +30,7 @@ def sha256(data: bytes | memoryview) -> str:
 
 
 def dumps(value: object) -> bytes:
-    """Serialise compactly; floats must be finite (documents hold none that are not)."""
+    """Serialise compactly; ValueError for a float that is not finite."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -47,8 +47,8 @@ def seal(members: Mapping[str, object]) -> bytes:
 def open_sealed(data: bytes, *, what: str) -> dict[str, Any]:
     """Verify and parse a document; ``what`` names it in errors.
 
-    Raises IntegrityError where the bytes are not those that were sealed, NotSupportedError where they are, but a newer
-    tierfall wrote them.
+    Raises IntegrityError if the bytes differ from those that were sealed, NotSupportedError if a newer tierfall wrote
+    them.
     """
     if len(data) > MAX_DOCUMENT_BYTES:
         raise IntegrityError(f"{what}: {len(data)} bytes are more than any tierfall document has")
@@ -58,7 +58,7 @@ def open_sealed(data: bytes, *, what: str) -> dict[str, Any]:
             f"{what}: its digest does not match its bytes (damaged, truncated, or not a tierfall document)"
         )
     try:
-        document = json.loads(data, parse_constant=_refuse_constant)
+        document = json.loads(data, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{what}: not JSON: {error}") from error
     if not isinstance(document, dict):
@@ -71,7 +71,8 @@ def open_sealed(data: bytes, *, what: str) -> dict[str, Any]:
     return document
 
 
-def _refuse_constant(text: str) -> float:
+def refuse_constant(text: str) -> float:
+    """For ``json.loads(parse_constant=...)``: NaN and infinities are not JSON."""
     raise ValueError(f"{text} is not allowed here")
 
 

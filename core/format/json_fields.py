@@ -1,4 +1,4 @@
-"""Typed access to what was parsed from untrusted JSON: no later code has to doubt a member's type or range."""
+"""Typed access to parsed, untrusted JSON: checks each member's type and range."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 class JsonFields:
-    """Typed access to a parsed object; whatever is missing or of another type is damage."""
+    """Typed access to a parsed object; ``what`` names it in errors. Raises IntegrityError for a member that is missing
+    or of another type."""
 
     def __init__(self, members: Mapping[str, Any], what: str) -> None:
         self._members = members
@@ -35,11 +36,15 @@ class JsonFields:
         return value
 
     def flag(self, name: str) -> bool:
-        """Read what is true or false; what is not there is false."""
+        """A bool; false if the member is missing."""
         value = self._members.get(name, False)
         if not isinstance(value, bool):
             raise IntegrityError(f"{self._what}: member {name!r} is neither true nor false")
         return value
+
+    def flag_or_none(self, name: str) -> bool | None:
+        """A bool, or None where the member is null or missing."""
+        return None if self._members.get(name) is None else self.flag(name)
 
     def list_of(self, name: str, kind: type[T]) -> list[T]:
         values = self.get(name, list)
@@ -60,7 +65,7 @@ class JsonFields:
         return value
 
     def name(self, name: str) -> str:
-        """Read what becomes part of a key: nothing that could lead out of a folder."""
+        """Text that becomes part of a key, restricted so that it cannot lead out of a folder."""
         value: str = self.get(name, str)
         try:
             return keys.check_name(value, what=f"{self._what}: {name!r}")
@@ -68,7 +73,7 @@ class JsonFields:
             raise IntegrityError(str(error)) from error
 
     def optional(self, name: str, read: Callable[[JsonFields], T]) -> T | None:
-        """Read an object that may be null, but must be there."""
+        """An object, parsed by ``read``, or null; missing is an error."""
         if name not in self._members:
             raise IntegrityError(f"{self._what}: member {name!r} is missing")
         if self._members[name] is None:

@@ -1,21 +1,14 @@
-"""Manifest, commit record, attempt record and mark: what they hold, and how they are read from untrusted bytes.
+"""Manifest, commit record, attempt record, tier record and mark, and how each is parsed from untrusted bytes.
 
-Each is a document (``documents``). Reading checks every member's type and range, so that no later code has to
-doubt them; a member that is missing or wrong is damage (IntegrityError), never a default.
+Each is a document (``documents``). Parsing checks every member's type and range, so that callers need not. A member
+that is missing or wrong is damage (IntegrityError), never a default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from tierfall.core.types.text import float_to_json
-from tierfall.core.types.values import CheckpointId, Shard
-
-if TYPE_CHECKING:
-    from tierfall.core.format.documents import Spliced
-
+from typing import Any
 
 from tierfall.core.format import documents
 from tierfall.core.format.documents import Spliced
@@ -23,6 +16,8 @@ from tierfall.core.format.json_fields import JsonFields
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.lineage import AttemptStart
+from tierfall.core.types.text import float_to_json
+from tierfall.core.types.values import CheckpointId, Shard
 
 CHUNK_BYTES_MIN = 4 << 10
 CHUNK_BYTES_MAX = 1 << 30
@@ -33,11 +28,11 @@ DIGEST_PREFIX = "xxh3-128:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """Where a checkpoint stands among the others of its run.
+    """A checkpoint's position among the others of its run.
 
-    ``ordinal`` is its place in its line, 1 above the one it continues from; ``started_from`` is the checkpoint that its
-    attempt restored before it saved, or None where it began anew. ``at_end``: it is the last of its training, and every
-    tier is to get it.
+    ``ordinal`` is 1 above that of the checkpoint before it in its lineage. ``started_from`` is the checkpoint that its
+    attempt restored before its first save (None: none). ``at_end``: it is the last of its training; every tier is to
+    get it.
     """
 
     run: str
@@ -48,30 +43,69 @@ class Lineage:
     at_end: bool = False
 
 
+def chunk_count(image_bytes: int, data_start: int, chunk_bytes: int) -> int:
+    return 1 + -(-(image_bytes - data_start) // chunk_bytes)
+
+
+def chunk_range(index: int, image_bytes: int, data_start: int, chunk_bytes: int) -> tuple[int, int]:
+    if index == 0:
+        return 0, data_start
+    start = data_start + (index - 1) * chunk_bytes
+    return start, min(start + chunk_bytes, image_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What one rank's image holds and how to check it.
+class Geometry:
+    """How an image is divided into chunks.
 
     Chunk 0 is the header, bytes 0 to ``data_start``; chunk i > 0 begins at ``data_start + (i - 1) * chunk_bytes``.
-    ``digests`` has one ``xxh3-128:`` digest per chunk. ``pieces`` is the serialised table of tensor pieces.
     """
 
-    line: Lineage
-    shard: Shard
     image_bytes: int
     data_start: int
     chunk_bytes: int
-    digests: tuple[str, ...]
-    structure: str
-    pieces: Spliced = field(repr=False)
 
     @property
     def chunk_count(self) -> int:
         return chunk_count(self.image_bytes, self.data_start, self.chunk_bytes)
 
     def chunk_range(self, index: int) -> tuple[int, int]:
-        """Return start and end of chunk ``index`` in the image."""
+        """Start and end of chunk ``index`` in the image."""
         return chunk_range(index, self.image_bytes, self.data_start, self.chunk_bytes)
+
+    def runs(self, bytes_min: int) -> tuple[tuple[int, int], ...]:
+        """Group chunks into index ranges (first, end) of at least ``bytes_min`` bytes; the last may be shorter."""
+        ranges: list[tuple[int, int]] = []
+        first = 0
+        for index in range(self.chunk_count):
+            enough = self.chunk_range(index)[1] - self.chunk_range(first)[0] >= bytes_min
+            if enough or index == self.chunk_count - 1:
+                ranges.append((first, index + 1))
+                first = index + 1
+        return tuple(ranges)
+
+
+def geometry(manifest: Manifest) -> Geometry:
+    """The geometry alone, for owners that do not keep the manifest's digests and tensor table."""
+    return Geometry(
+        image_bytes=manifest.image_bytes,
+        data_start=manifest.data_start,
+        chunk_bytes=manifest.chunk_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest(Geometry):
+    """The content and the digests of one rank's image.
+
+    ``digests`` has one ``xxh3-128:`` digest per chunk. ``pieces`` is the serialised table of tensor blocks.
+    """
+
+    line: Lineage
+    shard: Shard
+    digests: tuple[str, ...]
+    structure: str
+    pieces: Spliced = field(repr=False)
 
     def encode(self) -> bytes:
         return documents.seal(
@@ -89,19 +123,8 @@ class Manifest:
         )
 
 
-def chunk_count(image_bytes: int, data_start: int, chunk_bytes: int) -> int:
-    return 1 + -(-(image_bytes - data_start) // chunk_bytes)
-
-
-def chunk_range(index: int, image_bytes: int, data_start: int, chunk_bytes: int) -> tuple[int, int]:
-    if index == 0:
-        return 0, data_start
-    start = data_start + (index - 1) * chunk_bytes
-    return start, min(start + chunk_bytes, image_bytes)
-
-
 def read_manifest(data: bytes, *, what: str) -> Manifest:
-    """Read a manifest from bytes that nobody vouches for."""
+    """Parse a manifest from untrusted bytes; ``what`` names it in errors."""
     reader = JsonFields(documents.open_sealed(data, what=what), what)
     world_size = reader.number("world_size", 1, 10**9)
     image_bytes = reader.number("image_bytes", 1, IMAGE_BYTES_MAX)
@@ -127,8 +150,8 @@ def read_manifest(data: bytes, *, what: str) -> Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedFile:
-    """A file that a commit record vouches for: its size, its digest where the manifest does not hold one, and, of a
-    packed image, how long it is unpacked."""
+    """A file in a commit record: its size, its digest (None: its chunks' digests are in the manifest), and the raw size
+    of a packed image."""
 
     name: str
     bytes: int
@@ -148,10 +171,9 @@ class NamedFile:
 class Commit:
     """The record whose presence makes a checkpoint exist on a tier.
 
-    ``files`` names the image and the manifest of every shard; a manifest with its SHA-256, an image with its size (its
-    digests stand in its manifest); and where a tier packs images, the records of their frames with their SHA-256.
-    ``metrics`` are rank 0's. ``owed`` names older checkpoints that the tier had not got by then, as they could not be
-    written there, and is still to get.
+    ``files`` has the image of every shard with its size, the manifests with their SHA-256, and, on a tier that packs
+    images, the frame records with their SHA-256. ``metrics`` are rank 0's. ``owed`` names older checkpoints that could
+    not be written to the tier until then and are still owed to it.
     """
 
     line: Lineage
@@ -165,12 +187,12 @@ class Commit:
 
     @property
     def image_bytes(self) -> int:
-        """All images together, unpacked."""
+        """Size of all images together, unpacked."""
         return sum(file.raw_bytes or file.bytes for file in self.files if file.digest is None)
 
     @property
     def stored_bytes(self) -> int:
-        """All that the record names, as it is stored."""
+        """Size of all named files, as stored."""
         return sum(file.bytes for file in self.files)
 
     def file(self, name: str) -> NamedFile | None:
@@ -193,7 +215,7 @@ class Commit:
 
 
 def read_commit(data: bytes, *, what: str) -> Commit:
-    """Read a commit record from bytes that nobody vouches for."""
+    """Parse a commit record from untrusted bytes; ``what`` names it in errors."""
     reader = JsonFields(documents.open_sealed(data, what=what), what)
     metrics = reader.get("metrics", dict)
     if not all(isinstance(v, int | float | str) for v in metrics.values()):
@@ -218,8 +240,7 @@ def read_commit(data: bytes, *, what: str) -> Commit:
 
 
 def _owed(reader: JsonFields, what: str) -> tuple[CheckpointId, ...]:
-    """Read what a record need not have."""
-    found = reader.list_of("owed", dict) if reader.has("owed") else []
+    found = reader.list_of("owed", dict) if reader.has("owed") else []  # absent in older records
     return tuple(_checkpoint(JsonFields(each, f"{what}: owed")) for each in found)
 
 
@@ -241,7 +262,7 @@ def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One line of saving: its number, its random 128-bit id in hexadecimal, and who took it when."""
+    """One attempt: its number, its random 128-bit id in hexadecimal, and the process that created it."""
 
     run: str
     number: int
@@ -264,7 +285,7 @@ class Attempt:
 
 
 def encode_start(run: str, start: AttemptStart) -> bytes:
-    """Return the record of how an attempt began. Its name says the same, and is what is read."""
+    """Serialise an attempt's start. Readers parse its name, which has the same content."""
     return documents.seal(
         {
             "run": run,
@@ -290,9 +311,8 @@ def read_attempt(data: bytes, *, what: str) -> Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownTier:
-    """What is remembered of a tier elsewhere: its id (empty where it did not take one), where it was, whether all nodes
-    saw its files (None: nobody had to find out), and the number of the device that its folder lay on, which means
-    something until the machine restarts."""
+    """What is recorded of another tier: its id ('' if none could be written to it), its place, whether all nodes saw
+    its files (None: not examined), and the device number of its folder, which is valid until the machine restarts."""
 
     id: str
     place: str
@@ -305,8 +325,8 @@ class KnownTier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRecord:
-    """Which tier of a run this is: its random 128-bit id in hexadecimal; and ``others``, by name, of the same run.
-    ``shared`` is as in ``KnownTier``. This machine's memory of a run's tiers has an id of nothing."""
+    """The identity of a run's tier: its random 128-bit id in hexadecimal, and the run's ``others``, by name. ``shared``
+    is as in ``KnownTier``. The record that a machine keeps of a run's tiers has an empty id."""
 
     run: str
     id: str
@@ -327,14 +347,13 @@ class TierRecord:
 
 
 def read_tier(data: bytes, *, what: str) -> TierRecord:
-    """Read a tier's record from bytes that nobody vouches for."""
-    members = documents.open_sealed(data, what=what)
-    reader = JsonFields(members, what)
+    """Parse a tier's record from untrusted bytes; ``what`` names it in errors."""
+    reader = JsonFields(documents.open_sealed(data, what=what), what)
     others = reader.get("others", dict)
     return TierRecord(
         run=reader.name("run"),
         id=reader.get("tier_id", str),
-        shared=_maybe(reader, members, "shared"),
+        shared=reader.flag_or_none("shared"),
         wall_time_s=reader.real("wall_time_s"),
         others={name: _known_tier(tier, f"{what}: {name}") for name, tier in others.items()},
     )
@@ -348,19 +367,14 @@ def _known_tier(entry: object, what: str) -> KnownTier:
     return KnownTier(
         id=reader.get("id", str),
         place=reader.get("place", str),
-        shared=_maybe(reader, entry, "shared"),
+        shared=reader.flag_or_none("shared"),
         device=None if device is None else reader.number("device", 0, 1 << 64),
     )
 
 
-def _maybe(reader: JsonFields, members: Mapping[str, Any], name: str) -> bool | None:
-    """Read what is true, false, or not known."""
-    return None if members.get(name) is None else reader.flag(name)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A note beside a checkpoint: pin, tombstone, tag. ``name`` is also the last part of its key."""
+    """A mark beside a checkpoint: pin, tombstone, tag. ``name`` is also the last component of its key."""
 
     name: str
     checkpoint: CheckpointId
@@ -380,8 +394,8 @@ class Mark:
 
 
 def stops_drop(marks: Collection[str], *, tombstoned: bool) -> bool:
-    """Say whether these marks keep a copy from being dropped: a pin does, and a tombstone that whoever drops it did not
-    know of (``tombstoned``). That one is for all copies, and goes only with the last."""
+    """Whether these marks prevent the deletion of a copy: a pin does, and so does a tombstone that the deletion did not
+    know of (not ``tombstoned``), since a tombstone must survive until the last copy is deleted."""
     return keys.PIN_MARK in marks or (keys.TOMBSTONE_MARK in marks and not tombstoned)
 
 
@@ -398,15 +412,15 @@ def read_mark(data: bytes, *, what: str) -> Mark:
     )
 
 
-def _lineage_members(line: Lineage) -> dict[str, object]:
-    last = {"at_end": True} if line.at_end else {}
+def _lineage_members(lineage: Lineage) -> dict[str, object]:
+    last = {"at_end": True} if lineage.at_end else {}
     return {
-        "run": line.run,
-        "step": line.checkpoint.step,
-        "attempt": line.checkpoint.attempt,
-        "attempt_id": line.attempt_id,
-        "ordinal": line.ordinal,
-        "started_from": _checkpoint_members(line.started_from),
+        "run": lineage.run,
+        "step": lineage.checkpoint.step,
+        "attempt": lineage.checkpoint.attempt,
+        "attempt_id": lineage.attempt_id,
+        "ordinal": lineage.ordinal,
+        "started_from": _checkpoint_members(lineage.started_from),
         **last,
     }
 
@@ -429,40 +443,4 @@ def _read_lineage(reader: JsonFields) -> Lineage:
 def _checkpoint(reader: JsonFields) -> CheckpointId:
     return CheckpointId(
         reader.number("step", 0, keys.STEP_MAX), reader.number("attempt", 1, keys.ATTEMPT_MAX)
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
-    """How an image is cut into chunks."""
-
-    image_bytes: int
-    data_start: int
-    chunk_bytes: int
-
-    @property
-    def chunk_count(self) -> int:
-        return chunk_count(self.image_bytes, self.data_start, self.chunk_bytes)
-
-    def chunk_range(self, index: int) -> tuple[int, int]:
-        return chunk_range(index, self.image_bytes, self.data_start, self.chunk_bytes)
-
-    def runs(self, bytes_min: int) -> tuple[tuple[int, int], ...]:
-        """Put chunks together into runs of at least ``bytes_min`` bytes, but for the last: first chunk, and the one
-        after its last."""
-        runs: list[tuple[int, int]] = []
-        first = 0
-        for index in range(self.chunk_count):
-            whole = self.chunk_range(index)[1] - self.chunk_range(first)[0] >= bytes_min
-            if whole or index == self.chunk_count - 1:
-                runs.append((first, index + 1))
-                first = index + 1
-        return tuple(runs)
-
-
-def geometry(manifest: Manifest) -> Geometry:
-    return Geometry(
-        image_bytes=manifest.image_bytes,
-        data_start=manifest.data_start,
-        chunk_bytes=manifest.chunk_bytes,
     )

@@ -1,1 +1,1 @@
-"""The image: one rank's state as the bytes of a ``.safetensors`` file: its layout, its header, its tree."""
+"""The image: one rank's state as the bytes of a ``.safetensors`` file, with its layout, header and tree."""

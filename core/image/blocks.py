@@ -1,7 +1,8 @@
-"""Images that hold several blocks of one tensor, as headers of which each holds one: so that ``merging`` need know one.
+"""Splits headers with several blocks of one tensor into headers with one block each, which is all that ``merge`` needs
+to handle.
 
-The first blocks stay in the header of their rank; each further block of a tensor goes into a header of its own that
-holds nothing else, under the number of a rank that does not exist.
+First blocks remain in the header of their rank. Further blocks go into additional headers with nothing else, under
+virtual rank numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tierfall.core.image.tree import (
 
 
 def unfold(headers: Mapping[int, ImageHeader]) -> dict[int, ImageHeader]:
-    """Give each header one block of a tensor at most; ``rank_of`` tells of whose image a made-up rank is."""
+    """Split headers so that each has at most one block of a tensor. ``rank_of`` maps virtual ranks to real ones."""
     found = dict(headers)
     if all(header.complete for header in headers.values()):
         return found
@@ -46,19 +47,19 @@ def unfold(headers: Mapping[int, ImageHeader]) -> dict[int, ImageHeader]:
 
 
 def rank_of(rank: int, headers: Mapping[int, ImageHeader]) -> int:
-    """Return the rank whose image a block is in; ``headers`` are as they were given to ``unfold``."""
+    """The rank whose image has a block of a virtual rank; ``headers`` are the argument of ``unfold``."""
     return rank % (max(headers) + 1)
 
 
 def held(header: ImageHeader) -> Sequence[StoredTensor]:
-    """Return the tensors that an unfolded header is about."""
+    """The tensors of an unfolded header's tree."""
     if header.complete:
         return header.tensors
     return [header.tensors[slot] for slot in sorted(set(slots_of(header.tree)))]
 
 
 def with_pieces(tree: MapNode, change: Callable[[PiecesNode], Node]) -> MapNode:
-    """The tree with something else in the place of each tensor of which there are any number of blocks, in order."""
+    """The tree with each PiecesNode replaced by ``change(node)``, in order."""
 
     def changed(node: Node) -> Node:
         return change(node) if isinstance(node, PiecesNode) else node.map_children(changed)
@@ -67,23 +68,22 @@ def with_pieces(tree: MapNode, change: Callable[[PiecesNode], Node]) -> MapNode:
 
 
 def _first(node: PiecesNode) -> Node:
-    """The first block of a tensor."""
     return TensorNode(node.slots[0]) if node.slots else node
 
 
 def _further(node: Node, number: int) -> Node | None:
-    """What of the tree has a further block: None where nothing has. Places in a sequence stay."""
+    """The part of the tree that has a block of this ``number``, or None. Sequences keep their length."""
     match node:
         case PiecesNode():
             return TensorNode(node.slots[number]) if number < len(node.slots) else None
         case MapNode():
             entries = [(k, _further(n, number)) for k, n in node.entries]
-            left = tuple((k, n) for k, n in entries if n is not None)
-            return replace(node, entries=left) if left else None
+            kept = tuple((k, n) for k, n in entries if n is not None)
+            return replace(node, entries=kept) if kept else None
         case ModuleNode():
             named = [(k, b, _further(n, number)) for k, b, n in node.entries]
-            kept = tuple((k, b, n) for k, b, n in named if n is not None)
-            return replace(node, entries=kept) if kept else None
+            remaining = tuple((k, b, n) for k, b, n in named if n is not None)
+            return replace(node, entries=remaining) if remaining else None
         case SequenceNode():
             nodes = [_further(n, number) for n in node.nodes]
             if all(n is None for n in nodes):

@@ -1,13 +1,14 @@
-"""Dividing: which rank writes what several ranks hold alike, so that each byte is written once, and by all in parallel.
+"""Deduplication of replicas: assigns each replicated tensor to one rank, so that its bytes are written once, and all
+ranks write in parallel.
 
-Each rank lists in a table what others may hold too: parameters and optimizer state, whole ones and blocks of DTensors.
-What may change at any time (buffers, random state, values) may differ between ranks, and stays with its rank. The
-division gives every entry that several ranks list to the one of them that has least to write.
+Each rank lists potential replicas in a table: parameters and optimizer state, whole or as blocks of DTensors. Buffers,
+random state and values may change at any time and differ between ranks; each rank writes its own. Every entry that
+several ranks list is assigned to the one of them with the fewest bytes to write.
 
-Whether they are alike in truth is compared by digests: of all bytes at the first save of a division, and of samples and
-a rotating part at every later one (``capture.replicas``). The entries that the same ranks list are a *group*. A rank
-posts one digest per group, which keeps the message small however many tensors there are. It keeps the digests of the
-single tensors; rank 0 asks for these only where a group differs, to name the tensor.
+Digests verify that the replicas are equal: of all bytes at the first save of an assignment, of samples and a rotating
+part at later ones (``core.sampling.replicas``). The entries listed by the same ranks form a *group*. A rank sends one
+digest per group, so that the message is small for any number of tensors. It keeps the digests of single tensors; rank
+0 requests these only if a group differs, to name the tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _HASHED_BYTES = 64 << 20
 
 
 class KeyKind(IntEnum):
-    """What of a tensor was digested: the last two bits of a key, which are none in a table."""
+    """What of a tensor was digested: the last two bits of a key, which are 0 in a table."""
 
     WHOLE = 0
     SAMPLES = 1
@@ -48,9 +49,9 @@ _KEY = np.uint64(~3 & 0xFFFF_FFFF_FFFF_FFFF)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaTable:
-    """What one rank saves: ``keys`` of what others may hold alike, with ``sizes`` in bytes, and ``own_bytes`` of what
-    nobody else writes. ``structure`` names the state that it is a table of; ``step_s`` is how long a training step
-    takes, 0 where that is not known."""
+    """What one rank saves: ``keys`` and ``sizes`` (bytes) of potential replicas, and ``own_bytes`` that no other rank
+    can write. ``structure`` identifies the structure of the state; ``step_s`` is the duration of a training step (0:
+    unknown)."""
 
     structure: str
     own_bytes: int
@@ -74,32 +75,32 @@ class ReplicaTable:
 
 
 class ReplicatedTensors:
-    """The tensors of a view that other ranks may hold too, in the order of its table."""
+    """The potential replicas of a view, in the order of its table."""
 
     def __init__(self, view: StateView, structure: str, *, step_s: float = 0.0) -> None:
-        """What is of one rank when the number of ranks changes is not shared now: states of one ``structure`` that
-        differ in that have tables of different ones. Nor is what lies otherwise in memory, or on another kind of
-        device: what is sampled there are not the same bytes."""
-        kept = [name for name, rule in view.rules.items() if rule in _OF_ONE_RANK]
+        """Entries with the rules PER_RANK and DROP are not shared; states of one ``structure`` with other such rules
+        get tables of different structures. Keys include strides and device type, since samples of other memory layouts
+        are not of the same bytes."""
+        per_rank = [name for name, rule in view.rules.items() if rule in _OF_ONE_RANK]
         self.view = view
         self.numbers: list[int] = []
         keys, sizes, own_bytes = [], [], 0
         for number, name in enumerate(view.names):
             dtype, shape = view.dtypes[number], view.shapes[number]
             size = dtypes.byte_count(dtype, shape)
-            of_all = view.changes[number] is Changes.ON_STEP and not any(
-                naming.is_within(name, prefix) for prefix in kept
+            is_shareable = view.changes[number] is Changes.ON_STEP and not any(
+                naming.is_within(name, prefix) for prefix in per_rank
             )
-            if not of_all or not size:
+            if not is_shareable or not size:
                 own_bytes += size
                 continue
             piece = view.pieces[number]
-            said = (
+            identity = (
                 f"{name}\n{dtypes.name_of(dtype)}\n{tuple(shape)}\n{piece and tuple(piece)}\n"
                 f"{view.strides[number]}\n{view.sources[number].device.type}"
             )
             self.numbers.append(number)
-            keys.append(xxhash.xxh3_64_intdigest(said.encode("utf-8", "surrogatepass")) & ~3)
+            keys.append(xxhash.xxh3_64_intdigest(identity.encode("utf-8", "surrogatepass")) & ~3)
             sizes.append(size)
         column = np.array(keys, dtype=np.uint64)
         self.table = ReplicaTable(
@@ -110,9 +111,9 @@ class ReplicatedTensors:
             step_s=step_s,
         )
 
-    def left_out(self, division: ReplicaAssignment, rank: int) -> dict[int, int]:
-        """Return which tensors, by their numbers in the view, other ranks write, and which."""
-        owners = division.owners_of(self.table.keys)
+    def left_out(self, assignment: ReplicaAssignment, rank: int) -> dict[int, int]:
+        """The tensors that other ranks write: number in the view to rank."""
+        owners = assignment.owners_of(self.table.keys)
         return {
             number: int(owner)
             for number, owner in zip(self.numbers, owners, strict=True)
@@ -120,13 +121,13 @@ class ReplicatedTensors:
         }
 
     def names(self) -> dict[int, str]:
-        """Return the names of all entries by their keys."""
+        """The names of all entries by key."""
         names = (self.view.names[number] for number in self.numbers)
         return dict(zip(map(int, self.table.keys), names, strict=True))
 
-    def digests(self, division: ReplicaAssignment) -> ReplicaDigests:
-        """Digest, from the live tensors, all bytes of what is written for several ranks."""
-        groups = division.groups_of(self.table.keys)
+    def digests(self, assignment: ReplicaAssignment) -> ReplicaDigests:
+        """Digest all bytes of the replicas, from the live tensors."""
+        groups = assignment.groups_of(self.table.keys)
         shared = np.flatnonzero(groups != NOBODY)
         sources = (self.view.sources[self.numbers[at]] for at in shared)
         return ReplicaDigests(
@@ -142,10 +143,9 @@ NOBODY = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicaAssignment:
-    """Who writes what several ranks hold: ``keys``, ascending, the rank that writes each, ``owners``, and the number of
-    the group that each is in, ``groups``. ``id`` is equal where all ranks' tables are. ``entries`` and ``bytes`` are
-    what the rank shares that shares most, and ``step_s`` is the shortest step of any: they say how long a rotation
-    takes, on which all ranks agree."""
+    """Which rank writes each replica: ascending ``keys``, the writing ranks (``owners``) and group numbers
+    (``groups``). ``id`` is a digest of all ranks' tables. ``entries`` and ``bytes`` are maxima over the ranks of what
+    each shares, ``step_s`` is the shortest step; all ranks derive the length of a rotation from them."""
 
     id: str
     keys: Keys
@@ -156,23 +156,23 @@ class ReplicaAssignment:
     step_s: float
 
     def owners_of(self, keys: Keys) -> NDArray[np.int64]:
-        """Return for each key the rank that writes it for others too, or NOBODY."""
+        """For each key, the rank that writes it for several ranks, or NOBODY."""
         return self._of(keys, self.owners)
 
     def groups_of(self, keys: Keys) -> NDArray[np.int64]:
-        """Return for each key the number of its group, or NOBODY."""
+        """For each key, the number of its group, or NOBODY."""
         return self._of(keys, self.groups)
 
     def _of(self, keys: Keys, column: NDArray[np.int64]) -> NDArray[np.int64]:
         found = np.full(len(keys), NOBODY, dtype=np.int64)
         if len(self.keys):
             at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-            there = self.keys[at] == keys
-            found[there] = column[at[there]]
+            is_known = self.keys[at] == keys
+            found[is_known] = column[at[is_known]]
         return found
 
     def apart(self) -> ReplicaAssignment:
-        """Return the division by which each rank writes all that it holds."""
+        """The assignment by which each rank writes everything of its own."""
         none = np.zeros(0, dtype=np.int64)
         return ReplicaAssignment(
             id=f"{self.id}-apart",
@@ -203,7 +203,7 @@ class ReplicaAssignment:
 
 
 def assign_writers(tables: Sequence[ReplicaTable]) -> ReplicaAssignment:
-    """Divide what the ranks list, the largest first, each to the one of its ranks that has least to write by then."""
+    """Assign replicas in order of size, the largest first, each to the rank with the fewest bytes to write so far."""
     keys, sizes, ranks = _columns(
         [table.keys for table in tables], [table.sizes for table in tables]
     )
@@ -221,25 +221,25 @@ def assign_writers(tables: Sequence[ReplicaTable]) -> ReplicaAssignment:
         owners[entry] = owner
         groups[entry] = numbers.setdefault(holders.tobytes(), len(numbers))
         load[owner] += int(sizes[first[entry]])
-    about = xxhash.xxh3_128()
+    id_hash = xxhash.xxh3_128()
     for table in tables:
-        about.update(table.structure.encode() + table.keys.tobytes() + table.sizes.tobytes())
+        id_hash.update(table.structure.encode() + table.keys.tobytes() + table.sizes.tobytes())
     shared = [np.isin(table.keys, unique[several]) for table in tables]
     return ReplicaAssignment(
         step_s=min(table.step_s for table in tables),
-        id=about.hexdigest(),
+        id=id_hash.hexdigest(),
         keys=unique[several],
         owners=owners[several],
         groups=groups[several],
-        entries=max(int(held.sum()) for held in shared),
-        bytes=max(int(table.sizes[held].sum()) for table, held in zip(tables, shared, strict=True)),
+        entries=max(int(mask.sum()) for mask in shared),
+        bytes=max(int(table.sizes[mask].sum()) for table, mask in zip(tables, shared, strict=True)),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaDigests:
-    """What one rank digested of tensors that others hold too: their ``keys``, in whose last bits stands what of each
-    was digested (``KeyKind``), the digests, ``values``, and the ``groups`` that they are in."""
+    """One rank's digests of replicas: ``keys`` with a KeyKind in the last two bits, digests (``values``), and group
+    numbers."""
 
     keys: Keys
     values: Keys
@@ -257,14 +257,14 @@ class ReplicaDigests:
         )
 
     def without(self, groups: Collection[int]) -> ReplicaDigests:
-        """Leave groups out."""
+        """The digests without those of some groups."""
         keep = ~np.isin(self.groups, [*groups])
         return ReplicaDigests(
             keys=self.keys[keep], values=self.values[keep], groups=self.groups[keep]
         )
 
     def by_group(self) -> dict[int, int]:
-        """Digest each group as a whole."""
+        """One digest per group."""
         order = np.lexsort((self.keys, self.groups))
         rows = np.column_stack([self.keys[order], self.values[order]]).astype("<u8")
         numbers, starts = np.unique(self.groups[order], return_index=True)
@@ -280,8 +280,8 @@ class ReplicaDigests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDifference:
-    """What ranks hold under one name, and not alike: those that have it as the first of them, and those that do not;
-    ``more``: so many further tensors are not alike."""
+    """A tensor that differs between ranks: ``ranks`` have it as the lowest rank does, ``others`` do not. ``more``
+    counts further such tensors."""
 
     key: int
     ranks: tuple[int, ...]
@@ -290,7 +290,7 @@ class ReplicaDifference:
 
 
 def are_alike(by_group: Mapping[int, Mapping[Any, int]]) -> bool:
-    """Say whether all ranks that have a group have one digest of it; given are the digests of groups, by rank."""
+    """Whether all ranks that have a group have the same digest of it. ``by_group``: digests by group, by rank."""
     first: dict[Any, int] = {}
     return all(
         first.setdefault(group, digest) == digest
@@ -300,7 +300,7 @@ def are_alike(by_group: Mapping[int, Mapping[Any, int]]) -> bool:
 
 
 def find_difference(digests: Mapping[int, Any]) -> ReplicaDifference | None:
-    """Compare what ``ReplicaDigests.to_json`` gave on each rank; return the first tensor that is not alike."""
+    """Compare the ranks' ``ReplicaDigests.to_json``; return the first tensor that differs."""
     if not digests:
         return None
     ranks_in_order = sorted(digests)
@@ -311,19 +311,19 @@ def find_difference(digests: Mapping[int, Any]) -> ReplicaDifference | None:
     if not len(differs):
         return None
     key = keys[differs[0]]
-    same = keys == key
-    alike = found[same] == found[same][0]
+    rows = keys == key
+    equal = found[rows] == found[rows][0]
     ranks = np.array(ranks_in_order)[places]
     return ReplicaDifference(
         key=int(key & _KEY),
-        ranks=tuple(map(int, ranks[same][alike])),
-        others=tuple(map(int, ranks[same][~alike])),
+        ranks=tuple(map(int, ranks[rows][equal])),
+        others=tuple(map(int, ranks[rows][~equal])),
         more=len(np.unique(keys[differs] & _KEY)) - 1,
     )
 
 
 def _columns(keys: Sequence[Keys], values: Sequence[Keys]) -> tuple[Keys, Keys, NDArray[np.int64]]:
-    """Put the keys of all ranks, each with its value and its rank, in order: by key, then by rank."""
+    """Keys, values and ranks of all entries, sorted by key, then by rank."""
     ranks = np.repeat(np.arange(len(keys)), [len(column) for column in keys])
     all_keys, all_values = np.concatenate(keys), np.concatenate(values)
     order = np.argsort(all_keys, kind="stable")
@@ -331,7 +331,7 @@ def _columns(keys: Sequence[Keys], values: Sequence[Keys]) -> tuple[Keys, Keys, 
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    """Digest a tensor's bytes as an image has them; what lies on a device comes to the host in parts."""
+    """Digest a tensor's bytes as in an image; a device's bytes are copied to the host in parts."""
     hasher = xxhash.xxh3_64()
     for part in _digest_parts(tensor):
         hasher.update(memoryview(part.numpy()))  # type: ignore[arg-type]
@@ -348,7 +348,7 @@ def _digest_parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 def pack(column: Keys) -> str:
-    """Write a column of whole numbers as text."""
+    """Encode a column of integers as text."""
     return base64.b64encode(column.astype("<u8").tobytes()).decode("ascii")
 
 

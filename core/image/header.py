@@ -1,7 +1,7 @@
-"""An image's header, read from bytes that nobody vouches for.
+"""Parsing of an image's header from untrusted bytes.
 
-Nothing here executes what it reads, and nothing is allocated for a size that was not checked against the image's own.
-Whatever is off is damage: IntegrityError, with what the bytes were.
+Nothing that is read is executed, and no size is used for an allocation before it is checked against the image's. Any
+defect is damage: an IntegrityError that describes the bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tierfall.core.format.documents import FORMAT
+from tierfall.core.format.documents import FORMAT, refuse_constant
 from tierfall.core.format.records import HEADER_BYTES_MAX
 from tierfall.core.image.layout import ELSEWHERE, LAYOUT_MEMBER, LENGTH_BYTES, VALUES_MEMBER
 from tierfall.core.image.tree import (
@@ -34,17 +34,16 @@ from tierfall.core.tensors.tensors import are_dense
 from tierfall.core.tensors.value_codec import Coded
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
 
-# The header may be as large as it may grow in place: the limit, and what rounding up adds.
+# The limit of a header's content, plus what rounding up adds.
 _LENGTH_MAX = HEADER_BYTES_MAX + (1 << 20)
 _QUANTIZED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of an image: its true dtype and shape, and its bytes relative to the start of the data; ``piece`` where
-    it is a block of a tensor that several ranks hold; ``strides`` where it was dense in memory and not contiguous. What
-    another rank writes, ``written_by``, has its bytes in that one's image: here it only has a place behind the end of
-    the data, one after the other."""
+    """A tensor of an image: its real dtype and shape, and its byte range relative to the start of the data. ``piece``:
+    it is a block of a sharded tensor. ``strides``: it was dense in memory but not contiguous. ``written_by``: its bytes
+    are in that rank's image, and its range here is a virtual one behind the end of the data."""
 
     name: str
     dtype: torch.dtype
@@ -66,12 +65,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageHeader:
-    """What an image holds. ``tensors`` are in image order, and the tree's slots are places in it.
+    """The content of an image. ``tensors`` are in image order; the tree's slots are indices into them.
 
     ``types`` are the classes of optimizers and other objects, by name; None in an image of a version that recorded
-    neither these nor strides. ``merged``: it is made of those of several ranks, and its tensors are whole
-    (``merging``). ``complete``: the image holds all that its rank had, each tensor as one block at most; else only the
-    headers of all ranks together say where things are.
+    neither types nor strides. ``merged``: the header was merged from those of several ranks, and its tensors are whole.
+    ``complete``: each tensor of the rank's state is in the tree as one block; otherwise, only the headers of all ranks
+    together describe the state.
     """
 
     what: str
@@ -86,21 +85,21 @@ class ImageHeader:
 
     @property
     def elsewhere(self) -> tuple[StoredTensor, ...]:
-        """What other ranks write, in the order of its places."""
+        """The tensors that other ranks write, in order."""
         return tuple(stored for stored in self.tensors if stored.written_by is not None)
 
     @property
     def writers(self) -> frozenset[int]:
-        """The ranks that write them."""
+        """The ranks that write the tensors of ``elsewhere``."""
         return frozenset(t.written_by for t in self.tensors if t.written_by is not None)
 
 
 def read_header(
     data: bytes | bytearray | memoryview, *, image_bytes: int, what: str
 ) -> ImageHeader:
-    """Read the header of an image of ``image_bytes`` bytes from its first bytes; ``what`` names it in errors.
+    """Parse the header of an image of ``image_bytes`` bytes from its first bytes; ``what`` names it in errors.
 
-    Raises IntegrityError where anything about it is off, NotSupportedError where a newer tierfall wrote it.
+    IntegrityError if it has any defect, NotSupportedError if a newer tierfall wrote it.
     """
     try:
         return _read(data, image_bytes, what)
@@ -211,12 +210,8 @@ def _tensor(name: str, entry: dict[str, Any]) -> StoredTensor:
 
 
 def _true_tensor(entry: Any, stored: list[StoredTensor]) -> tuple[int, StoredTensor]:
-    if not isinstance(entry, list) or len(entry) != 3:
-        raise ValueError("an entry of dtypes is not of three members")
-    position, name, shape = entry
-    if type(position) is not int or not 0 <= position < len(stored):
-        raise ValueError("dtypes names a tensor that is not in the table")
-    raw, dtype = stored[position], dtypes.from_name(name)
+    position, name, shape = _row(entry, "dtypes", 3)
+    raw, dtype = _tensor_at(position, "dtypes", stored), dtypes.from_name(name)
     if dtype is None:
         raise ValueError(
             f"tensor {raw.name!r} is of dtype {name!r:.60}, unknown to torch {torch.__version__}"
@@ -233,21 +228,20 @@ def _true_tensor(entry: Any, stored: list[StoredTensor]) -> tuple[int, StoredTen
 def _written_by_others(
     entries: list[Any], tensors: tuple[StoredTensor, ...], end: int
 ) -> tuple[StoredTensor, ...]:
-    """Read what other ranks write. Its sizes are only claimed: whoever allocates asks those ranks' images first."""
-    found, taken = [], {stored.name for stored in tensors}
+    """Parse the list of what other ranks write. Its sizes are unverified: check them against those ranks' images before
+    allocating."""
+    found, names = [], {stored.name for stored in tensors}
     for entry in entries:
-        if not isinstance(entry, list) or len(entry) != 4:
-            raise ValueError("an entry of elsewhere is not of four members")
-        name, dtype_name, shape, rank = entry
+        name, dtype_name, shape, rank = _row(entry, "elsewhere", 4)
         dtype = dtypes.from_name(dtype_name) if isinstance(dtype_name, str) else None
-        if not isinstance(name, str) or name in taken:
+        if not isinstance(name, str) or name in names:
             raise ValueError("elsewhere lists a tensor without a name, or twice")
         if dtype is None or not dtypes.is_shape(shape) or type(rank) is not int or rank < 0:
             raise ValueError(
                 f"tensor {name!r} of another rank has no dtype, shape or rank that can be"
             )
         start, end = end, end + dtypes.byte_count(dtype, shape)
-        taken.add(name)
+        names.add(name)
         found.append(StoredTensor(name, dtype, tuple(shape), start, end, written_by=rank))
     return tuple(found)
 
@@ -255,19 +249,15 @@ def _written_by_others(
 def _with_pieces(tensors: tuple[StoredTensor, ...], entries: list[Any]) -> tuple[StoredTensor, ...]:
     found = list(tensors)
     for entry in entries:
-        if not isinstance(entry, list) or len(entry) != 3:
-            raise ValueError("an entry of sharded is not of three members")
-        position, shape, offset = entry
-        if type(position) is not int or not 0 <= position < len(found):
-            raise ValueError("sharded names a tensor that is not in the table")
-        stored = found[position]
+        position, shape, offset = _row(entry, "sharded", 3)
+        stored = _tensor_at(position, "sharded", found)
         if not dtypes.is_shape(shape) or not dtypes.is_shape(offset):
             raise ValueError(f"tensor {stored.name!r} is a block of no shape that can be")
         if not len(shape) == len(offset) == len(stored.shape) or any(
             at + length > whole
             for at, length, whole in zip(offset, stored.shape, shape, strict=True)
         ):
-            raise ValueError(f"tensor {stored.name!r} is a block that lies outside of its whole")
+            raise ValueError(f"tensor {stored.name!r} is a block outside of its whole")
         found[position] = replace(
             stored, piece=TensorPiece(tuple(shape), tuple(offset), stored.shape)
         )
@@ -279,16 +269,24 @@ def _with_strides(
 ) -> tuple[StoredTensor, ...]:
     found = list(tensors)
     for entry in entries:
-        if not isinstance(entry, list) or len(entry) != 2:
-            raise ValueError("an entry of strides is not of two members")
-        position, strides = entry
-        if type(position) is not int or not 0 <= position < len(found):
-            raise ValueError("strides names a tensor that is not in the table")
-        stored = found[position]
+        position, strides = _row(entry, "strides", 2)
+        stored = _tensor_at(position, "strides", found)
         if not dtypes.is_shape(strides) or not are_dense(stored.shape, strides):
             raise ValueError(f"tensor {stored.name!r} has strides that leave holes, or overlap")
         found[position] = replace(stored, strides=tuple(strides))
     return tuple(found)
+
+
+def _row(entry: Any, list_name: str, members: int) -> list[Any]:
+    if not isinstance(entry, list) or len(entry) != members:
+        raise ValueError(f"an entry of {list_name} does not have {members} members")
+    return entry
+
+
+def _tensor_at(position: Any, list_name: str, tensors: list[StoredTensor]) -> StoredTensor:
+    if type(position) is not int or not 0 <= position < len(tensors):
+        raise ValueError(f"{list_name} names a tensor that is not in the table")
+    return tensors[position]
 
 
 def _types(static: dict[str, Any]) -> dict[str, str] | None:
@@ -301,11 +299,11 @@ def _types(static: dict[str, Any]) -> dict[str, str] | None:
     return found
 
 
-# ---- values and what the tree makes of tensors
+# ---- values, and tensors in the context of the tree
 
 
 class _ValueCheck:
-    """Decodes every value, with stand-ins for what is not read yet: afterwards none can be malformed."""
+    """Decodes every value with placeholders for blobs, so that later decoding cannot fail."""
 
     def __init__(self, tensors: tuple[StoredTensor, ...], values: list[Coded]) -> None:
         self._tensors = tensors
@@ -341,7 +339,7 @@ class _ValueCheck:
     def _quantized(self, node: QuantizedNode) -> None:
         tensor = self._tensors[node.slot]
         if not tensor.is_quantized:
-            raise ValueError(f"tensor {tensor.name!r} is read as quantized, and is not")
+            raise ValueError(f"tensor {tensor.name!r} has a scale, but is not quantized")
         if node.scheme == "torch.per_tensor_affine":
             if not isinstance(node.parameters, ValueNode):
                 raise ValueError(f"tensor {tensor.name!r} lacks its scale")
@@ -398,7 +396,7 @@ class _BlobCheck:
 
 
 def _parse(data: bytes | str) -> Any:
-    return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    return json.loads(data, object_pairs_hook=_unique, parse_constant=refuse_constant)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -406,10 +404,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise ValueError("an object has a member twice")
     return result
-
-
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not allowed here")
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Where each byte of an image lies: planned once per structure of the state, then only filled.
+"""The layout of an image: the offset of each tensor, planned once per structure of the state.
 
     0            8                     8 + JSON length              data_start, a multiple of 64 KiB
     | length     | safetensors JSON    | spaces                     | tensors, largest items first, then by name ...
 
-The JSON is spliced from parts that are serialised once per layout and the values, which change with every save. At
-least 4 KiB of spaces stand behind it in the first header, so that values which grow move nothing. The order is by item
-size, so that every tensor is aligned to its items, without holes. What another rank writes is in the tree and has no
-bytes here: it stands in a list of its own (``elsewhere``), numbered on from the last tensor that has.
+The JSON consists of parts that are serialised once per layout, and the values, which change with every save. At least 4
+KiB of spaces follow it at planning, so that growing values do not move the data. Tensors are ordered by item size, so
+that each is aligned to its items without gaps. Tensors that another rank writes are in the tree but have no bytes here:
+a list of their own (``elsewhere``) continues the numbering of tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierfall.core.format.documents import FORMAT, Spliced, sha256
+from tierfall.core.format.documents import FORMAT, Spliced, dumps, sha256
 from tierfall.core.format.records import HEADER_BYTES_MAX, IMAGE_BYTES_MAX
 from tierfall.core.state.view import Node, StateView
 from tierfall.core.tensors import dtypes
@@ -32,14 +32,14 @@ LENGTH_BYTES = 8
 LAYOUT_MEMBER = "tierfall"
 VALUES_MEMBER = "tierfall.values"
 ELSEWHERE = "elsewhere"
-"""The member that lists what other ranks write, and what a reader has to know of."""
+"""The member that lists what other ranks write; also its name in ``requires``, as a reader must support it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where one tensor's bytes lie, relative to the start of the data, and as what safetensors reads them.
+    """One tensor's byte range, relative to the start of the data, and its safetensors dtype and shape.
 
-    ``index`` is the tensor's place in ``StateView.tensors``.
+    ``index`` is its index in ``StateView.tensors``.
     """
 
     index: int
@@ -52,8 +52,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The plan of an image. ``structure`` is equal for equal states whose same part is written elsewhere; ``pieces`` is
-    the manifest's table of tensors. ``elsewhere`` is as in ``plan_layout``."""
+    """The plan of an image. ``structure`` identifies the structure of the state and the part written elsewhere;
+    ``pieces`` is the manifest's table of tensor blocks. ``elsewhere`` is as in ``plan_layout``."""
 
     structure: str
     slots: tuple[Placement, ...]
@@ -70,13 +70,13 @@ class Layout:
         return self.data_start + self.data_bytes
 
     def matches(self, view: StateView) -> bool:
-        """Say whether the view's bytes lie where this layout has them."""
+        """Whether this is the layout of the view."""
         return self._key == view.structure
 
     def header(self, view: StateView) -> bytes | None:
-        """Return the image's first ``data_start`` bytes for a view that matches; None where its values need more room,
-        and the layout has to be planned again."""
-        values = _quote(_dump(view.values))
+        """The image's first ``data_start`` bytes for a matching view; None if its values need more room, so that the
+        layout must be planned again."""
+        values = _quote(dumps(view.values))
         length = self.data_start - LENGTH_BYTES
         used = len(self._before_values) + len(values) + len(self._after_values)
         if used > length:
@@ -93,9 +93,9 @@ class Layout:
 
 
 def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> Layout:
-    """Plan the image of a view; CaptureError where its header or its data would be larger than an image may be.
+    """Plan the image of a view; CaptureError if its header or data would exceed the limits of an image.
 
-    ``elsewhere`` says of tensors, by their numbers in the view, which other rank writes them.
+    ``elsewhere`` maps tensors that another rank writes, by number in the view, to that rank.
     """
     elsewhere = elsewhere or {}
     slots = _place(view, elsewhere)
@@ -115,11 +115,11 @@ def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> 
     if elsewhere:
         static["requires"] = [ELSEWHERE]
         static[ELSEWHERE] = _written_by_others(view, elsewhere)
-    metadata = (("format", "pt"), (LAYOUT_MEMBER, _dump(static).decode("ascii")))
+    metadata = (("format", "pt"), (LAYOUT_MEMBER, dumps(static).decode("ascii")))
     members = b",".join(_quote(name) + b":" + _quote(text) for name, text in metadata)
     before = b'{"__metadata__":{' + members + b"," + _quote(VALUES_MEMBER) + b":"
     after = b"}" + b"".join(_table_entry(slot) for slot in slots) + b"}"
-    used = LENGTH_BYTES + len(before) + len(_quote(_dump(view.values))) + len(after)
+    used = LENGTH_BYTES + len(before) + len(_quote(dumps(view.values))) + len(after)
     data_start = -(-(used + SLACK_BYTES) // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
     data_bytes = slots[-1].end if slots else 0
     _check_sizes(used, data_start + data_bytes)
@@ -172,7 +172,7 @@ def _place(view: StateView, elsewhere: Mapping[int, int]) -> tuple[Placement, ..
 
 
 def _true_dtypes(view: StateView, slots: Sequence[Placement]) -> list[Coded]:
-    """List slot, dtype and shape of whatever is stored as U8 and is not."""
+    """Slot, dtype and shape of tensors that are stored as U8 for lack of a safetensors dtype."""
     return [
         [position, dtypes.name_of(view.dtypes[slot.index]), list(view.shapes[slot.index])]
         for position, slot in enumerate(slots)
@@ -181,7 +181,7 @@ def _true_dtypes(view: StateView, slots: Sequence[Placement]) -> list[Coded]:
 
 
 def _strides(view: StateView, slot_of: Sequence[int]) -> list[Coded]:
-    """List slot and strides of what is dense in memory, though its elements do not lie in order there."""
+    """Slot and strides of tensors that are dense in memory but not contiguous."""
     return [
         [position, list(strides)]
         for position, strides in sorted(zip(slot_of, view.strides, strict=True))
@@ -190,7 +190,7 @@ def _strides(view: StateView, slot_of: Sequence[int]) -> list[Coded]:
 
 
 def _sharded(view: StateView, slot_of: Sequence[int]) -> list[Coded]:
-    """List slot, whole shape and offset of what is a block of a tensor that several ranks hold."""
+    """Slot, whole shape and offset of blocks of sharded tensors."""
     return [
         [position, list(piece.shape), list(piece.offset)]
         for position, piece in sorted(zip(slot_of, view.pieces, strict=True))
@@ -199,7 +199,7 @@ def _sharded(view: StateView, slot_of: Sequence[int]) -> list[Coded]:
 
 
 def _written_by_others(view: StateView, elsewhere: Mapping[int, int]) -> list[Coded]:
-    """List name, dtype, shape and rank of what another rank writes."""
+    """Name, dtype, shape and rank of tensors that another rank writes."""
     return [
         [view.names[i], dtypes.name_of(view.dtypes[i]), list(view.shapes[i]), elsewhere[i]]
         for i in sorted(elsewhere)
@@ -208,11 +208,11 @@ def _written_by_others(view: StateView, elsewhere: Mapping[int, int]) -> list[Co
 
 def _table_entry(slot: Placement) -> bytes:
     entry = {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": (slot.start, slot.end)}
-    return b"," + _quote(slot.name) + b":" + _dump(entry)
+    return b"," + _quote(slot.name) + b":" + dumps(entry)
 
 
 def _pieces(view: StateView, slots: Sequence[Placement]) -> Spliced:
-    """One piece per tensor: whole, or the block of it that this rank holds."""
+    """One entry per tensor: the whole tensor, or this rank's block."""
     entries = []
     for slot in slots:
         lengths = tuple(view.shapes[slot.index])
@@ -229,11 +229,11 @@ def _pieces(view: StateView, slots: Sequence[Placement]) -> Spliced:
                 "end": slot.end,
             }
         )
-    return Spliced(_dump(entries))
+    return Spliced(dumps(entries))
 
 
 def tree_to_json(node: Node, slot_of: Sequence[int]) -> Coded:
-    """Write a node of the walk with the slots of its tensors; ``nodes`` reads it back."""
+    """Encode a node of the walk with the slots of its tensors; ``tree.TreeReader`` decodes it."""
     if type(node) is int:
         return slot_of[node]
 
@@ -256,19 +256,15 @@ def tree_to_json(node: Node, slot_of: Sequence[int]) -> Coded:
                 [[numbers, write(n)] for numbers, n in groups],
                 [[k if type(k) is int else _key_to_json(k[0]), write(n)] for k, n in state],
             ]
-        case ("q", number, *said, child):
-            return ["q", slot_of[number], *said, write(child)]
-        case (*said, child):
-            return [*said, write(child)]
+        case ("q", number, *members, child):
+            return ["q", slot_of[number], *members, write(child)]
+        case (*members, child):
+            return [*members, write(child)]
     raise AssertionError(f"a node of no known kind: {node!r}")
 
 
 def _key_to_json(key: str | tuple[str]) -> Coded:
     return key if type(key) is str else [json.loads(key[0])]
-
-
-def _dump(value: Coded) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _quote(text: str | bytes) -> bytes:

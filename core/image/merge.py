@@ -1,8 +1,8 @@
-"""One header of the headers of all ranks: every tensor whole, with the blocks of it that lie in the ranks' images.
+"""Merges the headers of all ranks: every tensor whole, with its blocks in the ranks' images.
 
-The trees of the ranks are laid over each other: mappings, modules and optimizers by their keys and names, so that
-stages of a pipeline add up. A value, or a tensor that is not cut in blocks, is the same on every rank that has it;
-where it is not, ``own`` says whose counts, and without one it is a conflict, which is said when it is asked for.
+The ranks' trees are merged by keys and names of mappings, modules and optimizers, so that pipeline stages form one
+tree. A value or an unsharded tensor should be equal on all ranks that have it. Otherwise the rank ``own`` has
+precedence; without ``own`` the entry becomes a conflict, which is reported when the entry is requested.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from tierfall.core.types.text import ranks_named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBlock:
-    """A part of a tensor as one rank's image has it: bytes ``start`` to ``end`` of that image's data, what begins at
-    ``offset`` of the whole and is ``lengths`` long."""
+    """A block of a tensor in one rank's image: bytes ``start`` to ``end`` of that image's data, with the block's offset
+    and lengths in the whole tensor."""
 
     rank: int
     start: int
@@ -53,8 +53,8 @@ class TensorBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedHeader:
-    """``header`` describes whole tensors, at places of no image; ``blocks`` are, per slot, where its bytes are, and
-    ``replicas`` where else the very same bytes must be for it to be one tensor."""
+    """``header`` describes whole tensors with virtual byte ranges. ``blocks`` are, by slot, the blocks that have its
+    bytes; ``replicas``, by slot, further blocks whose bytes must be equal for the merge to be right."""
 
     header: ImageHeader
     blocks: Sequence[tuple[TensorBlock, ...]]
@@ -69,18 +69,18 @@ def merge_headers(
     rank: int = 0,
     rules: Mapping[str, OnResize] | None = None,
 ) -> MergedHeader:
-    """Lay the headers of all ranks over each other; ``own`` is the rank whose values count where they differ. Without
-    one, ``rules`` say by name what becomes of an entry on ``rank``."""
+    """Merge the headers of all ranks. ``own`` is the rank that has precedence where they differ. Without one, ``rules``
+    are the ``on_resize`` rules by name, applied for ``rank``."""
     merging = _Merger(unfold(headers), own, rank, (rules or {}) if own is None else {})
     return merging.merge(what, lambda number: rank_of(number, headers))
 
 
 NOBODY = -1
-_INSIDE = "%"  # of what has no name that a wrapper could stand at
+_INSIDE = "%"  # the name of nodes that no ``item`` can wrap
 
 
 class _Conflict(Exception):
-    """Ranks do not have the same; the message says what."""
+    """Ranks differ; the message describes how."""
 
 
 class _Merger:
@@ -94,7 +94,7 @@ class _Merger:
         self._headers = headers
         self._rank = rank
         self._rules = rules
-        self._taken_of: dict[int, int] = {}
+        self._source_rank: dict[int, int] = {}
         self._own = NOBODY if own is None else own
         self._slots: dict[str, int] = {}
         self._holders: list[dict[int, StoredTensor]] = []
@@ -131,7 +131,7 @@ class _Merger:
         return MergedHeader(header=header, blocks=tuple(blocks), replicas=replicas)
 
     def _types(self) -> dict[str, str] | None:
-        """The classes of all ranks' objects; None where a rank's image does not say."""
+        """The classes of all ranks' objects; None if a rank's image does not record them."""
         found: dict[str, str] = {}
         for header in self._headers.values():
             if header.types is None:
@@ -144,7 +144,7 @@ class _Merger:
     def _whole(
         self, holders: Mapping[int, StoredTensor], start: int
     ) -> tuple[StoredTensor, tuple[TensorBlock, ...], tuple[TensorBlock, ...]]:
-        """Describe a tensor whole, with the blocks to read, and those that have to be equal to one of them."""
+        """A whole tensor, the blocks to read, and further blocks that must equal one of those."""
         first = holders[self._own] if self._own in holders else next(iter(holders.values()))
         shape = first.shape if first.piece is None else first.piece.shape
         whole = StoredTensor(
@@ -168,30 +168,31 @@ class _Merger:
                 )
                 found.setdefault((offset, stored.shape), []).append(block)
         own = holders.get(self._own)
-        chosen = tuple(self._choose(same, own) for same in found.values())
-        # What torch says is a replica is one; this rank's own counts; and what differs in shape is a conflict.
+        chosen = tuple(self._choose(copies, own) for copies in found.values())
+        # No comparison: torch guarantees a DTensor's replicas, ``own`` has precedence, other shapes are a conflict.
         if first.piece is not None or self._own in holders or len(found) != 1:
             return whole, chosen, ()
-        (same,) = found.values()
-        return whole, chosen, tuple(block for block in same if block not in chosen)
+        (copies,) = found.values()
+        return whole, chosen, tuple(block for block in copies if block not in chosen)
 
     def _holders_of(self, slot: int) -> Mapping[int, StoredTensor]:
-        """Who has a tensor: where it is not cut in blocks, only whose counts, and who wrote it for that one."""
+        """The ranks that have a tensor. Of an unsharded one, only the rank with precedence, and its writer."""
         holders = self._holders[slot]
-        one = self._taken_of.get(slot)
-        if one is None and self._own in holders and all(s.piece is None for s in holders.values()):
-            one = self._own
-        if one is None:
+        source = self._source_rank.get(slot)
+        is_whole = all(stored.piece is None for stored in holders.values())
+        if source is None and self._own in holders and is_whole:
+            source = self._own
+        if source is None:
             return holders
-        return {rank: holders[rank] for rank in (one, holders[one].written_by) if rank in holders}
+        return {r: holders[r] for r in (source, holders[source].written_by) if r in holders}
 
-    def _choose(self, same: Sequence[TensorBlock], own: StoredTensor | None) -> TensorBlock:
-        """Take this rank's own, or that of the rank that writes it for this one."""
+    def _choose(self, copies: Sequence[TensorBlock], own: StoredTensor | None) -> TensorBlock:
+        """The copy of the rank with precedence, or of the rank that writes it for that one; else any."""
         rank = self._own if own is None or own.written_by is None else own.written_by
-        return next((block for block in same if block.rank == rank), same[0])
+        return next((block for block in copies if block.rank == rank), copies[0])
 
     def _slot(self, slots: Mapping[int, int]) -> int:
-        """The merged slot of what ranks have in slots of their own."""
+        """The merged slot of one tensor, from its slot on each rank."""
         stored = {rank: self._headers[rank].tensors[slot] for rank, slot in slots.items()}
         names = {tensor.name for tensor in stored.values()}
         if len(names) > 1:
@@ -203,31 +204,31 @@ class _Merger:
     def _check_same_whole(self, holders: Mapping[int, StoredTensor]) -> None:
         first_rank, first = next(iter(holders.items()))
         whole = first.shape if first.piece is None else first.piece.shape
-        here = {(s.piece, s.shape, s.dtype) for s in holders.values() if s.written_by is None}
+        written = {(s.piece, s.shape, s.dtype) for s in holders.values() if s.written_by is None}
         for rank, stored in holders.items():
             if (
                 stored.written_by is not None
-                and (stored.piece, stored.shape, stored.dtype) not in here
+                and (stored.piece, stored.shape, stored.dtype) not in written
             ):
                 raise IntegrityError(
-                    f"{stored.name} is not there: rank {stored.written_by} was to write it for rank {rank}"
+                    f"{stored.name} is missing: rank {stored.written_by} was to write it for rank {rank}"
                 )
             shape = stored.shape if stored.piece is None else stored.piece.shape
-            cut = (stored.piece is None) != (first.piece is None)
-            if cut or shape != whole or stored.dtype is not first.dtype:
+            is_sharded = (stored.piece is None) != (first.piece is None)
+            if is_sharded or shape != whole or stored.dtype is not first.dtype:
                 raise _Conflict(
                     f"is {first.dtype} {whole} on rank {first_rank} and {stored.dtype} {shape} on rank {rank}"
                 )
         blocks = {(s.piece, s.shape): math.prod(s.shape) for s in holders.values() if s.piece}
         if first.piece is not None and sum(blocks.values()) != math.prod(whole):
-            raise _Conflict("is not there whole: the ranks' blocks do not add up to it")
+            raise _Conflict("is incomplete: the ranks' blocks do not add up to it")
 
     # ---- the tree
 
     def _node(self, nodes: Mapping[int, Node], name: str, *, top: bool = False) -> Node:
         if name in self._rules:
-            return self._ruled(nodes, self._rules[name])
-        # Where a rank has no block of a tensor, the others say what it is.
+            return self._by_rule(nodes, self._rules[name])
+        # A rank without a block of a tensor does not know its kind; others do.
         nodes = {r: n for r, n in nodes.items() if not isinstance(n, PiecesNode)} or nodes
         kinds = {type(node) for node in nodes.values()}
         if kinds == {PiecesNode}:
@@ -235,20 +236,20 @@ class _Merger:
         if self._own in nodes and len(kinds) > 1:
             nodes = {self._own: nodes[self._own]}
         elif len(kinds) > 1:
-            words = ", ".join(f"{type(n).__name__} on rank {r}" for r, n in list(nodes.items())[:4])
-            return ConflictNode(f"is not of one kind: {words}")
+            found = ", ".join(f"{type(n).__name__} on rank {r}" for r, n in list(nodes.items())[:4])
+            return ConflictNode(f"is not of one kind: {found}")
         try:
             return self._same_kind(nodes, name, top)
         except _Conflict as conflict:
             return ConflictNode(str(conflict))
 
-    def _ruled(self, nodes: Mapping[int, Node], rule: OnResize) -> Node:
-        """Take an entry as one rank had it, whatever the others have; or keep what is there."""
+    def _by_rule(self, nodes: Mapping[int, Node], rule: OnResize) -> Node:
+        """One rank's entry, whatever the others have; or a KeptNode, which leaves the live entry unchanged."""
         rank = min(nodes) if rule is OnResize.REPLICATE else self._rank
         if rule is OnResize.DROP or rank not in nodes:
             return KeptNode()
         for slot in slots_of(nodes[rank]):
-            self._taken_of[self._slots[self._headers[rank].tensors[slot].name]] = rank
+            self._source_rank[self._slots[self._headers[rank].tensors[slot].name]] = rank
         rules, self._rules = self._rules, {}
         try:
             return self._node({rank: nodes[rank]}, "")
@@ -285,7 +286,7 @@ class _Merger:
         return whole
 
     def _inside(self, nodes: Mapping[int, Node]) -> Node:
-        """Merge what is restored as one: a conflict anywhere in it is a conflict of all of it."""
+        """Merge what is restored as a unit: a conflict anywhere in it is a conflict of the whole."""
         merged = self._node(nodes, _INSIDE)
         for node in walk(merged):
             if isinstance(node, ConflictNode):
@@ -304,7 +305,7 @@ class _Merger:
     def _mapping(self, nodes: Mapping[int, MapNode], name: str, top: bool) -> Node:
         entries = {rank: dict(node.entries) for rank, node in nodes.items()}
         if top and self._own == NOBODY:
-            # Another number of ranks has no use for the random state of each of the old ones.
+            # The old ranks' random states have no meaning for another number of ranks.
             entries = {
                 rank: {k: n for k, n in mapping.items() if not isinstance(n, RandomNode)}
                 for rank, mapping in entries.items()
@@ -335,8 +336,8 @@ class _Merger:
             groups: dict[str, list[int]] = {}
             for rank, value in coded.items():
                 groups.setdefault(repr(value)[:40], []).append(rank)
-            said = "; ".join(f"{text} on {ranks_named(r)}" for text, r in list(groups.items())[:3])
-            raise _Conflict(f"differs between the ranks that saved it: {said}")
+            found = "; ".join(f"{text} on {ranks_named(r)}" for text, r in list(groups.items())[:3])
+            raise _Conflict(f"differs between the ranks that saved it: {found}")
         rank, first = next(iter(nodes.items()))
         self._values.append(self._headers[rank].values[first.number])
         blobs = tuple(
@@ -352,7 +353,7 @@ class _Merger:
         ):
             same = {(node.names, tuple(n for n, _ in node.groups)) for node in nodes.values()}
             if len(same) > 1:
-                raise _Conflict("has other parameters on some ranks, and does not know their names")
+                raise _Conflict("has other parameters on some ranks, and their names are not known")
         names = dict.fromkeys(name for node in nodes.values() for name in node.names)
         if None in names:
             first = next(iter(nodes.values()))

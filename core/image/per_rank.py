@@ -1,7 +1,7 @@
-"""What single ranks have otherwise than rank 0, set aside before their headers are merged: nothing of it is lost.
+"""Separates entries in which a rank differs from rank 0, before the headers are merged, so that none is lost.
 
-A merged checkpoint has one value of each name, rank 0's. What another rank has under that name and is not the same
-(its random state, a counter of its own) comes to stand below ``per_rank.<rank>``, under its name there.
+A merged checkpoint has one value per name, rank 0's. Another rank's different value of that name (its random state, a
+counter) moves to ``per_rank.<rank>.<name>``.
 """
 
 from __future__ import annotations
@@ -30,43 +30,45 @@ PER_RANK = "per_rank"
 
 
 class TensorPair(NamedTuple):
-    """Tensors of one name, a rank's own and rank 0's, of which it is asked whether their bytes are the same."""
+    """Two tensors of one name, a rank's own and rank 0's, whose bytes are to be compared."""
 
     own: StoredTensor
     first: StoredTensor
 
 
 Differing = Callable[[int, Sequence[TensorPair]], frozenset[TensorPair]]
-"""Tells which pairs of a rank differ in their bytes."""
+"""Returns the pairs of a rank whose bytes differ."""
 
 
 def set_aside(
     headers: Mapping[int, ImageHeader], differing: Differing
 ) -> tuple[dict[int, ImageHeader], str]:
-    """Return headers that are merged without loss, and the name below which the ranks' own entries stand then."""
-    taken = {key for header in headers.values() for key, _ in header.tree.entries}
+    """Return headers that can be merged without loss, and the name of the entry with the ranks' own values."""
+    used = {key for header in headers.values() for key, _ in header.tree.entries}
     name = PER_RANK
-    while name in taken:
+    while name in used:
         name += "_"
     first = _FirstRank(headers[0])
     result = {0: headers[0]}
     for rank, header in headers.items():
         if rank == 0:
             continue
-        asked = [
-            (name_, node, first.pairs(header, name_, node))
-            for name_, node in leaves(header.tree, "")
+        compared = [
+            (leaf_name, node, first.pairs(header, leaf_name, node))
+            for leaf_name, node in leaves(header.tree, "")
         ]
-        other = differing(rank, [pair for _, _, pairs in asked for pair in pairs or ()])
+        different = differing(rank, [pair for _, _, pairs in compared for pair in pairs or ()])
         own = [
-            (n, node) for n, node, pairs in asked if pairs is None or not other.isdisjoint(pairs)
+            (n, node)
+            for n, node, pairs in compared
+            if pairs is None or not different.isdisjoint(pairs)
         ]
         result[rank] = _with_own(header, name, rank, own) if own else header
     return result, name
 
 
 class _FirstRank:
-    """What rank 0 has, by name."""
+    """Rank 0's leaves by name."""
 
     def __init__(self, header: ImageHeader) -> None:
         self._header = header
@@ -74,16 +76,16 @@ class _FirstRank:
         self._above = {above for name in self._leaves for above in _parent_name(name)}
 
     def pairs(self, header: ImageHeader, name: str, node: Node) -> list[TensorPair] | None:
-        """Return what has to be equal for rank 0 to have the same; None where it is plain that it has not."""
-        there = self._leaves.get(name)
-        if isinstance(node, PiecesNode) or isinstance(there, PiecesNode):
-            return []  # blocks of one tensor, of which one of them has none or several
-        if there is None:
-            covered = name in self._above or any(
+        """The tensors whose bytes decide whether rank 0 has the same leaf; None if it certainly has not."""
+        counterpart = self._leaves.get(name)
+        if isinstance(node, PiecesNode) or isinstance(counterpart, PiecesNode):
+            return []  # blocks of one tensor, of which one rank has none or several
+        if counterpart is None:
+            is_covered = name in self._above or any(
                 above in self._leaves for above in _parent_name(name)
             )
-            return None if covered else []  # what rank 0 has nothing of is taken as it is
-        own, first = list(_primitives(node, "")), list(_primitives(there, ""))
+            return None if is_covered else []  # a name that rank 0 lacks is merged as it is
+        own, first = list(_primitives(node, "")), list(_primitives(counterpart, ""))
         if [n for n, _ in own] != [n for n, _ in first]:
             return None
         pairs = []
@@ -97,21 +99,20 @@ class _FirstRank:
         return [pair for pair in pairs if _must_compare(pair)]
 
     def _is_equal(self, header: ImageHeader, one: Node, other: Node) -> bool:
-        """Say whether two nodes are the same but for the bytes of their tensors. What differs between tensors
-        themselves is a conflict, which merging names."""
+        """Whether two nodes are equal apart from tensors, whose differences the merge reports as conflicts."""
         if type(one) is not type(other):
             return False
         if not isinstance(one, ValueNode) or not isinstance(other, ValueNode):
             return True
         blobs = [(header.tensors[slot].dtype, header.tensors[slot].shape) for slot in one.blobs]
-        there = [self._header.tensors[slot] for slot in other.blobs]
-        return blobs == [(t.dtype, t.shape) for t in there] and _text(
+        others = [self._header.tensors[slot] for slot in other.blobs]
+        return blobs == [(t.dtype, t.shape) for t in others] and _text(
             header.values[one.number]
         ) == _text(self._header.values[other.number])
 
 
 def _must_compare(pair: TensorPair) -> bool:
-    """Blocks of one tensor differ as they should, and what another rank writes is the same."""
+    """False for blocks of one tensor, which differ by design, and for tensors that another rank writes."""
     own, first = pair
     return not _is_cut(pair) and own.length > 0 and _has_bytes(own) and _has_bytes(first)
 
@@ -121,13 +122,13 @@ def _is_cut(pair: TensorPair) -> bool:
 
 
 def _is_of_another_shape(pair: TensorPair) -> bool:
-    """Say whether two whole tensors cannot be one."""
+    """Whether two whole tensors differ in dtype or shape."""
     own, first = pair
     return not _is_cut(pair) and (own.dtype, own.shape) != (first.dtype, first.shape)
 
 
 def _has_bytes(stored: StoredTensor) -> bool:
-    """Say whether an image has the bytes of a tensor that it names."""
+    """Whether the image itself has the bytes of a tensor in its table."""
     return stored.written_by is None
 
 
@@ -142,7 +143,7 @@ def _parent_name(name: str) -> Iterator[str]:
 
 
 def _primitives(node: Node, name: str) -> Iterator[tuple[str, Node]]:
-    """Yield the tensors and values that a node is made of, with names that tell where."""
+    """Yield the tensors and values in a node, with names of their positions."""
     match node:
         case ObjectNode() | RandomNode():
             name = f"{name}.s"
@@ -157,19 +158,19 @@ def _primitives(node: Node, name: str) -> Iterator[tuple[str, Node]]:
         yield from _primitives(child, below)
 
 
-# Setting aside ---------------------------------------------------------------------------------------
+# Moving entries --------------------------------------------------------------------------------------
 
 
 def _with_own(
     header: ImageHeader, key: str, rank: int, own: Sequence[tuple[str, Node]]
 ) -> ImageHeader:
-    """Return the header with these entries below ``key`` too, their tensors under names of their own."""
+    """The header with these entries also below ``key``, their tensors under new names."""
     tensors = list(header.tensors)
     moved: dict[int, int] = {}
     for slot in sorted({slot for _, node in own for slot in slots_of(node)}):
         stored = header.tensors[slot]
         if not _has_bytes(stored):
-            moved[slot] = slot  # another rank has them, under the name that it has here
+            moved[slot] = slot  # another rank writes it, under this name
             continue
         moved[slot] = len(tensors)
         tensors.append(replace(stored, name=f"{key}.{rank}.{stored.name}", piece=None))
@@ -186,7 +187,7 @@ def _put(root: dict[str, Any], name: str, node: Node) -> None:
     at: Any = root
     for folder in folders:
         at = at.setdefault(folder, {})
-        if not isinstance(at, dict):  # a module's key that is the beginning of another one
+        if not isinstance(at, dict):  # one module key is a prefix of another
             root[name] = node
             return
     if last in at:
@@ -203,7 +204,7 @@ def _tree(entries: Mapping[str, Any]) -> MapNode:
 
 
 def _reindexed(node: Node, slots: Mapping[int, int]) -> Node:
-    """Return a node whose tensors lie at other places of the table."""
+    """The node with its tensors at other slots."""
     match node:
         case TensorNode():
             return TensorNode(slots[node.slot])

@@ -1,6 +1,6 @@
-"""A state that is files: what torch.distributed.checkpoint writes by path, each file's bytes a tensor by its name.
+"""States that consist of files: what torch.distributed.checkpoint (DCP) writes by path, each file a tensor of bytes.
 
-It stands below one entry of the state, which no other state may have: what is saved so is for DCP alone to read.
+They are below one reserved entry of the state. Only DCP can read such a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ ENTRY = "dcp_files"
 
 
 def check_no_files(state: object) -> None:
-    """Raise CaptureError where a user's state has the entry that says what is below it are files."""
+    """Raise CaptureError if a user's state has the reserved entry."""
     if isinstance(state, Mapping) and ENTRY in state:
         raise CaptureError(
-            f'save: state["{ENTRY}"] has a name that is kept for what torch.distributed.checkpoint writes by path; '
-            "name it otherwise"
+            f'save: state["{ENTRY}"] has a name that is reserved for what torch.distributed.checkpoint writes by path; '
+            "choose another name"
         )
 
 
 def are_files(header: ImageHeader) -> bool:
-    """Say whether an image holds files, and so no state that could be restored."""
+    """Whether an image contains files, and therefore no state that ``restore`` could fill."""
     return any(key == ENTRY for key, _ in header.tree.entries)
 
 
 def refuse_files(header: ImageHeader, *, doing: str, instead: Callable[[], str] = str) -> None:
-    """Raise RestoreError where an image holds files; ``instead`` makes what the message ends with."""
+    """Raise RestoreError if an image contains files; ``instead`` returns the end of the message."""
     if are_files(header):
         raise RestoreError(
             f"{doing}: {header.what}: torch.distributed.checkpoint has saved this step by path, as files that it alone "
@@ -40,7 +40,7 @@ def refuse_files(header: ImageHeader, *, doing: str, instead: Callable[[], str] 
 
 
 def file_slots(merged: MergedHeader) -> dict[str, int]:
-    """Name the files, and the slot of each one's bytes."""
+    """The slot of each file's bytes, by file name."""
     found = next((node for key, node in merged.header.tree.entries if key == ENTRY), None)
     if not isinstance(found, MapNode):
         return {}

@@ -1,8 +1,7 @@
-"""How an image's tensors are cut into segments, each copied by one call: planned once per layout.
+"""Division of an image's tensors into segments, each copied by one call: planned once per layout.
 
-A tensor is cut where chunks end, so that a chunk can be final before the tensor is; small ones are put together, so
-that one call copies many. What a cut knows of a tensor is where it lies: in the state's list, in the image, and in
-which memory.
+A tensor is divided at chunk boundaries, so that a chunk can be complete before the tensor is. Small tensors are
+batched, so that one call copies many.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from tierfall.core.types.values import Changes
 SEGMENT_BYTES = 16 << 20
 BATCH_BYTES = 1 << 20
 HOST = -1
-"""The place of what lies in host memory, or in memory that is read as if it did."""
+"""The place of host memory, and of memory that is read like host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentPart:
-    """Bytes of tensor number ``index``, which go to ``start`` in the data and begin at ``source_start`` of its own.
+    """A byte range of tensor number ``index``: from ``source_start`` of the tensor to ``start`` of the image's data.
 
-    ``slot`` is the tensor's place in the image; ``whole`` says that these are all its bytes; ``place`` is HOST or the
-    device that they lie on.
+    ``slot`` is the tensor's index in the image; ``whole``: the range is the whole tensor; ``place`` is HOST or the
+    number of its device.
     """
 
     slot: int
@@ -42,10 +41,10 @@ Segment = tuple[SegmentPart, ...]
 
 
 class Segmentation:
-    """The segments of one layout: ``at_once`` what is copied before save() returns, ``segments`` what is captured
-    lazily, both in image order; ``lazy`` are the numbers of the latter's tensors.
+    """The segments of one layout: ``at_once`` is copied before save() returns, ``segments`` are captured lazily, both
+    in image order; ``lazy`` are the numbers of the lazily captured tensors.
 
-    A segment lies in one memory. ``places`` says for each tensor in which.
+    All parts of a segment are on one device; ``places`` are the devices by tensor number.
     """
 
     def __init__(
@@ -56,8 +55,8 @@ class Segmentation:
         places: Sequence[int] = (),
         lazy: Sequence[bool] | None = None,
     ) -> None:
-        """``lazy`` says which tensors may be captured lazily: without it those that only an optimizer changes. Without
-        ``places`` all lies in host memory."""
+        """``lazy``: by tensor number, whether it may be captured lazily (None: if only an optimizer changes it).
+        Without ``places`` all tensors are in host memory."""
         if lazy is None:
             lazy = tuple(changes is Changes.ON_STEP for changes in view.changes)
         self._layout = layout
@@ -76,7 +75,7 @@ class Segmentation:
     def serves(
         self, layout: Layout, view: StateView, places: Sequence[int], lazy: Sequence[bool]
     ) -> bool:
-        """Say whether this is how a view of that layout is to be cut."""
+        """Whether this is the segmentation for these arguments."""
         return layout is self._layout and self._key == (view.plain, lazy, places)
 
     @property
@@ -96,7 +95,7 @@ class Segmentation:
             if start == end:
                 continue
             place = self._place(index)
-            # What is copied at once on a device is cloned there, whole.
+            # Tensors on a device that are copied at once are cloned there as a whole.
             plain = view.plain[index] and (lazy[index] or place == HOST)
             for piece in self._pieces(number, index, start, end, plain=plain):
                 size, batch = piece.end - piece.start, (lazy[index], place)

@@ -1,8 +1,8 @@
-"""The tensors that one image is made of: how their bytes are read, and whether they were changed meanwhile.
+"""The source tensors of one image: reading their bytes, and detecting changes during capture.
 
-Two things tell of a change without a look at the bytes: the version counter, which most of torch's operations raise,
-and the address, which another storage has. The counter is raised when an operation ends, so that it is read again at
-the barrier, when none is under way any more.
+Two properties reveal a change without reading bytes: the version counter, which most torch operations increment, and
+the address, which changes with the storage. An operation increments the counter when it ends, so the barrier reads it
+again, when no operation is in progress.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _VERSION = attrgetter("_version")
 
 
 class TensorSources:
-    """The tensors of a view, with their version counters at the moment when they were taken."""
+    """The tensors of a view, with their version counters at the time of construction."""
 
     def __init__(self, view: StateView, lazy: Sequence[int]) -> None:
-        """``lazy`` are the numbers of those that are captured lazily."""
+        """``lazy`` are the numbers of the lazily captured tensors."""
         self._tensors: list[torch.Tensor] = view.sources.copy()
         self._plain = view.plain
         self._names = view.names
@@ -37,14 +37,14 @@ class TensorSources:
         self._lazy = lazy
         self._replaced: set[int] = set()
         self.watched = [self._tensors[index] for index in lazy]
-        """Those that are captured lazily; none once they are released."""
+        """The lazily captured tensors; empty after ``release``."""
         self._versions = _versions(self.watched)
 
     def tensor(self, index: int) -> torch.Tensor:
         return self._tensors[index]
 
     def replace(self, piece: SegmentPart, copy: torch.Tensor) -> None:
-        """Read a copy from now on, which nobody else knows."""
+        """Read a private copy of a tensor from now on."""
         self._tensors[piece.index] = copy
         self._replaced.add(piece.index)
 
@@ -54,7 +54,7 @@ class TensorSources:
     # Reading ---------------------------------------------------------------------------------------
 
     def copy(self, segment: Segment, targets: RegionTargets, *, non_blocking: bool = False) -> None:
-        """Copy a segment into its place."""
+        """Copy a segment to its position in the region."""
         to, of = [], []
         with torch.inference_mode(False), torch.no_grad():
             for piece in segment:
@@ -76,14 +76,14 @@ class TensorSources:
                 torch._foreach_copy_(to, of, non_blocking=non_blocking)
 
     def copy_into(self, memory: torch.Tensor, segment: Segment) -> None:
-        """Copy a segment into flat memory, one piece after the other."""
+        """Copy a segment to flat memory, one part after the other."""
         with torch.inference_mode(False), torch.no_grad():
             for piece, target in pieces_in(memory, segment):
                 self._read(piece, target)
 
     def _held(self, index: int) -> torch.Tensor:
-        """Return an alias of a tensor, which keeps the memory until it was read: ``.data`` of what an optimizer keeps
-        may be replaced at any moment, and what it was is freed then. Raises StateChangedError where it was already."""
+        """An alias that keeps a tensor's memory alive while it is read: an optimizer may replace ``.data`` of its state
+        at any time, which frees the old memory. StateChangedError if that has already happened."""
         alias = self._tensors[index].detach()
         if index not in self._replaced and alias.data_ptr() != self.pointers[index]:
             self.refuse([index])
@@ -99,9 +99,8 @@ class TensorSources:
     # Changes -----------------------------------------------------------------------------------------
 
     def changed(self) -> list[int]:
-        """Return the numbers of the lazily captured tensors that were written to since they were taken, or lie
-        elsewhere, as far as counters and addresses tell."""
-        watched = self.watched  # another thread may release them
+        """The numbers of lazily captured tensors whose version counter or address has changed since construction."""
+        watched = self.watched  # another thread may call ``release``
         if not watched:
             return []
         versions = _versions(watched)
@@ -117,7 +116,7 @@ class TensorSources:
         ]
 
     def refuse(self, changed: Sequence[int]) -> NoReturn:
-        """Raise StateChangedError, which names tensors by their numbers."""
+        """Raise StateChangedError for the tensors of these numbers."""
         more = f" and {len(changed) - 1} more tensors" if len(changed) > 1 else ""
         verb = "were" if more else "was"
         raise StateChangedError(
@@ -130,7 +129,7 @@ class TensorSources:
 
 
 def pieces_in(memory: torch.Tensor, segment: Segment) -> Iterator[tuple[SegmentPart, torch.Tensor]]:
-    """Each piece of a segment, and where it lies in flat memory that holds one after the other."""
+    """Each part of a segment, and its memory where ``memory`` has one after the other."""
     at = 0
     for piece in segment:
         end = at + piece.end - piece.start
@@ -139,7 +138,7 @@ def pieces_in(memory: torch.Tensor, segment: Segment) -> Iterator[tuple[SegmentP
 
 
 def _bytes_of(source: torch.Tensor, piece: SegmentPart) -> torch.Tensor:
-    """The bytes of a plain tensor that are a piece."""
+    """The bytes of a part of a plain tensor."""
     flat = as_bytes(source)
     assert flat is not None, "a plain tensor has bytes"
     return flat[piece.source_start : piece.source_start + piece.end - piece.start]
@@ -147,7 +146,7 @@ def _bytes_of(source: torch.Tensor, piece: SegmentPart) -> torch.Tensor:
 
 def _versions(sources: Sequence[torch.Tensor]) -> list[int]:
     try:
-        # 0, and no error, for what was detached from an inference tensor
+        # 0, and no error, for tensors detached from an inference tensor
         return [*map(_VERSION, sources)]
     except RuntimeError:  # an inference tensor is among them
         return [*map(_version, sources)]

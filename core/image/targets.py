@@ -1,7 +1,7 @@
-"""The memory of a region seen as the tensors of a layout: each view is made once, and serves again.
+"""Views of a region's memory as the tensors of a layout, created once and reused.
 
-A region's place in the arena comes back every few saves, so that the views of its small tensors, of which there may be
-thousands, need not be made on every save.
+The same regions of the arena are used again every few saves, so that the views of thousands of small tensors need not
+be created for every save.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from tierfall.core.image.layout import Layout
 
 VIEWS_MAX = 100_000
-"""So many views are kept, of about 500 bytes each."""
+"""Maximum of cached views, of about 500 bytes each."""
 
 
 class RegionTargets:
@@ -29,7 +29,7 @@ class RegionTargets:
         return self._memory[data + start : data + end]
 
     def like(self, slot: int, source: torch.Tensor) -> torch.Tensor:
-        """The place of a plain tensor, in its dtype and shape."""
+        """The view of a plain tensor's position, with its dtype and shape."""
         view = self._views[slot]
         if view is None:
             place = self._layout.slots[slot]
@@ -39,10 +39,10 @@ class RegionTargets:
 
 
 class TargetCache:
-    """The targets of the regions that are filled for one layout, of as many as VIEWS_MAX allows.
+    """The targets of the regions of one layout, up to VIEWS_MAX views in total.
 
-    Regions are filled in turn, so that the one whose views would make room comes before the one they make room for:
-    none gives way to another.
+    There is no eviction: regions are filled in turn, so evicting the least recently used one would evict the region
+    that is filled next.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class TargetCache:
         self._by_address: dict[int, RegionTargets] = {}
 
     def of(self, memory: torch.Tensor, layout: Layout) -> RegionTargets:
-        """Return the targets of a region, whose bytes ``memory`` are."""
+        """The targets of the region with these bytes."""
         if layout is not self._layout:
             self.clear()
             self._layout = layout
@@ -61,6 +61,6 @@ class TargetCache:
         return found
 
     def clear(self) -> None:
-        """Let go of the memory."""
+        """Drop all references to the memory."""
         self._by_address.clear()
         self._layout = None

@@ -1,7 +1,7 @@
-"""The tree of a stored state, read from untrusted JSON into typed nodes.
+"""The tree of a stored state, parsed from untrusted JSON into typed nodes.
 
-A node holds slots, positions in the image's table of tensors, and numbers of values. Reading checks every one, so that
-no later code has to doubt them; whatever is off is a ValueError.
+Nodes refer to tensors by slot, an index into the image's table of tensors, and to values by number. Parsing validates
+every reference; any defect is a ValueError.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tierfall.core.tensors import names as naming
 from tierfall.core.tensors import value_codec
 from tierfall.core.tensors.value_codec import MAPPING_TYPES, Coded
 
-# An object with a state_dict is two nodes, and one level of the walk.
+# An object with a state_dict is one level of the walk, but two nodes.
 _DEPTH_MAX = 3 * value_codec.DEPTH_MAX
 SCHEMES = frozenset(
     {
@@ -26,24 +26,24 @@ SCHEMES = frozenset(
 
 
 class Node:
-    """A node of the tree; its children are the nodes directly below it."""
+    """A node of the tree."""
 
     __slots__ = ()
 
     def own_slots(self) -> Sequence[int]:
-        """Return the slots of the node's own data, without those of its children."""
+        """The slots of the node's own tensors, without those of its children."""
         return ()
 
     def children(self) -> Sequence[Node]:
-        """Return the children, in the order of the tree."""
+        """The nodes directly below this one, in order."""
         return ()
 
     def named(self, name: str) -> Iterable[tuple[str, Node]]:
-        """Return name and node of each child; ``name`` is the node's own, which the one child of an object shares."""
+        """The children with their names. ``name`` is this node's own, which the only child of an object shares."""
         return [(name, child) for child in self.children()]
 
     def map_children(self, change: Callable[[Node], Node]) -> Node:
-        """Return the node with each child replaced by ``change(child)``."""
+        """The node with each child replaced by ``change(child)``."""
         return self
 
 
@@ -96,7 +96,7 @@ class SequenceNode(Node):
 
 @dataclass(frozen=True, slots=True)
 class ModuleNode(Node):
-    """Entries are key in the state_dict, name below the module, and node."""
+    """Entries are (key in the state_dict, name relative to the module, node)."""
 
     entries: tuple[tuple[str, str, Node], ...]
 
@@ -112,14 +112,14 @@ class ModuleNode(Node):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerNode(Node):
-    """``state`` maps a parameter's number, or a key in a tuple of one, to a node."""
+    """``state`` has nodes by a parameter's number, or by any other key in a 1-tuple."""
 
     names: tuple[str | None, ...]
     groups: tuple[tuple[tuple[int, ...], Node], ...]
     state: tuple[tuple[int | tuple[Any], Node], ...]
 
     def part(self, key: int | tuple[Any]) -> str:
-        """Name an entry of the state, below ``<optimizer>.state``."""
+        """The name of an entry of the state, relative to ``<optimizer>.state``."""
         if isinstance(key, tuple):
             return naming.part(key[0])
         return self.names[key] or f"%i{key}"
@@ -192,7 +192,7 @@ class CodecNode(Node):
 
 @dataclass(frozen=True, slots=True)
 class PiecesNode(Node):
-    """A tensor of which an image holds no block, or several: only with the images of all ranks is it one."""
+    """A sharded tensor of which an image has no block, or several; the images of all ranks together have all of it."""
 
     slots: tuple[int, ...]
 
@@ -202,14 +202,14 @@ class PiecesNode(Node):
 
 @dataclass(frozen=True, slots=True)
 class ConflictNode(Node):
-    """What the ranks that saved it do not have alike; no image holds one, only what several are merged into."""
+    """An entry in which the saving ranks differ; occurs only in merged headers."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class KeptNode(Node):
-    """What a rank is to keep as it has it (``item(on_resize=...)``); no image holds one."""
+    """An entry that a restore leaves unchanged (``item(on_resize=...)``); occurs only in merged headers."""
 
 
 CONTAINERS = frozenset({MapNode, SequenceNode, ModuleNode, OptimizerNode})
@@ -217,7 +217,7 @@ CONTAINERS_AND_OBJECTS = CONTAINERS | {ObjectNode, RandomNode, CodecNode}
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """Yield ``node`` and every node below it, a parent before its children."""
+    """Yield ``node`` and all its descendants, parents first."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -226,7 +226,7 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def slots_of(node: Node) -> Iterator[int]:
-    """Yield every slot that a node's data lies in, some of them repeatedly."""
+    """Yield the slots of a node and its descendants, possibly repeated."""
     for each in walk(node):
         yield from each.own_slots()
 
@@ -234,9 +234,9 @@ def slots_of(node: Node) -> Iterator[int]:
 def leaves(
     node: Node, name: str, opened: frozenset[type[Node]] = CONTAINERS
 ) -> Iterator[tuple[str, Node]]:
-    """Yield name and node of everything below ``node`` that is restored as one: tensors, values, objects.
+    """Yield name and node of everything below ``node`` that is restored as a unit: tensors, values, objects.
 
-    ``opened`` are the kinds whose children are yielded in their place; a module without entries is a leaf.
+    ``opened`` are the types that are replaced by their children; a module without entries is a leaf.
     """
     if type(node) not in opened or (type(node) is ModuleNode and not node.entries):
         yield name, node
@@ -249,8 +249,8 @@ def leaves(
 
 
 class TreeReader:
-    """Reads nodes for a table of ``slots`` tensors and ``values`` values, and notes which of them are used,
-    and which values are an optimizer's groups."""
+    """Parses nodes for a table of ``slots`` tensors and ``values`` values. Records which of them are used, and the
+    values that are an optimizer's groups."""
 
     def __init__(self, slots: int, values: int) -> None:
         self._slots = slots

@@ -42,8 +42,7 @@ from tierfall.core.load.fill_optimizer import OptimizerFiller
 from tierfall.core.load.plan import Action, RestoreWork, live_names
 from tierfall.core.state import optimizers
 from tierfall.core.state.item import Item, unwrap
-from tierfall.core.state.state_dicts import lost_entries, state_dict_of
-from tierfall.core.state.walk import is_stateful, type_name
+from tierfall.core.state.state_dicts import is_stateful, lost_entries, state_dict_of, type_name
 from tierfall.core.tensors import names, rng, value_codec
 from tierfall.core.tensors.names import Trail
 from tierfall.core.tensors.written_memory import AddressRange, AddressRanges, LiveMemory

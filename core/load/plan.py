@@ -20,7 +20,7 @@ from tierfall.core.load.mismatch import MismatchReport
 from tierfall.core.state import modules
 from tierfall.core.state.item import unwrap
 from tierfall.core.state.modules import Scans
-from tierfall.core.state.walk import is_stateful
+from tierfall.core.state.state_dicts import is_stateful
 from tierfall.core.tensors import names, value_codec
 
 Action = Callable[[], None]

@@ -1,8 +1,8 @@
-"""Calls that may never return, as those to a mount that hangs, made side by side and waited for with a bound.
+"""Parallel calls that may never return, such as those to a hung mount, with a timeout each.
 
-A thread in a system call cannot be ended. So each call has a daemon thread, which does not hold up the end of the
-interpreter, and one that does not answer in time is left behind. What it returns later is handed to whoever can dispose
-of it, and its tier is not called again before it has returned.
+A thread in a system call cannot be terminated. So each call runs on a daemon thread, which does not delay the end of
+the interpreter. A call that exceeds its timeout is abandoned: a result that it returns later is disposed of, and its
+tier is not called again before it has returned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult(Generic[T]):
-    """What a call returned, or the error that it raised: an UnreachableError where it did not answer in time."""
+    """The value that a call returned, or its error: an UnreachableError after a timeout."""
 
     value: T | None = None
     error: BaseException | None = None
@@ -42,22 +42,23 @@ class CallResult(Generic[T]):
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """``turn`` holds one token: the call's thread takes it when it ends, or the one that waits when it gives up.
+    """One call. Each token is popped by exactly one thread.
 
-    ``start`` holds another: the call's thread takes it before it calls, or the one that an interrupt reaches, and then
-    nothing is called. An interrupt within ``Thread.start`` does not tell whether there will be a thread.
+    ``end_token``: the call's thread pops it when the call returns, or the waiting thread when it abandons the call.
+    ``start_token``: the call's thread pops it before the call, or the waiting thread after an interrupt, which then
+    prevents the call. This is needed since an interrupt within ``Thread.start`` leaves open whether a thread starts.
     """
 
     bound_s: float
     began_s: float
-    answer: CallResult[Any] = field(default_factory=CallResult)
-    start: deque[bool] = field(default_factory=lambda: deque((True,)))
-    turn: deque[bool] = field(default_factory=lambda: deque((True,)))
-    over: bool = False
+    result: CallResult[Any] = field(default_factory=CallResult)
+    start_token: deque[bool] = field(default_factory=lambda: deque((True,)))
+    end_token: deque[bool] = field(default_factory=lambda: deque((True,)))
+    returned: bool = False
 
 
 class BoundedCalls:
-    """Calls by the name of the tier that each is made to. To be used by one thread at a time."""
+    """Calls by tier name. Not thread-safe."""
 
     def __init__(self) -> None:
         self._late: dict[str, _Call] = {}
@@ -71,39 +72,39 @@ class BoundedCalls:
         heard_s: Callable[[str], float] = lambda name: -math.inf,
         too_late: Callable[[T], None] = lambda value: None,
     ) -> dict[str, CallResult[T]]:
-        """Make all calls at once, and return what became of each, in the order given.
+        """Make all calls in parallel; return their results in the given order.
 
-        One that does not return in ``bounds_s`` seconds, nor in as many since its tier last answered anything
-        (``heard_s``, on the monotonic clock), counts as unreachable; ``too_late`` gets, in the call's own thread, what
-        it returns after that. A tier whose last call has not returned is unreachable at once.
+        A call counts as unreachable ``bounds_s`` seconds after it began, or after its tier last answered another call
+        (``heard_s``, on the monotonic clock), whichever is later. A value that it returns after that is passed to
+        ``too_late`` on the call's own thread. A tier whose previous call has not returned is unreachable at once.
         """
         finished: queue.SimpleQueue[str] = queue.SimpleQueue()
         made: dict[str, _Call] = {}
-        answers: dict[str, CallResult[T]] = {}
+        results: dict[str, CallResult[T]] = {}
         try:
             for name, function in calls.items():
                 late = self._late.get(name)
                 if late is not None and not _has_returned(late, bounds_s[name]):
                     waited_s = time.monotonic() - late.began_s
-                    answers[name] = _timeout_error(name, doing, waited_s)
+                    results[name] = _timeout_error(name, doing, waited_s)
                 else:
                     made[name] = _Call(bound_s=bounds_s[name], began_s=time.monotonic())
                     _start_call(name, made[name], function, finished, too_late)
             for name in self._wait(made, finished, heard_s):
                 is_late = self._late.get(name) is made[name]
-                answers[name] = (
-                    _timeout_error(name, doing, bounds_s[name]) if is_late else made[name].answer
+                results[name] = (
+                    _timeout_error(name, doing, bounds_s[name]) if is_late else made[name].result
                 )
-        except BaseException:  # Ctrl-C: what they return is disposed of
+        except BaseException:  # Ctrl-C: abandon the calls, and dispose of their results
             for name, call in made.items():
-                if _take(call.start):
+                if _pop(call.start_token):
                     continue
-                if _take(call.turn):
+                if _pop(call.end_token):
                     self._late[name] = call
-                elif call.answer.value is not None and self._late.get(name) is not call:
-                    too_late(call.answer.value)
+                elif call.result.value is not None and self._late.get(name) is not call:
+                    too_late(call.result.value)
             raise
-        return {name: answers[name] for name in calls}
+        return {name: results[name] for name in calls}
 
     def _wait(
         self,
@@ -111,7 +112,7 @@ class BoundedCalls:
         finished: queue.SimpleQueue[str],
         heard_s: Callable[[str], float],
     ) -> Iterator[str]:
-        """Give each name once its call is over, or is left behind."""
+        """Yield each name once its call has returned or is abandoned."""
         waiting = dict(made)
         while waiting:
             now_s = time.monotonic()
@@ -120,7 +121,7 @@ class BoundedCalls:
                 for name, call in waiting.items()
             }
             for name in [name for name, left in left_s.items() if left <= 0]:
-                if _take(waiting[name].turn):  # else it ends just now
+                if _pop(waiting[name].end_token):  # else it is returning right now
                     self._late[name] = waiting.pop(name)
                     yield name
             if waiting and (name := _next(finished, min(left_s[n] for n in waiting))):
@@ -129,31 +130,31 @@ class BoundedCalls:
 
 
 def _has_returned(late: _Call, bound_s: float) -> bool:
-    """Say whether a call that was left behind is over. One that an interrupt left a moment ago has its time to end."""
-    while not late.over and time.monotonic() < late.began_s + bound_s:
+    """Whether an abandoned call has returned; waits for one that an interrupt abandoned before its timeout."""
+    while not late.returned and time.monotonic() < late.began_s + bound_s:
         time.sleep(POLL_S)
-    return late.over
+    return late.returned
 
 
 def run_in_parallel(do: Callable[[K], T], items: Iterable[K], *, parallel: int) -> list[T]:
-    """Do something for each item, so many at a time, and return what it gave, in their order. Raises the first failure
-    once all that was begun has ended."""
-    given = list(items)
-    left = deque(range(len(given)))
+    """Call ``do`` for each item on up to ``parallel`` threads; return the results in the items' order. After a failure
+    no further call begins; the first failure is raised once all calls have ended."""
+    arguments = list(items)
+    remaining = deque(range(len(arguments)))
     values: dict[int, T] = {}
     failures: list[BaseException] = []
     done: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def work() -> None:
         try:
-            while not failures and (number := _take(left)) is not None:
-                values[number] = do(given[number])
+            while not failures and (number := _pop(remaining)) is not None:
+                values[number] = do(arguments[number])
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             failures.append(error)
         finally:
             done.put(None)
 
-    threads = min(parallel, len(given))
+    threads = min(parallel, len(arguments))
     for _ in range(threads - 1):
         threading.Thread(target=work, name="tierfall-side-by-side", daemon=True).start()
     work()
@@ -161,13 +162,13 @@ def run_in_parallel(do: Callable[[K], T], items: Iterable[K], *, parallel: int) 
         done.get()
     if failures:
         raise failures[0]
-    return [values[number] for number in range(len(given))]
+    return [values[number] for number in range(len(arguments))]
 
 
-def _take(left: deque[T]) -> T | None:
-    """Take the next one, or None where none is left: one thread gets each."""
+def _pop(items: deque[T]) -> T | None:
+    """Pop an element, or None if there is none. Atomic: each goes to one thread."""
     try:
-        return left.popleft()
+        return items.popleft()
     except IndexError:
         return None
 
@@ -187,27 +188,27 @@ def _start_call(
     too_late: Callable[[T], None],
 ) -> None:
     def run() -> None:
-        if not _take(call.start):
+        if not _pop(call.start_token):
             return
         try:
-            answer: CallResult[T] = CallResult(value=function())
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits as it is
-            answer = CallResult(error=error)
-        call.answer = answer
-        if _take(call.turn):
+            result: CallResult[T] = CallResult(value=function())
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
+            result = CallResult(error=error)
+        call.result = result
+        if _pop(call.end_token):
             finished.put(name)
-        elif answer.error is None:
-            _dispose(name, answer, too_late)
-        call.over = True
+        elif result.error is None:
+            _dispose(name, result, too_late)
+        call.returned = True
 
     threading.Thread(target=run, name=f"tierfall-call-{name}", daemon=True).start()
 
 
-def _dispose(name: str, answer: CallResult[T], too_late: Callable[[T], None]) -> None:
+def _dispose(name: str, result: CallResult[T], too_late: Callable[[T], None]) -> None:
     try:
-        too_late(answer.get())
+        too_late(result.get())
     except TierfallError as error:
-        logger.warning("tier %s answered too late, and could not be let go: %s", name, error)
+        logger.warning("tier %s answered too late, and could not be closed: %s", name, error)
 
 
 def _timeout_error(name: str, doing: str, waited_s: float) -> CallResult[Any]:

@@ -1,8 +1,8 @@
-"""Page-aligned buffers that are taken once and used again: what reads from storage go through.
+"""Pools of page-aligned buffers for reads from storage.
 
-Anonymous mappings, so that direct I/O takes them as they are; nothing large is allocated or freed in steady state.
-A device may go on reading a buffer after it was given back: it is lent again only once that is over. A read that never
-returns may go on filling one: that is not lent again at all, and another takes its place.
+Buffers are anonymous mappings, which direct I/O accepts; they are reused, so that nothing large is allocated or freed
+in steady state. A device may still read a buffer after its return: it is lent again only after those copies. An
+abandoned read may still fill a buffer: that one is never lent again, and a new one replaces it.
 """
 
 from __future__ import annotations
@@ -27,31 +27,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tierfall")
 
 HUGE_PAGE_BYTES = 2 << 20
-# Linux 4.14; the mmap module does not name it.
-_MADV_WIPEONFORK = 18
-
+_MADV_WIPEONFORK = 18  # Linux 4.14; the mmap module has no name for it
 
 _filled: set[int] = set()
-"""The memory that reads are under way into, by the identity of the object that owns it: each read holds that object."""
+"""Memory with reads in progress, by the id of the owning object, which each read references."""
 
 
 def begin_filling(view: memoryview) -> None:
-    """Note that a read into this memory begins, which its caller may leave behind."""
+    """Record the start of a read into this memory that its caller may abandon."""
     _filled.add(id(view.obj))
 
 
 def end_filling(view: memoryview) -> None:
-    """Note that the read into this memory has returned."""
+    """Record that the read into this memory has returned."""
     _filled.discard(id(view.obj))
 
 
 def is_being_filled(view: memoryview) -> bool:
-    """Say whether a read that was left behind may write to this memory."""
+    """Whether an abandoned read may still write to this memory."""
     return id(view.obj) in _filled
 
 
 class Buffer:
-    """A buffer that is lent: ``view`` is its memory. Whoever lets a device read it adds the mark of the end to
+    """A buffer; ``view`` is its memory. Code that lets a device read it appends the event of that copy's end to
     ``marks``."""
 
     def __init__(self, bytes: int) -> None:
@@ -62,54 +60,54 @@ class Buffer:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing has to be waited for; what a device reports is ``settle``'s to raise."""
+        """Whether ``settle`` would return at once; a device's error counts as settled, and ``settle`` raises it."""
         try:
             return all(mark.is_done() for mark in self.marks)
         except RuntimeError:
             return True
 
     def holds(self, address: int) -> bool:
-        """Say whether an address lies in this buffer."""
+        """Whether an address is in this buffer."""
         return self.address <= address < self.address + len(self.view)
 
     def settle(self) -> None:
-        """Wait until no device reads this any more; raises what it reports, and does not wait for that again."""
+        """Wait until no device reads this buffer; raises a device's error, once."""
         marks, self.marks = self.marks, []
         with ExitStack() as all_of_them:
             for mark in marks:
                 all_of_them.callback(mark.wait)
 
     def free(self) -> None:
-        """Unlock the memory, which may then go, once no device reads it."""
+        """Wait until no device reads the memory, and unlock it."""
         try:
             self.settle()
         except RuntimeError as error:
-            logger.warning("a copy from a buffer had failed: %s", error)
+            logger.warning("a copy from a buffer failed: %s", error)
         if self.lock is not None:
             self.lock.release()
 
 
 class BufferPool:
-    """Buffers of one size, at most ``count`` of them, allocated when first needed."""
+    """At most ``count`` buffers of one size, allocated on demand."""
 
     def __init__(self, *, bytes: int, count: int) -> None:
         self.bytes = -(-bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._left = count
         self._free: deque[Buffer] = deque()
         self._lost: list[Buffer] = []
-        """Buffers that reads were left behind in: their memory stays until those have returned."""
+        """Buffers with abandoned reads: their memory is kept until these have returned."""
         self._changed = threading.Condition()
         self._refused = False
 
     @contextmanager
     def take(self, bytes: int) -> Iterator[memoryview]:
-        """Lend the memory of a buffer, as ``lend`` does, to whoever gives no device anything to read from it."""
+        """Lend the memory of a buffer that no device will read."""
         with self.lend(bytes) as buffer:
             yield buffer.view
 
     @contextmanager
     def lend(self, bytes: int) -> Iterator[Buffer]:
-        """Lend a buffer, as ``borrow`` does, until the ``with`` is left."""
+        """Lend a buffer, as ``borrow`` does, for the ``with`` block."""
         buffer = self.borrow(bytes)
         try:
             yield buffer
@@ -117,16 +115,16 @@ class BufferPool:
             self.give_back(buffer)
 
     def borrow(self, bytes: int) -> Buffer:
-        """Return a buffer of at least ``bytes`` bytes that no device reads, waiting for one if all are out.
+        """Return a buffer of at least ``bytes`` bytes that no device reads; waits while all are lent.
 
-        What is larger than the pool's buffers is allocated for this once. Raises what a device reports of copies from
-        the buffer that were still under way.
+        A request above the pool's size gets a buffer of its own. Raises a device's error of an earlier copy from the
+        buffer.
         """
         return Buffer(bytes) if bytes > self.bytes else self._take()
 
     def give_back(self, buffer: Buffer) -> None:
-        """Take back what was borrowed, or in its place another one of the same length. The marks of one that was
-        allocated for this once are waited for. One that is still being filled is replaced."""
+        """Return a borrowed buffer, or another of the same length in its place. Waits for copies from a buffer above
+        the pool's size. A buffer that is still being filled is replaced."""
         if len(buffer.view) > self.bytes:
             buffer.settle()
             return
@@ -139,9 +137,9 @@ class BufferPool:
             self._changed.notify()
 
     def lock_pages(self, buffer: Buffer, on: torch.device) -> None:
-        """Page-lock a buffer that is lent, for good, so that devices read it at full speed, beside everything else.
+        """Page-lock a lent buffer permanently, so that copies to devices are asynchronous and run at full speed.
 
-        A refusal is said once: the buffers serve without. What was allocated for once is left as it is.
+        A refusal is logged once; the buffers work without. Buffers above the pool's size are not locked.
         """
         if buffer.lock is not None or self._refused or len(buffer.view) > self.bytes:
             return
@@ -150,20 +148,17 @@ class BufferPool:
             buffer.lock = lock
             return
         with self._changed:
-            said, self._refused = self._refused, True
-        if not said:
+            is_logged, self._refused = self._refused, True
+        if not is_logged:
             logger.warning(
-                "buffers of %d bytes could not be page-locked: %s; copies to the GPU go on, slower; raise `ulimit -l` "
-                "(or --ulimit memlock=-1 of a container)",
+                "buffers of %d bytes could not be page-locked: %s; copies to the GPU continue, slower; raise "
+                "`ulimit -l` (or --ulimit memlock=-1 of a container)",
                 self.bytes,
                 lock.reason,
             )
 
     def release(self) -> None:
-        """Unlock every buffer and let its memory go, once no device reads it; whoever takes one later gets a fresh one.
-
-        Nobody has one out.
-        """
+        """Free every buffer, after waiting for devices; later borrowers get new ones. No buffer may be lent."""
         with self._changed:
             freed, self._free = list(self._free), deque()
             self._left += len(freed)
@@ -184,7 +179,7 @@ class BufferPool:
         return buffer
 
     def _next(self) -> Buffer | None:
-        """Return the buffer that came back first, which a device may still read; None where a fresh one is due."""
+        """The buffer that was returned first, which a device may still read; None if a new one is to be allocated."""
         with self._changed:
             while True:
                 if self._free and (self._left == 0 or self._free[0].is_settled):
@@ -205,17 +200,17 @@ class BufferPool:
 
 
 def allocate(bytes: int) -> memoryview:
-    """Map anonymous memory, on huge pages where the system gives them: direct I/O pins every page that it fills.
+    """Map anonymous memory, on huge pages where available, since direct I/O pins every page that it fills.
 
-    The mapping is private, since the kernel gives shared ones no huge pages by default. A forked child finds zeros
-    there: no page is shared with it, which could lead a direct read under way into the wrong one (open(2), O_DIRECT).
+    The mapping is private, since the kernel gives shared mappings no huge pages by default. A forked child reads zeros
+    there: were its pages shared, a direct read in progress could write to the wrong process's (open(2), O_DIRECT).
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = mmap.mmap(-1, bytes + HUGE_PAGE_BYTES, flags=flags)
     mapping.madvise(_MADV_WIPEONFORK)
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    except (AttributeError, OSError):  # a system without them: the same memory, in small pages
+    except (AttributeError, OSError):  # no huge pages: the same memory in small pages
         return memoryview(mapping)[:bytes]
     view = memoryview(mapping)
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))

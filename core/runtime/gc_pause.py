@@ -1,7 +1,7 @@
-"""Python's garbage collector, kept from running where a save makes many small objects at once.
+"""Pausing Python's garbage collector while a save creates many small objects.
 
-Each of them counts towards the next collection, though nearly all are gone by the end: a full one may come of it, which
-takes a quarter of a second in a process that has imported torch, while training waits.
+They count towards the next collection although nearly all are short-lived. Without a pause they may trigger a full
+collection, which takes 250 ms in a process that has imported torch, while training waits.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Collect nothing inside, in no thread; afterwards as before. Not for anything that may wait."""
-    was_on = gc.isenabled()
+    """Disable collection in all threads, and restore the previous setting. Not for blocks that may wait."""
+    was_enabled = gc.isenabled()
     try:
         gc.disable()
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()

@@ -1,10 +1,10 @@
-"""The accelerator, as far as memory needs it: is CUDA there, page-lock a mapped range, wait for the device.
+"""Page-locking of host memory, and waiting for a device.
 
-This module owns every call into the CUDA runtime that is about host memory. It must not know what lies in that memory.
-On a machine without CUDA each function is a no-op and nothing is initialised; torch is imported only when asked for.
+This module has every call into the CUDA runtime that concerns host memory. On a machine without CUDA each function is
+a no-op and initialises nothing; torch is imported on first use.
 
-Registering (``cudaHostRegister``) a slab that is mapped already is preferred to torch's pinned allocator, which rounds
-every allocation up to a power of two and whose memory ends with the process.
+Mapped memory is registered (``cudaHostRegister``), since torch's pinned allocator rounds every allocation up to a power
+of two, and its memory ends with the process.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# cudaHostRegisterPortable: the pages count as locked for every device of the process, not only the current one.
+# cudaHostRegisterPortable: locked for every device of the process, not only the current one.
 _REGISTER_PORTABLE = 1
 
 
 def cuda_available() -> bool:
-    """Say whether torch sees a CUDA device."""
+    """Whether torch finds a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def current() -> torch.device | None:
-    """Name the CUDA device that is current on this thread; None without one."""
+    """This thread's current CUDA device, or None."""
     import torch
 
     if not torch.cuda.is_available():
@@ -40,7 +40,7 @@ def current() -> torch.device | None:
 
 
 def synchronize(device: torch.device | None = None) -> None:
-    """Wait until all that is enqueued on a device (default: the current one) is done; at once without CUDA."""
+    """Wait until a device (default: the current one) has completed all enqueued work; no-op without CUDA."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -48,9 +48,9 @@ def synchronize(device: torch.device | None = None) -> None:
 
 
 class PageLock:
-    """A range of host memory, page-locked or not; ``reason`` says why not.
+    """A range of host memory, page-locked or not; ``reason`` is why not.
 
-    The range must stay mapped until ``release``: a range unmapped while registered stays locked in the driver.
+    The range must remain mapped until ``release``: if it is unmapped while registered, the driver keeps it locked.
     """
 
     __slots__ = ("_address", "_on", "length_bytes", "locked", "reason")
@@ -71,7 +71,7 @@ class PageLock:
         self.reason = reason
 
     def release(self) -> None:
-        """Unlock the range. A refusal is logged: the range is given up either way. May be called twice."""
+        """Unlock the range; a failure is logged. May be called twice."""
         if not self.locked:
             return
         self.locked = False
@@ -80,7 +80,7 @@ class PageLock:
             error = _unregister(self._address)
         if error:
             logger.warning(
-                "page-locked memory: unlocking %d bytes at %#x failed: %s; the pages stay locked until this process "
+                "page-locked memory: unlocking %d bytes at %#x failed: %s; the pages remain locked until this process "
                 "ends",
                 self.length_bytes,
                 self._address,
@@ -91,9 +91,9 @@ class PageLock:
 def lock_pages(address: int, length_bytes: int, on: torch.device | None = None) -> PageLock:
     """Page-lock a mapped, writable range, so that copies to and from devices run asynchronously and at full speed.
 
-    ``address`` is a multiple of the page size. ``on`` is the device that is asked (default: the current one); the range
-    is locked for all. Never raises for a refusal: the result's ``locked`` is then False, and its ``reason`` names the
-    runtime's error and the limit that may be the cause.
+    ``address`` is a multiple of the page size. ``on`` is the device whose context makes the call (default: the current
+    one); the range is locked for all devices. A failure does not raise: ``locked`` of the result is False, and
+    ``reason`` has the runtime's error and the limit that may be the cause.
     """
     if not cuda_available():
         reason = "no CUDA device"
@@ -107,7 +107,7 @@ def lock_pages(address: int, length_bytes: int, on: torch.device | None = None) 
 
 
 def _current(on: torch.device | None) -> AbstractContextManager[object]:
-    """Make a device the current one: a worker thread starts on device 0, and would open a context there."""
+    """Make a device current: a worker thread starts on device 0, and would create a context there."""
     import torch
 
     return nullcontext() if on is None else torch.cuda.device(on)
@@ -131,23 +131,23 @@ def _unregister(address: int) -> str:
 
 
 def _error_text(runtime: Any, code: Any) -> str:
-    """Return the runtime's words for an error, nothing for success."""
+    """The runtime's message for an error code, '' for success."""
     number = int(code)
     return "" if number == 0 else f"CUDA error {number} ({runtime.cudaGetErrorString(code)})"
 
 
 def _clear_last_error() -> None:
-    """Take the refused call's error off the runtime.
+    """Clear the failed call's error in the runtime.
 
-    The runtime remembers it, and torch would report it from the next kernel launch, some innocent operation of the
-    training loop; torch offers no ``cudaGetLastError``, so a launch of our own collects it.
+    Otherwise torch would report it from the next kernel launch, an unrelated operation of the training loop. torch has
+    no ``cudaGetLastError``, so a kernel launched here receives the error.
     """
     import torch
 
     try:
         torch.empty(1, device="cuda").fill_(0)
     except RuntimeError as error:
-        logger.debug("collected the CUDA runtime's last error: %s", error)
+        logger.debug("cleared the CUDA runtime's last error: %s", error)
 
 
 def _memlock_hint() -> str:

@@ -1,4 +1,4 @@
-"""This process's own memory, read by address: many tensors by one call."""
+"""This process's memory, read by address: one call reads samples of many tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LINE_BYTES = 64
 
 
 class ProcessMemory:
-    """This process's memory between two addresses, as arrays. The caller must know that what it reads is mapped. It
-    owns nothing. ``lines`` begin where an address has this ``remainder`` by their length."""
+    """Arrays over this process's memory between two addresses; owns nothing. The caller ensures that what it reads is
+    mapped. ``lines`` are rows of LINE_BYTES whose addresses are ``remainder`` modulo LINE_BYTES."""
 
     def __init__(self, low: int, high: int, *, remainder: int = 0) -> None:
         self.low = low - (low - remainder) % LINE_BYTES

@@ -1,4 +1,4 @@
-"""A rate: so many bytes a second, for all who share it together. Idle time earns nothing; it may change at any time."""
+"""A rate limit in bytes per second, shared by several threads. Idle time earns no credit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class RateLimiter:
-    """Hands out the moments at which bytes may go, one after the other, for all threads together."""
+    """Schedules transfers of all threads one after the other at one rate."""
 
     def __init__(
         self,
@@ -24,11 +24,11 @@ class RateLimiter:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """The rate; None where there is none, and nobody waits."""
+        """The rate; None means no limit."""
         return self._bytes_per_second
 
     def change(self, bytes_per_second: float | None) -> None:
-        """Go on at another rate (None: at any): who waits already keeps to the old one for what it asked for."""
+        """Set another rate (None: no limit). Threads that already wait keep the old rate for their bytes."""
         with self._lock:
             now_s, before = self._clock(), self._bytes_per_second
             self._bytes_per_second = bytes_per_second
@@ -39,7 +39,7 @@ class RateLimiter:
                 self._free_at_s = now_s + left_s * before / bytes_per_second
 
     def wait_turn(self, size_bytes: int) -> None:
-        """Return when the bytes may go: once those before them have had their time."""
+        """Wait until the time of all earlier bytes has passed, then reserve time for these."""
         with self._lock:
             if self._bytes_per_second is None:
                 return
@@ -59,5 +59,5 @@ _waited = _ThreadWaits()
 
 
 def waited_s() -> float:
-    """Return how many seconds the calling thread has waited for paces so far, whichever they were."""
+    """Total seconds that the calling thread has waited for rate limiters."""
     return _waited.seconds

@@ -1,13 +1,12 @@
 """The run lock: which process owns a run's host memory on this machine.
 
-It is a POSIX record lock (``fcntl.lockf``): the kernel frees it when the owner dies, also while children forked from
-the owner (data loader workers) live on; a ``flock`` would stay with them. Its price: a process that closes *any*
-descriptor of the file loses the lock. So a process opens a lock file once, and a registry of what it holds is asked
-before any file is opened. This module must not know what the lock protects.
+It is a POSIX record lock (``fcntl.lockf``), which the kernel releases when the owner dies even if forked children (data
+loader workers) survive; a ``flock`` would be inherited by them. A process loses a record lock when it closes *any*
+descriptor of the file. So a process opens a lock file only once, and consults a registry of its locks before it opens
+any file.
 
-The file stays behind after a release. Where somebody else unlinks it, ``take`` notices that it locked an inode without
-a name, and begins again; the owner takes it anew (``take_again``). After a fork the child owns nothing: a lock belongs
-to the process that took it.
+The file remains after a release. If another process unlinks it, ``take`` detects that it locked an inode without a
+name, and retries; the owner locks a new file (``take_again``). A forked child does not own its parent's locks.
 """
 
 from __future__ import annotations
@@ -29,18 +28,16 @@ from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError
 
 _MAX_TRIES = 100
 _MAX_OWNER_BYTES = 4096
-# Cleaners of temporary files go by age.
-_TOUCH_EVERY_S = 3600.0
+_TOUCH_EVERY_S = 3600.0  # cleaners of temporary files delete by age
 # Linux's struct flock: type, whence, start, length, pid.
 _FLOCK = struct.Struct("hhqqi4x")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockOwner:
-    """The process that holds a lock; what its note in the file does not say (yet) is None.
+    """The process that holds a lock; None is what the file does not have (yet).
 
-    ``start_ticks`` is the process's start time in clock ticks since boot: with it a pid that was used again is told
-    apart from the owner.
+    ``start_ticks`` is the process's start time in clock ticks since boot, which detects a reused pid.
     """
 
     pid: int
@@ -58,7 +55,7 @@ class LockOwner:
 
 @dataclass(slots=True)
 class _HeldLock:
-    """One lock of this process. ``spare_fds`` must not be closed before the lock is given back."""
+    """One lock of this process. ``spare_fds`` must not be closed before the lock is released."""
 
     pid: int
     run: str
@@ -66,7 +63,7 @@ class _HeldLock:
     spare_fds: list[int]
 
 
-# The kernel keeps these locks per process, so the registry is per process too: keyed by (st_dev, st_ino).
+# Per process, as the kernel's record locks are; keyed by (st_dev, st_ino).
 _registry: dict[tuple[int, int], _HeldLock] = {}
 _registry_guard = threading.Lock()
 
@@ -85,15 +82,15 @@ class RunLock:
     def take(cls, path: Path, *, run: str) -> RunLock:
         """Take the lock at ``path``, whose folder exists, or raise at once.
 
-        Raises LockError, naming the owner, where another process holds it; ConfigError where this process holds it
-        already, or the file is a link, no regular file, or another user's.
+        LockError, naming the owner, if another process holds it. ConfigError if this process holds it already, or the
+        file is a link, not a regular file, or another user's.
         """
         with _registry_guard:
             for _ in range(_MAX_TRIES):
                 _refuse_second(path, run)
-                taken = cls._take_once(path, run)
-                if taken is not None:
-                    return taken
+                lock = cls._take_once(path, run)
+                if lock is not None:
+                    return lock
         raise LockError(
             f"lock of run {run}: {path} was removed {_MAX_TRIES} times while it was being locked; find out who "
             "removes it"
@@ -105,7 +102,7 @@ class RunLock:
         identity = _identity(os.fstat(fd))
         held = _held_by(identity)
         if held is not None:
-            # The name came to mean a file that this process has locked since we looked: closing would free that lock.
+            # The name now refers to a file that this process has locked: closing the descriptor would release it.
             held.spare_fds.append(fd)
             raise _second(path, run)
         try:
@@ -123,7 +120,7 @@ class RunLock:
 
     @staticmethod
     def owner(path: Path) -> LockOwner | None:
-        """Say who holds the lock at ``path``, without touching it; None where nobody does or there is no file."""
+        """The owner of the lock at ``path``, which is left untouched; None if it is free or there is no file."""
         with _registry_guard:
             identity = _identity_at(path)
             if identity is None:
@@ -143,12 +140,12 @@ class RunLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process owns the lock: no longer after a release, and never in a forked child."""
+        """Whether this process owns the lock; false after a release, and in a forked child."""
         return not self._released and os.getpid() == self._pid
 
     def is_there(self) -> bool:
-        """Say whether the path still names the file that is locked, or nothing is locked any more; a file that does not
-        seem to be in use is touched. Raises BackendError where that cannot be found out."""
+        """Whether the path still refers to the locked file, or the lock is not held. Touches a file that looks unused.
+        BackendError if that cannot be determined."""
         with _registry_guard:
             if not self.held:
                 return True
@@ -159,20 +156,21 @@ class RunLock:
             return True
 
     def take_again(self) -> None:
-        """Lock the file at the path anew where somebody has removed it; its folder exists. Raises as ``take`` does:
-        what was locked stays so."""
+        """Lock a new file at the path if the locked one was removed; its folder exists. Raises as ``take`` does, and
+        then keeps the old lock."""
         held = None if self.is_there() else _registry.get(self._identity)
         if held is None:
             return
-        taken = RunLock.take(self.path, run=held.run)
+        other = RunLock.take(self.path, run=held.run)
         with _registry_guard:
             if not self._released:
-                self._fd, taken._fd = taken._fd, self._fd
-                self._identity, taken._identity = taken._identity, self._identity
-        taken.release()
+                self._fd, other._fd = other._fd, self._fd
+                self._identity, other._identity = other._identity, self._identity
+        other.release()
 
     def release(self) -> None:
-        """Give the lock back; the file stays. In a forked child this only forgets it. May be called twice."""
+        """Release the lock; the file remains. In a forked child only the descriptors are closed. May be called
+        twice."""
         with _registry_guard:
             if self._released:
                 return
@@ -199,7 +197,7 @@ def _second(path: Path, run: str) -> ConfigError:
 
 
 def _held_by(identity: tuple[int, int]) -> _HeldLock | None:
-    """What this process holds; an entry inherited over a fork is the parent's."""
+    """This process's lock on a file; an entry inherited by a fork is the parent's."""
     held = _registry.get(identity)
     return held if held is not None and held.pid == os.getpid() else None
 
@@ -214,11 +212,11 @@ def _identity_at(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise BackendError(f"lock: looking at {path} failed: {error}") from error
+        raise BackendError(f"lock: stat of {path} failed: {error}") from error
 
 
 def _open(path: Path, flags: int, run: str) -> int:
-    # O_NONBLOCK: a pipe by that name must not make us wait; on a regular file it changes nothing.
+    # O_NONBLOCK: opening a pipe of that name must not block; no effect on a regular file.
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         return os.open(path, flags, 0o600)
@@ -259,20 +257,20 @@ def _lock(fd: int, path: Path, run: str) -> None:
 
 
 def _owner_of(fd: int, path: Path) -> LockOwner | None:
-    """Ask the kernel who holds the lock, and the file for the rest, where the file speaks of the same process."""
+    """The lock's owner according to the kernel, with the file's details if they are of the same process."""
     kind, pid = _query(fd)
     if kind == fcntl.F_UNLCK:
         return None
-    noted = _read_owner(fd, path)
-    # A pid that is not visible from here (another pid namespace) is reported as 0 or less.
-    if noted is not None and (pid <= 0 or noted.pid == pid):
-        return noted
+    recorded = _read_owner(fd, path)
+    # The pid of a process in another pid namespace is reported as 0 or less.
+    if recorded is not None and (pid <= 0 or recorded.pid == pid):
+        return recorded
     return LockOwner(pid=pid)
 
 
 def _query(fd: int) -> tuple[int, int]:
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    kind, _whence, _start, _length, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _whence, _start, _length, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, request))
     return kind, pid
 
 
@@ -298,7 +296,8 @@ def _write_owner(fd: int, run: str) -> LockOwner:
 
 
 def _read_owner(fd: int, path: Path) -> LockOwner | None:
-    """Read the owner's note; None where it is not (yet) there or not whole: the kernel's word counts, not the note."""
+    """Parse the owner's record in the file; None if it is missing or incomplete, since the lock itself is what
+    counts."""
     data = os.pread(fd, _MAX_OWNER_BYTES, 0)
     try:
         note = documents.open_sealed(data, what=f"owner note in {path}")
@@ -320,10 +319,10 @@ def _typed(value: Any, kind: Any) -> Any:
 
 
 def own_start_ticks() -> int | None:
-    """Read this process's start time, field 22 of /proc/self/stat; None where there is no /proc."""
+    """This process's start time in clock ticks since boot, field 22 of /proc/self/stat; None without /proc."""
     try:
         text = Path("/proc/self/stat").read_text()
     except OSError:
         return None
-    # The second field is the program's name in parentheses, and may itself hold spaces and parentheses.
+    # The second field is the program's name in parentheses, which may contain spaces and parentheses.
     return int(text.rpartition(")")[2].split()[19])

@@ -1,8 +1,7 @@
-"""Copies to and from a device, beside the work that the training has queued there: one small layer, with CUDA below it.
+"""Copy streams: copies to and from a device that run beside training's work, with CUDA below.
 
-What capture and restore ask of a device is little: to run copies in an order of its own after what the caller has
-enqueued so far, to say when they are done, and to let the caller's further work wait for them without the host waiting.
-Nothing here knows images or snapshots.
+Capture and restore need three things of a device: to run copies in their own order after the work that the caller has
+enqueued, to know when they are done, and to make the caller's later work wait for them without blocking the host.
 """
 
 from __future__ import annotations
@@ -19,39 +18,38 @@ class StreamEvent(Protocol):
     """A point in a stream."""
 
     def wait(self) -> None:
-        """Block this thread until the stream has come here; raises what the device reports."""
+        """Block this thread until the stream has reached this point; raises the device's errors."""
         ...
 
     def is_done(self) -> bool: ...
 
 
 class CopyStream(Protocol):
-    """A queue of copies to and from one device. Any thread may call any of these; "the caller" is the thread that
-    calls."""
+    """A queue of copies to and from one device. Thread-safe; "the caller" is the calling thread."""
 
     def follow_caller(self) -> None:
-        """Run what is enqueued from now on after all that the caller has enqueued on the device so far."""
+        """Run what is enqueued here from now on after all work that the caller has enqueued on the device so far."""
         ...
 
     def enqueue(self, work: Work) -> StreamEvent:
-        """Run ``work``, whose tensor operations go to this stream; return the point after it."""
+        """Call ``work`` with its tensor operations on this stream; return the point after them."""
         ...
 
     def for_caller(self, work: Work) -> None:
-        """Run ``work`` in the caller's own order on the device."""
+        """Call ``work`` with its tensor operations on the caller's own stream."""
         ...
 
     def finish(self) -> None:
-        """Block this thread until all that was enqueued is done; raises what the device reports."""
+        """Block this thread until everything enqueued is done; raises the device's errors."""
         ...
 
     def hold_caller(self) -> None:
-        """Let what the caller enqueues from now on run after all that was enqueued here. The host does not wait."""
+        """Run what the caller enqueues from now on after everything enqueued here. The host does not wait."""
         ...
 
 
 class CudaStream:
-    """A side stream of one CUDA device. See ``CopyStream``."""
+    """``CopyStream`` on a side stream of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,7 +60,7 @@ class CudaStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def enqueue(self, work: Work) -> StreamEvent:
-        # The device is set as well: a worker thread starts on device 0 and would open a context there.
+        # The device is set as well: a worker thread starts on device 0 and would create a context there.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             work()
             return _CudaEvent(self._device, self._stream)
@@ -82,7 +80,7 @@ class CudaStream:
 class _CudaEvent:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
-        # blocking: a thread that waits sleeps, and takes no core from training
+        # blocking: a waiting thread sleeps instead of occupying a core that training needs
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
@@ -96,13 +94,13 @@ class _CudaEvent:
 
 
 class Streams:
-    """The copy streams of this process's devices, each made when it is first needed."""
+    """The copy streams of this process's devices, created on demand."""
 
     def __init__(self) -> None:
         self._by_device: dict[torch.device, CopyStream] = {}
 
     def of(self, device: torch.device) -> CopyStream | None:
-        """Return the stream of a device; None where its copies cannot run beside the training."""
+        """The stream of a device; None if its copies cannot run beside training."""
         if device.type != "cuda":
             return None
         found = self._by_device.get(device)
@@ -112,7 +110,7 @@ class Streams:
 
 
 def is_recording() -> bool:
-    """Say whether the calling thread's work on the current CUDA device is being recorded into a graph, not run."""
+    """Whether the calling thread's work on the current CUDA device is being recorded into a graph, not run."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     return torch.cuda.is_current_stream_capturing()

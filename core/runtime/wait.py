@@ -1,8 +1,8 @@
-"""Waiting that Ctrl-C cannot break.
+"""An event that is safe against KeyboardInterrupt.
 
-``threading.Event`` and ``threading.Condition`` are written in Python: an interrupt that arrives at a bad moment inside
-them leaves their lock taken, and the thread that is to set them hangs for ever. A queue that is written in C has no
-such moment; so the training thread waits here, and nowhere else.
+``threading.Event`` and ``threading.Condition`` are written in Python: an interrupt inside them can leave their lock
+held, and the thread that sets them then hangs forever. ``queue.SimpleQueue`` is written in C and has no such window. So
+the training thread waits here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import queue
 
 
 class InterruptibleEvent:
-    """Rung once, by any thread, and heard by the one that waits."""
+    """Set once, by any thread; one thread waits for it."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -26,7 +26,7 @@ class InterruptibleEvent:
         self._queue.put(None)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is rung; False after ``timeout`` seconds."""
+        """Wait until it is set; False after ``timeout`` seconds."""
         if not self._rung:
             try:
                 self._queue.get(timeout=None if timeout is None else max(0.0, timeout))

@@ -1,10 +1,10 @@
-"""A fingerprint of a live state: enough of it to tell later whether it was changed.
+"""Fingerprints of a live state, to detect later whether it has changed.
 
-It covers version counters and addresses of the state's tensors, and samples of those in host memory: of all tensors, as
-long as that takes a percent of a training step, and otherwise of as many as that allows, at least TENSORS_MIN, drawn at
-random. What is left of that time goes into more samples. It remembers where tensors are found and not the tensors
-themselves: one that was replaced is seen, none is kept alive, and none has a weak reference, with which torch refuses
-to swap it for another.
+A fingerprint has the version counters and addresses of tensors, and samples of those in host memory. It covers all
+tensors if that takes at most STEP_SHARE of a training step, otherwise a random choice of at least TENSORS_MIN; the rest
+of that time is used for more samples per tensor. It records how to find tensors, without references to them: so a
+replaced tensor is detected, none is kept alive, and none has a weak reference, which would make torch refuse to swap
+it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tierfall.core.sampling.samples import (
-    LINES_MAX,
-    SampledRange,
-    SamplePlan,
-    Samples,
-    WholeDigests,
-)
+from tierfall.core.sampling.lines import LINES_MAX, SamplePlan, Samples
+from tierfall.core.sampling.ranges import SampledRange, WholeDigests
 from tierfall.core.state.item import unwrap
 from tierfall.core.tensors import names, value_codec
 from tierfall.core.tensors.dtensor import any_sharded, local_tensor
@@ -35,32 +30,32 @@ from tierfall.core.tensors.tensors import readable_bytes
 
 TENSORS_MIN = 256
 TENSOR_S = 2e-6
-"""The time that one tensor is taken to cost."""
+"""Estimated time per tensor."""
 STEP_SHARE = 0.01
-"""Of a training step, the share that a fingerprint may take."""
+"""Fraction of a training step that a fingerprint may take."""
 LEAST_S = 5e-4
-"""The time that a fingerprint may take however short a step is."""
+"""Time that a fingerprint may take regardless of the step's duration."""
 LINE_S = 5e-8
-"""The time that one cache line is taken to cost."""
+"""Estimated time per cache line."""
 LINES_MIN = 9
-"""Cache lines of one tensor: the first, the last, and others between."""
+"""Minimum of cache lines per tensor: the first, the last, and others between."""
 WHOLE_BYTES = 1 << 10
-"""A tensor of no more is digested whole."""
+"""Tensors up to this size are digested whole."""
 _PLAIN_KINDS = (torch.Tensor, nn.Parameter)
 Step = Callable[[Any], Any]
-"""Goes from a thing to another in it; raises LookupError, AttributeError or TypeError where that is not there."""
-_GONE = (LookupError, AttributeError, TypeError)
+"""Gets an element of an object; raises LookupError, AttributeError or TypeError if there is none."""
+_MISSING = (LookupError, AttributeError, TypeError)
 
 
 class _Holder(NamedTuple):
-    """What holds tensors, or other holders: found by ``step`` from the holder number ``parent``."""
+    """A container of tensors or of other holders: reached by ``step`` from holder number ``parent``."""
 
     parent: int
     step: Step
 
 
 class _TensorPath(NamedTuple):
-    """Where a tensor is found: by ``step`` from the holder number ``holder``."""
+    """How to reach a tensor: by ``step`` from holder number ``holder``."""
 
     trail: names.Trail
     holder: int
@@ -68,59 +63,58 @@ class _TensorPath(NamedTuple):
 
 
 class Fingerprint:
-    """The fingerprint of one state. ``take`` takes it anew, ``changed`` names a tensor that differs from it."""
+    """The fingerprint of one state. ``take`` renews it, ``changed`` compares the state with it."""
 
     def __init__(self, state: Mapping[Any, object], step_s: float | None = None) -> None:
-        """``step_s`` says how long a training step takes."""
+        """``step_s`` is the duration of a training step."""
         self._map = _StateMap(state)
         budget_s = max(LEAST_S, STEP_SHARE * (step_s or 0.0))
         self._map.choose(max(TENSORS_MIN, int(budget_s / TENSOR_S)))
-        self._places = self._map.places
-        tensor_s = budget_s / max(1, len(self._places)) - TENSOR_S
+        self._paths = self._map.paths
+        tensor_s = budget_s / max(1, len(self._paths)) - TENSOR_S
         self._lines = min(LINES_MAX, max(LINES_MIN, int(tensor_s / LINE_S)))
         self._keys = tuple(state)
         self._plan: _SamplingPlan | None = None
         found, self._counts = self._find(state)
-        self._seen = self._look(found)
+        self._observed = self._observe(found)
 
     def take(self, state: Mapping[Any, object]) -> bool:
-        """Take it anew; False where the state has other entries by now, or a tensor is gone."""
+        """Renew the fingerprint; False if the state has other entries now, or a tensor is missing."""
         found, counts = self._find(state)
         if self._keys != tuple(state) or counts != self._counts or None in map(_is_none, found):
             return False
-        self._seen = self._look(found)
+        self._observed = self._observe(found)
         return True
 
     def changed(self, state: Mapping[Any, object]) -> str | None:
-        """Name a tensor that was written to, replaced or moved since; None where none was."""
+        """The path of a tensor that was written to, replaced or moved since; None if there is none."""
         found, _ = self._find(state)
-        for place, tensor in zip(self._places, found, strict=True):
+        for path, tensor in zip(self._paths, found, strict=True):
             if tensor is None:
-                return names.path(place.trail)
-        before, now = self._seen, self._look(found)
-        for at, place in enumerate(self._places):
+                return names.path(path.trail)
+        before, now = self._observed, self._observe(found)
+        for at, path in enumerate(self._paths):
             if (now.versions[at], now.pointers[at]) != (before.versions[at], before.pointers[at]):
-                return names.path(place.trail)
-        assert self._plan is not None, "a plan is made by the first look"
+                return names.path(path.trail)
+        assert self._plan is not None, "the first observation makes a plan"
         differ = self._plan.whole.differ(before.whole, now.whole)
         if before.samples is not None and now.samples is not None:
             differ.update(now.samples.differ_from(before.samples))
-        return names.path(self._places[min(differ)].trail) if differ else None
+        return names.path(self._paths[min(differ)].trail) if differ else None
 
     def _find(self, state: Mapping[Any, object]) -> tuple[list[Any], list[int]]:
-        """Return the tensors that are at the places now, None where there is none; and how many entries the state's
-        optimizers have."""
+        """The tensors at the paths now, None for a missing one, and the number of entries of each optimizer's state."""
         holders = self._map.resolve(state)
         found = []
-        for _, holder, step in self._places:
+        for _, holder, step in self._paths:
             try:
                 tensor = unwrap(step(holders[holder]))
-            except _GONE:
+            except _MISSING:
                 tensor = None
             found.append(tensor if isinstance(tensor, torch.Tensor) else None)
         return found, self._map.counts(holders)
 
-    def _look(self, tensors: Sequence[torch.Tensor]) -> _Observation:
+    def _observe(self, tensors: Sequence[torch.Tensor]) -> _Observation:
         if any_sharded(tensors):
             tensors = [*map(local_tensor, tensors)]
         versions = [*map(_version, tensors)]
@@ -140,12 +134,12 @@ class Fingerprint:
 
 
 def _is_none(tensor: object) -> object:
-    """None for None alone: a tensor is not to be compared with it."""
+    """None for None only. A comparison of a tensor with None would be elementwise."""
     return None if tensor is None else True
 
 
 class _Observation(NamedTuple):
-    """What was seen of the tensors of a fingerprint. An address of 0 is none."""
+    """Properties of a fingerprint's tensors at one time. An address of 0 means none."""
 
     versions: list[int]
     pointers: array[int]
@@ -155,7 +149,7 @@ class _Observation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _SamplingPlan:
-    """How tensors at these addresses are sampled."""
+    """What is sampled of tensors at these addresses."""
 
     pointers: array[int]
     whole: WholeDigests
@@ -164,8 +158,8 @@ class _SamplingPlan:
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], pointers: array[int], lines: int) -> _SamplingPlan:
         pieces = [
-            SampledRange(place, 0, pointer, length, None)
-            for place, (tensor, pointer) in enumerate(zip(tensors, pointers, strict=True))
+            SampledRange(number, 0, pointer, length, None)
+            for number, (tensor, pointer) in enumerate(zip(tensors, pointers, strict=True))
             if pointer and tensor.is_cpu and (length := readable_bytes(tensor))
         ]
         short = [piece for piece in pieces if piece.bytes <= WHOLE_BYTES]
@@ -176,7 +170,7 @@ class _SamplingPlan:
 def _version(tensor: torch.Tensor) -> int:
     try:
         return tensor._version
-    except (RuntimeError, ValueError):  # of an inference tensor, and of one that has no data yet
+    except (RuntimeError, ValueError):  # an inference tensor, or one without data yet
         return -1
 
 
@@ -185,22 +179,21 @@ _STATE = -1
 
 
 class _StateMap:
-    """Where the tensors of a state are found: those of modules and optimizers, and in plain containers. Nothing of the
-    user's is called."""
+    """The paths of a state's tensors: those of modules and optimizers, and in plain containers. Calls no user code."""
 
     def __init__(self, state: Mapping[Any, object]) -> None:
         self._holders: list[_Holder] = []
         self._optimizers: list[int] = []
-        self.places: list[_TensorPath] = []
+        self.paths: list[_TensorPath] = []
         for key, value in state.items():
             self._below(value, (None, key), _STATE, itemgetter(key), 0)
 
     def choose(self, count: int) -> None:
-        """Keep so many places, drawn at random, and the holders that they need."""
-        if len(self.places) <= count:
+        """Keep ``count`` random paths, and the holders that they need."""
+        if len(self.paths) <= count:
             return
-        self.places = random.Random().sample(self.places, count)
-        needed = {place.holder for place in self.places} | {*self._optimizers}
+        self.paths = random.Random().sample(self.paths, count)
+        needed = {path.holder for path in self.paths} | {*self._optimizers}
         for number in range(len(self._holders) - 1, -1, -1):
             if number in needed:
                 needed.add(self._holders[number].parent)
@@ -209,22 +202,22 @@ class _StateMap:
         holders = [self._holders[number] for number in kept]
         self._holders = [_Holder(new[parent], step) for parent, step in holders]
         self._optimizers = [new[number] for number in self._optimizers]
-        self.places = [place._replace(holder=new[place.holder]) for place in self.places]
+        self.paths = [path._replace(holder=new[path.holder]) for path in self.paths]
 
     def resolve(self, state: Mapping[Any, object]) -> list[Any]:
-        """Return the holders as they are now, None where one is gone. The last one is the state."""
+        """The holders as they are now, None for a missing one. The last one is the state."""
         found: list[Any] = [None] * len(self._holders) + [state]
         for number, (parent, step) in enumerate(self._holders):
             try:
                 found[number] = unwrap(step(found[parent]))
-            except _GONE:
+            except _MISSING:
                 continue
         return found
 
     def counts(self, holders: Sequence[Any]) -> list[int]:
-        """Return how many entries the state of each optimizer has: it grows at the first steps."""
+        """The number of entries of each optimizer's state, which grows in the first steps."""
         live = [holders[number] for number in self._optimizers]
-        return [_entries(one) if isinstance(one, Optimizer) else -1 for one in live]
+        return [_entries(each) if isinstance(each, Optimizer) else -1 for each in live]
 
     def _hold(self, parent: int, step: Step) -> int:
         self._holders.append(_Holder(parent, step))
@@ -239,7 +232,7 @@ class _StateMap:
         elif isinstance(value, Optimizer):
             self._optimizer(value, (trail, "state"), self._hold(parent, step))
         elif isinstance(value, torch.Tensor):
-            self.places.append(_TensorPath(trail, parent, step))
+            self.paths.append(_TensorPath(trail, parent, step))
         elif depth <= value_codec.DEPTH_MAX and isinstance(value, Mapping):
             holder = self._hold(parent, step)
             for key, child in value.items():
@@ -250,40 +243,40 @@ class _StateMap:
                 self._below(child, (trail, index), holder, itemgetter(index), depth + 1)
 
     def _module(self, root: nn.Module, trail: names.Trail, holder: int) -> None:
-        if isinstance(root, torch.jit.ScriptModule):  # its tables are made anew at each look
+        if isinstance(root, torch.jit.ScriptModule):  # its tables are new objects at each access
             for name, _ in (*root.named_parameters(), *root.named_buffers()):
-                self.places.append(_TensorPath((trail, name), holder, attrgetter(name)))
+                self.paths.append(_TensorPath((trail, name), holder, attrgetter(name)))
             return
         holders = {"": holder}
         for name, module in root.named_modules():
             if name:
                 above, _, child = name.rpartition(".")
-                # of a module that is met again under this one, the first name counts
+                # named_modules yields a shared module once, under its first name
                 holders[name] = self._hold(holders[above], _child(child))
             for kind, table in (("_parameters", module._parameters), ("_buffers", module._buffers)):
                 for key, tensor in table.items():
                     if tensor is not None:
-                        place = (trail, f"{name}.{key}" if name else key)
-                        self.places.append(_TensorPath(place, holders[name], _entry(kind, key)))
+                        below = (trail, f"{name}.{key}" if name else key)
+                        self.paths.append(_TensorPath(below, holders[name], _entry(kind, key)))
 
     def _optimizer(self, live: Optimizer, trail: names.Trail, holder: int) -> None:
         self._optimizers.append(holder)
         number = 0
         for at, group in enumerate(live.param_groups):
             for index, parameter in enumerate(group["params"]):
-                held = live.state.get(parameter)
-                entries = held.items() if isinstance(held, dict) else ()
-                tensors = [key for key, value in entries if isinstance(value, torch.Tensor)]
-                if tensors:
-                    holds = self._hold(holder, _state_of(at, index))
-                    for key in tensors:
-                        place = ((trail, number), key)
-                        self.places.append(_TensorPath(place, holds, itemgetter(key)))
+                state = live.state.get(parameter)
+                entries = state.items() if isinstance(state, dict) else ()
+                keys = [key for key, value in entries if isinstance(value, torch.Tensor)]
+                if keys:
+                    parent = self._hold(holder, _state_of(at, index))
+                    for key in keys:
+                        below = ((trail, number), key)
+                        self.paths.append(_TensorPath(below, parent, itemgetter(key)))
                 number += 1
 
 
 def _entries(optimizer: Optimizer) -> int:
-    return sum(len(held) for held in optimizer.state.values() if isinstance(held, dict))
+    return sum(len(state) for state in optimizer.state.values() if isinstance(state, dict))
 
 
 def _child(name: str) -> Step:
@@ -295,5 +288,5 @@ def _entry(table: str, key: str) -> Step:
 
 
 def _state_of(group: int, index: int) -> Step:
-    # defaultdict's get makes no entry
+    # ``get`` of a defaultdict adds no entry
     return lambda live: live.state.get(live.param_groups[group]["params"][index])

@@ -1,25 +1,23 @@
-"""Replicas: what is read at each save of the tensors that several ranks hold, to find those that differ between ranks.
+"""Comparison of replicas: what each rank reads of replicated tensors at each save, to find those that differ.
 
-Ranks that were alike when they divided what they write may differ later: between two exchanges of LocalSGD or DiLoCo,
-by a flipped bit, or where kernels are not deterministic. So every rank reads the same bytes of those tensors at each
-save, both of what it writes and of what it leaves to others:
+Replicas that were equal when their writers were assigned may differ later: between two exchanges of LocalSGD or DiLoCo,
+after a bit flip, or with kernels that are not deterministic. So at each save every rank reads the same bytes of all
+replicas, whether it writes them or not:
 
-* of a tensor in host memory LINES lines, evenly spread, at other places for each save; a tensor of no more lines whole;
-* whole ranges in host memory, in rotation: as many as take STEP_SHARE of a training step, by the time of a step that
-  the ranks knew when they divided;
-* on a device the sums of SUMS_BYTES of whole tensors, in rotation. The host does not wait for them.
+* in host memory LINES lines per tensor, evenly spread, at other places for each save; shorter tensors completely;
+* in host memory whole ranges, in rotation: as many as take STEP_SHARE of a training step, by the step's duration at the
+  time of the assignment;
+* on a device the sums of about SUMS_BYTES of whole tensors, in rotation. The host does not wait for them.
 
-Ranks that train apart differ in nearly all bytes: the first comparison of lines and sums shows it. A difference in few
-places is found within one rotation. Which bytes are read depends only on what all ranks agree on: the ordinal of the
-checkpoint, the keys of the tensors, and how much is shared. Two kinds of tensors are compared only when they are
-divided: those that fill no span of memory (a slice of a larger tensor), and those on a device whose copies no stream
-runs.
+Diverged ranks differ in nearly all bytes, which the first comparison of lines and sums shows. A difference in few
+places is found within one rotation. The choice of bytes depends only on what all ranks know: the checkpoint's ordinal,
+the keys of the tensors, and the amount shared. Two kinds of tensors are compared only at the assignment: those that are
+not dense (a slice of a larger tensor), and those on a device without a copy stream.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,37 +36,37 @@ from tierfall.core.image.dedup import (
 )
 from tierfall.core.runtime.process_memory import LINE_BYTES, ProcessMemory
 from tierfall.core.runtime.streams import CopyStream
-from tierfall.core.sampling.samples import Integers, spread
+from tierfall.core.sampling.device_sums import PendingSums
+from tierfall.core.sampling.lines import enumerate_groups
+from tierfall.core.sampling.ranges import Integers
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors.tensors import INTEGERS
 
-logger = logging.getLogger("tierfall")
-
 LINES = 2
-"""Lines of one tensor. A tensor of no more is read whole."""
+"""Lines per tensor. A tensor with no more lines is read completely."""
 RANGE_BYTES = 64 << 10
 STEP_SHARE = 0.01
 DIGESTED_PER_S = 4 << 30
-"""Bytes that are taken to be digested in a second."""
+"""Estimated rate of digests in bytes per second."""
 RANGES_BYTES = (1 << 20, 256 << 20)
-"""The least and the most bytes of ranges at one save, on average."""
+"""Minimum and maximum of the mean bytes of ranges per save."""
 SUMS_BYTES = 1 << 30
-"""About so many bytes on devices are summed up at one save, and of about SUMS_TENSORS tensors at most."""
+"""Approximate bytes on devices that are summed per save, of approximately SUMS_TENSORS tensors at most."""
 SUMS_TENSORS = 64
 _PHASES = 1 << 16
 
 
 class StreamProvider(Protocol):
-    """What gives the stream that copies from a device."""
+    """Provides the copy stream of a device (``Streams``)."""
 
     def of(self, device: torch.device) -> CopyStream | None: ...
 
 
 class ReplicaPlan:
-    """What is read of the tensors of one structure. Used by the thread that saves."""
+    """What to read of the replicas of one structure. Used by the thread that saves."""
 
-    def __init__(self, shareable: ReplicatedTensors, division: ReplicaAssignment) -> None:
-        view, groups = shareable.view, division.groups_of(shareable.table.keys)
+    def __init__(self, shareable: ReplicatedTensors, assignment: ReplicaAssignment) -> None:
+        view, groups = shareable.view, assignment.groups_of(shareable.table.keys)
         numbers = np.array(shareable.numbers, dtype=np.int64)
         dense = [view.plain[n] or view.strides[n] is not None for n in shareable.numbers]
         summed = [view.dtypes[n].itemsize in INTEGERS for n in shareable.numbers]
@@ -82,53 +80,54 @@ class ReplicaPlan:
         self._dense = np.array(dense)[shared]
         self._summed = np.array(summed)[shared]
         least, most = RANGES_BYTES
-        budget = min(most, max(least, int(STEP_SHARE * division.step_s * DIGESTED_PER_S)))
-        self._ranges_turns = max(1, -(-division.bytes // budget))
-        self._sums_turns = max(
-            1, -(-division.bytes // SUMS_BYTES), -(-division.entries // SUMS_TENSORS)
+        budget = min(most, max(least, int(STEP_SHARE * assignment.step_s * DIGESTED_PER_S)))
+        self._ranges_period = max(1, -(-assignment.bytes // budget))
+        self._sums_period = max(
+            1, -(-assignment.bytes // SUMS_BYTES), -(-assignment.entries // SUMS_TENSORS)
         )
         self._addresses: Integers | None = None
         self._host: _HostSampler | None = None
-        self._elsewhere: _Rotation | None = None
+        self._on_devices: _Rotation | None = None
 
     def read(self, view: StateView, ordinal: int, streams: StreamProvider) -> ReplicaReading:
-        """Read what is compared of the checkpoint ``ordinal`` of the line; on devices, after all that the caller has
-        enqueued there."""
+        """Read what is compared for the checkpoint with this ordinal; on devices, after the caller's enqueued work."""
         addresses = np.frombuffer(view.pointers, dtype=np.int64)[self._all.numbers]
         if self._addresses is None or not np.array_equal(self._addresses, addresses):
             self._place(view, addresses)
-        sums = () if self._elsewhere is None else self._sum_up(view, ordinal, streams)
+        sums = () if self._on_devices is None else self._sum_up(view, ordinal, streams)
         host = None if self._host is None else self._host.read(ordinal)
         return ReplicaReading(host=host, sums=tuple(sums))
 
     def _place(self, view: StateView, addresses: Integers) -> None:
         on_host = np.array([view.sources[number].is_cpu for number in self._all.numbers])
-        read = on_host & self._dense
-        elsewhere = ~on_host & self._summed
+        sampled = on_host & self._dense
+        summed = ~on_host & self._summed
         self._host = None
-        if read.any():
-            self._host = _HostSampler(self._all.only(read), addresses[read], self._ranges_turns)
-        self._elsewhere = None
-        if elsewhere.any():
-            self._elsewhere = _Rotation.of(self._all.only(elsewhere), self._sums_turns)
+        if sampled.any():
+            self._host = _HostSampler(
+                self._all.only(sampled), addresses[sampled], self._ranges_period
+            )
+        self._on_devices = None
+        if summed.any():
+            self._on_devices = _Rotation.of(self._all.only(summed), self._sums_period)
         self._addresses = addresses
 
     def _sum_up(self, view: StateView, ordinal: int, streams: StreamProvider) -> list[_ReplicaSums]:
-        assert self._elsewhere is not None
-        chosen = self._elsewhere.at(ordinal)
+        assert self._on_devices is not None
+        chosen = self._on_devices.at(ordinal)
         devices = [view.sources[number].device for number in chosen.numbers]
         found = []
         for device in dict.fromkeys(devices):
             stream = streams.of(device)
             if stream is not None:
-                there = chosen.only(np.array([other == device for other in devices]))
-                found.append(_ReplicaSums.begin(stream, there, view))
+                entries = chosen.only(np.array([other == device for other in devices]))
+                found.append(_ReplicaSums.begin(stream, entries, view))
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaColumns:
-    """Columns of some tensors: their numbers in the state, keys, groups and sizes."""
+    """Columns of replicas: numbers in the state, keys, groups and sizes."""
 
     numbers: Integers
     keys: Keys
@@ -136,14 +135,14 @@ class _ReplicaColumns:
     sizes: Integers
 
     def only(self, chosen: NDArray[Any]) -> _ReplicaColumns:
-        """Those that a mask or an array of places chooses."""
+        """The rows that a mask or an array of indices selects."""
         return _ReplicaColumns(
             self.numbers[chosen], self.keys[chosen], self.groups[chosen], self.sizes[chosen]
         )
 
-    def digests(self, values: Sequence[int], what: KeyKind) -> ReplicaDigests:
+    def digests(self, values: Sequence[int], kind: KeyKind) -> ReplicaDigests:
         return ReplicaDigests(
-            keys=self.keys | np.uint64(what),
+            keys=self.keys | np.uint64(kind),
             values=np.array(values, dtype=np.uint64),
             groups=self.groups,
         )
@@ -151,36 +150,36 @@ class _ReplicaColumns:
 
 @dataclass(frozen=True, slots=True)
 class _Rotation:
-    """Entries, each of which has its turn once in so many ``turns``; at each turn some of every group have."""
+    """A rotation over entries: each is selected once per period, and some of every group at each save."""
 
     entries: _ReplicaColumns
     nth: Integers
-    turns: Integers
+    periods: Integers
 
     @classmethod
-    def of(cls, entries: _ReplicaColumns, turns: int) -> _Rotation:
+    def of(cls, entries: _ReplicaColumns, period: int) -> _Rotation:
         entries = entries.only(np.lexsort((entries.keys, entries.groups)))
         _, counts = np.unique(entries.groups, return_counts=True)
-        group, nth = spread(counts)
-        return cls(entries, nth, np.minimum(turns, counts)[group])
+        group, nth = enumerate_groups(counts)
+        return cls(entries, nth, np.minimum(period, counts)[group])
 
     def at(self, ordinal: int) -> _ReplicaColumns:
-        return self.entries.only(self.nth % self.turns == ordinal % self.turns)
+        return self.entries.only(self.nth % self.periods == ordinal % self.periods)
 
 
 class _HostSampler:
-    """Where lines and ranges of tensors in host memory lie, which is known as long as no tensor moves."""
+    """The positions of lines and ranges of tensors in host memory; valid while no tensor moves."""
 
-    def __init__(self, entries: _ReplicaColumns, addresses: Integers, turns: int) -> None:
-        order = np.argsort(addresses % LINE_BYTES, kind="stable")  # one memory serves one remainder
+    def __init__(self, entries: _ReplicaColumns, addresses: Integers, period: int) -> None:
+        order = np.argsort(addresses % LINE_BYTES, kind="stable")  # one ProcessMemory per remainder
         self.entries, addresses = entries.only(order), addresses[order]
         sizes = self.entries.sizes
-        self._turns = turns
+        self._period = period
         self._span = ProcessMemory(int(addresses.min()), int((addresses + sizes).max()))
         whole = sizes // LINE_BYTES
         counts = np.minimum(whole, LINES)
         self.line_ends = np.cumsum(counts)
-        of, nth = spread(counts)
+        of, nth = enumerate_groups(counts)
         self._first = nth * whole[of] // counts[of]
         self._distances = whole[of] // counts[of]
         self._phases = (self.entries.keys[of] >> np.uint64(48)).astype(np.int64)
@@ -188,20 +187,21 @@ class _HostSampler:
         short = whole <= LINES
         tails = np.where(short, sizes % LINE_BYTES, 0)
         self.tail_ends = np.cumsum(tails)
-        tail_of, tail_nth = spread(tails)
+        tail_of, tail_nth = enumerate_groups(tails)
         starts = (addresses - self._span.low + whole * LINE_BYTES)[tail_of]
         self._tails = torch.from_numpy(starts + tail_nth)
-        self.range_of, range_nth = spread(np.where(short, 0, -(-sizes // RANGE_BYTES)))
+        self.range_of, range_nth = enumerate_groups(np.where(short, 0, -(-sizes // RANGE_BYTES)))
         at = range_nth * RANGE_BYTES
         self._range_at = (addresses - self._span.low)[self.range_of] + at
         self._range_bytes = np.minimum(sizes[self.range_of] - at, RANGE_BYTES)
-        keys = (self.entries.keys[self.range_of] >> np.uint64(2)) % np.uint64(turns)
-        self._range_turns = (keys.astype(np.int64) + range_nth) % turns
+        keys = (self.entries.keys[self.range_of] >> np.uint64(2)) % np.uint64(period)
+        self._range_phases = (keys.astype(np.int64) + range_nth) % period
 
     def _memories(
         self, addresses: Integers, of: Integers
     ) -> list[tuple[ProcessMemory, slice, Integers]]:
-        """Return memories whose lines begin where tensors do, which of all lines lie there, and the tensors' rows."""
+        """For each alignment: a memory whose rows are aligned with the tensors, the slice of lines in it, and the row
+        of each line's tensor."""
         remainders = (addresses % LINE_BYTES)[of]
         found = []
         for remainder in np.unique(remainders):
@@ -214,14 +214,14 @@ class _HostSampler:
 
     def read(self, ordinal: int) -> _HostSamples:
         phases = (self._phases + xxhash.xxh3_64_intdigest(b"%d" % ordinal) % _PHASES) % _PHASES
-        places = self._first + phases * self._distances // _PHASES
+        offsets = self._first + phases * self._distances // _PHASES
         with torch.inference_mode(False), torch.no_grad():
             lines = [
-                memory.lines.index_select(0, torch.from_numpy(rows + places[which]))
-                for memory, which, rows in self._lines
+                memory.lines.index_select(0, torch.from_numpy(rows + offsets[part]))
+                for memory, part, rows in self._lines
             ]
             tails = self._span.bytes.index_select(0, self._tails)
-        chosen = np.flatnonzero(self._range_turns == ordinal % self._turns)
+        chosen = np.flatnonzero(self._range_phases == ordinal % self._period)
         ends = self._range_at + self._range_bytes
         ranges = [
             xxhash.xxh3_64_intdigest(self._span.view[self._range_at[n] : ends[n]]) for n in chosen
@@ -231,8 +231,7 @@ class _HostSampler:
 
 @dataclass(frozen=True, slots=True)
 class _HostSamples:
-    """What was read in host memory: lines and tails, one tensor after the other, and digests of the ``chosen``
-    ranges."""
+    """What was read in host memory: lines and tails in the order of tensors, and digests of the ``chosen`` ranges."""
 
     plan: _HostSampler
     lines: list[torch.Tensor]
@@ -258,7 +257,7 @@ class _HostSamples:
         return self.plan.entries.digests(values, KeyKind.SAMPLES)
 
     def _of_ranges(self) -> ReplicaDigests:
-        """Digest the ranges of each tensor together."""
+        """One digest of all chosen ranges per tensor."""
         of: dict[int, int] = {}
         for index, digest in zip(self.plan.range_of[self.chosen], self.ranges, strict=True):
             of[index] = xxhash.xxh3_64_intdigest(digest.to_bytes(8, "little"), of.get(index, 0))
@@ -268,37 +267,26 @@ class _HostSamples:
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaSums:
-    """Sums over tensors on one device: of their elements as integers, modulo 2**64. None: it has no memory left."""
+    """Sums over tensors on one device: of their elements as integers."""
 
-    stream: CopyStream
     entries: _ReplicaColumns
-    sums: torch.Tensor | None
+    sums: PendingSums
 
     @classmethod
     def begin(cls, stream: CopyStream, entries: _ReplicaColumns, view: StateView) -> _ReplicaSums:
-        made: list[torch.Tensor] = []
-
-        def add_up() -> None:
+        def integers() -> Iterator[torch.Tensor]:
             for number in entries.numbers:
                 tensor = view.sources[number].detach()
-                bits = INTEGERS[tensor.element_size()]
-                made.append(tensor.view(bits).sum(dtype=torch.int64))
-            made[:] = [torch.stack(made)]
+                yield tensor.view(INTEGERS[tensor.element_size()])
 
-        try:
-            stream.for_caller(add_up)
-        except torch.OutOfMemoryError:
-            logger.warning("save: the device has no memory left to compare ranks by")
-            return cls(stream, entries, None)
-        return cls(stream, entries, made[0])
+        return cls(entries, PendingSums(stream, integers, "the ranks"))
 
     def digests(self) -> ReplicaDigests | None:
-        sums = self.sums
-        if sums is None:
+        """None if the device had no memory left."""
+        values = self.sums.read()
+        if values is None:
             return None
-        read: list[list[int]] = []
-        self.stream.enqueue(lambda: read.append(sums.cpu().tolist())).wait()
-        return self.entries.digests([value % (1 << 64) for value in read[0]], KeyKind.SUM)
+        return self.entries.digests([value % (1 << 64) for value in values], KeyKind.SUM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,13 +297,13 @@ class ReplicaReading:
     sums: tuple[_ReplicaSums, ...]
 
     def digests(self) -> ReplicaDigests:
-        """Digest what was read; this waits for devices. Groups of which some sum could not be taken are left out."""
+        """Digest what was read; waits for devices. Groups with a missing sum are omitted."""
         parts = [] if self.host is None else self.host.digests()
-        lost: set[int] = set()
+        incomplete: set[int] = set()
         for sums in self.sums:
             found = sums.digests()
             if found is None:
-                lost.update(map(int, sums.entries.groups))
+                incomplete.update(map(int, sums.entries.groups))
             else:
                 parts.append(found)
-        return ReplicaDigests.join(parts).without(lost)
+        return ReplicaDigests.join(parts).without(incomplete)

@@ -70,10 +70,10 @@ from tierfall.core.scheduler.ledger.tasks import (
     Uploaded,
 )
 from tierfall.core.scheduler.policies import Policies
-from tierfall.core.types.drain_outlook import DrainDecision
 from tierfall.core.types.errors import BackendError, FencedError, StepError
 from tierfall.core.types.events import Notify, ignore
 from tierfall.core.types.values import CheckpointId, SaveOutcome, WhenFull
+from tierfall.core.types.view import DrainDecision
 
 logger = logging.getLogger("tierfall")
 

@@ -7,9 +7,15 @@ from typing import Protocol
 
 from tierfall.core.scheduler.flush.backlog import PredictBacklog
 from tierfall.core.scheduler.flush.throttle import LeastShare, PlanYield
-from tierfall.core.types.drain_outlook import DrainDecision
 from tierfall.core.types.values import CheckpointId
-from tierfall.core.types.view import CheckpointView, Decision, Eviction, TierRules, View
+from tierfall.core.types.view import (
+    CheckpointView,
+    Decision,
+    DrainDecision,
+    Eviction,
+    TierRules,
+    View,
+)
 
 
 class Policies(Protocol):

@@ -1,6 +1,6 @@
-"""``item``: how a user says when an entry of the state may change, and what a change of world size does to it.
+"""``item``: a wrapper that declares when an entry of the state may change, and what a change of world size does to it.
 
-It owns the wrapper alone; the walk unwraps it, the fill puts values back through it.
+The walk unwraps it; a restore assigns plain values through it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from tierfall.core.types.values import Changes
 
 
 class OnResize(StrEnum):
-    """What becomes of an entry when a checkpoint is restored by another number of ranks: it is resharded, and refused
-    where it cannot be; each rank takes what the rank of its number had, and a new rank keeps its own; all take what the
-    first had; or all keep their own."""
+    """How an entry is restored with another world size: resharded, or refused if that is impossible; from the rank of
+    the same number, where a new rank keeps its own value; from rank 0; or not at all."""
 
     RESHARD = "reshard"
     PER_RANK = "per_rank"
@@ -28,7 +27,7 @@ class OnResize(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """An entry of the state with its rules. Not frozen: a restore puts a plain value back into ``value``."""
+    """An entry of the state with its rules. Not frozen: a restore assigns plain values to ``value``."""
 
     value: object
     changes: Changes | None
@@ -41,12 +40,12 @@ def item(
     changes: Literal["on_step", "anytime"] | None = None,
     on_resize: Literal["reshard", "per_rank", "replicate", "drop"] = "reshard",
 ) -> Item:
-    """Wrap an entry of ``state`` to say when it may change and what a change of world size does to it.
+    """Wrap an entry of ``state`` to declare when it may change, and what a change of world size does to it.
 
-    ``on_resize`` counts where another number of ranks saved than restores: ``reshard`` puts tensors together and
-    refuses values that differed between ranks; ``per_rank`` gives each rank what the rank of its number had (a new rank
-    keeps its own), ``replicate`` gives all what rank 0 had, ``drop`` lets all keep their own. Raises ConfigError for an
-    unknown word.
+    ``on_resize`` applies if the world size differs between save and restore. ``reshard`` merges and divides tensors,
+    and refuses values that differed between ranks. With ``per_rank``, each rank restores the value of the rank of its
+    number, and a new rank keeps its own; with ``replicate``, all restore rank 0's; with ``drop``, all keep their own.
+    ConfigError for an unknown word.
     """
     words = [word.value for word in Changes]
     if changes is not None and changes not in words:
@@ -58,26 +57,24 @@ def item(
 
 
 def unwrap(value: object) -> object:
-    """Return what stands inside any wrappers."""
+    """The value inside any number of wrappers."""
     while type(value) is Item:
         value = value.value
     return value
 
 
 def resize_rules(state: object, name: str = "", depth: int = 0) -> dict[str, OnResize]:
-    """Return, by name, what the wrappers in a state say of a change of world size, where it is not the default."""
+    """The ``on_resize`` rules of a state by name, without defaults."""
     rules: dict[str, OnResize] = {}
     if type(state) is Item:
         if state.on_resize is not OnResize.RESHARD:
             rules[name] = state.on_resize
         rules.update(resize_rules(state.value, name, depth + 1))
-    elif depth <= value_codec.DEPTH_MAX and type(state) in value_codec.MAPPINGS:
-        for key, value in state.items():  # type: ignore[attr-defined]
-            # a key that no state may have, which its plan says
+    elif depth <= value_codec.DEPTH_MAX:
+        is_mapping = type(state) in value_codec.MAPPINGS
+        for key, value in value_codec.children(state):
+            # planning refuses an invalid key, with its path
             with suppress(value_codec.NotEncodableError):
-                part = names.part(key)
+                part = names.part(key) if is_mapping else str(key)
                 rules.update(resize_rules(value, names.join(name, part), depth + 1))
-    elif depth <= value_codec.DEPTH_MAX and type(state) in (list, tuple):
-        for index, value in enumerate(state):  # type: ignore[arg-type]
-            rules.update(resize_rules(value, f"{name}.{index}", depth + 1))
     return rules

@@ -1,7 +1,8 @@
-"""What a module tells about its state_dict: which keys are parameters, and their names without wrappers.
+"""Scans of modules: which keys of a state_dict are parameters, and their names without wrappers.
 
-DDP, DataParallel, compiled modules and torch's activation checkpointing prefix each name in what they wrap. The prefix
-is taken off by the module's type, at any depth; a child that happens to be called ``module`` keeps its name.
+DDP, DataParallel, compiled modules and torch's activation checkpointing add a prefix to the names of the module that
+they wrap. The prefix is removed by the wrapper's type, at any depth; a child that happens to be named ``module`` keeps
+its name.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from tierfall.core.state.item import Item
+from tierfall.core.state.module_tree import KnownModuleTree, ModuleTree, tree_of
 from tierfall.core.state.view import NO_OWNER
 from tierfall.core.tensors import names as naming
 from tierfall.core.tensors import tensors, value_codec
@@ -26,14 +27,12 @@ from tierfall.core.tensors.dtensor import local_tensor
 
 EXTRA_STATE = "_extra_state"
 _CHECKPOINTED = "_checkpoint_wrapped_module."
-_TREE_MODULES_MAX = 1 << 20
-"""A module tree of more is one that contains itself."""
 
 
 @dataclass(slots=True)
 class ModuleScan:
-    """One module's own view of its state_dict keys: what they mean, and their names without wrappers. ``places`` are
-    its modules, each with the prefix of its keys and what is left of that without wrappers."""
+    """The keys of one module's state_dict: their parameters and buffers, and their names without wrappers. ``places``
+    are the module and its descendants, each with the prefix of its keys, and that prefix without wrappers."""
 
     name: str
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -41,7 +40,7 @@ class ModuleScan:
     places: list[tuple[str, str, nn.Module]] = field(default_factory=list)
     has_wrappers: bool = False
     refused: str | None = None
-    """Why the module, or one in it, can be neither saved nor restored."""
+    """Why the module, or a descendant, can be neither saved nor restored."""
     _pointers: dict[int, str] | None = None
     _bare: dict[str, str] | None = None
     _raw: dict[str, str] | None = None
@@ -50,7 +49,7 @@ class ModuleScan:
     _kinds: dict[type[nn.Module], str | None] = field(default_factory=dict)
 
     def visit(self, module: nn.Module, raw: str, bare: str) -> None:
-        """Take in a module, whose keys begin with ``raw``, and all below it."""
+        """Add a module, whose keys begin with ``raw``, and its descendants; ``bare`` is ``raw`` without wrappers."""
         self.places.append((raw, bare, module))
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -77,11 +76,11 @@ class ModuleScan:
                 self.visit(child, below, below if raw == bare else f"{bare}{name}.")
 
     def key_name(self, key: str) -> str:
-        """Name a key of the state_dict, below the module's own name."""
+        """The name of a key of the state_dict, relative to the module's name."""
         return naming.module_part(self._strip(key) if self.has_wrappers else key)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters, each with its name in the state."""
+        """The parameters with their names in the state."""
         names: Iterable[str] = self.parameters
         if self.has_wrappers:
             names = map(self._strip, names)
@@ -91,25 +90,25 @@ class ModuleScan:
 
     @property
     def owners(self) -> dict[str, nn.Module]:
-        """The modules, by the key that each one's extra state would have."""
+        """The modules by the key of their extra state."""
         if self._owners is None:
             self._owners = {raw + EXTRA_STATE: module for raw, _, module in self.places}
         return self._owners
 
     def _strip(self, key: str) -> str:
         if self._bare is None:
-            # Activation checkpointing takes its prefix off the keys, and leaves those of other wrappers within.
+            # Activation checkpointing removes its own prefix from the keys, but not those of wrappers inside it.
             self._bare = {raw.replace(_CHECKPOINTED, ""): bare for raw, bare, _ in self.places}
             self._bare.update({raw: bare for raw, bare, _ in self.places})
         prefix, dot, leaf = key.rpartition(".")
         while dot and prefix + "." not in self._bare:
-            # A key that a hook made up: strip what is known of it.
+            # A key that a hook added: strip its longest known prefix.
             prefix, dot, more = prefix.rpartition(".")
             leaf = f"{more}.{leaf}"
         return (self._bare[prefix + "."] if dot else self._bare.get("", "")) + leaf
 
     def parameter_of(self, key: str, tensor: torch.Tensor) -> nn.Parameter | None:
-        """Return the parameter whose memory a tensor of the state_dict is."""
+        """The parameter that shares the memory of a state_dict's tensor."""
         found = self._named(key)
         owner = self.parameters.get(found)
         if owner is not None and _address(owner) == _address(tensor):
@@ -118,7 +117,7 @@ class ModuleScan:
         return None if found_key is None else self.parameters.get(found_key)
 
     def owners_of(self, state: Mapping[str, object]) -> list[int]:
-        """Return for each entry of the state_dict the id of the parameter that its memory is, or is a part of, or
+        """For each entry of the state_dict, the id of the parameter whose memory it shares, in whole or part, or
         NO_OWNER."""
         owners = []
         for key, value in state.items():
@@ -130,7 +129,7 @@ class ModuleScan:
         return owners
 
     def _whole_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
-        """Return the parameter of which a tensor, as a hook makes it, is a view in part."""
+        """The parameter that contains a tensor's memory, as with views that hooks create."""
         if not _address(tensor):
             return None
         if self._extents is None:
@@ -146,7 +145,7 @@ class ModuleScan:
         return self.parameters[self._extents[at][2]]
 
     def owner_of(self, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the parameter or buffer whose memory a tensor of the state_dict is; None where it is a copy."""
+        """The parameter or buffer that shares the memory of a state_dict's tensor; None if it is a copy."""
         raw = self._named(key)
         found: torch.Tensor | None = self.parameters.get(raw)
         if found is None:
@@ -159,8 +158,7 @@ class ModuleScan:
         return self.parameters.get(found_key, self.buffers.get(found_key))
 
     def _named(self, key: str) -> str:
-        """Return the name, with wrappers, of what a key of the state_dict without them means: a wrapper may take its
-        own prefix off the keys, as activation checkpointing does."""
+        """The key with the prefixes of wrappers, some of which, such as activation checkpointing, remove theirs."""
         if not self.has_wrappers or key in self.parameters or key in self.buffers:
             return key
         if self._raw is None:
@@ -168,11 +166,11 @@ class ModuleScan:
         return self._raw.get(self._strip(key), key)
 
     def signature(self) -> tuple[Any, ...]:
-        """Return what says which key of a state_dict is a parameter, and how it is named: equal for equal answers."""
+        """A value that changes whenever the parameters of keys, or the keys' names, change."""
         try:
             pointers = array("Q", map(torch.Tensor.data_ptr, self.parameters.values()))
         except (RuntimeError, ValueError):
-            return (object(),)  # one of another layout, or of no shape yet, has no address
+            return (object(),)  # a sparse or uninitialized parameter has no address: never equal
         bare = [(raw, bare) for raw, bare, _ in self.places] if self.has_wrappers else []
         return (tuple(self.parameters), pointers, bare)
 
@@ -188,8 +186,7 @@ class ModuleScan:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where the memory of a tensor begins, of one that several ranks hold this rank's part; 0 where it has
-    none, or is no plain tensor."""
+    """The address of a tensor, or of this rank's part of a DTensor; 0 if it has no memory or is not plain."""
     tensor = local_tensor(tensor)
     if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
         return 0
@@ -205,13 +202,13 @@ def scan(module: nn.Module, name: str) -> ModuleScan:
 
 
 def _wrapped_child(kind: type[nn.Module]) -> str | None:
-    """Name the child whose prefix a wrapper of this kind puts before the names of what is in it."""
+    """The name of the child that a wrapper of this class wraps, and whose name it adds as a prefix."""
     if issubclass(kind, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return "module"
     wrapper = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     if wrapper is not None and issubclass(kind, wrapper.ActivationWrapper):
         return _CHECKPOINTED[:-1]
-    # A compiled module exists only where dynamo is loaded already; loading it costs seconds.
+    # A compiled module exists only if dynamo is loaded; importing it would take seconds.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and issubclass(kind, dynamo.OptimizedModule):
         return "_orig_mod"
@@ -219,7 +216,7 @@ def _wrapped_child(kind: type[nn.Module]) -> str | None:
 
 
 def _refusal(kind: type[nn.Module]) -> str | None:
-    """Say why modules of a class can be neither saved nor restored."""
+    """The reason why modules of a class can be neither saved nor restored, or None."""
     sharded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if sharded is not None and issubclass(kind, sharded.FullyShardedDataParallel):
         return (
@@ -229,101 +226,10 @@ def _refusal(kind: type[nn.Module]) -> str | None:
     return None
 
 
-class ModuleTreeShape(NamedTuple):
-    """All that decides which tensors of a module tree its ``state_dict`` returns under which keys, but the tensors."""
-
-    modules: list[type[Any]]
-    lengths: list[list[int]]
-    keys: list[list[str]]
-    tensors: list[type[Any]]
-    not_persistent: list[frozenset[str]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModuleTree:
-    """A module and all below it, whose ``state_dict`` is nn.Module's own at each of them, without hooks and extra
-    state: its modules, its tensors (``parameters`` of them come first), and its shape."""
-
-    shape: ModuleTreeShape
-    modules: list[nn.Module]
-    parameters: int
-    tensors: list[torch.Tensor | None]
-
-
-def tree_of(root: nn.Module) -> ModuleTree | None:
-    """Return the tree of a module; None where something other than its tensors decides what its state_dict holds."""
-    modules = [root]
-    children: list[Any] = []
-    parameters: list[Any] = []
-    buffers: list[Any] = []
-    not_persistent = []
-    for module in modules:  # which grows meanwhile
-        own = module.__dict__
-        if "state_dict" in own or "_save_to_state_dict" in own:
-            return None
-        if own.get("_state_dict_hooks", 1) or own.get("_state_dict_pre_hooks", 1):
-            return None
-        below = own.get("_modules")
-        children.append(below)
-        parameters.append(own.get("_parameters"))
-        buffers.append(own.get("_buffers"))
-        if below:
-            modules += [child for child in below.values() if child is not None]
-        if hidden := own.get("_non_persistent_buffers_set"):
-            not_persistent.append(frozenset(hidden))
-        if len(modules) > _TREE_MODULES_MAX:
-            return None
-    kinds = [*map(type, modules)]
-    tables = (children, parameters, buffers)
-    if not all(map(_is_stock, set(kinds))) or set(map(type, chain(*tables))) != {dict}:
-        return None
-    tensors: list[torch.Tensor | None] = [*chain.from_iterable(map(dict.values, parameters))]
-    count = len(tensors)
-    tensors += chain.from_iterable(map(dict.values, buffers))
-    found = [*map(type, tensors)]
-    if not set(found) <= _PLAIN_KINDS:
-        return None
-    shape = ModuleTreeShape(
-        kinds,
-        [[*map(len, table)] for table in tables],
-        [[*chain.from_iterable(table)] for table in tables],
-        found,
-        not_persistent,
-    )
-    return ModuleTree(shape, modules, count, tensors)
-
-
-_PLAIN_KINDS = {torch.Tensor, nn.Parameter, type(None)}
-
-
-def _is_stock(kind: type[nn.Module]) -> bool:
-    """Say whether modules of a class make their state_dict as nn.Module does."""
-    return (
-        kind.state_dict is nn.Module.state_dict
-        and kind._save_to_state_dict is nn.Module._save_to_state_dict
-        and kind.get_extra_state is nn.Module.get_extra_state
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownModuleTree:
-    """What was found out about a tree of a certain shape: the names of its ``parameters``, and where each is among the
-    tree's tensors (``parameters_at``); where the entries of its state_dict are there, in that one's order, and which of
-    these are ``buffers``; and by what rule of the user's its tensors were taken (``ruled``)."""
-
-    shape: ModuleTreeShape
-    parameters: tuple[str, ...]
-    parameters_at: tuple[int, ...]
-    entries_at: tuple[int, ...]
-    buffers: tuple[int, ...]
-    ruled: object
-
-
-def know(
-    scan: ModuleScan, tree: ModuleTree, keys: Sequence[str], ruled: object
+def describe_tree(
+    scan: ModuleScan, tree: ModuleTree, keys: Sequence[str], declared: object
 ) -> KnownModuleTree | None:
-    """Note what was found out about a tree by a scan and a state_dict; None where the tree does not have all of its
-    entries."""
+    """Describe a tree by its scan and the ``keys`` of its state_dict; None if the tree does not contain all of them."""
     starts: dict[int, tuple[int, int]] = {}
     parameters, buffers = 0, tree.parameters
     for module in tree.modules:
@@ -343,17 +249,16 @@ def know(
         parameters=tuple(name for name, _ in scan.named_parameters()),
         parameters_at=tuple(at[raw] for raw in scan.parameters),
         entries_at=entries_at,
-        buffers=tuple(n for n, place in enumerate(entries_at) if place >= tree.parameters),
-        ruled=ruled,
+        buffers=tuple(n for n, index in enumerate(entries_at) if index >= tree.parameters),
+        declared=declared,
     )
 
 
 @dataclass(slots=True)
 class Scans:
-    """Every module of a state, looked at once before the walk, and the name of every parameter.
+    """The scans of all modules of a state, made before the walk, and all parameters by id, with their names.
 
-    ``trees`` are those whose shape says all about their state_dict, by the module's id: the name that it stands at, the
-    tree, and what is known of its shape.
+    ``trees`` maps a module's id to its first name in the state, its tree, and the tree's description, if known.
     """
 
     by_module: dict[int, ModuleScan] = field(default_factory=dict)
@@ -361,19 +266,19 @@ class Scans:
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)
 
     def of(self, module: nn.Module, name: str) -> ModuleScan:
-        """Return the scan of a module at ``name``; one module may stand at several."""
+        """The scan of a module at ``name``; a module may have several names."""
         found = self.by_module.get(id(module))
         return found if found is not None and found.name == name else scan(module, name)
 
     def tree(
         self, module: nn.Module, name: str
     ) -> tuple[ModuleTree | None, KnownModuleTree | None]:
-        """Return the tree of a module that was first met at ``name``, and what is known of its shape."""
+        """The tree of a module whose first name is ``name``, and its description."""
         at, tree, known = self.trees.get(id(module), ("", None, None))
         return (tree, known) if at == name else (None, None)
 
     def add(self, module: nn.Module, name: str, known: Mapping[str, KnownModuleTree]) -> None:
-        """Take in a module that stands at ``name``."""
+        """Add the module at ``name``."""
         tree = tree_of(module)
         if tree is not None:
             before = known.get(name)
@@ -388,7 +293,7 @@ class Scans:
         self._note([*found.named_parameters()])
 
     def _note(self, named: list[tuple[str, Any]]) -> None:
-        """Take the parameters of a module in; one that has a name keeps it."""
+        """Add the parameters of a module; one that already has a name keeps it."""
         ids = [id(parameter) for _, parameter in named]
         found = dict(zip(ids, named, strict=True))
         if len(found) < len(ids):
@@ -404,8 +309,8 @@ class Scans:
 def scan_state(
     state: Mapping[object, object], known: Mapping[str, KnownModuleTree] | None = None
 ) -> Scans:
-    """Look at all modules and bare parameters of a state. Looks through plain containers only, and never calls anything
-    of the user's. ``known`` is what earlier walks found out, by name."""
+    """Scan all modules and bare parameters of a state. Descends into plain containers only, and calls no user code.
+    ``known`` has the tree descriptions of earlier walks, by name."""
     scans = Scans()
     for key, value in state.items():
         _find(value, naming.part(key) if _may_name(key) else "", scans, known or {}, 0)
@@ -424,19 +329,11 @@ def _find(
     elif kind is nn.Parameter:
         scans.parameters.setdefault(id(value), (name, value))  # type: ignore[arg-type]
     elif depth <= value_codec.DEPTH_MAX:
-        for child_name, child in _children(value, name):
-            _find(child, child_name, scans, known, depth + 1)
-
-
-def _children(value: object, name: str) -> Iterator[tuple[str, object]]:
-    if type(value) in value_codec.MAPPINGS:
-        for key, child in value.items():  # type: ignore[attr-defined]
-            if type(child) not in _LEAVES and _may_name(key):
-                yield naming.join(name, naming.part(key)), child
-    elif type(value) is list or type(value) is tuple:
-        for index, child in enumerate(value):
-            if type(child) not in _LEAVES:
-                yield f"{name}.{index}", child
+        is_mapping = kind in value_codec.MAPPINGS
+        for key, child in value_codec.children(value):
+            if type(child) not in _LEAVES and (not is_mapping or _may_name(key)):
+                below = naming.join(name, naming.part(key)) if is_mapping else f"{name}.{key}"
+                _find(child, below, scans, known, depth + 1)
 
 
 def _may_name(key: object) -> bool:

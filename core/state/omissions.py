@@ -1,7 +1,7 @@
-"""What a state lacks for a run to go on from it as it was. Said at a save: a restart shows it too late.
+"""Warnings about entries that a state lacks for an exact resume. Reported at a save, since a restart is too late.
 
-Looked for are: a state_dict() in place of its object, which restore() refuses, in whole or in part; and a DataLoader
-that shuffles, of whose order the state holds nothing.
+Detected are a state_dict() in place of its object, which restore() refuses in whole or in part, and a shuffling
+DataLoader whose order is not in the state.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tierfall.core.state.item import unwrap
-from tierfall.core.state.state_dicts import lost_entries, state_dict_of
-from tierfall.core.state.walk import is_stateful
+from tierfall.core.state.state_dicts import is_stateful, lost_entries, state_dict_of
 from tierfall.core.tensors import names, value_codec
 from tierfall.core.tensors.names import Trail
 from tierfall.core.types.text import few_of
@@ -27,7 +26,7 @@ _LEAVES = frozenset({int, float, str, bool, bytes, type(None)})
 
 
 def omissions(state: Mapping[Any, object]) -> Iterator[str]:
-    """Say what a state lacks, one text for each thing. The state is one that could be saved."""
+    """One message for each omission in a state that can be saved."""
     for trail, value in _entries(state, None):
         if lost := lost_entries(value):
             yield (
@@ -43,26 +42,22 @@ def omissions(state: Mapping[Any, object]) -> Iterator[str]:
     if not keeps_order and any(map(_shuffles, _loaders())):
         yield (
             "save: a DataLoader of this process shuffles, and the state holds no loader, sampler or generator: a run "
-            "that is restored within an epoch goes on with other batches. Put a StatefulDataLoader, or the generator "
-            'of the DataLoader, into the state; see "Exact resume", docs/exact-resume.md'
+            "that is restored within an epoch continues with other batches. Put a StatefulDataLoader, or the "
+            'generator of the DataLoader, into the state; see "Exact resume", docs/exact-resume.md'
         )
 
 
 def _entries(value: Any, trail: Trail) -> Iterator[tuple[Trail, object]]:
-    """Yield what stands in plain containers, these too, each with its place."""
-    if trail is None or type(value) in value_codec.MAPPINGS:
-        children = value.items()
-    else:
-        children = enumerate(value) if type(value) in (list, tuple) else ()
-    for key, child in children:
+    """Yield the non-leaf entries of plain containers, at any depth, with their trails."""
+    for key, child in value.items() if trail is None else value_codec.children(value):
         if type(child) not in _LEAVES:
             yield (trail, key), unwrap(child)
             yield from _entries(unwrap(child), (trail, key))
 
 
 def _keeps_order(value: object) -> bool:
-    """Say whether an entry may tell where in its data a training is."""
-    if isinstance(value, torch.Tensor):  # what get_state() of a generator returns
+    """Whether an entry may record the training's position in its data."""
+    if isinstance(value, torch.Tensor):  # a generator's get_state()
         return value.dtype is torch.uint8 and value.shape == torch.get_rng_state().shape
     if isinstance(value, _KEEPS_ORDER):
         return True
@@ -72,15 +67,15 @@ def _keeps_order(value: object) -> bool:
 
 
 def _loaders() -> Iterator[DataLoader[Any]]:
-    """Yield the DataLoaders of this process. The search takes 20 ms or more, by the number of all objects."""
+    """Yield the DataLoaders of this process. The search takes 20 ms or more, growing with the number of objects."""
     kinds: list[Any] = [DataLoader]
-    for kind in kinds:  # which grows meanwhile
+    for kind in kinds:  # grows during the loop
         kinds += kind.__subclasses__()
     yield from (found for found in gc.get_referrers(*kinds) if type(found) in kinds)
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
-    """Say whether a loader's order comes from a generator: one of its own, or that of the process."""
+    """Whether a loader's order depends on a generator, its own or the process's."""
     batches = loader.__dict__.get("batch_sampler")
     within = getattr(batches, "__dict__", {}).get("sampler")
     samplers = loader.__dict__.get("sampler"), batches, within

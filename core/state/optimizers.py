@@ -1,7 +1,7 @@
-"""Torch optimizers: which of them are stock, and how their parameters are numbered and named.
+"""Torch optimizers: which are stock, and the numbers and names of their parameters.
 
 A stock optimizer is saved and restored tensor by tensor, since ``load_state_dict`` casts state to the parameter's
-dtype. One whose class, object or hooks change what ``state_dict`` or ``load_state_dict`` do is asked through them.
+dtype. For one whose class, object or hooks change ``state_dict`` or ``load_state_dict``, these methods are called.
 """
 
 from __future__ import annotations
@@ -39,32 +39,30 @@ _HOOKS = (
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """The parameters of an optimizer in the order of their groups: number, and name where the state has their module.
-
-    A parameter's number is the one that ``state_dict`` gives it.
-    """
+    """The parameters of an optimizer in the order of their groups, with their numbers in ``state_dict``, and their
+    names if the state has their module."""
 
     parameters: tuple[torch.Tensor, ...]
     numbers: dict[int, int]
     names: tuple[str | None, ...]
     groups: tuple[tuple[int, ...], ...]
     found_in: tuple[list[int], tuple[str | None, ...], list[int]]
-    """The parameters' ids and names, and how many each group has: all that the rest follows from."""
+    """The parameters' ids and names, and the groups' lengths: they determine everything else."""
 
     def part(self, number: int) -> str:
-        """Name a parameter's state, below ``<optimizer>.state``."""
+        """The name of a parameter's state, relative to ``<optimizer>.state``."""
         return self.names[number] or f"%i{number}"
 
 
 def numbering(optimizer: Optimizer, scans: Scans, before: Numbering | None = None) -> Numbering:
-    """Number the parameters of an optimizer; ``before`` is what was found at an earlier time, or nothing."""
+    """Number the parameters of an optimizer; ``before`` is an earlier result, which is reused if it is still right."""
     parameters = tuple(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
     ids = [*map(id, parameters)]
     names = tuple(map(itemgetter(0), map(scans.parameters.get, ids, repeat((None,)))))
     lengths = [len(group["params"]) for group in optimizer.param_groups]
     if before is not None and before.found_in == (ids, names, lengths):
         return replace(before, parameters=parameters)
-    numbers = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # the first counts
+    numbers = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # first wins
     groups = [map(numbers.__getitem__, map(id, g["params"])) for g in optimizer.param_groups]
     return Numbering(
         parameters, numbers, names, tuple(map(tuple, groups)), found_in=(ids, names, lengths)

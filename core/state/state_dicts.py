@@ -1,6 +1,6 @@
-"""Dicts that stand in a state in place of the object whose ``state_dict()`` returned them.
+"""Objects with a ``state_dict()``, and dicts that a state has in place of the object that returned them.
 
-What is restored into such a dict reaches its object only where a tensor of it is the object's own memory.
+A restore into such a dict reaches the object only through tensors that share the object's memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR
 
 from tierfall.core.tensors import tensors, value_codec
 from tierfall.core.tensors.dtensor import local_tensor
@@ -23,9 +24,27 @@ _KEYS = {
 }
 
 
+def is_stateful(value: object) -> bool:
+    """Whether an object (not a class) has methods state_dict and load_state_dict."""
+    if isinstance(value, type):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def type_name(value: object) -> str:
+    """The name of an object's class, with those of the schedulers in it. Without the module, which may change from
+    version to version."""
+    name = type(value).__name__
+    if isinstance(value, ChainedScheduler | SequentialLR):
+        return f"{name}({', '.join(map(type_name, value._schedulers))})"
+    return name
+
+
 def state_dict_of(value: object) -> str | None:
-    """Say what a dict is the state_dict() of, none of whose entries reaches its object when it is restored; None for
-    any other value. A module's is not among them: see ``lost_entries``."""
+    """What kind of object a dict is the state_dict() of, if a restore into it cannot reach that object; None for any
+    other value. For a module's state_dict see ``lost_entries``."""
     if type(value) not in value_codec.MAPPINGS:
         return None
     keys = set(value)  # type: ignore[call-overload]
@@ -36,8 +55,8 @@ def state_dict_of(value: object) -> str | None:
 
 
 def _numbers_parameters(value: Any) -> bool:
-    """Say whether an optimizer's dict is its own, which numbers the parameters. The functions of
-    torch.distributed.checkpoint name them, and such a dict is restored, to be set by these functions."""
+    """Whether a dict is from an optimizer's own state_dict(), which numbers parameters. The dicts of
+    torch.distributed.checkpoint have names instead; these are restored, since its functions load them."""
     groups = value["param_groups"]
     return isinstance(groups, list | tuple) and any(
         isinstance(group, dict)
@@ -48,8 +67,8 @@ def _numbers_parameters(value: Any) -> bool:
 
 
 def lost_entries(live: Any) -> list[Any]:
-    """Return the keys of a module's state_dict() whose values are not the module's own memory: copies that hooks made,
-    quantized tensors and extra state. Empty for any other value, and for a copy of all of it, such as an average."""
+    """The keys of a module's state_dict() whose values do not share the module's memory: copies by hooks, quantized
+    tensors, extra state. Empty for any other value, and for a copy of everything, such as an average."""
     if type(live) not in value_codec.MAPPINGS or not hasattr(live, "_metadata"):
         return []
     storages = {key: storage for key in live if (storage := _storage(live[key])) is not None}
@@ -65,7 +84,7 @@ def lost_entries(live: Any) -> list[Any]:
 
 
 def _storage(value: object) -> torch.UntypedStorage | None:
-    """Return the memory of a tensor that could be filled in place; None where it has none."""
+    """The storage of a tensor that can be filled in place, else None."""
     if not isinstance(value, torch.Tensor):
         return None
     local = local_tensor(value)
@@ -75,12 +94,12 @@ def _storage(value: object) -> torch.UntypedStorage | None:
 
 
 def _is_held(live: Mapping[Any, Any], key: Any) -> bool:
-    """Say whether others hold the very object, as a module does where it was asked with ``keep_vars``."""
+    """Whether others reference the tensor object, as a module does with ``keep_vars``."""
     return sys.getrefcount(live[key]) > _HELD_BY_DICT
 
 
 _HELD_BY_DICT = 2
-"""References to an object that one dict holds: that one, and the one of the question."""
+"""References to an object that only a dict has: the dict's, and the argument of getrefcount."""
 
 
 def _is_nothing(value: object) -> bool:

@@ -1,19 +1,19 @@
-"""What a walk of a state finds: its tensors, its values written down, and the tree that holds them.
+"""The result of a state's walk: its tensors, its encoded values, and the tree of containers.
 
-A node of the tree is a tuple that compares cheaply (two walks of one structure give equal trees) and holds no value
-that may change: those stand aside, in ``values``.
+A node of the tree is an int or a tuple, and contains no value that may change: those are in ``values``. So two walks of
+one structure give equal trees, which are cheap to compare.
 
     7                                   tensor number 7 of the view
     ("v", 3, 8, 9)                      value number 3, whose blobs are the tensors 8 and 9
-    ("d", kind, keys, nodes)            a mapping that holds tensors; a key is str, or (coded,) for any other type
+    ("d", kind, keys, nodes)            a mapping with tensors in it; a key is str, or (coded,) for any other type
     ("l", nodes), ("t", nodes)          a list, a tuple
     ("m", keys, names, nodes)           a module's state_dict; names is () where they equal the keys
     ("o", names, groups, state)         a stock optimizer: per parameter its name or None, per group numbers and node
     ("s", node)                         an object with state_dict and load_state_dict
     ("q", number, scheme, axis, node)   a quantized tensor's integers, and a node for its scale and zero point
-    ("c", name, node)                   a value of a registered type, written as something that holds tensors
+    ("c", name, node)                   a value of a registered type, encoded as something with tensors in it
     ("r", node)                         the random state of the process
-    ("p", (7, 8))                       a tensor of which this rank holds so many blocks, none or two and more
+    ("p", (7, 8))                       a tensor of which this rank holds no block, or several
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from tierfall.core.types.values import Changes
 Node = Any  # int, or one of the tuples above
 
 NO_OWNER = -1
-"""The owner of a tensor that no optimizer's step is known to change."""
+"""Owner of a tensor that no optimizer's step is known to change."""
 DECLARED = 0
-"""The owner of a tensor that the user wrapped in ``item(..., changes="on_step")``."""
+"""Owner of a tensor that the user wrapped in ``item(..., changes="on_step")``."""
 UNSHARED = -2
-"""The owner of a tensor that a state_dict hook made, and that nothing but the view holds: nobody can change it."""
+"""Owner of a tensor that a state_dict hook created and only the view references: nothing can change it."""
 
 
 class SourceTensor(NamedTuple):
-    """One stored tensor: its name in the image, itself (detached), when it may change, and where it stands."""
+    """One stored tensor: its name in the image, itself (detached), when it may change, and its path in the state."""
 
     name: str
     tensor: torch.Tensor
@@ -54,22 +54,22 @@ class SourceTensor(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Where the tensor stands, as Python code would reach it: ``state["model"]["layer.weight"]``."""
+        """The path as a Python expression: ``state["model"]["layer.weight"]``."""
         return naming.path(self.trail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateView:
-    """A state at one moment: its tensors (aliases resolved), and its values written down.
+    """A state at one moment: its tensors (aliases resolved) and its encoded values.
 
-    Of each tensor, in columns: itself, detached (``sources``), its address in bytes (``pointers``), when it may
-    change, whose step changes it (``owners``: the id of a parameter, for the parameter and its optimizer state;
-    DECLARED; UNSHARED; NO_OWNER), its place, whether its elements can be copied as they lie (``plain``), the strides
-    of one that is dense and not contiguous (``strides``), and where it lies in a tensor of several ranks (``pieces``).
-    ``parameters`` are those of all modules in the state, and bare ones: by id, the name and itself. ``rules`` say by
-    name what becomes of entries when the number of ranks changes, where it is not the default. ``types`` are the
-    classes of optimizers and of other objects with a state_dict, by name. ``structure`` holds all that a layout
-    depends on: equal structures have equal layouts.
+    Columns by tensor number: the detached tensors (``sources``), their addresses (``pointers``), when each may change,
+    whose step changes it (``owners``: the id of a parameter, for the parameter and its optimizer state; DECLARED;
+    UNSHARED; NO_OWNER), its trail, whether its memory equals its bytes in the image (``plain``), its strides if it is
+    dense but not contiguous, and its position in a sharded tensor (``pieces``).
+
+    ``parameters`` maps the ids of all parameters, of modules and bare, to name and parameter. ``rules`` are the
+    ``on_resize`` rules by name, without defaults. ``types`` are the classes of optimizers and other objects with a
+    state_dict, by name. ``structure`` has everything that a layout depends on: equal structures have equal layouts.
     """
 
     names: tuple[str, ...]

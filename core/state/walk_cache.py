@@ -1,8 +1,8 @@
-"""What a walk remembers for the next one: the tensors that a module or an optimizer brought, where nothing moved.
+"""Results of a walk that the next walk reuses: the tensors of a module or an optimizer whose memory has not moved.
 
-Of a tensor only its address, shape, strides and kind are kept, never the tensor itself: memory that the training lets
-go of is free. A part is taken from here only where everything that a walk would look at is as it was. Where nothing but
-tensors decides what a module's ``state_dict`` holds (``modules.ModuleTree``), that is not even called.
+A part has only the addresses, shapes, strides and dtypes of its tensors, never a reference, so that memory which the
+training releases is freed. A part is reused only if everything that a walk examines is unchanged. If nothing but
+tensors determines a module's ``state_dict`` (``module_tree``), the method is not called.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tierfall.core.state.modules import KnownModuleTree
+from tierfall.core.state.module_tree import KnownModuleTree
 from tierfall.core.state.optimizers import Numbering
 
 BLOCK = 256
-"""So many tensors are looked at in one go: what is known of them stays in a core's cache from question to question."""
+"""Tensors per pass: few enough that their objects stay in a core's cache from one attribute to the next."""
 
 _POINTER = torch.Tensor.data_ptr
 _SHAPE = operator.attrgetter("shape")
@@ -29,7 +29,7 @@ _NEGATED = torch.Tensor.is_neg
 
 
 class Fingerprints(NamedTuple):
-    """Where tensors lie, and how they are read."""
+    """Addresses of tensors, and how their memory is interpreted."""
 
     pointers: array[int]
     shapes: list[torch.Size]
@@ -39,26 +39,25 @@ class Fingerprints(NamedTuple):
 
 
 def take_fingerprints(tensors: Sequence[torch.Tensor]) -> Fingerprints | None:
-    """Look at tensors; None where one of them is no plain tensor in strides."""
+    """The fingerprints of tensors; None if one of them is not a plain strided tensor."""
     if set(map(type, tensors)) != {torch.Tensor}:
         return None
-    looks = Fingerprints(array("Q"), [], [], [], [])
+    fingerprints = Fingerprints(array("Q"), [], [], [], [])
     try:
         for start in range(0, len(tensors), BLOCK):
             block = tensors[start : start + BLOCK]
-            looks.pointers.extend(map(_POINTER, block))
-            looks.shapes.extend(map(_SHAPE, block))
-            looks.strides.extend(map(_STRIDE, block))
-            looks.dtypes.extend(map(_DTYPE, block))
-            looks.negated.extend(map(_NEGATED, block))
-    except RuntimeError:  # sparse, nested and the like have no address, or no shape
+            fingerprints.pointers.extend(map(_POINTER, block))
+            fingerprints.shapes.extend(map(_SHAPE, block))
+            fingerprints.strides.extend(map(_STRIDE, block))
+            fingerprints.dtypes.extend(map(_DTYPE, block))
+            fingerprints.negated.extend(map(_NEGATED, block))
+    except RuntimeError:  # sparse, nested and similar tensors have no address or shape
         return None
-    return looks
+    return fingerprints
 
 
 class Columns(NamedTuple):
-    """What a table knows of its tensors, beside themselves and their addresses. Lists in a walk that is under way,
-    tuples thereafter."""
+    """The columns of a tensor table, without tensors and addresses: lists during a walk, tuples afterwards."""
 
     names: Any
     dtypes: Any
@@ -73,44 +72,44 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPart:
-    """A run of tensors in a walk's table, beginning at number ``first``, and the node that stands for them.
+    """Consecutive tensors of a walk's table, from number ``first`` on, and their node.
 
-    ``about`` is what else has to be equal for the same tensors to mean the same, and ``owners`` those of all that were
-    met; ``picked`` says which of these are stored, in their order, where it is not each in turn; ``first_at`` maps
+    ``cache_key`` is what must be equal besides fingerprints and ``owners``, which cover all tensors of the module or
+    optimizer. ``picked`` are the indices of the stored ones among these (None: all, in order). ``first_at`` maps
     addresses to numbers.
     """
 
     first: int
-    about: tuple[Any, ...]
+    cache_key: tuple[Any, ...]
     owners: list[int]
-    looks: Fingerprints
+    fingerprints: Fingerprints
     node: Any
     columns: Columns
     pointers: array[int]
     picked: tuple[int, ...] | None
     first_at: dict[int, int]
 
-    def is_again(
-        self, first: int, about: tuple[Any, ...], owners: list[int], looks: Fingerprints
+    def matches(
+        self, first: int, cache_key: tuple[Any, ...], owners: list[int], fingerprints: Fingerprints
     ) -> bool:
-        """Say whether tensors that look so, met at the same place of a walk, are this part."""
+        """Whether tensors with these properties, found at this place of a walk, equal this part."""
         return (
             self.first == first
-            and self.about == about
+            and self.cache_key == cache_key
             and self.owners == owners
-            and self.looks == looks
+            and self.fingerprints == fingerprints
         )
 
 
 class WalkCache:
-    """The parts of the walk before, by the name that each stands at, and the module trees that it met; the columns of
-    its table, where there were no aliases but in parts, and the parts by their first numbers there."""
+    """Results of the previous walk: its parts and module trees by name, its table's ``columns`` (None if it had aliases
+    outside of parts), and its parts by the number of their first tensor."""
 
     def __init__(self) -> None:
         self._parts: dict[str, CachedPart] = {}
         self.trees: dict[str, KnownModuleTree] = {}
         self.numberings: dict[str, Numbering] = {}
-        """Of the optimizers that the walk before met, without their parameters."""
+        """Of the previous walk's optimizers, without their parameters."""
         self.columns: Columns | None = None
         self.parts_at: dict[int, CachedPart] = {}
 
@@ -118,14 +117,14 @@ class WalkCache:
         return self._parts.get(name)
 
     def keep(self, name: str, part: CachedPart | None) -> None:
-        """Remember a part, or that there is none."""
+        """Store a part, or with None remove it."""
         if part is None:
             self._parts.pop(name, None)
         else:
             self._parts[name] = part
 
     def forget_others(self, names: Collection[str]) -> None:
-        """Forget what the last walk did not meet."""
+        """Remove everything that is not of ``names``."""
         for known in (self._parts, self.trees):
             for name in known.keys() - set(names):
                 del known[name]

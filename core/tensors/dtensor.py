@@ -1,7 +1,7 @@
-"""A tensor that several ranks hold together: this rank's part of it, and where in the whole that lies.
+"""Tensors sharded across ranks: this rank's block, and its offset in the whole.
 
-It knows DTensor, and whatever else tells its chunks by torch's checkpoint protocol (``__create_chunk_list__``), without
-loading the module that defines it.
+Supports DTensor, and other types that implement ``__create_chunk_list__`` of torch's checkpoint protocol. The module
+that defines DTensor is looked up, never imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class TensorPiece(NamedTuple):
-    """A block of a tensor of ``shape``: it begins at ``offset`` and is ``lengths`` long, per dimension."""
+    """The position of a block in a tensor of ``shape``: its offset and its length in each dimension."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -24,19 +24,19 @@ class TensorPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalBlocks:
-    """What this rank holds of one tensor, as whoever cut it says: plain tensors, each with its place (None: all of it).
-    Without any the tensor is the state's all the same, and lies in other ranks' images."""
+    """This rank's blocks of one tensor, sharded by the caller: plain tensors, each with its position (None: the whole
+    tensor). With no blocks, the tensor is still part of the state, and is stored in other ranks' images."""
 
     parts: tuple[tuple[torch.Tensor, TensorPiece | None], ...]
 
 
 class Branch(dict[str, Any]):
-    """A mapping of the state that is walked entry by entry even where it holds no tensors: ranks may have parts of it
-    that are to be put together."""
+    """A mapping that is walked entry by entry even if it contains no tensors, because ranks may hold different entries,
+    which a restore merges."""
 
 
 class NotOneBlockError(ValueError):
-    """A tensor of several ranks that cannot be taken as one block; the message says why."""
+    """A sharded tensor whose local part is not one block; the message has the reason."""
 
 
 _pieces: dict[Any, TensorPiece] = {}
@@ -44,13 +44,13 @@ _PIECES_MAX = 100_000
 
 
 def is_sharded(tensor: object) -> bool:
-    """Say whether this is a DTensor."""
+    """Whether this is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def any_sharded(values: Iterable[object]) -> bool:
-    """Say whether a DTensor is among many values: asked of their types, this is the inner loop of every save."""
+    """Whether a DTensor is among the values. Examines only the set of their types: this is the inner loop of a save."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return False
@@ -58,19 +58,18 @@ def any_sharded(values: Iterable[object]) -> bool:
 
 
 def local_part(tensor: Any) -> tuple[torch.Tensor, TensorPiece]:
-    """Return the memory of this rank's part of a DTensor, and where it lies. Raises Unsharded where that is not one
-    block of the whole."""
+    """This rank's part of a DTensor, sharing its memory, and its position. NotOneBlockError if it is not one block."""
     local = local_tensor(tensor)
     piece = _block(tensor)
     if tuple(local.shape) != piece.lengths:
         raise NotOneBlockError(
-            f"its part here is of shape {tuple(local.shape)}, and its placement says {piece.lengths}"
+            f"its part here is of shape {tuple(local.shape)}, and {piece.lengths} by its placement"
         )
     return local, piece
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """Return the memory of this rank's part of a DTensor; a plain tensor as it is."""
+    """This rank's part of a DTensor, sharing its memory; a plain tensor unchanged."""
     if not is_sharded(tensor):
         plain: torch.Tensor = tensor
         return plain
@@ -80,12 +79,12 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
 
 def piece_of(tensor: Any) -> TensorPiece | None:
-    """Return where this rank's part lies; None for what is no DTensor. Raises Unsharded as ``local_part`` does."""
+    """The position of this rank's part; None for other values. NotOneBlockError as in ``local_part``."""
     return _block(tensor) if is_sharded(tensor) else None
 
 
 def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
-    """Make a DTensor of this rank's part, placed as ``parameter`` is."""
+    """Build a DTensor from this rank's part, with mesh, placements and shape of ``parameter``."""
     made: torch.Tensor = type(parameter.data).from_local(
         local,
         parameter.device_mesh,
@@ -98,13 +97,13 @@ def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def _block(tensor: Any) -> TensorPiece:
-    here = tensor.device_mesh.get_coordinate()
-    if here is None:
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
         raise NotOneBlockError(
             "this rank is not in its mesh, and has no part of it; leave it out here"
         )
-    # A process may come back as another rank of a mesh that is otherwise the same.
-    key = (tensor.device_mesh, tuple(here), tensor.placements, tensor.shape)
+    # With the coordinate: a process may become another rank of an equal mesh.
+    key = (tensor.device_mesh, tuple(coordinate), tensor.placements, tensor.shape)
     known = _pieces.get(key)
     if known is not None:
         return known
@@ -116,7 +115,7 @@ def _block(tensor: Any) -> TensorPiece:
     if len(chunks) != 1:
         raise NotOneBlockError(f"this rank holds {len(chunks)} blocks of it, expected one")
     piece = TensorPiece(tuple(tensor.shape), tuple(chunks[0].offsets), tuple(chunks[0].sizes))
-    if len(_pieces) >= _PIECES_MAX:  # of shapes that never come again
+    if len(_pieces) >= _PIECES_MAX:  # of shapes that do not recur
         _pieces.clear()
     _pieces[key] = piece
     return piece

@@ -1,7 +1,7 @@
-"""Which torch dtypes an image stores as themselves, and how many bytes any of them takes.
+"""Mapping of torch dtypes to safetensors dtypes, and their sizes in bytes.
 
-An image is read by safetensors' torch loader: a dtype that it does not know is stored as U8, with the true dtype and
-shape in ``__metadata__``. Names are torch's own (``float8_e4m3fn``).
+safetensors' torch loader must be able to read an image: a dtype that it does not know is stored as U8, with the real
+dtype and shape in ``__metadata__``. Names are torch's own (``float8_e4m3fn``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-# The dtypes that the torch loader of safetensors reads; the format defines more.
+# The dtypes that safetensors' torch loader supports; the format defines more.
 _STORED_AS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -44,7 +44,7 @@ RAW_CODE = "U8"
 
 
 def code_of(dtype: torch.dtype) -> str | None:
-    """Return the safetensors dtype that stores ``dtype`` as itself, or None where it must go as U8."""
+    """The safetensors code of ``dtype``; None if it must be stored as U8."""
     return _STORED_AS.get(dtype)
 
 
@@ -57,17 +57,17 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def from_name(name: object) -> torch.dtype | None:
-    """Return the dtype that this torch calls ``name``, or None where it has none."""
+    """The dtype that this version of torch calls ``name``, or None."""
     return _BY_NAME.get(name) if isinstance(name, str) else None
 
 
 def is_packed(dtype: torch.dtype) -> bool:
-    """Say whether several elements share a byte."""
+    """Whether several elements share a byte."""
     return name_of(dtype) in _ELEMENTS_PER_BYTE
 
 
 def byte_count(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Return how many bytes the elements of a contiguous tensor take."""
+    """Size in bytes of a contiguous tensor's elements."""
     packed = _ELEMENTS_PER_BYTE.get(name_of(dtype))
     if packed is None or not shape:
         return math.prod(shape) * dtype.itemsize
@@ -75,7 +75,7 @@ def byte_count(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def is_shape(value: object) -> bool:
-    """Say whether ``value``, from untrusted JSON, is a shape that torch can hold."""
+    """Whether ``value``, from untrusted JSON, is a shape that torch supports."""
     if not isinstance(value, list) or len(value) > NDIM_MAX:
         return False
     extent = 1

@@ -1,4 +1,4 @@
-"""How a place in the state is named in the image (``model.layer.0.weight``) and in messages (``state["model"]``).
+"""Names of state entries in the image (``model.layer.0.weight``) and in messages (``state["model"]``).
 
 Names are injective: keys join by ``.``; in a user's own keys ``%``, ``.`` and ``/`` become %25, %2E and %2F; an empty
 key is ``%e``, a lone surrogate ``%uD800``, and keys that are not str carry a tag (``%i0`` is the int 0). The keys of a
@@ -19,12 +19,12 @@ _UNSAFE = re.compile(r"[%./\ud800-\udfff]")
 _UNSAFE_IN_MODULE = re.compile(r"[%/\ud800-\udfff]")
 _METADATA = "__metadata__"
 
-# A place: its parent and the key in it; None is the state itself. Turned into text only when a message needs it.
+# The path of an entry: the parent's trail and the key in it; None is the state itself. Formatted only for messages.
 Trail = tuple[Any, object] | None
 
 
 def part(key: object) -> str:
-    """Name one key of a user's container."""
+    """Encode one key of a user's container."""
     if type(key) is str:
         if key.isidentifier() and key != _METADATA:
             return key
@@ -42,14 +42,14 @@ def part(key: object) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def module_part(key: str) -> str:
-    """Name a key of a module's state_dict; its dots stay."""
+    """Encode a key of a module's state_dict, keeping its dots."""
     if key.isascii() and "%" not in key and "/" not in key and key and key != _METADATA:
         return key
     return _escape(key, _UNSAFE_IN_MODULE)
 
 
 def module_parts(keys: Iterable[str]) -> Iterable[str]:
-    """Name many keys; the same where all are plain, which is seen of all at once."""
+    """Encode many keys; one test of their concatenation finds the usual case that none needs it."""
     keys = tuple(keys)
     text = "".join(keys)
     plain = text.isascii() and "%" not in text and "/" not in text
@@ -63,12 +63,12 @@ def join(prefix: str, part_: str) -> str:
 
 
 def is_within(name: str, prefix: str) -> bool:
-    """Say whether ``name`` is ``prefix`` or lies below it."""
+    """Whether ``name`` is ``prefix`` or below it."""
     return name == prefix or name.startswith(prefix + ".")
 
 
 def path(trail: Trail) -> str:
-    """Write a place the way Python code would reach it."""
+    """Format a trail as the Python expression that reaches the entry."""
     keys = []
     while trail is not None:
         trail, key = trail

@@ -1,7 +1,7 @@
-"""NumPy scalars and arrays, where NumPy is loaded: as a dtype string and bytes.
+"""NumPy scalars and arrays as a dtype string and bytes.
 
-tierfall does not need NumPy: a state can only hold NumPy values where the training script imported it, so it is looked
-up, never imported, when writing; reading such values back needs it.
+tierfall does not depend on NumPy. A state can contain NumPy values only if the training script imported NumPy, so
+saving looks the module up and never imports it; restoring such values imports it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-# Booleans, integers, floats, complex, dates, spans, fixed strings and bytes: dtypes that their string describes whole.
+# Booleans, integers, floats, complex, datetimes, timedeltas, fixed-size str and bytes: fully described by the string.
 _DTYPE = re.compile(r"[<>|=]?([biufcmMSUV])\d+(\[\d*[A-Za-z]+\])?\Z")
 _KINDS = frozenset("biufcmMSUV")
 
 
 def numpy() -> Any | None:
-    """Return the NumPy module where it is loaded already, else None."""
+    """The NumPy module if it is loaded, else None."""
     return sys.modules.get("numpy")
 
 
@@ -30,7 +30,7 @@ def is_array(value: object) -> bool:
 
 
 def encode_scalar(value: object) -> tuple[str, str] | None:
-    """Return dtype string and bytes in hexadecimal of a NumPy scalar; None where it is none, or none of those."""
+    """Dtype string and hexadecimal bytes of a NumPy scalar; None for other values and unsupported dtypes."""
     np = numpy()
     if np is None or not isinstance(value, np.generic):
         return None
@@ -47,17 +47,17 @@ def decode_scalar(dtype: str, data: bytes) -> Any:
 
 
 def why_not(array: Any) -> str | None:
-    """Say why an array cannot be saved, or None."""
+    """The reason why an array cannot be saved, or None."""
     return None if _is_plain(array.dtype) else f"NumPy arrays of dtype {array.dtype} have no codec"
 
 
 def to_tensor(array: Any) -> torch.Tensor:
-    """Return a tensor with the array's elements, sharing its memory where it can: typed where torch has the dtype,
-    else the flat bytes. The array's own dtype string and shape describe it fully."""
+    """A tensor with the array's elements, sharing its memory if possible: typed if torch has the dtype, else flat
+    bytes."""
     np = numpy()
     assert np is not None, "an array without NumPy"
     if not array.flags.c_contiguous or not array.flags.writeable or not array.flags.aligned:
-        # torch warns of read-only memory and knows no negative strides.
+        # torch warns about read-only memory and has no negative strides.
         array = array.copy(order="C")
     if not _is_torch_dtype(array.dtype):
         if array.nbytes == 0:
@@ -68,7 +68,7 @@ def to_tensor(array: Any) -> torch.Tensor:
 
 
 def from_bytes(flat: torch.Tensor, dtype: str, shape: list[int]) -> Any:
-    """Return an array over the bytes of a CPU tensor, sharing its memory."""
+    """An array over the bytes of a CPU tensor, sharing its memory."""
     np, kind = _numpy_for(dtype)
     if flat.numel() == 0:
         return np.empty(tuple(shape), dtype=kind)
@@ -76,14 +76,14 @@ def from_bytes(flat: torch.Tensor, dtype: str, shape: list[int]) -> Any:
 
 
 def check_bytes(dtype: str, shape: list[int], length: int) -> None:
-    """Raise ValueError unless an array of that dtype and shape takes ``length`` bytes."""
+    """Raise ValueError unless an array of that dtype and shape has ``length`` bytes."""
     _, kind = _numpy_for(dtype)
     if math.prod(shape) * kind.itemsize != length:
         raise ValueError(f"an array of {dtype} and shape {shape} is not {length} bytes")
 
 
 def refill(target: Any, source: Any) -> bool:
-    """Copy ``source`` into the array ``target`` where dtype and shape allow; say whether they did."""
+    """Copy ``source`` into the array ``target`` if dtype and shape match; return whether they do."""
     if not is_array(target) or not is_array(source):
         return False
     if target.dtype != source.dtype or target.shape != source.shape or not target.flags.writeable:

@@ -1,6 +1,6 @@
-"""The random state of the process: Python, NumPy where it is loaded, torch on the CPU and on every CUDA device in use.
+"""The random state of the process: Python, NumPy if loaded, torch on the CPU and on every CUDA device in use.
 
-It is written as plain values and tensors of steady sizes, so that it never moves anything in the image.
+It consists of plain values and tensors of constant sizes, so that it never changes an image's layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ENTRY = "rng"
 
 
 def capture() -> dict[str, Any]:
-    """Return the random state now; every tensor in it is a copy."""
+    """The current random state; every tensor in it is a copy."""
     version, internal, gauss = random.getstate()
     np = numpy_values.numpy()
     state: dict[str, Any] = {
@@ -37,7 +37,7 @@ def capture() -> dict[str, Any]:
 
 
 def apply(state: Any) -> None:
-    """Set the random state that ``capture`` returned; RestoreError where it is not one."""
+    """Set a random state that ``capture`` returned; RestoreError for anything else."""
     try:
         _apply_python(state["python"])
         torch.set_rng_state(state["torch"])

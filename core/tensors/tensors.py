@@ -1,6 +1,6 @@
-"""One tensor as bytes: which tensors an image takes, their flat bytes without a copy, and with one.
+"""Single tensors as bytes: which can be saved, byte views without a copy, bitwise copies, aliases and overlaps.
 
-It knows torch's kinds of tensor and nothing of states, names or layouts.
+This module knows nothing of states, names or layouts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ UNSCALED = (
     "a quantized tensor without a scale has no values; make it with torch.quantize_per_tensor"
 )
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The dtypes of integers, by their size in bytes."""
+"""An integer dtype for each element size in bytes, for bitwise copies."""
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
-    """Say why an image cannot take this tensor, or None."""
+    """The reason why this tensor cannot be saved, or None."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         return _refuse_subclass(kind)
@@ -47,8 +47,8 @@ def _is_cut_off(tensor: torch.Tensor) -> bool:
 
 
 def readable_bytes(tensor: torch.Tensor) -> int:
-    """Return how many bytes from a plain tensor's address on are its own, without gaps: all of it, its first element
-    where it has gaps, and nothing where its storage has been freed."""
+    """How many bytes from a plain tensor's address on belong to it without gaps: all, or its first element if its
+    strides leave gaps, or 0 if its storage was freed."""
     if not tensor.numel() or _is_cut_off(tensor):
         return 0
     if tensor.is_contiguous() or are_dense(tensor.shape, tensor.stride()):
@@ -57,7 +57,7 @@ def readable_bytes(tensor: torch.Tensor) -> int:
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """How many elements lie from the first to the last of a tensor that is not empty, both included."""
+    """The distance from the first to the last element of a non-empty tensor, both included, in elements."""
     return 1 + sum(
         (length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -76,8 +76,8 @@ def _refuse_subclass(kind: type[torch.Tensor]) -> str:
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Say whether a tensor, stored as ``dtype``, can be copied as it is: its elements lie one after the other as they
-    read."""
+    """Whether a tensor's memory equals its bytes in an image, where ``dtype`` is stored: contiguous, without a lazy
+    conjugation or negation, of a dtype that safetensors has."""
     return (
         tensor.dtype is dtype
         and dtypes.code_of(dtype) is not None
@@ -88,8 +88,7 @@ def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the strides of a tensor that is not contiguous and yet fills its memory from the first element to the
-    last, each once, as one in channels-last format does; None for every other."""
+    """The strides of a tensor that is dense but not contiguous, such as channels-last; None for any other."""
     if tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None
     strides = tuple(tensor.stride())
@@ -97,7 +96,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Say whether elements of ``shape``, with these strides, fill a span of memory, each place once."""
+    """Whether elements of ``shape`` with these strides fill a memory span without gaps or overlaps."""
     if len(shape) != len(strides):
         return False
     expected = 1
@@ -111,10 +110,9 @@ def are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the bytes of ``tensor`` as a flat uint8 view of its memory.
+    """A flat uint8 view of a tensor's memory, for a quantized one of its integers.
 
-    None where its elements do not lie one after the other as they read: not contiguous, conjugated, negated. A
-    quantized tensor gives its integers.
+    None if the memory differs from the elements in order: not contiguous, lazily conjugated or negated.
     """
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
@@ -125,14 +123,14 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.dim() != 1:
         tensor = tensor.view(-1)
     if tensor.stride(0) != 1:
-        # of one element or none, whose stride means nothing, but is asked for below
+        # One element or none: the stride has no meaning, but ``view`` checks it.
         tensor = tensor.as_strided((tensor.numel(),), (1,))
     return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
 
 
 def _over_storage(tensor: torch.Tensor) -> torch.Tensor:
-    # A fresh tensor over the same storage: views of quantized tensors stay quantized, and those of inference tensors
-    # cannot be written.
+    # A new tensor over the same storage: a view of a quantized tensor is quantized, and one of an inference tensor
+    # cannot be written to.
     start = tensor.storage_offset() * tensor.element_size()
     length = dtypes.byte_count(tensor.dtype, tensor.shape)
     with torch.no_grad():
@@ -141,9 +139,9 @@ def _over_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_whole(target: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copy any tensor that an image takes into ``target``, flat uint8 of its contiguous size, bit for bit.
+    """Copy any tensor that can be saved into ``target``, flat uint8 of its contiguous size, bit for bit.
 
-    Not-a-number payloads survive; a lazily conjugated or negated tensor is written as it reads.
+    NaN payloads are preserved; a lazy conjugation or negation is resolved.
     """
     with torch.no_grad():
         flat = as_bytes(tensor)
@@ -173,7 +171,7 @@ def fill_whole(target: torch.Tensor, flat: torch.Tensor) -> None:
     with torch.no_grad():
         target = target.detach()
         if target.is_conj() or target.is_neg():
-            # Written as it reads; torch turns it into what lies below.
+            # copy_ applies the lazy conjugation or negation to the memory.
             target.copy_(flat.view(target.dtype).view(target.shape))
             return
         if target.is_inference():
@@ -183,7 +181,8 @@ def fill_whole(target: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def strided_copy(source: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """Copy a contiguous tensor, which begins its storage, into one with these strides, bit for bit."""
+    """Copy a contiguous tensor, which starts at the beginning of its storage, to a new one with these strides, bit for
+    bit."""
     integers = INTEGERS.get(source.element_size())
     made = torch.empty_strided(
         source.shape, strides, dtype=integers or source.dtype, device=source.device
@@ -201,14 +200,14 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor as integers of the size of its elements, of half that where there are none: every
-    dtype copies then, the sub-byte shells too, and no bit changes."""
+    """View a tensor's memory as integers of its element size (complex128: two int64). Integers copy bit for bit, and
+    every dtype, including the sub-byte shells, has such a view."""
     bits = INTEGERS.get(tensor.element_size())
     return torch.view_as_real(tensor).view(torch.int64) if bits is None else tensor.view(bits)
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
-    """Say whether elements of ``tensor`` may share memory: it is expanded, or a view that overlaps itself."""
+    """Whether elements of ``tensor`` may share memory: it is expanded, or a view that overlaps itself."""
     spans = sorted(
         (stride, length)
         for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
@@ -223,7 +222,7 @@ def shares_memory(tensor: torch.Tensor) -> bool:
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors that start at one address are aliases: each element the same memory, read the same."""
+    """Whether two tensors that start at one address are aliases: same elements, interpreted the same way."""
     return (
         one.dtype is other.dtype
         and one.shape == other.shape
@@ -235,7 +234,7 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether the spans of memory of two tensors, each from its first to its last element, have bytes in common."""
+    """Whether the memory spans of two tensors, from first to last element, have bytes in common."""
     if one.device != other.device or not one.numel() or not other.numel():
         return False
     (start, end), (other_start, other_end) = span(one), span(other)
@@ -243,15 +242,14 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where the memory of a tensor that is not empty begins and ends."""
+    """Start and end address of a non-empty tensor's memory."""
     start = tensor.data_ptr()
     return start, start + _reach(tensor) * tensor.element_size()
 
 
 def unshared(made: Mapping[str, Any], keys: Sequence[str]) -> frozenset[str]:
-    """Of the tensors at some keys of a dict, return the keys of those that the dict alone holds, and their memory
-    alone: once nobody but the caller has the dict, nobody can change them. Where that is not sure, a key is left out.
-    """
+    """The keys, among ``keys``, of tensors that nothing but this dict references, and whose memory nothing else uses.
+    If only the caller has the dict, no other code can change them. Uncertain ones are omitted."""
     if type(made) not in (dict, OrderedDict) or sys.getrefcount(made) > _HELD_DICT:
         return frozenset()
     found = set()
@@ -265,14 +263,14 @@ def unshared(made: Mapping[str, Any], keys: Sequence[str]) -> frozenset[str]:
 
 
 _HELD_DICT = 3
-"""References to a dict that its maker's caller holds in a variable: that one, the parameter, and the one of the
-question."""
+"""References to a dict that only our caller has: its variable, our parameter, and the argument of getrefcount."""
 _HELD_TENSOR = 3
-"""References to a tensor that one dict holds: that one, the loop's variable, and the one of the question."""
+"""References to a tensor that only the dict has: the dict's, the loop variable, and the argument of getrefcount."""
 
 
 def _holds_memory_alone(tensor: torch.Tensor) -> bool:
-    """Say whether this tensor alone holds its memory: no alias in Python or below, no lender, no other process."""
+    """Whether nothing else uses this tensor's memory: no alias in Python or C++, no external owner, no other
+    process."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return False
     if getattr(tensor, "_use_count", _unknown)() != 1:
@@ -285,16 +283,16 @@ def _holds_memory_alone(tensor: torch.Tensor) -> bool:
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors hold a storage, with others below Python."""
+    """How many tensors use a storage, including those in C++."""
     uses: int = torch._C._storage_Use_Count(storage._cdata)
-    return uses - 1  # without the Python object through which is asked
+    return uses - 1  # without the Python object ``storage``
 
 
 # The counts hold for CPython up to 3.13: later versions do not count references of local variables.
 _HELD_STORAGE = 3
-"""References to that object: the storage's own, the variable, and the one of the question."""
+"""References to the storage object: the storage's own, our variable, and the argument of getrefcount."""
 
 
 def _unknown() -> int:
-    """How often a tensor is used, where this version of torch does not tell."""
+    """The use count where this version of torch has no ``_use_count``."""
     return sys.maxsize

@@ -1,9 +1,9 @@
-"""Python values as tagged JSON, both ways, without pickle; and the registry of users' own codecs.
+"""Encoding of Python values as tagged JSON, without pickle, and the registry of users' codecs.
 
-A value that JSON has is written as itself. Everything else, and a dict that could be taken for a tag, is an object with
-the member ``%``. Big bytes, long strings, arrays and generator states are *blobs*: they stand in the image as tensors,
-and their value holds a number that the caller resolves. Decoding trusts nothing: whatever is off is a ValueError,
-which callers turn into an error that names the place. This module knows neither tensors nor paths.
+A JSON value is encoded as itself. Any other value, and a dict that would be ambiguous, is an object with the member
+``%``. Large bytes, long strings, arrays and generator states are *blobs*: the image stores them as tensors, and the
+value has a number that the caller resolves. Decoding expects hostile input: any defect is a ValueError, which callers
+turn into an error that names the place. This module knows neither tensors nor paths.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ INT_LIMIT = 1 << 63
 BLOB_BYTES = 64 << 10
 DEPTH_MAX = 64
 
-Coded = Any  # what json.dumps takes
+Coded = Any  # what json.dumps accepts
 
 
 class NotEncodableError(TypeError):
-    """A value that no codec writes; the caller knows where it stands."""
+    """A value without a codec; the caller adds its path."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueCodec:
-    """A user's way to write values of one type as values that tierfall writes."""
+    """A user's conversion of values of one type to and from values that tierfall encodes."""
 
     type: type
     name: str
@@ -47,14 +47,14 @@ class ValueCodec:
 
 
 class BlobSource(Protocol):
-    """What decoding asks of its caller: the contents of blobs, and values of registered types."""
+    """What the caller of ``decode`` provides: the content of blobs, and values of registered types."""
 
     def blob(self, number: int, kind: str, members: dict[str, Any]) -> object: ...
 
     def registered(self, name: str, value: object) -> object: ...
 
 
-# The registry is process-wide because register_codec is: a type has one codec wherever it stands.
+# Process-wide, as register_codec is: a type has one codec in all states.
 _BY_TYPE: dict[type, ValueCodec] = {}
 _BY_NAME: dict[str, ValueCodec] = {}
 
@@ -62,11 +62,11 @@ _BY_NAME: dict[str, ValueCodec] = {}
 def register_codec(
     type: type, name: str, encode: Callable[[Any], object], decode: Callable[[Any], object]
 ) -> None:
-    """Teach tierfall to save values of exactly ``type``, under ``name``, as what ``encode`` returns. A name that the
-    type had before is still read.
+    """Register how values of exactly ``type`` are saved, under ``name``. Checkpoints with an earlier name of the type
+    can still be restored.
 
-    ``encode`` returns anything that can stand in a state; ``decode`` gets that back and returns the value. Raises
-    ConfigError where the type is built in or the name belongs to another type, and where one of the four is none.
+    ``encode`` returns anything that a state may contain; ``decode`` receives that and returns the value. Raises
+    ConfigError if the type is built in, the name belongs to another type, or an argument is invalid.
     """
     _check_codec(type, name, encode, decode)
     if type in MAPPINGS or type in _ATOMS or type in (list, tuple, set, torch.Tensor):
@@ -97,11 +97,19 @@ def codec_named(name: str) -> ValueCodec | None:
     return _BY_NAME.get(name)
 
 
-# ---- writing
+def children(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Keys or indices, and values, of a plain mapping, list or tuple; nothing for any other value."""
+    if type(value) in MAPPINGS:
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+        return pairs
+    return enumerate(value) if type(value) is list or type(value) is tuple else ()
+
+
+# ---- encoding
 
 
 def encode_atom(value: object, depth: int = 0) -> Coded:
-    """Write a value that holds no blobs: the atoms, and tuples and sets of them. Raises Uncodable."""
+    """Encode a value without blobs: an atom, or a tuple or set of such. Raises NotEncodableError."""
     encode = _ATOMS.get(type(value))
     if encode is not None:
         return encode(value)
@@ -110,7 +118,7 @@ def encode_atom(value: object, depth: int = 0) -> Coded:
     if type(value) is tuple:
         return tagged("tuple", [encode_atom(v, depth + 1) for v in value])
     if type(value) is set:
-        # Sorted by their text: the same set gives the same bytes in every process.
+        # Sorted as text, so that equal sets give equal bytes in every process.
         return tagged("set", sorted((encode_atom(v, depth + 1) for v in value), key=json.dumps))
     scalar = numpy_values.encode_scalar(value)
     if scalar is None:
@@ -123,7 +131,7 @@ def tagged(tag: str, value: Coded) -> Coded:
 
 
 def encode_run(values: Iterable[object]) -> list[Coded] | None:
-    """Write a list of finite floats, or of machine integers, at once; None where it holds anything else."""
+    """Encode a list of only finite floats, or only machine integers, at once; None for any other list."""
     kinds = set(map(type, values))
     if kinds == {float} and all(map(math.isfinite, values)):  # type: ignore[arg-type]
         return list(values)
@@ -133,7 +141,7 @@ def encode_run(values: Iterable[object]) -> list[Coded] | None:
 
 
 def encode_items(kind: str, keys: list[object], coded: list[Coded]) -> Coded:
-    """Write a mapping from its keys and its values, the latter written already."""
+    """Encode a mapping from its keys and its encoded values."""
     if kind == "dict" and all(type(key) is str for key in keys) and TAG not in keys:
         return dict(zip(keys, coded, strict=True))
     return tagged(kind, [[encode_atom(k), v] for k, v in zip(keys, coded, strict=True)])
@@ -144,7 +152,7 @@ def _encode_int(value: int) -> Coded:
 
 
 def _encode_float(value: float) -> Coded:
-    # As bits where JSON has no number for it: a not-a-number keeps its payload.
+    # As bits where JSON has no number: a NaN keeps its payload.
     return value if math.isfinite(value) else tagged("float", struct.pack(">d", value).hex())
 
 
@@ -172,11 +180,11 @@ MAPPING_TYPES: dict[str, Callable[[], dict[Any, Any]]] = {
 }
 
 
-# ---- reading
+# ---- decoding
 
 
 def decode(coded: Coded, blobs: BlobSource, depth: int = 0) -> Any:
-    """Read a value back; ValueError where the JSON is not what ``encode`` writes."""
+    """Decode a value; ValueError for JSON that no encoder writes."""
     if depth > 2 * DEPTH_MAX:
         raise ValueError("a value is nested too deeply")
     if isinstance(coded, list):
@@ -186,9 +194,9 @@ def decode(coded: Coded, blobs: BlobSource, depth: int = 0) -> Any:
     if TAG not in coded:
         return {key: decode(value, blobs, depth + 1) for key, value in coded.items()}
     tag = coded[TAG]
-    read = _TAGS.get(tag) if isinstance(tag, str) else None
-    if read is not None:
-        return read(_member(coded, "v", object))
+    decode_tagged = _TAGS.get(tag) if isinstance(tag, str) else None
+    if decode_tagged is not None:
+        return decode_tagged(_member(coded, "v", object))
     return _decode_nested(str(tag), coded, blobs, depth)
 
 
@@ -202,7 +210,7 @@ def _decode_nested(tag: str, coded: dict[str, Any], blobs: BlobSource, depth: in
             return _decode_items(tag, _member(coded, "v", list), blobs, depth)
         case "scalar":
             return numpy_values.decode_scalar(
-                _member(coded, "d", str), _hex(_member(coded, "v", str))
+                _member(coded, "d", str), bytes.fromhex(_member(coded, "v", str))
             )
         case "codec":
             value = decode(_member(coded, "v", object), blobs, depth + 1)
@@ -233,7 +241,7 @@ _NO_BLOBS = _NoBlobs()
 
 
 def decode_key(coded: Coded) -> Any:
-    """Read a key of a mapping: hashable, and without blobs."""
+    """Decode a key of a mapping: hashable, and without blobs."""
     return coded if type(coded) is str else hashable(decode(coded, _NO_BLOBS))
 
 
@@ -251,10 +259,6 @@ def _member(coded: dict[str, Any], name: str, kind: type) -> Any:
     return coded[name]
 
 
-def _hex(text: str) -> bytes:
-    return bytes.fromhex(text)
-
-
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("a tagged value is not a string")
@@ -269,7 +273,7 @@ def _decode_bytes(value: Any) -> bytes:
 
 
 def _decode_float(value: Any) -> float:
-    data = _hex(_text(value))
+    data = bytes.fromhex(_text(value))
     if len(data) != 8:
         raise ValueError("a float is not 8 bytes")
     result: float = struct.unpack(">d", data)[0]

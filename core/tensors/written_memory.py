@@ -1,4 +1,4 @@
-"""Memory of the tensors of a state: which of it was written to, and which of that a plan fills."""
+"""Address ranges of a state's tensors, to compare what a restore has written with what another plan fills."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierfall.core.tensors.tensors import span
 
 
 class AddressRange(NamedTuple):
-    """Addresses on a device."""
+    """Addresses ``start`` to ``end`` on a device."""
 
     device: torch.device
     start: int
@@ -21,20 +21,20 @@ class AddressRange(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
-        """From the first to the last element of a tensor that is not empty."""
+        """The range from the first to the last element of a non-empty tensor."""
         return cls(tensor.device, *span(tensor))
 
 
 @dataclass(frozen=True, slots=True)
 class LiveMemory:
-    """Memory of a tensor that the caller owns, and the tensor's name in the state."""
+    """The memory of a tensor that the caller owns, and the tensor's name in the state."""
 
     name: str
     range: AddressRange
 
 
 class AddressRanges:
-    """A set of addresses."""
+    """A set of addresses, as disjoint ranges by device."""
 
     def __init__(self, ranges: Iterable[AddressRange]) -> None:
         self._starts: dict[torch.device, list[int]] = {}
@@ -48,13 +48,13 @@ class AddressRanges:
                 ends.append(end)
 
     def overlaps(self, range: AddressRange) -> bool:
-        """Say whether a range has addresses of the set."""
+        """Whether any address of a range is in the set."""
         ends = self._ends.get(range.device, [])
         at = bisect_right(ends, range.start)
         return at < len(ends) and self._starts[range.device][at] < range.end
 
     def contains(self, range: AddressRange) -> bool:
-        """Say whether the set has all addresses of a range."""
+        """Whether all addresses of a range are in the set."""
         starts = self._starts.get(range.device, [])
         at = bisect_right(starts, range.start) - 1
         return at >= 0 and range.end <= self._ends[range.device][at]

@@ -1,4 +1,4 @@
-"""Contracts between rooms: what a backend and a writer promise, as far as a test can check it.
+"""The contracts of a backend and of its writers, as far as a test can check them.
 
 A backend stores named byte strings ("objects") under keys such as ``gpt/step-00000400-a0007/commit.json``. It knows
 nothing of checkpoints. A concrete backend never retries, sleeps, throttles or logs: wrappers do (``backends/``). The
@@ -16,17 +16,17 @@ from typing import Protocol, Self
 from tierfall.core.types.text import signature_fault
 
 PARTS_MAX = 10_000
-"""No store takes an object in more parts than this."""
+"""S3 and its imitations accept at most this many parts in one multipart upload."""
 
 
 def part_bytes(object_bytes: int, least_bytes: int) -> int:
-    """Return how long the parts of an object of up to ``object_bytes`` have to be: ``least_bytes``, or what keeps their
-    number within PARTS_MAX."""
+    """Part size in bytes for an object of up to ``object_bytes``: at least ``least_bytes``, and large enough for at
+    most PARTS_MAX parts."""
     return max(least_bytes, -(-object_bytes // PARTS_MAX))
 
 
 class Publish(StrEnum):
-    """What ``publish`` does where the key is taken."""
+    """What ``publish`` does where the key exists."""
 
     REPLACE = "replace"
     IF_ABSENT = "if_absent"
@@ -37,13 +37,13 @@ class Traits:
     """What a backend can do, as data.
 
     ``durable``: a published object survives a power cut. ``atomic_replace``: a reader sees the old or the new
-    object, never a mixture. ``conditional_create``: ``Publish.IF_ABSENT`` lets exactly one of several writers win;
-    without it, ``create`` refuses that with a BackendError. ``ordered_writes``: a writer takes offsets in rising
-    order only. ``alignment_bytes``: address, offset and length multiples for which bytes move without a copy of the
-    backend's own (1: any). ``direct_io``: bytes bypass the page cache. ``part_bytes_min`` and ``part_bytes_max``
-    bound one ``write`` (0: no bound). ``max_parallel``: calls that may usefully run at once. ``needs_sync``: an
-    object may be visible and not durable, where its writer failed or died in the middle of ``publish``; the backend
-    is a ``SyncedBackend`` then.
+    object, never a mixture. ``conditional_create``: of several writers with ``Publish.IF_ABSENT`` exactly one
+    succeeds; without this trait, ``create`` raises BackendError for IF_ABSENT. ``ordered_writes``: a writer accepts
+    only ascending offsets. ``alignment_bytes``: multiple of address, offset and length at which the backend makes no
+    copy of its own (1: any). ``direct_io``: bytes bypass the page cache. ``part_bytes_min`` and ``part_bytes_max``
+    bound one ``write`` (0: no bound). ``max_parallel``: number of concurrent calls beyond which nothing is gained.
+    ``needs_sync``: an object may be visible without being durable, if its writer failed or died during ``publish``;
+    such a backend is a ``SyncedBackend``.
     """
 
     durable: bool
@@ -60,8 +60,8 @@ class Traits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """One object as a scan or a stat reports it. ``version`` is another text once the object was written anew, '' where
-    the medium says no such thing: an ETag, the time of the last change."""
+    """One object as ``scan`` or ``stat`` reports it. ``version`` changes when the object is rewritten: an ETag, or the
+    modification time; '' where the medium has neither."""
 
     key: str
     bytes: int
@@ -69,29 +69,31 @@ class StoredObject:
 
 
 class Writer(Protocol):
-    """Fills one new object; nothing is visible under the key before ``publish`` returned.
+    """Writes one new object; nothing is visible under the key before ``publish``.
 
-    ``write`` may be called from several threads with disjoint ranges (in rising order where the trait says so), keeps
-    no reference to the view, and returns once the bytes are taken. After a ``write`` that failed with a retryable error
-    the writer lives, and the same range may be written again; after any other failure it is dead and leaves nothing.
-    ``publish`` makes the object visible whole, and durable where the trait says so; it raises KeyExistsError under
-    ``Publish.IF_ABSENT`` when the key is taken. After a retryable failure of ``publish`` it may be called again, and
-    nothing but that and ``abort``: it finishes, or says by an error that is not retryable that the writer is dead, as
-    it is after any other failure: then write a new object. The answer to a publish may be lost after it took effect,
-    so after a retryable failure the object may be visible already, whole. After a failed fsync the bytes count as
-    lost. ``abort``, and leaving the ``with`` without publish, leave nothing visible; both may be called twice.
+    ``write`` may be called from several threads with disjoint ranges (ascending, with the trait ``ordered_writes``).
+    It keeps no reference to the view after it returns. After a retryable error the same range may be written again;
+    after any other error the writer is unusable and leaves nothing behind.
+
+    ``publish`` makes the whole object visible, and durable if the trait ``durable`` is set. Under
+    ``Publish.IF_ABSENT`` it raises KeyExistsError where the key exists. After a retryable error only ``publish`` and
+    ``abort`` may be called; a repeated ``publish`` completes, or raises an error that is not retryable. After such an
+    error the writer is unusable: write a new object. The response to a publish may be lost after it took effect, so
+    after a retryable error the object may already be visible, complete. After a failed fsync the bytes count as lost.
+
+    ``abort``, and leaving the ``with`` without publish, leave nothing visible; both may be called twice.
     """
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Take the bytes of a view as those from ``offset`` on; an empty view is no error."""
+        """Write the bytes of a view at ``offset``; an empty view is no error."""
         ...
 
     def publish(self) -> None:
-        """Make the object visible; BackendError where bytes are missing between 0 and its end."""
+        """Make the object visible; BackendError if a byte between 0 and its end was not written."""
         ...
 
     def abort(self) -> None:
-        """Leave nothing; after ``publish`` do nothing."""
+        """Discard what was written; no effect after ``publish``."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -105,20 +107,21 @@ class Writer(Protocol):
 
 
 class Backend(Protocol):
-    """A place that stores objects under keys. All methods may be called from several threads at once.
+    """Stores objects under keys. All methods are thread-safe.
 
-    Every error is a ``BackendError``: KeyNotFoundError only when the store answered that nothing is there, and
-    UnreachableError (or another retryable one) when it could not be asked; the two are never mixed up.
+    Every error is a ``BackendError``. KeyNotFoundError means that the store answered that the key is absent.
+    UnreachableError (or another retryable error) means that the store did not answer. A backend never reports one as
+    the other.
     """
 
     @property
     def traits(self) -> Traits:
-        """What this backend can do; always the same."""
+        """What this backend can do; constant."""
         ...
 
     @property
     def place(self) -> str:
-        """Where this is, for messages: a folder or an URL, never a credential."""
+        """A folder or URL for messages, without credentials."""
         ...
 
     def create(
@@ -129,60 +132,59 @@ class Backend(Protocol):
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
-        """Begin an object. With ``length`` given, space is reserved where the medium can, and ``publish`` raises a
-        BackendError unless exactly ``length`` bytes are covered. ``length_max`` says, where the length is not known
-        yet, what it will not exceed: an upload in parts chooses the size of its parts by either (a write, but for the
-        last, then has as much as ``part_bytes`` says), and to write beyond it is a BackendError. A negative one, or a
-        length above length_max, is a BackendError."""
+        """Begin an object.
+
+        With ``length``, space is reserved where the medium supports that, and ``publish`` raises BackendError unless
+        exactly ``length`` bytes were written. ``length_max`` is an upper bound where the length is not known yet; a
+        write beyond it is a BackendError. A multipart upload derives its part size from either, and each write but the
+        last then has ``part_bytes`` bytes. BackendError if one is negative, or ``length`` exceeds ``length_max``."""
         ...
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset``; an object that ends before the view is full raises BackendError."""
+        """Fill ``view`` from ``offset``; BackendError if the object ends before the view is full."""
         ...
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        """Fill one view after the other, which together are the range up to ``end``, where the system keeps that in
-        memory anyway (its page cache); False, with nothing read, where it does not, or it is not known. Errors are
-        those of ``read_into``."""
+        """Fill consecutive views with the range ``offset`` to ``end`` if all of it is in the page cache. Return False,
+        with nothing read, if it is not, or if that is unknown. Errors as for ``read_into``."""
         ...
 
     def stat(self, key: str) -> StoredObject:
-        """Describe one object; KeyNotFoundError where the store has answered that it is not there."""
+        """Describe one object; KeyNotFoundError if the store answered that it is absent."""
         ...
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
-        """Every object whose key starts with ``prefix`` (empty, or ending in '/'), sorted by key; unfinished objects
-        and names that no valid key has are left out. A prefix with nothing below it yields nothing; a place that
-        cannot be read raises, also in the middle of the iteration."""
+        """Yield every object whose key starts with ``prefix`` (empty, or ending in '/'), sorted by key. Unfinished
+        objects and names that are no valid keys are omitted. An empty prefix yields nothing; a place that cannot be
+        read raises, also during iteration."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object, durably where the trait says so. A key that is not there is no error."""
+        """Remove an object, durably if the trait ``durable`` is set. An absent key is no error."""
         ...
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        """Remove objects, each as ``delete`` does: of one key or more as many as one request takes, in any order.
-        Return the keys that are still to be asked for, fewer than came. After an error some may be gone, and it may be
-        asked again."""
+        """Remove as many of ``keys`` as one request accepts, at least one, in any order. Return the remaining keys.
+        After an error some may have been removed, and the call may be repeated."""
         ...
 
     def discard_unfinished(self, prefix: str) -> int:
-        """Remove what writers left under ``prefix`` without publishing, except this backend object's own living
-        writers; return how many. Only for callers that know that no other process writes there."""
+        """Remove unpublished objects under ``prefix``, except those of this backend's open writers; return their
+        number. The caller guarantees that no other process writes there."""
         ...
 
     def close(self) -> None:
-        """Give back connections and files. No other call is going on, and none but a writer's ``abort`` follows."""
+        """Release connections and files. No other call is in progress; only a writer's ``abort`` may follow."""
         ...
 
 
 class SyncedBackend(Backend, Protocol):
-    """A backend whose traits say ``needs_sync``."""
+    """A backend with the trait ``needs_sync``."""
 
     def sync(self, folder: str) -> None:
-        """Make durable what is visible directly below ``folder`` (a key's parts without the last), whoever published
-        it. Raises KeyNotFoundError where the folder is not there, and another BackendError where what lies there may
-        not survive a power cut: a second call may then say wrongly that all is well, so write the object anew."""
+        """Make durable what is visible directly below ``folder`` (a key without its last component), whichever process
+        published it. KeyNotFoundError if the folder is absent. Another BackendError means that its content may not
+        survive a power cut: rewrite the objects, since a second ``sync`` may succeed although data was lost."""
         ...
 
 
@@ -200,8 +202,8 @@ _PARAMETERS = {
 
 
 def backend_fault(backend: object) -> str | None:
-    """Say what keeps an object from being a ``Backend``: the first method that is missing or takes other parameters, or
-    a ``traits`` or ``place`` of another type. None where it is one; no method is called."""
+    """Describe why an object is not a ``Backend``: the first method that is missing or has other parameters, or a
+    ``traits`` or ``place`` of another type. None if it is one. No method is called."""
     traits = getattr(backend, "traits", None)
     needed = _PARAMETERS | ({"sync": "(folder)"} if getattr(traits, "needs_sync", False) else {})
     for name, expected in needed.items():
@@ -223,8 +225,8 @@ def backend_fault(backend: object) -> str | None:
 def delete_all(
     backend: Backend, keys: Sequence[str], *, before: Callable[[], None] = lambda: None
 ) -> None:
-    """Remove objects in as few requests as the backend makes of them, in any order; after an error some may be gone.
-    ``before`` is called before each request, and ends it by raising."""
+    """Remove objects in as few requests as the backend allows, in any order; after an error some may have been removed.
+    ``before`` is called before each request and may raise to stop."""
     while keys:
         before()
         keys = backend.delete_some(keys)

@@ -2,27 +2,27 @@
 
     TierfallError
     |-- ConfigError          the YAML, an argument of open, or a second Checkpointer of one run
-    |   `-- NotSupportedError     what a later version does; said, never ignored
-    |-- CaptureError         the state cannot be written down, or changed under its capture
+    |   `-- NotSupportedError     only a later version supports it
+    |-- CaptureError         the state cannot be serialised, or changed during capture
     |   `-- StateChangedError     tensors were written to between save() and the next optimizer step
-    |-- StepError            a step that was saved already, lies behind the line, or does not exist
+    |-- StepError            a step that is saved already, is below the newest saved one, or does not exist
     |-- FlushError           a copy could not be made durable on a tier
     |-- FencedError          a newer attempt of this run exists: this process must not write any more
     |-- RestoreError         no checkpoint could be restored, or it does not fit the state
     |-- IntegrityError       stored bytes are not the bytes that were written
     |-- CapacityError        a tier has no room
-    |-- RanksError           the ranks of a run did not act together: one is missing, or made another call
+    |-- RanksError           a rank is missing, or the ranks made different calls
     |-- LockError            another process owns the run on this machine
     `-- BackendError         storage refused or failed
         |-- KeyInvalidError       a name that could leave the tier's folder
-        |-- KeyNotFoundError      the store answered: it is not there
-        |-- KeyExistsError        a conditional create lost
+        |-- KeyNotFoundError      the store answered: the key is absent
+        |-- KeyExistsError        a conditional create found the key
         |-- StorageFullError      no space, or a quota is reached
         |-- AccessDeniedError     the store answered: not allowed
-        |-- LostWriteError        what was written may be lost: write it anew
-        `-- UnreachableError      the store did not answer: could not look
+        |-- LostWriteError        what was written may be lost: rewrite the object
+        `-- UnreachableError      the store did not answer
 
-A message names operation, place and what to do. ``retryable`` says whether the same call may succeed a moment later.
+A message names the operation, the place and what to do. ``retryable``: the same call may succeed a moment later.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from typing import ClassVar
 
 
 class TierfallError(Exception):
-    """The root: catch it to catch everything that tierfall raises on purpose."""
+    """The base of every error that tierfall raises on purpose."""
 
     retryable: ClassVar[bool] = False
 
 
 class ConfigError(TierfallError, ValueError):
-    """The configuration or an argument is wrong; the message says where, and what was expected."""
+    """The configuration or an argument is wrong; the message names the place and what was expected."""
 
 
 class NotSupportedError(ConfigError):
-    """A documented feature that this version does not act on yet."""
+    """A feature or a format that this version does not support."""
 
 
 class CaptureError(TierfallError):
@@ -57,7 +57,7 @@ class StateChangedError(CaptureError):
 
 
 class StepError(TierfallError, ValueError):
-    """A step that was saved already, lies behind the line that is being saved, or is not known."""
+    """A step that is saved already, is not above the newest checkpoint of the lineage, or is not known."""
 
 
 class FlushError(TierfallError):
@@ -69,7 +69,7 @@ class FencedError(TierfallError):
 
 
 class RestoreError(TierfallError):
-    """A checkpoint could not be restored, or does not fit the state that it was asked into."""
+    """A checkpoint could not be restored, or does not fit the given state."""
 
 
 class IntegrityError(TierfallError):
@@ -77,11 +77,11 @@ class IntegrityError(TierfallError):
 
 
 class CapacityError(TierfallError):
-    """A tier has no room for a checkpoint; the message holds what is needed and what there is."""
+    """A tier has no room for a checkpoint; the message has the bytes needed and available."""
 
 
 class RanksError(TierfallError):
-    """The ranks of a run did not act together; the message names who was missing, or did something else."""
+    """A rank is missing, or the ranks made different calls; the message names the ranks."""
 
 
 class LockError(TierfallError):
@@ -101,7 +101,7 @@ class KeyNotFoundError(BackendError, FileNotFoundError):
 
 
 class KeyExistsError(BackendError, FileExistsError):
-    """A conditional create found the key taken."""
+    """A conditional create found that the key exists."""
 
 
 class StorageFullError(BackendError):
@@ -113,17 +113,17 @@ class AccessDeniedError(BackendError, PermissionError):
 
 
 class LostWriteError(BackendError):
-    """What was written may be lost (a failed fsync, a tier that was mounted anew): the same call does not mend that,
-    while writing the object anew may well succeed."""
+    """What was written may be lost (a failed fsync, a tier that was remounted). Repeating the call does not help;
+    rewriting the object may."""
 
 
 class UnreachableError(BackendError):
-    """The store did not answer, or failed in a way that may pass: nothing is known about what it holds."""
+    """The store did not answer, or failed temporarily: nothing is known about its content."""
 
     retryable: ClassVar[bool] = True
 
 
 def error_class(name: str, otherwise: type[TierfallError]) -> type[TierfallError]:
-    """Return the error of this page that another process names; ``otherwise`` where this version has none."""
+    """Look up the class of an error that another process reported; ``otherwise`` if this version has no such class."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, TierfallError) else otherwise

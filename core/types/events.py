@@ -1,7 +1,7 @@
-"""What happens in a run, for whoever writes it down: one value per kind of event, and the one list of the kinds.
+"""The events of a run: one value class per kind, and the list of all kinds.
 
-Values only. ``at_s`` is the time of whoever says it: the coordinator's clock, virtual in tests and simulations.
-Sizes are in bytes, spans in seconds. ``docs/event-log.md`` describes each kind, and a test compares.
+``at_s`` is the emitter's time: the coordinator's clock, which is virtual in tests and simulations. Sizes are in bytes,
+durations in seconds. ``docs/event-log.md`` describes each kind; a test compares the two.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from tierfall.core.types.text import float_to_json
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 FORMAT = 1
-"""The version of the lines that ``members`` gives: raised where a reader of the old ones would be misled."""
+"""Version of the log's lines; increased only by a change that a reader of older lines would misread."""
 TEXT_MAX = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened."""
+    """The base of all events."""
 
     kind: ClassVar[str] = ""
     at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OfCheckpoint(Event):
-    """Something that happened to a checkpoint."""
+class CheckpointEvent(Event):
+    """An event that concerns one checkpoint."""
 
     id: CheckpointId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OfCopy(OfCheckpoint):
-    """Something that happened to a copy of a checkpoint, on a tier."""
+class CopyEvent(CheckpointEvent):
+    """An event that concerns the copy of a checkpoint on one tier."""
 
     tier: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened(Event):
-    """A process opened the run; ``attempt`` is its line of saving (None: it only carries out orders)."""
+    """A process opened the run under number ``attempt`` (None: it saves nothing, and only runs commands)."""
 
     kind: ClassVar[str] = "opened"
     attempt: int | None
@@ -54,14 +54,14 @@ class Opened(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed(Event):
-    """A process closed the run; ``lost_events`` counts events that could not be written since it opened it."""
+    """A process closed the run; ``lost_events`` counts events that could not be written since it was opened."""
 
     kind: ClassVar[str] = "closed"
     lost_events: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveBegun(OfCheckpoint):
+class SaveBegun(CheckpointEvent):
     """The capture of a checkpoint began; it is owed to ``tiers``."""
 
     kind: ClassVar[str] = "save_begun"
@@ -70,9 +70,9 @@ class SaveBegun(OfCheckpoint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captured(OfCheckpoint):
-    """The image is whole in host memory, ``seconds`` after the save began. ``blocked_s`` is what the training thread
-    gave for it."""
+class Captured(CheckpointEvent):
+    """The image is complete in host memory, ``seconds`` after the save began. The save blocked the training thread for
+    ``blocked_s``."""
 
     kind: ClassVar[str] = "captured"
     bytes: int
@@ -82,8 +82,8 @@ class Captured(OfCheckpoint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveEnded(OfCheckpoint):
-    """A save came to nothing: it was skipped, superseded, or failed."""
+class SaveEnded(CheckpointEvent):
+    """A save ended without a checkpoint: it was skipped, superseded, or failed."""
 
     kind: ClassVar[str] = "save_ended"
     outcome: SaveOutcome
@@ -91,8 +91,8 @@ class SaveEnded(OfCheckpoint):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlushBegun(OfCopy):
-    """A copy to a tier began; ``tries`` counts those before it that failed in a row there."""
+class FlushBegun(CopyEvent):
+    """A copy to a tier began; ``tries`` counts the consecutive failures on that tier before it."""
 
     kind: ClassVar[str] = "flush_begun"
     bytes: int
@@ -100,8 +100,9 @@ class FlushBegun(OfCopy):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlushDone(OfCopy):
-    """All of an image has arrived, ``seconds`` after the copy began; ``sources`` says how much was read where."""
+class FlushDone(CopyEvent):
+    """An image has arrived completely, ``seconds`` after the copy began; ``sources`` maps each tier to the bytes read
+    from it."""
 
     kind: ClassVar[str] = "flush_done"
     bytes: int
@@ -110,8 +111,8 @@ class FlushDone(OfCopy):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlushStalled(OfCopy):
-    """A copy could not go on; what has arrived stays, and it goes on from there in ``again_s``."""
+class FlushStalled(CopyEvent):
+    """A copy was interrupted; it resumes where it stopped, in ``again_s``."""
 
     kind: ClassVar[str] = "flush_stalled"
     reason: str
@@ -119,8 +120,8 @@ class FlushStalled(OfCopy):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlushFailed(OfCopy):
-    """A copy ended in an error, ``seconds`` after it began. It is begun again, unless ``flush_given_up`` says not."""
+class FlushFailed(CopyEvent):
+    """A copy failed ``seconds`` after it began. It is restarted, unless ``flush_given_up`` follows."""
 
     kind: ClassVar[str] = "flush_failed"
     reason: str
@@ -128,25 +129,25 @@ class FlushFailed(OfCopy):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlushGivenUp(OfCopy):
-    """A tier will never get its copy."""
+class FlushGivenUp(CopyEvent):
+    """The copy will never be made on this tier."""
 
     kind: ClassVar[str] = "flush_given_up"
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetAside(OfCopy):
-    """A copy failed again and again while its tier took others: this start tries it no more, the next one does."""
+class SetAside(CopyEvent):
+    """A copy failed repeatedly while others succeeded on its tier. This start does not retry it; the next one does."""
 
     kind: ClassVar[str] = "set_aside"
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed(OfCopy):
-    """A checkpoint is committed on a tier, where it takes ``bytes``; ``seconds`` after its save began (None: an earlier
-    start saved it)."""
+class Committed(CopyEvent):
+    """A checkpoint was committed on a tier, with ``bytes`` stored there, ``seconds`` after its save began (None: an
+    earlier start saved it)."""
 
     kind: ClassVar[str] = "committed"
     bytes: int
@@ -154,8 +155,8 @@ class Committed(OfCopy):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evicted(OfCopy):
-    """An image left host memory, so that a save has room, or because it is of no use any more."""
+class Evicted(CopyEvent):
+    """An image was removed from host memory: a save needs the room, or nothing needs the image."""
 
     kind: ClassVar[str] = "evicted"
     bytes: int
@@ -163,8 +164,8 @@ class Evicted(OfCopy):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped(OfCopy):
-    """A copy left a stored tier; deleting it took ``seconds``. ``unfinished``: it was never committed there."""
+class Dropped(CopyEvent):
+    """A copy was deleted from a stored tier, in ``seconds``. ``unfinished``: it was never committed there."""
 
     kind: ClassVar[str] = "dropped"
     bytes: int
@@ -174,8 +175,8 @@ class Dropped(OfCopy):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DropFailed(OfCopy):
-    """A copy could not be deleted; that is tried again."""
+class DropFailed(CopyEvent):
+    """A copy could not be deleted; the deletion is retried."""
 
     kind: ClassVar[str] = "drop_failed"
     reason: str
@@ -183,8 +184,8 @@ class DropFailed(OfCopy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierFailing(Event):
-    """A tier takes no copies at present, and has not for as long as ``max_wait``, or for a reason that lasts. The host
-    tier: what lies in memory ends with this process, as somebody removed the memory's file."""
+    """A tier has accepted no copies for ``max_wait``, or cannot for a permanent reason. For the host tier: the arena's
+    file was removed, so its images end with this process."""
 
     kind: ClassVar[str] = "tier_failing"
     tier: str
@@ -193,15 +194,16 @@ class TierFailing(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRecovered(Event):
-    """A tier takes copies again; what lies in memory outlives this process again."""
+    """A tier accepts copies again. For the host tier: its images outlive this process again."""
 
     kind: ClassVar[str] = "tier_recovered"
     tier: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateRestored(OfCheckpoint):
-    """A state was filled from a checkpoint: ``bytes`` by tier in ``sources``, and what was passed over, and why."""
+class StateRestored(CheckpointEvent):
+    """A state was filled from a checkpoint. ``sources`` maps each tier to the bytes read from it; ``fallbacks`` lists
+    the skipped copies and checkpoints, with reasons."""
 
     kind: ClassVar[str] = "restored"
     bytes: int
@@ -212,7 +214,7 @@ class StateRestored(OfCheckpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationFailed(Event):
-    """Something else went wrong: ``doing`` says what was being done."""
+    """Another error; ``doing`` names the operation."""
 
     kind: ClassVar[str] = "error"
     doing: str
@@ -221,7 +223,7 @@ class OperationFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsLost(Event):
-    """``count`` events stand nowhere: the log took none, for longer than they could wait."""
+    """``count`` events were discarded because the log could not be written for too long."""
 
     kind: ClassVar[str] = "events_lost"
     count: int
@@ -249,19 +251,19 @@ KINDS: tuple[type[Event], ...] = (
     EventsLost,
     Closed,
 )
-"""All there are, in the order in which the page lists them."""
+"""All kinds, in the order of ``docs/event-log.md``."""
 
 Notify = Callable[[Event], None]
-"""Is told of each event, on the thread where it happens; it must not block, nor raise."""
+"""Called with each event, on the thread that emits it; must neither block nor raise."""
 
 
 def ignore(event: Event) -> None:
-    """Tell nobody."""
+    """Discard an event."""
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """Write an event as JSON members, but for its time: ``kind``, then its own fields; an id is a step and an
-    attempt."""
+    """Convert an event to JSON members without its time: ``kind``, then its fields; an id becomes ``step`` and
+    ``attempt``."""
     found: dict[str, Any] = {"kind": event.kind}
     for each in fields(event):
         value = getattr(event, each.name)
@@ -283,14 +285,14 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def member_names(kind: type[Event]) -> tuple[str, ...]:
-    """Name the members of a kind's lines beside ``kind``, as ``members`` writes them."""
+    """Names of the members that ``event_to_json`` writes for a kind, without ``kind``."""
     own = (each.name for each in fields(kind) if each.name != "at_s")
     return tuple(n for name in own for n in (("step", "attempt") if name == "id" else (name,)))
 
 
 @dataclass(slots=True, kw_only=True)
 class RecentEvents:
-    """The last events of a process, for whoever looks at it, from any thread."""
+    """The last ``limit`` events of a process; readable from any thread."""
 
     limit: int = 16
     events: tuple[Event, ...] = field(default=())

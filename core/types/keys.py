@@ -1,4 +1,4 @@
-"""How things are named on a tier: pure functions between values and keys, and nothing else.
+"""The keys of everything on a tier, as pure functions between values and names.
 
     <run>/attempts/a0007.json
     <run>/lineage/a0007-<attempt id>-<milliseconds>-step-00000300-a0006.json, or -anew.json
@@ -7,10 +7,10 @@
     <run>/step-00000400-a0007/rank-00000-of-00004.safetensors.zst or .safetensors.tfz, .stored.json: a packed image
     <run>/latest
     <run>/tier.json: which tier this is
-    <run>/marks-changed: another text after each mark that a person leaves or takes away
+    <run>/marks-changed: its content changes with each mark that a person sets or removes
 
-Numbers are padded to at least these widths and compared as integers. A name that does not parse is not ours: it is
-never touched.
+Numbers are padded to at least these widths and compared as integers. A name that does not parse belongs to another
+program and is never touched.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def attempt_key(run: str, number: int) -> str:
 
 
 def parse_attempt(name: str) -> int | None:
-    """Read an attempt number from the last part of a key."""
+    """Parse the last component of an attempt's key."""
     match = _ATTEMPT.match(name)
     return int(match[1]) if match else None
 
@@ -85,13 +85,13 @@ def parse_attempt(name: str) -> int | None:
 def start_name(
     number: int, attempt_id: str, *, began_ms: int, started_from: CheckpointId | None
 ) -> str:
-    """Name the record of how an attempt that saved something began."""
-    start = "anew" if started_from is None else step_folder(started_from)
-    return f"a{number:04d}-{attempt_id}-{began_ms}-{start}.json"
+    """Name the record of an attempt's start: when it began, in milliseconds since 1970, and from which checkpoint."""
+    origin = "anew" if started_from is None else step_folder(started_from)
+    return f"a{number:04d}-{attempt_id}-{began_ms}-{origin}.json"
 
 
 def parse_start(name: str) -> tuple[int, str, int, CheckpointId | None] | None:
-    """Read what ``start_name`` was given."""
+    """Parse a ``start_name`` into number, id, milliseconds since 1970, and the checkpoint it started from."""
     match = _START.match(name)
     if match is None:
         return None
@@ -114,37 +114,36 @@ def step_prefix(run: str, checkpoint: CheckpointId) -> str:
 
 
 def shard_name(shard: Shard, codec: Codec = Codec.NONE) -> str:
-    """Name an image as it is stored: raw, or packed by a codec."""
-    return _rank(shard) + _IMAGE_SUFFIXES[codec]
+    """Name a stored image: raw, or packed by a codec."""
+    return _shard_prefix(shard) + _IMAGE_SUFFIXES[codec]
 
 
 def is_packed_image(name: str) -> bool:
-    """Say whether a name is that of an image that a codec has packed."""
     packed = tuple(suffix for codec, suffix in _IMAGE_SUFFIXES.items() if codec is not Codec.NONE)
     return parse_shard(name) is not None and name.endswith(packed)
 
 
 def manifest_name(shard: Shard) -> str:
-    return _rank(shard) + ".json"
+    return _shard_prefix(shard) + ".json"
 
 
 def stored_name(shard: Shard) -> str:
-    """Name the record of how a packed image lies in its file."""
-    return _rank(shard) + STORED_SUFFIX
+    """Name the record of a packed image's frames."""
+    return _shard_prefix(shard) + STORED_SUFFIX
 
 
-def _rank(shard: Shard) -> str:
+def _shard_prefix(shard: Shard) -> str:
     return f"rank-{shard.rank:05d}-of-{shard.world_size:05d}"
 
 
 def parse_shard(name: str) -> Shard | None:
-    """Read rank and world size from the name of an image, raw or packed, or of a record beside it."""
+    """Parse rank and world size from the name of an image, raw or packed, or of a document beside it."""
     match = _SHARD.match(name)
     return Shard(int(match[1]), int(match[2])) if match else None
 
 
 def is_damage_mark(name: str) -> bool:
-    """Say whether a mark is no person's, but a reader's that found the copy damaged (``commit_files.damage_mark``)."""
+    """Whether a mark was written by a reader that found the copy damaged (``commit_files.damage_mark``)."""
     return _DAMAGE_MARK.match(name) is not None
 
 
@@ -153,7 +152,7 @@ def tag_mark(tag: str) -> str:
 
 
 def is_ours(name: str) -> bool:
-    """Say whether tierfall writes a file of this name, relative to a step folder."""
+    """Whether tierfall writes a file of this name, relative to a step folder."""
     folder, slash, leaf = name.rpartition("/")
     if folder == MARKS_FOLDER:
         return bool(_MARK.match(leaf))
@@ -161,13 +160,12 @@ def is_ours(name: str) -> bool:
 
 
 def belongs_to(name: str, shard: Shard) -> bool:
-    """Say whether a file of a step folder is one that this rank writes there before the commit record: the index of all
-    ranks is rank 0's."""
+    """Whether this rank writes that file of a step folder before the commit record; rank 0 writes the merged index."""
     return parse_shard(name) == shard or (name == INDEX_NAME and shard.rank == 0)
 
 
 def tags_of(given: Iterable[str], marks: Iterable[str]) -> frozenset[str]:
-    """Name the tags of a checkpoint: those ``given`` at its save and marked since, less those that were taken away."""
+    """Tags of a checkpoint: those ``given`` at its save, plus tag marks, minus untag marks."""
     added = {mark.removeprefix("tag-") for mark in marks if mark.startswith("tag-")}
-    taken = {mark.removeprefix("untag-") for mark in marks if mark.startswith("untag-")}
-    return frozenset({*given, *added} - taken)
+    removed = {mark.removeprefix("untag-") for mark in marks if mark.startswith("untag-")}
+    return frozenset({*given, *added} - removed)

@@ -1,5 +1,5 @@
-"""What a policy is to the rest: a named function with rules of its own, and a rule, which is such a policy asked of one
-tier. Which policies there are stands in ``policies.registry``.
+"""A policy (a named function) and a rule (a policy with the settings that a configuration gives it). The registry of
+policies is ``policies.registry``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class PolicyKind(StrEnum):
-    """What a policy decides: when to save, what a tier keeps, what it gives up first, what goes there first."""
+    """What a policy decides: the steps from save to save, what a tier retains, the eviction order, the flush order."""
 
     INTERVAL = "interval"
     RETAIN = "retain"
@@ -21,12 +21,12 @@ class PolicyKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """One policy, under the name by which a configuration asks for it.
+    """One policy, under its name in a configuration.
 
-    ``decide`` is a pure function (view, rules, now) -> answer; ``rules`` is the pydantic model, or another type that
-    pydantic reads, of what stands behind the name in YAML (None: nothing does). ``due`` says, for the same arguments,
-    at which wall time in seconds the answer may change by time alone (None: never), ``words`` says rules in words.
-    ``alike``: the answer hangs on steps and attempts alone, so that every rank comes to the same.
+    ``decide`` is a pure function (view, rules, now) -> answer. ``rules`` is the type of the YAML value of that name: a
+    pydantic model, or another type that pydantic validates (None: no value). ``due`` returns, for the same arguments,
+    the wall time in seconds at which the answer may change by time alone (None: never). ``words`` formats rules for
+    people. ``alike``: the answer depends on steps and attempts alone, so that all ranks get the same one.
     """
 
     kind: PolicyKind
@@ -40,7 +40,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A policy that a tier's configuration asks for, with the rules that it gives, read already."""
+    """A policy in a tier's configuration, with its validated settings."""
 
     policy: Policy
     rules: Any = None

@@ -1,4 +1,4 @@
-"""Small words of messages, and values as JSON members; nothing here knows what they are about."""
+"""Parts of messages, and values as JSON members."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 _NAMED_MAX = 8
 _VOWELS = ("a", "e", "i", "o", "un")
 _OF_IDS = ("id", "checkpoint", "survives")
-"""Attributes whose value, a checkpoint's id or None, is written as the members ``step`` and ``attempt``."""
+"""Attributes that hold a checkpoint's id or None, written as the members ``step`` and ``attempt``."""
 
 
 def with_article(noun: str) -> str:
-    """Put ``a`` or ``an`` before a noun, by its letters: ``an int``, ``a dict``."""
+    """Prepend ``a`` or ``an``, chosen by spelling: ``an int``, ``a dict``."""
     return f"{'an' if noun.lower().startswith(_VOWELS) else 'a'} {noun}"
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """Name a few ranks of many: ``rank 3``, ``ranks 2, 3``, ``ranks 0, 1, ... and 4 more``."""
+    """Format at most 8 ranks: ``rank 3``, ``ranks 2, 3``, ``ranks 0, 1, ... and 4 more``."""
     ranks = sorted(ranks)
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -31,31 +31,31 @@ def ranks_named(ranks: Iterable[int]) -> str:
 
 
 def few_of(things: Sequence[str]) -> str:
-    """Name a few of many, and say how many more there are."""
+    """Format the first 4 of a list, and the number of the others."""
     more = len(things) - 4
     return ", ".join(things[:4]) + (f" and {more} more" if more > 0 else "")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Word a hint at the known word that was probably meant; empty where none is near."""
+    """A hint at the known word that was probably meant, to append to a message; empty if none is similar."""
     by_shape = {name.lower().replace("-", "_"): name for name in known}
     near = difflib.get_close_matches(word.lower().replace("-", "_"), by_shape, n=1, cutoff=0.6)
     return f'; did you mean "{by_shape[near[0]]}"?' if near else ""
 
 
 def signature_fault(function: Callable[..., Any], expected: str) -> str | None:
-    """Say that a function cannot be called with the parameters that ``expected`` lists, such as ``(key, *, length)``:
-    those after the star by name, the others by place. None where it can, and where Python does not know its parameters.
-    """
-    by_place, _, by_name = expected.strip("()").partition("*")
-    places = [name for name in by_place.replace(" ", "").split(",") if name]
-    names = [name for name in by_name.replace(" ", "").split(",") if name]
+    """Describe why a function cannot be called with the parameters ``expected``, such as ``(key, *, length)``: those
+    after the star by keyword, the others by position. None if it can, or if its signature is unknown."""
+    positional, keywords = (
+        [name for name in part.replace(" ", "").split(",") if name]
+        for part in expected.strip("()").partition("*")[::2]
+    )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins
         return None
     try:
-        signature.bind(*places, **dict.fromkeys(names))
+        signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError:
         bare = (each.replace(annotation=each.empty) for each in signature.parameters.values())
         return f"it takes ({', '.join(map(str, bare))}); expected {expected}"
@@ -63,14 +63,14 @@ def signature_fault(function: Callable[..., Any], expected: str) -> str | None:
 
 
 def float_to_json(value: float) -> float | str:
-    """Write a float so that every value survives JSON, not-a-number and infinities included."""
+    """A float as a JSON number; NaN and infinities, which JSON lacks, as text."""
     return value if math.isfinite(value) else repr(value)
 
 
 def members(value: Any, *names: str) -> dict[str, Any]:
-    """Write the attributes ``names`` of a value, or all fields of a dataclass, as JSON members in that order.
+    """Convert the attributes ``names`` of a value, or all fields of a dataclass, to JSON members in that order.
 
-    Each of them is None where the value is. Text stands for errors and paths, a sorted list for a set.
+    If the value is None, so is each member. Errors and paths become text, a set a sorted list.
     """
     found: dict[str, Any] = {}
     for name in names or [each.name for each in fields(value)]:
@@ -83,7 +83,7 @@ def members(value: Any, *names: str) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> Any:
-    """Write a value as JSON has it; dataclasses by their ``members``."""
+    """Convert a value to JSON types; a dataclass by ``members``."""
     match value:
         case Enum():
             return str(value)

@@ -1,7 +1,7 @@
-"""Sizes, rates, times and shares as people write and read them, and as numbers: bytes, bytes/s, seconds, fractions.
+"""Parsing and formatting of sizes (bytes), rates (bytes/s), times (seconds) and shares (fractions).
 
-Parsing is exact and strict about units: ``Gb`` is refused, never guessed at, and the error names the nearest right one.
-Formatting is for people: rounded, with a space before the unit. This module knows nothing of the configuration file.
+Parsing is exact and strict: ``Gb`` is refused, and the error suggests the nearest unit. Formatting is for people:
+rounded, with a space before the unit.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ N = TypeVar("N", int, Decimal)
 _NUMBER_AND_UNIT = re.compile(rf"({NUMBER_PATTERN})\s*([^0-9.\s].*)?", re.DOTALL)
 _MAX_BYTES = (1 << 63) - 1
 _MAX_SECONDS = 10**10
-# What people write for a unit of time, and what they mean.
-_DURATION_WORDS = {
+_DURATION_WORDS = {  # units that people write, and that an error can suggest a correction for
     "sec": "s",
     "secs": "s",
     "second": "s",
@@ -72,17 +71,17 @@ _DURATION_WORDS = {
 }
 
 FOREVER_S = 1e9
-"""No wait is longer: the system's calls bound what they take."""
+"""The longest wait: system calls bound their timeouts."""
 
 
 def parse_size(value: int | str) -> int:
-    """Read a size in bytes; an integer, or text without a unit, is bytes. Raises ConfigError."""
+    """Parse a size to bytes; an integer, or text without a unit, is in bytes. Raises ConfigError."""
     number, unit = _split(value, EXPECTED_SIZE)
     return _whole_bytes(value, number, _factor(unit or "B", SIZE_UNITS, EXPECTED_SIZE))
 
 
 def parse_rate(value: int | str) -> int:
-    """Read a rate in bytes per second; an integer is bytes per second. Raises ConfigError."""
+    """Parse a rate to bytes per second; an integer is in bytes per second. Raises ConfigError."""
     number, unit = _split(value, EXPECTED_RATE)
     if unit == "" and isinstance(value, str) and not value.strip().isdigit():
         raise ConfigError(f"{value!r} has no unit; expected {EXPECTED_RATE}")
@@ -90,7 +89,7 @@ def parse_rate(value: int | str) -> int:
 
 
 def parse_duration(value: float | str) -> float:
-    """Read a time in seconds; a number, or text without a unit, is seconds. Raises ConfigError."""
+    """Parse a time to seconds; a number, or text without a unit, is in seconds. Raises ConfigError."""
     if isinstance(value, float) and math.isfinite(value) and value >= 0:
         value = f"{value:.9f}"
     number, unit = _split(value, EXPECTED_DURATION)
@@ -101,7 +100,7 @@ def parse_duration(value: float | str) -> float:
 
 
 def as_seconds(value: float | None, *, what: str) -> float | None:
-    """Return a span of time that an argument gives, in seconds; None is no bound. Raises ConfigError."""
+    """Validate an argument in seconds (None: no bound), at most FOREVER_S. Raises ConfigError."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
@@ -112,7 +111,7 @@ def as_seconds(value: float | None, *, what: str) -> float | None:
 
 
 def parse_share(value: str) -> float:
-    """Read a percentage as a fraction between 0 and 1. Raises ConfigError."""
+    """Parse a percentage to a fraction between 0 and 1. Raises ConfigError."""
     number, unit = _split(value, EXPECTED_SHARE)
     if unit != "%":
         raise ConfigError(
@@ -124,7 +123,7 @@ def parse_share(value: str) -> float:
 
 
 def _split(value: object, expected: str) -> tuple[Decimal, str]:
-    """Split into a number that is not negative, and a unit (empty where there is none)."""
+    """Split into a non-negative number and a unit ('' if there is none)."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f"{value!r} is not usable here; expected {expected}")
     if isinstance(value, int):
@@ -147,16 +146,16 @@ def _factor(unit: str, units: Mapping[str, N], expected: str) -> N:
 
 
 def nearest_units(unit: str, units: Iterable[str]) -> list[str]:
-    """Name the units that somebody who wrote ``unit`` may have meant, the likeliest first; at most two."""
+    """At most two units that ``unit`` may stand for, the likeliest first."""
     known = list(units)
     if (word := _DURATION_WORDS.get(unit.lower())) in known:
         return [word]
     folded = unit.lower().replace("ps", "/s")
     same = [name for name in known if name.lower() == folded]
     # "16G": binary first, since memory and chunks are counted so.
-    begun = [name for name in reversed(known) if folded and name.lower().startswith(folded)]
+    longer = [name for name in reversed(known) if folded and name.lower().startswith(folded)]
     close = difflib.get_close_matches(unit, known, n=1, cutoff=0.5)
-    return (same or begun or close)[:2]
+    return (same or longer or close)[:2]
 
 
 def _whole_bytes(value: object, number: Decimal, factor: int) -> int:
@@ -167,22 +166,22 @@ def _whole_bytes(value: object, number: Decimal, factor: int) -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """Write a size for people: ``1.5 GiB``, ``512 B``."""
+    """Format a size: ``1.5 GiB``, ``512 B``."""
     return _scaled(size_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Write a rate for people, in powers of ten, as vendors and networks do: ``2.4 GB/s``."""
+    """Format a rate in powers of ten, as vendors and networks do: ``2.4 GB/s``."""
     return _scaled(bytes_per_s, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s", "PB/s"))
 
 
 def format_share(fraction: float) -> str:
-    """Write a fraction as a percentage: ``3.5%``."""
+    """Format a fraction as a percentage: ``3.5%``."""
     return f"{_short(fraction * 100)}%"
 
 
 def format_duration(seconds: float) -> str:
-    """Write a finite time for people, in its two largest units: ``12 ms``, ``4.2 s``, ``1 h 04 min``, ``2 d 03 h``."""
+    """Format a finite time in its two largest units: ``12 ms``, ``4.2 s``, ``1 h 04 min``, ``2 d 03 h``."""
     if seconds < 0:
         return "-" + format_duration(-seconds)
     if seconds < 0.9995:
@@ -200,7 +199,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_period(seconds: float) -> str:
-    """Write a time as a configuration has it, exactly, in the largest unit that fits: ``1d``, ``36h``, ``0.5s``."""
+    """Format a time exactly, as in a configuration, in the largest unit that divides it: ``1d``, ``36h``, ``0.5s``."""
     exact = Decimal(str(seconds))
     for unit, factor in reversed(list(DURATION_UNITS.items())):
         if exact >= factor and exact % factor == 0:
@@ -209,7 +208,7 @@ def format_period(seconds: float) -> str:
 
 
 def _scaled(value: float, base: int, units: Sequence[str]) -> str:
-    """Scale to the unit in which the rounded number stays below ``base``."""
+    """Format in the smallest unit in which the rounded number is below ``base``."""
     scaled, last = float(value), len(units) - 1
     for index, unit in enumerate(units):
         if index == last or round(abs(scaled)) < base:
@@ -219,7 +218,7 @@ def _scaled(value: float, base: int, units: Sequence[str]) -> str:
 
 
 def _short(value: float) -> str:
-    """Write about three digits, without a decimal that says nothing."""
+    """Format with two to three significant digits, without trailing zeros."""
     digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 0.95 else 2
     text = f"{value:.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,6 +1,6 @@
-"""The small values that every room passes around: identities, states, orders, decisions.
+"""Values and enumerations that all folders use.
 
-They describe; they own nothing. All are frozen, so a policy may keep one and a thread may read one without a lock.
+All are frozen and own no bytes, so a policy may keep one and a thread may read one without a lock.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class CheckpointId:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Whose image it is: a rank of a world."""
+    """Identifies an image within a checkpoint: a rank, and the number of ranks that saved."""
 
     rank: int
     world_size: int
 
 
 class TierKind(StrEnum):
-    """The kinds of tier, in the order in which a chain may hold them."""
+    """The kinds of tier, in the order that a chain of tiers must have."""
 
     DEVICE = "device"
     HOST = "host"
@@ -38,7 +38,7 @@ class TierKind(StrEnum):
 
 
 class Codec(StrEnum):
-    """How the chunks of a stored image are packed; ``none`` stores the image as it is."""
+    """How the chunks of a stored image are packed; ``none`` stores the raw image."""
 
     NONE = "none"
     ZSTD = "zstd"
@@ -46,15 +46,15 @@ class Codec(StrEnum):
 
 
 class Driver(StrEnum):
-    """The library that speaks to an object store; ``s3://`` has a client of its own, whatever is named."""
+    """The client library of an object store; ``s3://`` URLs always use the built-in client."""
 
     OBSTORE = "obstore"
     FSSPEC = "fsspec"
 
 
 class LossClass(StrEnum):
-    """What may be lost at one blow; a copy survives its own class and every smaller one. They compare by how much is
-    lost, never as text."""
+    """What one failure may destroy; a copy survives its own class and every smaller one. Ordered by extent, not as
+    text."""
 
     NONE = "none"
     PROCESS = "process"
@@ -62,8 +62,8 @@ class LossClass(StrEnum):
     SITE = "site"
 
     def covers(self, other: LossClass) -> bool:
-        """Say whether a loss of this class is one of the other, too."""
-        return self.extent >= other.extent
+        """Whether a loss of this class includes a loss of the other."""
+        return self >= other
 
     def __lt__(self, other: str) -> bool:
         return _EXTENTS[self] < _EXTENTS[other]
@@ -79,7 +79,7 @@ class LossClass(StrEnum):
 
     @property
     def extent(self) -> int:
-        """Say how much is lost: larger where more is."""
+        """The rank in the order of classes: larger where more is lost."""
         return _EXTENTS[self]
 
 
@@ -88,7 +88,7 @@ LOSS_CLASSES = (LossClass.PROCESS, LossClass.NODE, LossClass.SITE)
 
 
 def survives(kind: TierKind, *, shared: bool) -> LossClass:
-    """Say the largest loss that a copy on such a tier survives."""
+    """The largest loss that a copy on such a tier survives. ``shared``: all nodes see the tier's files."""
     match kind:
         case TierKind.DEVICE:
             return LossClass.NONE
@@ -101,7 +101,7 @@ def survives(kind: TierKind, *, shared: bool) -> LossClass:
 
 
 class CopyState(StrEnum):
-    """Where a copy of a snapshot on a tier stands."""
+    """The state of a checkpoint's copy on a tier."""
 
     ABSENT = "absent"
     ARRIVING = "arriving"
@@ -118,7 +118,7 @@ class Changes(StrEnum):
 
 
 class SaveOutcome(StrEnum):
-    """What became of a save."""
+    """The outcome of a save."""
 
     PENDING = "pending"
     SAVED = "saved"
@@ -136,7 +136,7 @@ class CaptureMode(StrEnum):
 
 
 class Verify(StrEnum):
-    """How much of a lazily captured image is compared with the state as it was at save."""
+    """How much of a lazily captured image is compared with what ``save`` read of the state."""
 
     SAMPLE = "sample"
     FULL = "full"
@@ -152,14 +152,14 @@ class WhenFull(StrEnum):
 
 
 class Direction(StrEnum):
-    """Which end of a metric is the good one."""
+    """Whether a lower or a higher metric is better."""
 
     MIN = "min"
     MAX = "max"
 
 
 class OnError(StrEnum):
-    """What a failed flush does to the training loop."""
+    """Whether a failed flush is logged, or raised in the training loop."""
 
     WARN = "warn"
     RAISE = "raise"
@@ -167,7 +167,7 @@ class OnError(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteRange:
-    """Bytes ``start`` up to, not including, ``end``."""
+    """Bytes from ``start`` up to but excluding ``end``."""
 
     start: int
     end: int

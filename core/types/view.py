@@ -1,6 +1,6 @@
-"""What a policy sees: an immutable picture of every checkpoint on every tier, and what a policy answers.
+"""The input and output of policies: an immutable view of every checkpoint on every tier, and decisions with reasons.
 
-The coordinator makes a view from its ledger, the command line from what it found on disk; a policy cannot tell which.
+The coordinator builds a view from its ledger, a command from the tiers' listings.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRules:
-    """What the configuration asks of one tier. ``within_s`` is how soon, in seconds, a checkpoint that the tier is owed
-    must have arrived (None: there is no bound).
+    """The configuration of one tier. ``within_s`` bounds the time, in seconds, from a save until an owed copy has
+    arrived (None: no bound).
 
-    What any rule of ``retain`` wants is kept; without one, all there is room for. Where more than the share
-    ``evict_high`` of the capacity would be taken, copies go until it is ``evict_low`` (None: they go only where room is
-    short), in the order of ``evict`` (None: the cheapest to lose first). What the tier is owed goes there in the order
-    of ``flush_order`` (None: as it was saved).
+    A copy is retained if any rule of ``retain`` keeps it; without rules, while there is room. When the fraction
+    ``evict_high`` of the capacity would be exceeded, copies are evicted down to ``evict_low`` (None: only for lack of
+    room), in the order of ``evict`` (None: the cheapest to lose first). Owed copies are flushed in the order of
+    ``flush_order`` (None: as they were saved).
 
-    ``when_full`` says what becomes of what waits for the tier where that fills those above (None: what the host tier
-    says, and there that it is waited for); ``max_wait_s`` for how long a save waits for it (None: as long as for any).
-    ``yields``: it is written slower where training's steps take longer; ``bandwidth_share`` is the share of its
-    measured rate that it is written at (None: all of it).
+    ``when_full`` applies where images that wait for this tier fill the tiers above (None: that of the host tier, whose
+    default is to wait); ``max_wait_s`` bounds how long a save waits for it (None: the default bound).
+    ``yields``: writes slow down when training's steps take longer. ``bandwidth_share`` is the fraction of the tier's
+    measured rate to write at (None: all of it).
     """
 
     name: str
@@ -48,12 +48,12 @@ class TierRules:
 
     @property
     def in_order(self) -> bool:
-        """Say whether copies come as they were saved: then a newer one there says that older ones were dealt with.
-        Under any other order, one of a user's own among them, it does not: what has not come is still owed."""
+        """Whether copies arrive in the order of their saves. Then a newer copy on the tier shows that older ones were
+        handled. Under any other flush order it does not, and what has not arrived is still owed."""
         return self.flush_order is None
 
     def is_high(self, used_bytes: int) -> bool:
-        """Say whether so many bytes on the tier are above its high watermark."""
+        """Whether ``used_bytes`` exceed the tier's high watermark."""
         if self.capacity_bytes is None or self.evict_high is None:
             return False
         return used_bytes > self.evict_high * self.capacity_bytes
@@ -61,9 +61,9 @@ class TierRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyView:
-    """One copy: its state, its size on the tier, and whether somebody is reading or writing it. ``arrived_bytes`` of
-    the image are there of one that is arriving, as far as that is known. ``verified``: this run has written the copy,
-    or has held all of it against its digests."""
+    """One copy: its state, its size on the tier, and whether it is being read or written (``leased``).
+    ``arrived_bytes`` counts the image bytes of an arriving copy, if known. ``verified``: this run has written the copy,
+    or compared all of it with its digests."""
 
     state: CopyState
     bytes: int
@@ -74,11 +74,11 @@ class CopyView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointView:
-    """One checkpoint, and where its copies are. ``owed`` names the tiers that are still to get one; ``settling`` says
-    that a commit of it, or a person's order about it, is under way; ``at_end`` that every tier is to get it.
-    ``metrics`` and ``tags`` are those that it was saved with, and tags since; ``wall_time_s`` is when that was, None
-    where that is not known. ``overtaken`` names tiers that took newer ones before it, as it could not be written there,
-    and are still to get it."""
+    """One checkpoint and its copies. ``owed`` names the tiers that are to get a copy and have none yet. ``settling``:
+    a commit of it, or a person's command about it, is in progress. ``at_end``: every tier is to get it. ``metrics`` are
+    those of its save, ``tags`` those of its save and since; ``wall_time_s`` is the time of the save (None: unknown).
+    ``overtaken`` names tiers that received newer checkpoints first, because writing this one failed, and are still owed
+    it."""
 
     id: CheckpointId
     ordinal: int
@@ -100,7 +100,7 @@ class CheckpointView:
         return copy.state if copy else CopyState.ABSENT
 
     def readable_on(self, tier: str) -> bool:
-        """Say whether a copy there can be read whole: sealed in memory, or committed."""
+        """Whether the tier has a complete copy: sealed in memory, or committed."""
         return self.state(tier) in (CopyState.SEALED, CopyState.COMMITTED)
 
     @property
@@ -112,11 +112,11 @@ class CheckpointView:
 class View:
     """Every tier, fastest first, and every checkpoint.
 
-    ``failing`` names tiers that do not take copies at present; ``restored_from`` is what this start continued from,
-    as number ``attempt``; ``restoring`` says that a restore is reading the tiers. ``wall_time_s`` is now, in seconds
-    since 1970; ``many_ranks``: other ranks make a view of their own, in which metrics, tags and time may differ.
-    ``read_bytes_per_s`` is how fast tiers were seen to be read, in bytes of images: what has no entry is not known.
-    ``trusting``: every committed copy counts as verified, as if each had been read and found good.
+    ``failing`` names tiers that accept no copies at present. ``restored_from`` is the checkpoint that this start, with
+    number ``attempt``, continued. ``restoring``: a restore is reading the tiers. ``wall_time_s`` is the current time in
+    seconds since 1970. ``many_ranks``: other ranks build views of their own, whose metrics, tags and time may differ.
+    ``read_bytes_per_s`` has the measured read rate of tiers, in bytes of images; a tier without an entry was not
+    measured. ``trusting``: every committed copy counts as verified.
     """
 
     tiers: tuple[TierRules, ...]
@@ -134,18 +134,18 @@ class View:
         return next(tier for tier in self.tiers if tier.name == name)
 
     def on(self, tier: str) -> tuple[CheckpointView, ...]:
-        """Checkpoints with a whole copy on that tier, oldest first."""
-        if tier not in self._held:
-            held = (c for c in self.checkpoints if c.readable_on(tier))
-            self._held[tier] = tuple(sorted(held, key=_by_id))
-        return self._held[tier]
+        """Checkpoints with a complete copy on that tier, oldest first."""
+        if tier not in self._by_tier:
+            readable = (c for c in self.checkpoints if c.readable_on(tier))
+            self._by_tier[tier] = tuple(sorted(readable, key=_by_id))
+        return self._by_tier[tier]
 
     @cached_property
-    def _held(self) -> dict[str, tuple[CheckpointView, ...]]:
+    def _by_tier(self) -> dict[str, tuple[CheckpointView, ...]]:
         return {}
 
     def safe_on(self, tiers: tuple[str, ...]) -> tuple[CheckpointView, ...]:
-        """Live checkpoints with a copy on one of these tiers that another copy may go because of, newest first."""
+        """Live checkpoints with a safe copy (``is_safe``) on one of these tiers, newest first."""
         if tiers not in self._safe:
             self._safe[tiers] = tuple(
                 c for c in self.live if any(self.is_safe(c, tier) for tier in tiers)
@@ -153,8 +153,8 @@ class View:
         return self._safe[tiers]
 
     def last_left_behind_on(self, tiers: tuple[str, ...]) -> CheckpointId | None:
-        """Name the last checkpoint that came to be of all abandoned ones with a committed copy on one of these tiers:
-        that of the last attempt, and of its last step."""
+        """The abandoned checkpoint with a committed copy on one of these tiers that was saved last: highest attempt,
+        then highest step."""
         if tiers not in self._abandoned:
             self._abandoned[tiers] = max(
                 (
@@ -182,7 +182,7 @@ class View:
         return tuple(sorted((c for c in self.checkpoints if c.live), key=_by_id, reverse=True))
 
     def is_safe(self, checkpoint: CheckpointView, tier: str) -> bool:
-        """Say whether another copy may go because of this one: it is committed, and verified."""
+        """Whether the copy is committed and verified, so that another copy may be deleted in reliance on it."""
         if checkpoint.state(tier) is not CopyState.COMMITTED:
             return False
         return self.trusting or checkpoint.copies[tier].verified
@@ -197,8 +197,8 @@ def _by_id(checkpoint: CheckpointView) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierView:
-    """What a policy of one tier is asked about: ``checkpoints`` are what the tier holds that may be kept or given up,
-    oldest first, ``tier`` what is asked of it, ``view`` all tiers and checkpoints."""
+    """The input of a policy of one tier. ``checkpoints`` are those to decide about, oldest first; ``tier`` is the
+    tier's configuration; ``view`` has all tiers and checkpoints."""
 
     checkpoints: tuple[CheckpointView, ...]
     tier: TierRules
@@ -206,7 +206,7 @@ class TierView:
 
 
 class Verdict(StrEnum):
-    """Whether a copy stays or goes."""
+    """Whether a copy is kept or deleted."""
 
     KEEP = "keep"
     DROP = "drop"
@@ -214,7 +214,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a policy says of one copy, why, and how many bytes it concerns."""
+    """A policy's decision about one copy, its reason, and the bytes concerned."""
 
     checkpoint: CheckpointId
     tier: str
@@ -225,7 +225,45 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """Copies to drop so that ``need_bytes`` find room; ``missing_bytes`` is what is still lacking then."""
+    """Copies to delete for a request of room; ``missing_bytes`` remain unavailable after that."""
 
     drops: tuple[Decision, ...]
     missing_bytes: int
+
+
+class ArrivalOutlook(StrEnum):
+    """Whether a copy will have arrived at the deadline; unknown where the tier's rate is."""
+
+    ARRIVES = "arrives"
+    TOO_LATE = "too_late"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainDecision:
+    """What a drain does with one copy, and why. ``left_bytes`` have not arrived yet. ``goes``: the copy may begin or
+    continue. ``gives_way``: it has begun, and is aborted for one that can still arrive."""
+
+    checkpoint: CheckpointId
+    tier: str
+    prospect: ArrivalOutlook
+    left_bytes: int
+    goes: bool
+    reason: str
+    gives_way: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossBound:
+    """What a failure of one loss class would cost now; None is what is not known.
+
+    ``survives`` is the newest checkpoint that would remain, on ``tier``, the fastest that has it (None: all is lost).
+    ``steps_lost`` are the steps from it to the last one passed to ``save`` or ``maybe_save``, ``seconds_lost`` their
+    training time; ``restore_s`` is the time to read it at the measured rate.
+    """
+
+    survives: CheckpointId | None
+    tier: str | None = None
+    steps_lost: int | None = None
+    seconds_lost: float | None = None
+    restore_s: float | None = None

@@ -137,7 +137,7 @@ def test_a_copy_of_another_life_is_damage_and_its_marks_are_not_the_living_ones(
     assert known.commit == new
     assert not known.tombstoned
     assert known.copies["nvme"].damage is None
-    assert "another life" in str(known.copies["store"].damage)
+    assert "another attempt" in str(known.copies["store"].damage)
 
 
 def test_of_copies_of_one_name_that_counts_which_the_run_went_on_from() -> None:
@@ -158,7 +158,7 @@ def test_of_copies_of_one_name_that_counts_which_the_run_went_on_from() -> None:
     ]  # fmt: skip
     assert known[0].commit == one
     assert known[0].copies["nvme"].damage is None
-    assert "another life" in str(known[0].copies["store"].damage)
+    assert "another attempt" in str(known[0].copies["store"].damage)
 
 
 def test_the_next_attempt_is_above_all_that_a_tier_which_cannot_be_asked_may_know() -> None:

@@ -649,7 +649,7 @@ def test_retention_drops_it(make_config: Make, files: Any) -> None:
 
 
 def test_the_name_of_the_entry_is_kept_for_it(ckpt: tierfall.Checkpointer) -> None:
-    with pytest.raises(CaptureError, match="name it otherwise"):
+    with pytest.raises(CaptureError, match="choose another name"):
         ckpt.save(1, {"dcp_files": {"x": torch.ones(1)}})
 
 

@@ -33,8 +33,6 @@ from dataclasses import dataclass, field, replace
 
 from tests.rules import NEWEST_FIRST, SCATTERED, order, retained
 from tierfall.config import RetainSection
-from tierfall.core.types.drain_outlook import DrainDecision
-from tierfall.core.types.loss_bound import LossBound
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.values import (
     CheckpointId,
@@ -44,7 +42,14 @@ from tierfall.core.types.values import (
     WhenFull,
     survives,
 )
-from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
+from tierfall.core.types.view import (
+    CheckpointView,
+    CopyView,
+    DrainDecision,
+    LossBound,
+    TierRules,
+    View,
+)
 from tierfall.policies.backpressure import Fits, plan_relief, plan_superseding
 from tierfall.policies.cadence import should_save
 from tierfall.policies.drain import drain_in_words, plan_drain

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierfall.core.types.drain_outlook import ArrivalOutlook, DrainDecision
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind, survives
-from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
+from tierfall.core.types.view import (
+    ArrivalOutlook,
+    CheckpointView,
+    CopyView,
+    DrainDecision,
+    TierRules,
+    View,
+)
 from tierfall.policies.drain import drain_in_words, plan_drain
 
 TIERS = ("nvme", "store")

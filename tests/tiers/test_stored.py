@@ -357,10 +357,10 @@ def test_a_checkpoint_that_is_dropped_while_it_is_listed_is_not_there(
     ("file", "left", "problem"),
     [
         (f"{STEM}.safetensors", None, "it is missing"),
-        (f"{STEM}.safetensors", b"image" * 99, "it has 495 bytes, the commit record says 500"),
-        (f"{STEM}.safetensors", b"", "it has 0 bytes, the commit record says 500"),
+        (f"{STEM}.safetensors", b"image" * 99, "it has 495 bytes, 500 by the commit record"),
+        (f"{STEM}.safetensors", b"", "it has 0 bytes, 500 by the commit record"),
         (f"{STEM}.json", None, "it is missing"),
-        (f"{STEM}.json", b"mani", "it has 4 bytes, the commit record says 8"),
+        (f"{STEM}.json", b"mani", "it has 4 bytes, 8 by the commit record"),
     ],
 )
 def test_what_lacks_a_file_that_its_commit_record_names_is_damage(

@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from tierfall.cli.common import readable_number
-from tierfall.core.types.loss_bound import LossBound
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import LOSS_CLASSES, CheckpointId, LossClass
-from tierfall.core.types.view import View
+from tierfall.core.types.view import LossBound, View
 from tierfall.policies.forecast import loss_bounds
 from tierfall.telemetry.status import LossStatus, Status
 

@@ -12,10 +12,10 @@ from rich.table import Table
 from tierfall.cli import losses
 from tierfall.cli.common import counted, of_tier, owner_members, readable_number, table
 from tierfall.cli.facts import RunFacts
-from tierfall.core.types.loss_bound import LossBound
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_rate, format_share, format_size
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass
+from tierfall.core.types.view import LossBound
 from tierfall.ops.watch import RankProcess, RunSnapshot
 from tierfall.policies.forecast import loss_bounds
 from tierfall.telemetry.status import (

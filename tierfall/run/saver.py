@@ -36,7 +36,7 @@ from tierfall.core.runtime.pinned import cuda_available
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.sampling.samples import CheckPlan, ImageCheck
+from tierfall.core.sampling.image_check import CheckPlan, ImageCheck
 from tierfall.core.scheduler.ledger.tasks import AdmissionRequest
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state as describe_state

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tierfall.core.types.drain_outlook import ArrivalOutlook, DrainDecision
 from tierfall.core.types.units import format_duration
+from tierfall.core.types.view import ArrivalOutlook, DrainDecision
 from tierfall.policies.drain import drain_in_words
 from tierfall.session.session import Session
 from tierfall.telemetry.reports import DrainForecast

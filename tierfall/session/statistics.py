@@ -20,9 +20,9 @@ from tierfall.core.scheduler.flush.throughput import TierThroughput
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
 from tierfall.core.types.errors import CaptureError, ConfigError
 from tierfall.core.types.keys import check_name
-from tierfall.core.types.loss_bound import LossBound
 from tierfall.core.types.text import with_article
 from tierfall.core.types.values import LossClass, SaveOutcome
+from tierfall.core.types.view import LossBound
 from tierfall.policies.forecast import loss_bounds
 from tierfall.telemetry.reports import (
     CheckpointInfo,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tierfall.core.copies.chunk_reader import Fallback
-from tierfall.core.types.loss_bound import LossBound
 from tierfall.core.types.values import CopyState, LossClass
+from tierfall.core.types.view import LossBound
 from tierfall.policies.cadence import TierCadence
 
 __all__ = [

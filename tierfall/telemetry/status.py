@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tierfall.core.format import documents
 from tierfall.core.types.errors import BackendError, IntegrityError
-from tierfall.core.types.loss_bound import LossBound
 from tierfall.core.types.text import members
 from tierfall.core.types.values import CopyState, LossClass, TierKind
+from tierfall.core.types.view import LossBound
 
 logger = logging.getLogger("tierfall")
 

@@ -17,10 +17,9 @@ from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.flush.throughput import TierThroughput
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
 from tierfall.core.scheduler.ledger.one_rank import OneRank
-from tierfall.core.types.drain_outlook import DrainDecision
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.core.types.view import CheckpointView, CopyView, View
+from tierfall.core.types.view import CheckpointView, CopyView, DrainDecision, View
 
 logger = logging.getLogger("tierfall")
 AGAIN_S = 0.5

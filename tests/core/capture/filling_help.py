@@ -15,7 +15,7 @@ from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.image.segments import Segmentation
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import RegionTargets
-from tierfall.core.sampling.samples import CheckPlan
+from tierfall.core.sampling.image_check import CheckPlan
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 

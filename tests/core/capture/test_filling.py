@@ -18,7 +18,7 @@ from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.image import segments
 from tierfall.core.image import segments as module
 from tierfall.core.image.layout import plan_layout
-from tierfall.core.sampling.samples import CheckPlan
+from tierfall.core.sampling.image_check import CheckPlan
 from tierfall.core.state.walk import walk_state
 from tierfall.core.tensors.tensors import as_bytes
 from tierfall.core.types.errors import CaptureError, StateChangedError

@@ -125,7 +125,7 @@ def test_each_save_reads_other_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "RANGES_BYTES", (1, 1))
     values, other = tensors(), tensors()
     ranks = Ranks(state_of(values), state_of(other))
-    (seldom,) = {plan._ranges_turns for plan in ranks.plans}
+    (seldom,) = {plan._ranges_period for plan in ranks.plans}
     assert seldom > 10_000, "no range has its turn"
     for start in range(0, 70_000, 14_000):
         other["t70000"][start : start + 7000] += 1
@@ -141,7 +141,7 @@ def test_a_longer_step_has_more_digested_and_all_ranks_as_much() -> None:
         pairs = zip(views, steps_s, strict=True)
         shares = [ReplicatedTensors(v, plan_layout(v).structure, step_s=s) for v, s in pairs]
         division = assign_writers([share.table for share in shares])
-        return {ReplicaPlan(share, division)._ranges_turns for share in shares}
+        return {ReplicaPlan(share, division)._ranges_period for share in shares}
 
     assert turns(0.0, 5.0) == turns(0.001, 0.0) == {16}
     assert turns(0.1, 5.0) == turns(0.1, 0.1) == {4}

@@ -222,7 +222,7 @@ def test_what_nobody_wrote_is_damage() -> None:
     state = training()
     weight = walk_state(state).names.index("model.2.weight")
     headers = {rank: image_of(state, {weight: 1 - rank})[1] for rank in (0, 1)}
-    with pytest.raises(IntegrityError, match=r"model.2.weight is not there: rank 1 was to write"):
+    with pytest.raises(IntegrityError, match=r"model.2.weight is missing: rank 1 was to write"):
         merge_headers(headers, what="test", own=None)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tierfall
-from tierfall.core.state.placement import TensorIntake
+from tierfall.core.state.leaves import Leaves
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import CachedPart, WalkCache
@@ -290,13 +290,13 @@ def test_what_did_not_move_is_recalled(
     walk_state(run.state, recall)
     change(run)
     met: list[str] = []
-    tensor = TensorIntake.tensor
+    tensor = Leaves.tensor
 
     def watched(self: Any, value: torch.Tensor, name: str, *more: Any, **words: Any) -> Any:
         met.append(name)
         return tensor(self, value, name, *more, **words)
 
-    monkeypatch.setattr(TensorIntake, "tensor", watched)
+    monkeypatch.setattr(Leaves, "tensor", watched)
     walk_state(run.state, recall)
     assert "loose" in met
     assert not [name for name in met if name.startswith(("model", "optimizer"))]

@@ -80,7 +80,7 @@ def test_blocks_make_a_whole_tensor() -> None:
 def test_a_block_that_is_nowhere_is_said() -> None:
     headers = {0: cut({"w": torch.zeros(2, 3), "rng": None}, "w", (3, 3), (0, 0))}
     found = merge_headers(headers, what="test", own=None)
-    with pytest.raises(RestoreError, match="w: is not there whole"):
+    with pytest.raises(RestoreError, match="w: is incomplete"):
         plan_fill({"w": torch.zeros(3, 3), "rng": None}, found.header)
 
 

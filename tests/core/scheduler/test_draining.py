@@ -12,8 +12,8 @@ from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import CHUNK, IMAGE, file_rules
 from tierfall.core.scheduler.ledger.tasks import CopyRun, LedgerQuery
-from tierfall.core.types.drain_outlook import ArrivalOutlook
 from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.view import ArrivalOutlook
 from tierfall.policies.drain import drain_in_words
 
 RATE = IMAGE / 10.0

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tierfall.core.state.item import item
-from tierfall.core.state.walk import is_stateful
+from tierfall.core.state.state_dicts import is_stateful
 from tierfall.core.tensors.dtensor import Branch, LocalBlocks, TensorPiece
 from tierfall.core.types.errors import CaptureError, ConfigError, FlushError
 

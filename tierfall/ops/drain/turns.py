@@ -11,8 +11,8 @@ from dataclasses import replace
 from tierfall.config import Config
 from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.scheduler.flush.throughput import Throughput
-from tierfall.core.types.drain_outlook import DrainDecision
 from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.view import DrainDecision
 from tierfall.ops.commands import unread, view_of
 from tierfall.policies.drain import plan_drain
 from tierfall.session.drain_forecast import ForecastLog

@@ -1,0 +1,112 @@
+"""The check of a lazily captured image: reads part of the state at save, and compares the image with it before sealing.
+
+A lazy capture copies the state while training continues. Only bytes read at save can show whether the image has the
+state of that moment, since a write before the copy is both in the image and in the live tensor. save() reads:
+
+* in host memory, a digest of each short range, and sampled lines of each long one (``lines``);
+* in host memory, digests of long ranges, in rotation, as many as a time budget allows (``ranges``);
+* on a device, a sum over each tensor, which the device computes while the host goes on (``device_sums``).
+
+A range that is copied in one call while all of it is being written to has some of the write at its beginning or end:
+the first and the last line show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tierfall.core.image.segments import HOST, Segmentation
+from tierfall.core.image.sources import TensorSources
+from tierfall.core.runtime.streams import CopyStream
+from tierfall.core.sampling.device_sums import DeviceSums
+from tierfall.core.sampling.lines import SamplePlan, Samples, lines_max
+from tierfall.core.sampling.ranges import (
+    WHOLE_BYTES,
+    MemoryOrder,
+    RotatingDigests,
+    SampledRange,
+    WholeDigests,
+)
+from tierfall.core.state.view import StateView
+
+
+class CheckPlan:
+    """What the check of one segmentation's images reads."""
+
+    def __init__(self, segmentation: Segmentation, view: StateView) -> None:
+        pieces = [piece for segment in segmentation.segments for piece in segment]
+        on_host = [
+            SampledRange(p.index, p.source_start, p.start, p.end - p.start, _order(view, p.index))
+            for p in pieces
+            if p.place == HOST and is_sampled(view, p.index)
+        ]
+        self.whole = WholeDigests([piece for piece in on_host if piece.bytes <= WHOLE_BYTES])
+        self.samples = SamplePlan(on_host, lines_max(on_host))
+        self.ranges = RotatingDigests([piece for piece in on_host if piece.bytes > WHOLE_BYTES])
+        self.on_devices: dict[int, dict[int, int]] = {}
+        """By device: tensor numbers, and their offsets in the image's data."""
+        for p in pieces:
+            if p.place != HOST:
+                self.on_devices.setdefault(p.place, {})[p.index] = p.start - p.source_start
+
+    def begin(
+        self,
+        sources: TensorSources,
+        streams: Mapping[int, CopyStream],
+        budget_s: float | None,
+    ) -> ImageCheck:
+        """Read the state, on the thread that saves. ``budget_s`` limits the time for digests in rotation (None: all
+        ranges are digested)."""
+        return ImageCheck(
+            plan=self,
+            whole=self.whole.digest(sources.pointers),
+            samples=self.samples.take(sources.pointers),
+            digests=self.ranges.digest(sources.pointers, budget_s),
+            sums=tuple(
+                DeviceSums(
+                    streams[place], [(n, start, sources.tensor(n)) for n, start in starts.items()]
+                )
+                for place, starts in self.on_devices.items()
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageCheck:
+    """What was read of one state at save, to compare its image with."""
+
+    plan: CheckPlan
+    whole: Sequence[int]
+    samples: Samples | None
+    digests: Mapping[int, int]
+    sums: tuple[DeviceSums, ...]
+
+    def changed_in(self, data: memoryview) -> list[int]:
+        """The numbers of the tensors that differ from the image's ``data``."""
+        found = self.plan.ranges.changed_in(data, self.digests)
+        found |= self.plan.whole.changed_in(data, self.whole)
+        if self.samples is not None:
+            with torch.inference_mode(False):
+                found.update(self.samples.changed_in(torch.frombuffer(data, dtype=torch.uint8)))
+        for sums in self.sums:
+            found.update(sums.changed_in(data))
+        return sorted(found)
+
+    def changed_now(self) -> list[int]:
+        """The numbers of the tensors whose live memory differs, in a few lines of each."""
+        return [] if self.samples is None else self.samples.changed_now()
+
+
+def is_sampled(view: StateView, index: int) -> bool:
+    """Whether samples of a tensor in host memory can be located in its image."""
+    return view.plain[index] or view.strides[index] is not None
+
+
+def _order(view: StateView, index: int) -> MemoryOrder | None:
+    strides = view.strides[index]
+    if strides is None:
+        return None
+    return tuple(view.shapes[index]), strides, view.dtypes[index].itemsize

@@ -1,0 +1,291 @@
+"""Sampled cache lines of tensors in host memory: which lines, reading them, and comparing them with an image.
+
+Of each range, about a hundred lines of its tensor are read: the first and the last line of each range, and others
+between. Each distance is at most 1 % of the tensor, so that a write to a contiguous percent hits a line. The distances
+increase slowly, so that no row length repeats them and the lines do not fall into one column. A write to a random
+percent of the elements is missed with a probability of 1e-7.
+
+All lines are read through one array over the memory from the first tensor to the last, by one call: a call per tensor
+would take longer than the reads.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tierfall.core.runtime.process_memory import LINE_BYTES, ProcessMemory
+from tierfall.core.sampling.ranges import (
+    WHOLE_BYTES,
+    Integers,
+    SampledRange,
+    addresses_of,
+    logical_offsets,
+    memory_offsets,
+)
+
+LINES_MAX = 113
+"""Lines of a tensor that is one range: the first, the last, and others at distances of at most 1 % of it."""
+
+
+GROWTH = 0.08
+"""The first distance is shorter than the mean by this fraction, the last is longer by it."""
+
+
+LINES_MIN = 11
+"""Minimum of lines per range of a tensor with many ranges."""
+
+
+LINES_ALL = 1 << 21
+"""Maximum of lines in total: 128 MiB of samples."""
+
+
+NOW_LINES = 2
+"""Lines per range that are read again at the barrier."""
+
+
+DRAW_SERVES = 8
+"""Images that are compared at the same places, until others are drawn."""
+
+
+class _AlignedLines(NamedTuple):
+    """Lines ``first`` to ``last``, whose offsets in the image's data all are ``remainder`` modulo LINE_BYTES: ``rows``
+    of the data from that offset on."""
+
+    first: int
+    last: int
+    remainder: int
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """The lines of one random draw: the range of each line (``lines_of``), its byte offset there (``lines_at``), the
+    groups of lines by alignment in the image's data, and the lines that the barrier reads (``now``). Valid for ranges
+    whose addresses have these ``remainders`` modulo LINE_BYTES."""
+
+    remainders: Integers
+    lines_of: Integers
+    lines_at: Integers
+    groups: tuple[_AlignedLines, ...]
+    in_order: int
+    """The number of leading lines that are contiguous in the image too: those of ``groups``."""
+    now: Integers
+
+
+@dataclass(frozen=True, slots=True)
+class _PlacedDraw:
+    """A draw for ranges at these ``addresses``: row numbers of its lines in ``memory``."""
+
+    addresses: Integers
+    memory: ProcessMemory
+    draw: _Draw
+    lines: torch.Tensor
+    now: torch.Tensor
+
+
+class SamplePlan:
+    """The sampled lines of one layout's ranges. ``used`` may be called by any thread."""
+
+    def __init__(self, pieces: Sequence[SampledRange], lines: Integers) -> None:
+        """``lines``: the maximum number of lines by range."""
+        # Contiguous ranges first, grouped by alignment in the image: one call compares a group.
+        order = sorted(range(len(pieces)), key=lambda n: _alignment(pieces[n]))
+        self._pieces = [pieces[n] for n in order]
+        self._lines = lines[order]
+        self.numbers = np.array([p.index for p in self._pieces], dtype=np.int64)
+        self._offsets = np.array([p.offset for p in self._pieces], dtype=np.int64)
+        self._starts = np.array([p.start for p in self._pieces], dtype=np.int64)
+        self._sizes = np.array([p.bytes for p in self._pieces], dtype=np.int64)
+        self._ordered = sum(p.order is None for p in self._pieces)
+        self._uses = 0
+        self._placed: _PlacedDraw | None = None
+
+    def take(self, pointers: array[int]) -> Samples | None:
+        """Read the samples; ``pointers`` are addresses by tensor number. None if there are no ranges."""
+        if not self._pieces:
+            return None
+        placed = self._placed
+        addresses = addresses_of(pointers, self.numbers) + self._offsets
+        if placed is None or not np.array_equal(placed.addresses, addresses):
+            placed = self._placed = self._place(addresses, None if placed is None else placed.draw)
+        with torch.inference_mode(False), torch.no_grad():
+            lines = placed.memory.lines.index_select(0, placed.lines)
+        return Samples(self, placed, lines)
+
+    def used(self) -> None:
+        """Count a compared image. After DRAW_SERVES of them other lines are drawn, so that a change with a regular
+        pattern is not missed every time."""
+        placed = self._placed
+        self._uses += 1
+        if placed is None or self._uses % DRAW_SERVES != 1:
+            return
+        self._placed = self._place(placed.addresses, None)
+
+    def _place(self, addresses: Integers, draw: _Draw | None) -> _PlacedDraw:
+        remainders = addresses % LINE_BYTES
+        if draw is None or not np.array_equal(draw.remainders, remainders):
+            draw = self._draw(remainders)
+        memory = ProcessMemory(int(addresses.min()), int((addresses + self._sizes).max()))
+        offsets = addresses - memory.low
+        lines = (offsets[draw.lines_of] + draw.lines_at) // LINE_BYTES
+        return _PlacedDraw(
+            addresses=addresses,
+            memory=memory,
+            draw=draw,
+            lines=torch.from_numpy(lines),
+            now=torch.from_numpy(lines[draw.now]),
+        )
+
+    def _draw(self, remainders: Integers) -> _Draw:
+        head = np.minimum(-remainders % LINE_BYTES, self._sizes)
+        whole = (self._sizes - head) // LINE_BYTES
+        counts = np.minimum(whole, self._lines)
+        lines_of, nth = enumerate_groups(counts)
+        phase = int.from_bytes(os.urandom(4), "little") / 2**32
+        lines_at = _spread_lines(nth, counts[lines_of], whole[lines_of], phase)
+        self._spread_as_read(lines_of, lines_at, head)
+        lines_at += head[lines_of]
+        in_order = int(counts[: self._ordered].sum())
+        return _Draw(
+            remainders=remainders,
+            lines_of=lines_of,
+            lines_at=lines_at,
+            groups=_grouped((self._starts[lines_of] + lines_at)[:in_order]),
+            in_order=in_order,
+            now=np.flatnonzero(nth % np.maximum(1, counts[lines_of] // NOW_LINES) == 0),
+        )
+
+    def _spread_as_read(self, lines_of: Integers, lines_at: Integers, head: Integers) -> None:
+        """In non-contiguous tensors, move every second line to evenly spread elements in the order of elements:
+        a row of the tensor may be a column in memory."""
+        for number in range(self._ordered, len(self._pieces)):
+            order = self._pieces[number].order
+            assert order is not None
+            size = int(self._sizes[number])
+            second = np.flatnonzero(lines_of == number)[1:-1:2]
+            if size > WHOLE_BYTES:
+                at = memory_offsets(np.linspace(0, size - 1, len(second), dtype=np.int64), *order)
+                lines_at[second] = (
+                    np.clip(
+                        (at - head[number]) // LINE_BYTES,
+                        0,
+                        (size - head[number]) // LINE_BYTES - 1,
+                    )
+                    * LINE_BYTES
+                )
+
+    def in_image(self, pieces: Integers, offsets: Integers) -> Integers:
+        """Offsets in the image's data of bytes that are given by range and offset in memory."""
+        found = self._starts[pieces] + offsets
+        for number in np.unique(pieces[pieces >= self._ordered]):
+            order = self._pieces[number].order
+            assert order is not None
+            here = pieces == number
+            found[here] = self._starts[number] + logical_offsets(offsets[here], *order)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The lines that were read of one state."""
+
+    _plan: SamplePlan
+    _placed: _PlacedDraw
+    _lines: torch.Tensor
+
+    def changed_in(self, data: torch.Tensor) -> list[int]:
+        """The numbers of the tensors that differ from an image's ``data``, flat uint8."""
+        draw = self._placed.draw
+        found: set[int] = set()
+        lines = self._lines.view(torch.uint8)
+        for first, last, remainder, rows in draw.groups:
+            end = remainder + (len(data) - remainder) // LINE_BYTES * LINE_BYTES
+            stored = data[remainder:end].view(-1, LINE_BYTES).index_select(0, rows)
+            if not torch.equal(stored, lines[first:last]):
+                found |= _where(draw.lines_of[first:last], (stored != lines[first:last]).any(1))
+        if draw.in_order < len(lines):
+            pieces = np.repeat(draw.lines_of[draw.in_order :], LINE_BYTES)
+            offsets = draw.lines_at[draw.in_order :, None] + np.arange(LINE_BYTES)
+            at = torch.from_numpy(self._plan.in_image(pieces, offsets.ravel()))
+            found |= _where(pieces, data[at] != lines[draw.in_order :].flatten())
+        return self._numbers(found)
+
+    def changed_now(self) -> list[int]:
+        """The numbers of the tensors whose live memory, which must still be mapped, differs in a few lines of each."""
+        placed = self._placed
+        with torch.inference_mode(False), torch.no_grad():
+            lines = placed.memory.lines.index_select(0, placed.now)
+            at_save = self._lines.index_select(0, torch.from_numpy(placed.draw.now))
+            if torch.equal(lines, at_save):
+                return []
+            pieces = placed.draw.lines_of[placed.draw.now]
+            return self._numbers(_where(pieces, (lines != at_save).any(1)))
+
+    def differ_from(self, others: Samples) -> list[int]:
+        """The numbers of the tensors that differ from samples of the same draw, read at another time."""
+        draw = self._placed.draw
+        assert draw is others._placed.draw, "samples of different draws cannot be compared"
+        return self._numbers(_where(draw.lines_of, (self._lines != others._lines).any(1)))
+
+    def _numbers(self, found: set[int]) -> list[int]:
+        return sorted({int(self._plan.numbers[piece]) for piece in found})
+
+
+def _alignment(piece: SampledRange) -> tuple[bool, int]:
+    return piece.order is not None, piece.start % LINE_BYTES
+
+
+def lines_max(pieces: Sequence[SampledRange]) -> Integers:
+    """The maximum number of lines of each range: NOW_LINES of one that is digested whole; otherwise a share of the
+    LINES_MAX of its tensor, reduced if the total would exceed LINES_ALL."""
+    sizes = np.array([p.bytes for p in pieces], dtype=np.int64)
+    _, of = np.unique(np.array([p.index for p in pieces]), return_inverse=True)
+    shares = sizes / np.bincount(of, weights=sizes)[of]
+    counts = np.maximum(LINES_MIN, np.ceil((LINES_MAX - 2) * shares).astype(np.int64) + 2)
+    counts[[p.order is not None for p in pieces]] *= (
+        2  # in the order of memory, and in that of elements
+    )
+    counts[sizes <= WHOLE_BYTES] = NOW_LINES
+    total = int(np.minimum(sizes // LINE_BYTES, counts).sum())
+    return counts if total <= LINES_ALL else np.maximum(NOW_LINES, counts * LINES_ALL // total)
+
+
+def _spread_lines(nth: Integers, counts: Integers, whole: Integers, phase: float) -> Integers:
+    """The byte offset of the ``nth`` of ``counts`` lines of a range that has ``whole`` lines: the first, the last, and
+    others between at increasing distances."""
+    share = (nth - 1 + phase) / np.maximum(1, counts - 2)
+    lines = ((share + GROWTH * (share * share - share)) * whole).astype(np.int64)
+    lines = np.where(nth == 0, 0, np.where(nth == counts - 1, whole - 1, lines))
+    return np.where(counts == whole, nth, lines) * LINE_BYTES
+
+
+def enumerate_groups(counts: Integers) -> tuple[Integers, Integers]:
+    """For groups of ``counts`` items: the group number of each item, and its index in the group."""
+    of = np.repeat(np.arange(len(counts)), counts)
+    return of, np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
+
+
+def _grouped(places: Integers) -> tuple[_AlignedLines, ...]:
+    """Group consecutive lines whose offsets in the image's data have the same remainder modulo LINE_BYTES."""
+    if not len(places):
+        return ()
+    remainders = places % LINE_BYTES
+    edges = [0, *map(int, np.flatnonzero(np.diff(remainders)) + 1), len(places)]
+    groups = []
+    for first, last in pairwise(edges):
+        remainder = int(remainders[first])
+        rows = torch.from_numpy((places[first:last] - remainder) // LINE_BYTES)
+        groups.append(_AlignedLines(first, last, remainder, rows))
+    return tuple(groups)
+
+
+def _where(tensors: Integers, differs: torch.Tensor) -> set[int]:
+    return {*map(int, np.unique(tensors[differs.numpy()]))}

@@ -1,0 +1,230 @@
+"""Leaves of a state: tensors become rows of the walk's table, other values tagged JSON.
+
+What an image cannot store is refused with a CaptureError that names its path. Containers are the walk's concern.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from tierfall.core.state.tensor_table import TensorTable
+from tierfall.core.state.view import DECLARED, NO_OWNER, Node
+from tierfall.core.state.walk_cache import WalkCache
+from tierfall.core.tensors import names, numpy_values, tensors, value_codec
+from tierfall.core.tensors.dtensor import (
+    LocalBlocks,
+    NotOneBlockError,
+    TensorPiece,
+    is_sharded,
+    local_part,
+)
+from tierfall.core.tensors.names import Trail
+from tierfall.core.tensors.value_codec import Coded
+from tierfall.core.types.errors import CaptureError
+from tierfall.core.types.values import Changes
+
+T = TypeVar("T")
+
+_ADVICE = "save its components, give it state_dict and load_state_dict, or register a codec with register_codec"
+
+
+def refusal(trail: Trail, reason: str) -> CaptureError:
+    return CaptureError(f"save: {names.path(trail)} {reason}")
+
+
+def refuse(trail: Trail, reason: str) -> NoReturn:
+    raise refusal(trail, reason)
+
+
+def call_user_code(call: Callable[[], T], what: str, trail: Trail) -> T:
+    """Call a method of the user's; a CaptureError names the path if it raises."""
+    try:
+        return call()
+    except Exception as error:
+        reason = f"cannot be saved: its {what} raised {type(error).__name__}: {error}"
+        raise refusal(trail, reason) from error
+
+
+class PlainValue:
+    """An encoded value without tensors, and its blobs: each blob's JSON members, and its tensor's number in the
+    table."""
+
+    __slots__ = ("blobs", "coded")
+
+    def __init__(self, coded: Coded, blobs: Sequence[tuple[dict[str, Any], int]] = ()) -> None:
+        self.coded = coded
+        self.blobs = blobs
+
+
+class Leaves:
+    """Adds tensors to ``table``, and plain values to ``values``.
+
+    The walk sets the context: ``declared``, the ``changes`` of the innermost ``item()``, and ``owner``, inside an
+    optimizer the id of the parameter whose state it walks (NO_OWNER elsewhere).
+    """
+
+    def __init__(self, cache: WalkCache) -> None:
+        self.table = TensorTable(cache)
+        self.values: list[Coded] = []
+        self.declared: Changes | None = None
+        self.owner = NO_OWNER
+
+    # ---- values
+
+    def settle(self, found: Node | PlainValue) -> Node:
+        """Turn a plain value into a node, because its container holds tensors and is not a plain value itself."""
+        if type(found) is not PlainValue:
+            return found
+        for number, (members, _) in enumerate(found.blobs):
+            members["t"] = number
+        self.values.append(found.coded)
+        return ("v", len(self.values) - 1, *[source for _, source in found.blobs])
+
+    def atom(self, value: object, trail: Trail) -> Coded:
+        try:
+            return value_codec.encode_atom(value)
+        except value_codec.NotEncodableError as error:
+            refuse(trail, f"cannot be saved: {error}; {_ADVICE}")
+
+    def key(self, key: object, trail: Trail) -> str | tuple[str]:
+        if type(key) is str:
+            return key
+        return (json.dumps(self.atom(key, trail), separators=(",", ":")),)
+
+    def text(self, value: str | bytes, name: str, trail: Trail) -> PlainValue:
+        if len(value) <= value_codec.BLOB_BYTES // 4:  # at most 4 bytes of UTF-8 per character
+            return PlainValue(value_codec.encode_atom(value))
+        data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+        if len(data) <= value_codec.BLOB_BYTES:
+            return PlainValue(value_codec.encode_atom(value))
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return self._blob(flat, "str" if isinstance(value, str) else "bytes", name, trail)
+
+    def array(self, value: Any, name: str, trail: Trail) -> PlainValue:
+        reason = numpy_values.why_not(value)
+        if reason is not None:
+            refuse(trail, f"cannot be saved: {reason}; save it as plain numbers or text")
+        source = numpy_values.to_tensor(value)
+        members = {"d": value.dtype.str, "s": list(value.shape)}
+        return self._blob(source, "array", name, trail, **members)
+
+    def generator(self, value: torch.Generator, name: str, trail: Trail) -> PlainValue:
+        return self._blob(value.get_state(), "generator", name, trail, d=str(value.device))
+
+    def _blob(
+        self, flat: torch.Tensor, kind: str, name: str, trail: Trail, **members: Coded
+    ) -> PlainValue:
+        coded = {value_codec.TAG: "blob", "k": kind, "t": 0, **members}
+        return PlainValue(
+            coded, [(coded, self.add(flat, flat.dtype, tuple(flat.shape), name, trail))]
+        )
+
+    # ---- tensors
+
+    def local_parts(
+        self, met: list[Any], cache_key: tuple[Any, ...], trail: Trail
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        """Replace DTensors by this rank's parts, and append the parts' positions to the cache key."""
+        parts = [self._local_part(t, trail) if is_sharded(t) else (t, None) for t in met]
+        return [local for local, _ in parts], (*cache_key, [piece for _, piece in parts])
+
+    def _local_part(self, tensor: torch.Tensor, trail: Trail) -> tuple[torch.Tensor, TensorPiece]:
+        try:
+            return local_part(tensor)
+        except NotOneBlockError as error:
+            refuse(trail, f"cannot be saved: {error}")
+
+    def tensor(
+        self, tensor: torch.Tensor, name: str, trail: Trail, *, owner: int = NO_OWNER
+    ) -> Node:
+        """Add a tensor. ``owner`` is the id of the parameter whose memory it is."""
+        if is_sharded(tensor):
+            if isinstance(tensor, nn.Parameter):
+                owner = id(tensor)
+            local, piece = self._local_part(tensor, trail)
+            reason = tensors.refusal(local)
+            if reason is not None:
+                refuse(trail, f"cannot be saved: {reason}")
+            shape = tuple(local.shape)
+            return self.add(local, local.dtype, shape, name, trail, owner=owner, piece=piece)
+        reason = tensors.refusal(tensor)
+        if reason is not None:
+            refuse(trail, f"cannot be saved: {reason}")
+        if type(tensor) is nn.Parameter:
+            owner = id(tensor)
+        if tensor.is_quantized:
+            return self._quantized(tensor, name, trail, owner=owner)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        return self.add(tensor, tensor.dtype, tensor.shape, name, trail, owner=owner)
+
+    def blocks(self, blocks: LocalBlocks, name: str, trail: Trail) -> Node:
+        """Add this rank's blocks of a tensor that the caller sharded."""
+        parts = blocks.parts
+        if len(parts) == 1 and parts[0][1] is None:
+            return self.tensor(parts[0][0], name, trail)
+        numbers = [
+            self._block(tensor, piece, f"{name}%p{number}" if number else name, trail)
+            for number, (tensor, piece) in enumerate(parts)
+        ]
+        return numbers[0] if len(numbers) == 1 else ("p", tuple(numbers))
+
+    def _block(
+        self, tensor: torch.Tensor, piece: TensorPiece | None, name: str, trail: Trail
+    ) -> int:
+        """Add a block, never as an alias: another rank may hold this block for only one of two tied tensors."""
+        reason = tensors.refusal(tensor)
+        if reason is None and tensor.is_quantized:
+            reason = "a quantized tensor in blocks"
+        if reason is None and (piece is None or piece.lengths != tuple(tensor.shape)):
+            reason = f"a block of shape {tuple(tensor.shape)} at the position {piece}"
+        if reason is not None:
+            refuse(trail, f"cannot be saved: {reason}")
+        changes, owner = self.rule(NO_OWNER)
+        tensor = tensor.detach()
+        kind = (tensor.dtype, tensor.shape)
+        return self.table.add(tensor, *kind, name, changes, trail, piece, owner=owner, alone=True)
+
+    def _quantized(self, tensor: torch.Tensor, name: str, trail: Trail, *, owner: int) -> Node:
+        try:
+            scheme = str(tensor.qscheme())
+        except RuntimeError as error:
+            raise refusal(trail, f"cannot be saved: {tensors.UNSCALED}") from error
+        flat = tensors.as_bytes(tensor.detach().contiguous())
+        assert flat is not None, "a contiguous tensor without bytes"
+        number = self.add(flat, tensor.dtype, tensor.shape, name, trail, owner=owner)
+        if tensor.qscheme() == torch.per_tensor_affine:
+            self.values.append([value_codec.encode_atom(tensor.q_scale()), tensor.q_zero_point()])
+            return ("q", number, scheme, 0, ("v", len(self.values) - 1))
+        parts = (
+            self.tensor(tensor.q_per_channel_scales().clone(), f"{name}%scales", trail),
+            self.tensor(tensor.q_per_channel_zero_points().clone(), f"{name}%zero_points", trail),
+        )
+        return ("q", number, scheme, tensor.q_per_channel_axis(), ("l", parts))
+
+    def rule(self, owner: int) -> tuple[Changes, int]:
+        """When a tensor may change, and whose step changes it; the user's ``item(changes=...)`` has precedence."""
+        if self.declared is not None:
+            return self.declared, DECLARED if self.declared is Changes.ON_STEP else NO_OWNER
+        owner = self.owner if owner == NO_OWNER else owner
+        return (Changes.ANYTIME if owner == NO_OWNER else Changes.ON_STEP), owner
+
+    def add(
+        self,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        name: str,
+        trail: Trail,
+        *,
+        owner: int = NO_OWNER,
+        piece: TensorPiece | None = None,
+    ) -> int:
+        """Add a tensor that the caller has validated to the table; return its number."""
+        changes, owner = self.rule(owner)
+        return self.table.add(tensor, dtype, shape, name, changes, trail, piece, owner=owner)
