@@ -219,8 +219,8 @@ def test_buffers_of_all_tiers_are_of_one_length_within_each_ones_budget(
     pools = lane_pools(config, lanes)
     assert pools["chunks"].bytes == pools["parts"].bytes >= 8 << 20
     for pool in pools.values():
-        assert pool._left == 2
-        assert pool._left * pool.bytes <= budget
+        assert pool._unallocated == 2
+        assert pool._unallocated * pool.bytes <= budget
 
 
 def test_a_tier_that_stalls_holds_up_nobody_and_ends_with_the_right_bytes(

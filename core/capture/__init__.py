@@ -1,1 +1,1 @@
-"""Capture: how a state becomes an image while the training goes on, and what keeps it from changing meanwhile."""
+"""Capture: copying a state into an image while training continues, and delaying changes to it until it is copied."""

@@ -1,7 +1,7 @@
-"""The barrier's evidence: which optimizers were seen to step since the last save, by torch's global step pre-hook.
+"""The barrier, torch's global pre-hook of optimizer steps, and its record of which optimizers stepped since a save.
 
-A lazy capture is safe only if every update of what it copies is bracketed by the barrier. This module knows when a
-barrier was reached; what is done there is handed in.
+A lazy capture is safe only if the barrier precedes every update of what it copies. This module detects the barrier;
+the capturer supplies what happens there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TRAINED = attrgetter("requires_grad")
 
 
 def place_of(tensor: Any) -> tuple[int, int]:
-    """Return address and length in bytes of a tensor's memory; of one that several ranks hold, this rank's part."""
+    """Address and length in bytes of a tensor's memory, or of this rank's part of a DTensor."""
     with torch.no_grad():
         local = tensor.to_local() if is_sharded(tensor) else tensor
     if local.layout is not torch.strided or local.is_meta or not local.numel():
@@ -38,12 +38,12 @@ def place_of(tensor: Any) -> tuple[int, int]:
 
 
 class Barrier:
-    """Calls ``reached`` before every optimizer step of this process, and remembers whose it was.
+    """Calls ``reached`` before every optimizer step of this process, and records the optimizer.
 
-    A step that is recorded into a CUDA graph changes nothing yet, and its replays come by no hook: an optimizer with
-    such a step is no evidence from then on, however often it steps without, and ``recorded`` is called. ``on_step``
-    hears of each step that is not recorded, once the barrier is passed. A forked child inherits torch's table of hooks:
-    there the hook does nothing, since the capture is the parent's.
+    A step that is recorded into a CUDA graph changes nothing yet, and its replays run without hooks. So an optimizer
+    with such a step never counts as evidence again, and ``recorded`` is called. ``on_step`` is called with the
+    optimizer of each other step, after the barrier. In a forked child, which inherits torch's hooks, the hook does
+    nothing, since the capture is the parent's.
     """
 
     def __init__(self, reached: Callable[[], None], *, recorded: Callable[[], None]) -> None:
@@ -57,7 +57,7 @@ class Barrier:
         self._bracketed = False
         self._covered: tuple[list[int], list[bool], frozenset[int]] = ([], [], frozenset())
         self.updates = 0
-        """How many updates of anything were seen: optimizers' steps, and those that the loop bracketed itself."""
+        """The number of updates: optimizer steps, and updates for which the loop itself waited."""
         self.gradients = GradientWatch()
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
@@ -79,7 +79,7 @@ class Barrier:
             logger.exception("the barrier before an optimizer step failed")
 
     def bracketed_by_hand(self) -> None:
-        """Note that the loop itself waited for the capture (``wait_captured``, ``guard``)."""
+        """Record that the loop itself waited for the capture (``wait_captured``, ``guard``)."""
         self._bracketed = True
         self.updates += 1
 
@@ -89,25 +89,25 @@ class Barrier:
         return self._bracketed
 
     def covered(self) -> frozenset[int]:
-        """Return the ids of the parameters of the optimizers that were seen to step since ``forget``, but for frozen
-        ones, which no step changes. The same object as before, where that holds the same."""
-        seen = (each.param_groups for each in self._evident())
-        held = [*chain.from_iterable(group["params"] for groups in seen for group in groups)]
-        ids, trained = [*map(id, held)], [*map(_TRAINED, held)]
+        """The ids of the parameters of the optimizers that stepped since ``forget``, without frozen ones, which no step
+        changes. If nothing changed, the same object as in the previous call."""
+        stepped = (each.param_groups for each in self._evident())
+        parameters = [*chain.from_iterable(g["params"] for groups in stepped for g in groups)]
+        ids, trained = [*map(id, parameters)], [*map(_TRAINED, parameters)]
         if self._covered[:2] != (ids, trained):
             self._covered = ids, trained, frozenset(compress(ids, trained))
         return self._covered[2]
 
     def memory(self) -> frozenset[tuple[int, int]]:
-        """Return address and length of what the optimizers change that were seen to step since ``forget``: their
-        parameters, and what they keep of each. A tensor that is none of these may change at any time."""
+        """Address and length of the parameters and the state of the optimizers that stepped since ``forget``. Any other
+        tensor may change at any time."""
         found: set[tuple[int, int]] = set()
         for optimizer in self._evident():
-            held = [p for group in optimizer.param_groups for p in group["params"]]
+            changed = [p for group in optimizer.param_groups for p in group["params"]]
             for state in optimizer.state.values():
                 if isinstance(state, dict):
-                    held += [value for value in state.values() if isinstance(value, torch.Tensor)]
-            found.update(map(place_of, held))
+                    changed += [each for each in state.values() if isinstance(each, torch.Tensor)]
+            found.update(map(place_of, changed))
         return frozenset(found - {NOWHERE})
 
     @property
@@ -119,7 +119,7 @@ class Barrier:
             return [each for each in self._stepped if each not in self._in_graphs]
 
     def forget(self) -> None:
-        """Begin to gather evidence anew, as each save does."""
+        """Reset the record; each save does."""
         with self._lock:
             self._stepped.clear()
         self._bracketed = False

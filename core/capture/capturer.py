@@ -1,7 +1,7 @@
-"""The capturer: one thread that turns the state into images, and the waits that keep the state from changing meanwhile.
+"""The capturer: the thread that captures states, and the waits that delay changes to the state meanwhile.
 
-It owns the order of a capture's ends: copied (the training may change the state), hashed, compared with what was read
-at save, past the barrier, sealed. It tells the coordinator by events and the handle; it knows no tiers.
+A capture passes these stages in order: copied (training may change the state), hashed, compared with what was read at
+save, past the barrier, sealed. The capturer reports to the coordinator by events, and to the handle; it knows no tiers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tierfall.core.types.values import CheckpointId
 logger = logging.getLogger("tierfall")
 
 SETTLED_S = 1.0
-"""So long after an image is complete no write to the state that began before can be under way: a kernel on the CPU is
-over by then. An image for which no barrier has come is sealed then."""
+"""Time after which no write that began before the image was complete can still be in progress: a CPU kernel ends
+sooner. An image that no barrier has passed is sealed then."""
 
 
 class Capturer:
-    """Captures one snapshot after another. ``begin`` and the waits are called by the training thread only,
-    ``begin_settled`` by any. ``checked`` says whether images are compared with the state at save."""
+    """Captures one snapshot after another. Only the training thread calls ``begin`` and the waits; any thread may call
+    ``begin_settled``. ``checked``: images are compared with the state at save."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class Capturer:
     # The training thread ---------------------------------------------------------------------------
 
     def begin(self, snapshot: Snapshot, *, lazy: bool, here: bool) -> None:
-        """Start filling a snapshot; without ``lazy`` every source has been read when this returns.
+        """Start the capture of a snapshot; without ``lazy``, all sources have been read when this returns.
 
-        ``here``: sources are read on the calling thread, since another would not see its work on them. Raises
-        CaptureError for what cannot be captured; the snapshot is given up then.
+        ``here``: read the sources on the calling thread, because another would not be ordered after its device work.
+        CaptureError if the capture fails; the snapshot is given up then.
         """
         snapshot.lazy = lazy
         if lazy:
@@ -87,11 +87,11 @@ class Capturer:
             self.wait_copied(self._max_wait_s)
 
     def begin_settled(self, snapshot: Snapshot) -> None:
-        """Start filling a snapshot whose sources never change, all of them in host memory: no barrier waits for it."""
+        """Start the capture of sources in host memory that never change: no barrier waits for it."""
         self._queue.put(snapshot)
 
     def give_up(self, snapshot: Snapshot, error: BaseException) -> None:
-        """A save ended in an error after its snapshot was announced: unless it is whole by now, it never will be."""
+        """Give up a snapshot whose save failed after it was announced, unless it is already complete."""
         failure = as_capture_error(snapshot.id, error)
         if failure is error:
             failure = _interrupted(snapshot, error)
@@ -101,8 +101,8 @@ class Capturer:
         self._queue.put(snapshot)
 
     def help_capture(self, id: CheckpointId, timeout: float | None) -> None:
-        """What the thread that saved does when it waits on the handle: that is a barrier, since it writes to nothing
-        meanwhile. One that runs out of time gives nothing up, and what failed is the handle's to tell."""
+        """Help with a capture while the saving thread waits on its handle: this counts as a barrier, since that thread
+        writes to nothing meanwhile. A timeout does not end the save; the handle reports failures."""
         if not self._is_at(id):
             return
         bound = self._max_wait_s if timeout is None else timeout
@@ -112,9 +112,9 @@ class Capturer:
         try:
             snapshot = self._current
             if snapshot is not None and snapshot.id == id:
-                self._wait_copied(snapshot, None, deadline, held=False)
+                self._wait_copied(snapshot, None, deadline, blocks_update=False)
         except CaptureError:
-            logger.debug("the capture failed while its handle was waited on", exc_info=True)
+            logger.debug("the capture failed during a wait on its handle", exc_info=True)
         finally:
             self._waiting.release()
 
@@ -125,16 +125,16 @@ class Capturer:
     def wait_copied(self, timeout: float | None, *, in_order: bool = False) -> None:
         """The barrier: help copying until every source is read; after ``timeout`` seconds the snapshot is given up.
 
-        ``in_order``: what lies on a device need not be read yet, if only what the caller enqueues there next comes
-        after. Raises what kept the snapshot from being captured.
+        ``in_order``: on devices it suffices that the work which the caller enqueues next runs after the reads. Raises
+        the error of a failed capture.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        # A thread that waits on the handle may be here too, comparing what an update must not change meanwhile. The
-        # lock's owner may take it twice: an interrupt just after it was taken leaves it taken.
-        alone = self._waiting.acquire(timeout=-1 if timeout is None else timeout)
+        # A thread that waits on the handle may be in here, comparing what an update must not change meanwhile. The
+        # lock is reentrant because an interrupt right after its acquisition leaves it locked.
+        is_locked = self._waiting.acquire(timeout=-1 if timeout is None else timeout)
         snapshot = self._current
         try:
-            if snapshot is not None and not alone:
+            if snapshot is not None and not is_locked:
                 assert timeout is not None
                 snapshot.filling.fail(
                     _waited_too_long(snapshot, timeout), even_if_hashed=not snapshot.past_barrier
@@ -142,7 +142,7 @@ class Capturer:
             elif snapshot is not None:
                 self._wait_copied(snapshot, timeout, deadline, in_order=in_order)
         finally:
-            if alone:
+            if is_locked:
                 self._waiting.release()
 
     def _wait_copied(
@@ -152,21 +152,23 @@ class Capturer:
         deadline: float | None,
         *,
         in_order: bool = False,
-        held: bool = True,
+        blocks_update: bool = True,
     ) -> None:
-        """Help copying until ``deadline``; a snapshot that is not copied by then is given up, with ``give_up_after``
-        said as the reason, unless that is None. ``held``: an update waits for it, so that hashing does."""
+        """Help copying until ``deadline``. A snapshot that is not copied by then is given up with ``give_up_after``
+        seconds in the message (None: not given up). ``blocks_update``: an update waits for this, so hashing pauses."""
         filling = snapshot.filling
         try:
-            # Before the first byte: what was freed meanwhile must not be read.
+            # Before the first byte is read: freed memory must not be read.
             if snapshot.lazy and not snapshot.past_barrier and filling.failure is None:
                 filling.check_state()
-            passed = filling.pass_barrier if in_order else partial(filling.finish, alone=held)
-            idle = passed(deadline)
+            copy = (
+                filling.pass_barrier if in_order else partial(filling.finish, alone=blocks_update)
+            )
+            idle = copy(deadline)
             if idle and not snapshot.lazy and filling.failure is None:
                 filling.check_state()
         except BaseException as error:  # noqa: BLE001 - raised again below
-            # Ctrl-C, say: whatever comes next may change the state, so that this image must never be sealed
+            # E.g. Ctrl-C: whatever runs next may change the state, so this image must never be sealed.
             failed = isinstance(error, Exception)
             filling.fail(
                 as_capture_error(snapshot.id, error) if failed else _interrupted(snapshot, error),
@@ -195,7 +197,7 @@ class Capturer:
             raise failure from failure.__cause__
 
     def _pass_barrier(self, snapshot: Snapshot) -> None:
-        """Take a snapshot past its barrier; if its image is complete, it is sealed now."""
+        """Mark a snapshot as past its barrier; a complete image is sealed now."""
         with self._seal_lock:
             snapshot.past_barrier = True
             ready = snapshot.hashed
@@ -203,14 +205,14 @@ class Capturer:
             self._queue.put(snapshot)
 
     def _release(self, snapshot: Snapshot) -> None:
-        """Hold nobody at the barrier any more, unless the state is still read: who passes next, on another stream say,
-        is held too then."""
+        """Stop delaying updates, unless the state is still being read: then the next one, perhaps on another stream,
+        waits too."""
         filling = snapshot.filling
         if self._current is snapshot and (filling.is_read or filling.failure is not None):
             self._current = None
 
     def wait_barrier(self, timeout: float | None, *, in_order: bool = False) -> None:
-        """As ``wait_copied``, outside of a save: the handle counts the time as blocked."""
+        """Like ``wait_copied``, outside of a save: the handle counts the time as blocked."""
         snapshot = self._current
         if snapshot is None:
             return
@@ -221,20 +223,20 @@ class Capturer:
             snapshot.handle.tell_waited(time.monotonic() - began)
 
     def _at_barrier(self) -> None:
-        """What the step hook does; it never raises, since the capture thread reports what failed."""
+        """The step hook; never raises, since the capture thread reports failures."""
         try:
             self.wait_barrier(self._max_wait_s, in_order=True)
-        except Exception:  # said by the handle, the log and the next save
+        except Exception:  # reported by the handle, the log and the next save
             logger.debug("the capture failed at the barrier", exc_info=True)
 
     def _at_freeing(self, address: int, length: int) -> None:
-        """Memory is about to be freed: where it is being captured, that is a barrier."""
+        """Memory is about to be freed: if it is being captured, this is a barrier."""
         snapshot = self._current
         if snapshot is not None and snapshot.filling.reads(address, length):
             self._at_barrier()
 
     def _at_recording(self) -> None:
-        """An optimizer step is recorded into a CUDA graph, whose replays would change what is being captured."""
+        """An optimizer step is being recorded into a CUDA graph, whose replays would change what is being captured."""
         snapshot = self._current
         if snapshot is not None:
             snapshot.filling.fail(
@@ -245,14 +247,14 @@ class Capturer:
             )
 
     def close(self, timeout: float) -> None:
-        """End the thread, once what was begun is captured; after ``timeout`` seconds it is left behind."""
+        """End the thread after the captures in progress; after ``timeout`` seconds return regardless."""
         self.let_go()
         self._thread.join(timeout)
         if self._thread.is_alive():
             logger.warning("close: the capture thread did not end within %g s", timeout)
 
     def let_go(self) -> None:
-        """Hold nobody at the barrier any more, and let the thread end; may be called twice."""
+        """Stop delaying updates, and let the thread end; may be called twice."""
         self.barrier.close()
         self._storages.close()
         self._queue.put(None)
@@ -270,7 +272,7 @@ class Capturer:
                 return
             try:
                 self._capture(snapshot)
-            except BaseException as error:  # noqa: BLE001 - every failure is the coordinator's to weigh
+            except BaseException as error:  # noqa: BLE001 - reported to the coordinator
                 snapshot.failed = True
                 snapshot.filling.fail(_as_raisable(snapshot, error), even_if_hashed=True)
                 snapshot.filling.abandon()
@@ -281,10 +283,10 @@ class Capturer:
                     self.evidence.failed(snapshot.id, failure)
                 self._post(CaptureFailed(id=snapshot.id, error=failure, region=snapshot.region))
                 del error, failure
-            del snapshot  # let go of the memory while this thread sleeps
+            del snapshot  # so that this thread keeps no memory alive while it waits
 
     def _capture(self, snapshot: Snapshot) -> None:
-        """Bring one snapshot as far as it can come. It may come here again: after its barrier, or given up."""
+        """Advance one snapshot as far as possible. It may return here, after its barrier or when given up."""
         filling = snapshot.filling
         if snapshot.commit is not None or snapshot.failed:
             return
@@ -300,13 +302,13 @@ class Capturer:
             snapshot.hashed = True
             if not snapshot.past_barrier:
                 self._unsettled = (snapshot, time.monotonic() + SETTLED_S)
-                return  # the barrier sends it back here
+                return  # the barrier puts it into the queue again
         self._unsettled = None
         filling.release_sources()
         if snapshot.share is not None:
             snapshot.share.finish()
         manifest, commit = make_records(snapshot)
-        if snapshot.share is None or snapshot.share.digests is None:  # else once it is compared
+        if snapshot.share is None or snapshot.share.digests is None:  # else after the comparison
             snapshot.region.seal(manifest=manifest, commit=commit)
             snapshot.handle.tell_captured()
         if snapshot.lazy:
@@ -318,18 +320,18 @@ class Capturer:
         return None if self._unsettled is None else max(0.0, self._unsettled[1] - time.monotonic())
 
     def _settle(self) -> None:
-        """Take an image past its barrier that none has come for: nothing that was under way goes on by now."""
+        """Mark an image as past the barrier although none was reached: writes that were in progress have ended."""
         assert self._unsettled is not None
         snapshot, _ = self._unsettled
-        if not self._waiting.acquire(blocking=False):  # somebody is at the barrier
+        if not self._waiting.acquire(blocking=False):  # a thread is at the barrier
             self._unsettled = (snapshot, time.monotonic() + SETTLED_S)
             return
         try:
             self._unsettled = None
             if self._current is snapshot and not snapshot.past_barrier:
-                self._wait_copied(snapshot, None, None, held=False)
+                self._wait_copied(snapshot, None, None, blocks_update=False)
         except CaptureError:
-            logger.debug("the state was changed before its image was sealed", exc_info=True)
+            logger.debug("the state changed before its image was sealed", exc_info=True)
         finally:
             self._waiting.release()
 
@@ -337,7 +339,7 @@ class Capturer:
 def _waited_too_long(snapshot: Snapshot, timeout: float) -> CaptureError:
     return CaptureError(
         f"save of step {snapshot.id.step}: the barrier waited {timeout:g} s (max_wait) for the capture to end; the "
-        "snapshot is given up and training goes on"
+        "snapshot is given up and training continues"
     )
 
 
@@ -346,7 +348,7 @@ def _interrupted(snapshot: Snapshot, error: BaseException) -> CaptureError:
 
 
 def _as_raisable(snapshot: Snapshot, error: BaseException) -> Exception:
-    """What ended the capture thread as it may be raised in another: SystemExit, say, was not meant for that one."""
+    """The capture thread's error in a form that another thread may raise: its SystemExit must not end that one."""
     if isinstance(error, Exception):
         return error
     failure = _interrupted(snapshot, error)
@@ -355,29 +357,29 @@ def _as_raisable(snapshot: Snapshot, error: BaseException) -> Exception:
 
 
 def as_capture_error(id: CheckpointId, error: BaseException) -> BaseException:
-    """Say what failed as a save's own error, caused by it, but for what stops the whole program."""
+    """Wrap an error in a CaptureError of this save; one that ends the program, such as Ctrl-C, is returned as it is."""
     if not isinstance(error, Exception):
         return error
-    said = (
+    text = (
         str(error)
         if isinstance(error, CaptureError)
         else f"save of step {id.step}: the capture failed: {error!r}"
     )
     changed = error.tensors if isinstance(error, StateChangedError) else None
-    failure = CaptureError(said) if changed is None else StateChangedError(said, changed)
+    failure = CaptureError(text) if changed is None else StateChangedError(text, changed)
     failure.__cause__ = error
     return failure
 
 
 def make_records(snapshot: Snapshot) -> tuple[bytes, bytes]:
-    """Make manifest and commit record of a complete image, and return both as they are written."""
-    cut = snapshot.geometry
+    """Create manifest and commit record of a complete image, set them in the snapshot, and return both encoded."""
+    geometry = snapshot.geometry
     manifest = Manifest(
         line=snapshot.line,
         shard=snapshot.shard,
-        image_bytes=cut.image_bytes,
-        data_start=cut.data_start,
-        chunk_bytes=cut.chunk_bytes,
+        image_bytes=geometry.image_bytes,
+        data_start=geometry.data_start,
+        chunk_bytes=geometry.chunk_bytes,
         digests=tuple(snapshot.filling.digests),
         structure=snapshot.structure,
         pieces=snapshot.pieces,
@@ -386,7 +388,7 @@ def make_records(snapshot: Snapshot) -> tuple[bytes, bytes]:
     commit = Commit(
         line=snapshot.line,
         world_size=snapshot.shard.world_size,
-        files=raw_files(snapshot.shard, image_bytes=cut.image_bytes, manifest=data),
+        files=raw_files(snapshot.shard, image_bytes=geometry.image_bytes, manifest=data),
         nodes=(snapshot.node,),
         wall_time_s=snapshot.wall_time_s,
         metrics=read_metrics(snapshot.metrics),
@@ -398,7 +400,7 @@ def make_records(snapshot: Snapshot) -> tuple[bytes, bytes]:
 
 
 def read_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Read metrics, 0-dim tensors too, as floats."""
+    """Convert metrics, including 0-dim tensors, to floats."""
     values = {}
     for name, value in metrics.items():
         try:

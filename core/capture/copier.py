@@ -1,10 +1,10 @@
-"""Filling one image: the copies that bring a state's bytes into a region, and the watermark over them.
+"""Copies a state's bytes into a region, hashes the chunks, and advances the watermark.
 
-The image is cut into *segments* (``cutting``), each a run of tensor bytes copied by one call. Any thread may claim the
-next segment, in image order: the capture thread does, and so does a training thread that has come to the barrier. What
-lies on a device is launched (``device_copies``), and counts when it has landed. A chunk whose last segment is in place
-is hashed; the watermark counts the leading chunks that are hashed, hence final. This module knows tensors and
-bytes; it knows no tiers, no steps and no optimizers.
+The image is divided into *segments* (``core.image.segments``), each copied by one call. Any thread may claim the next
+segment, in image order: the capture thread, and a training thread at the barrier. Copies from a device are launched
+asynchronously (``device_copies``), and count when they have completed. A chunk is hashed once all its segments are
+copied; the watermark is the number of leading chunks that are hashed, hence final. This module knows tensors and bytes;
+it knows no tiers, steps or optimizers.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from tierfall.core.types.errors import CaptureError
 
 logger = logging.getLogger("tierfall")
 
-LOOK_AGAIN_S = 0.2
-LANDED_POLL_S = 0.0005
+POLL_S = 0.2
+DEVICE_POLL_S = 0.0005
 
 
 def chunk_digest(view: memoryview) -> str:
-    """Return the XXH3-128 digest of a chunk's bytes, as manifests hold it."""
+    """The XXH3-128 digest of a chunk's bytes, in the form of manifests."""
     return DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(view)
 
 
 class ImageCopier:
-    """One image on its way into memory. ``copied``: every source was read, or its copy launched; ``final_chunks`` is
-    the watermark; ``digests`` are complete when ``hashed``."""
+    """Fills one image. ``copied``: every source was read, or its copy launched; ``final_chunks`` is the watermark;
+    ``digests`` are complete when ``hashed``."""
 
     def __init__(
         self,
@@ -65,26 +65,26 @@ class ImageCopier:
         pace: RateLimiter | None = None,
         check: ImageCheck | None = None,
     ) -> None:
-        """Copy what is not captured lazily of the ``sources``. ``targets`` and ``memory`` are the same region.
+        """Copy those ``sources`` that are not captured lazily. ``targets`` and ``memory`` are the same region.
 
-        ``streams`` copy what lies on devices, by the places of ``cutting``; ``slab`` is spare memory at one of them.
-        The capture thread keeps to ``pace``; whoever waits does not. ``check`` compares the image with the state as it
-        is now.
+        ``streams`` copy from devices, by the places of the segmentation ``cutting``; ``slab`` is spare memory on one
+        device, with its place. ``pace`` limits the rate of the capture thread, not of a thread at the barrier.
+        ``check`` compares the image with the present state.
         """
         self._targets = targets
         self._memory = memory
-        self._cutting = cutting
+        self._segmentation = cutting
         self._sources = sources
         self._on_progress = on_progress
         self._segments = deque(cutting.segments)
-        self._flights = CopiesInFlight(streams or {})
+        self._copies = CopiesInFlight(streams or {})
         self._slab = slab
         self._pace = pace
         self._lock = threading.Lock()
         self._copying: set[int] = set()
-        self._bells: list[InterruptibleEvent] = []
-        self._held: InterruptibleEvent | None = None
-        """Rung when the thread that copies alone is done; None while none does."""
+        self._idle_events: list[InterruptibleEvent] = []
+        self._exclusive: InterruptibleEvent | None = None
+        """Set when the thread at the barrier, which copies exclusively, is done; None without such a thread."""
         self._missing = cutting.missing.copy()
         self.digests: list[str] = [""] * len(self._missing)
         self.final_chunks = 0
@@ -104,19 +104,20 @@ class ImageCopier:
         return len(self.digests)
 
     def _copy_at_once(self) -> None:
-        """Copy what is not captured lazily: into the image, or on its own device in the order of the caller's work."""
-        for segment in self._cutting.at_once:
+        """Copy what is not captured lazily: into the image, or to a clone on its own device, in the order of the
+        caller's work."""
+        for segment in self._segmentation.at_once:
             if segment[0].place == HOST:
                 self._copy(segment)
-            elif left := tuple(piece for piece in segment if not self._clone_there(piece)):
-                self._copy(left)
-        self._flights.follow_callers()
+            elif rest := tuple(piece for piece in segment if not self._clone_on_device(piece)):
+                self._copy(rest)
+        self._copies.follow_callers()
 
-    def _clone_there(self, piece: SegmentPart) -> bool:
-        """Take a copy on the device, to be captured later; False where it has no room."""
+    def _clone_on_device(self, piece: SegmentPart) -> bool:
+        """Clone a tensor on its device, to be captured later; False if the device has no memory for it."""
         source, copies = self._sources.tensor(piece.index), []
         try:
-            self._flights.streams[piece.place].for_caller(lambda: copies.append(source.clone()))
+            self._copies.streams[piece.place].for_caller(lambda: copies.append(source.clone()))
         except torch.OutOfMemoryError:
             return False
         self._sources.replace(piece, copies[0])
@@ -127,14 +128,13 @@ class ImageCopier:
     # Copying ---------------------------------------------------------------------------------------
 
     def copy_next(self) -> bool:
-        """Claim the next segment and copy it, or launch it; False when none is left to claim. Raises what that
-        raised."""
-        me = threading.get_ident()
+        """Claim the next segment and copy it, or launch its copy; False if none is left. Raises the copy's error."""
+        thread = threading.get_ident()
         try:
             with self._lock:
                 if self.failure is not None or not self._segments:
                     return False
-                self._copying.add(me)
+                self._copying.add(thread)
                 segment = self._segments.popleft()
             if segment[0].place == HOST:
                 self._copy(segment)
@@ -146,35 +146,36 @@ class ImageCopier:
             self.fail(CaptureError(f"save: interrupted: {error!r}") if interrupted else error)
             raise
         finally:
-            # no function of our own: an interrupt could come before its first line
-            self._copying.discard(me)
-            self._finish_clone()
+            # Not in a Python function: an interrupt could arrive before its first line.
+            self._copying.discard(thread)
+            self._after_copy()
 
-    def _finish_clone(self) -> None:
+    def _after_copy(self) -> None:
         with self._lock:
             if not self._copying:
                 self.copied = self.copied or not (self._segments or self.failure)
-                while self._bells:
-                    self._bells.pop().ring()
+                while self._idle_events:
+                    self._idle_events.pop().ring()
 
     def fail(self, error: BaseException, *, even_if_hashed: bool = False) -> None:
-        """Give the image up: no further segment is claimed, and nothing of it counts; one that is whole stays good."""
+        """Give the image up: no further segment is claimed. A complete one remains valid, unless ``even_if_hashed``."""
         with self._lock:
             if self.failure is None and (even_if_hashed or not self.hashed):
                 self.failure = error
             self._segments.clear()
 
     def wait_idle(self, timeout: float | None = None) -> bool:
-        """Wait until no thread is inside a copy, so that the memory may be given away or the sources changed."""
+        """Wait until no thread is inside a copy, so that the memory may be released or the sources changed; False after
+        ``timeout`` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._copying:
-            bell = InterruptibleEvent()
-            self._bells.append(bell)
-            left = LOOK_AGAIN_S if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            event = InterruptibleEvent()
+            self._idle_events.append(event)
+            left_s = POLL_S if deadline is None else deadline - time.monotonic()
+            if left_s <= 0:
                 return False
             if self._copying:
-                bell.wait(min(left, LOOK_AGAIN_S))
+                event.wait(min(left_s, POLL_S))
         return True
 
     def _copy(self, segment: Segment) -> None:
@@ -183,8 +184,8 @@ class ImageCopier:
             self._count(segment)
 
     def _count(self, segment: Segment) -> None:
-        """Count bytes that are in place; the caller holds the lock."""
-        chunk_bytes = self._cutting.chunk_bytes
+        """Subtract copied bytes from what the chunks miss; the caller holds the lock."""
+        chunk_bytes = self._segmentation.chunk_bytes
         for piece in segment:
             at = piece.start
             while at < piece.end:
@@ -198,7 +199,7 @@ class ImageCopier:
     # Devices ---------------------------------------------------------------------------------------
 
     def _launch(self, segment: Segment) -> None:
-        self._flights.launch(
+        self._copies.launch(
             segment,
             lambda: self._sources.copy(segment, self._targets, non_blocking=True),
             shelter=None,
@@ -206,51 +207,51 @@ class ImageCopier:
         )
 
     def pass_barrier(self, deadline: float | None) -> bool:
-        """Bring it about that the caller's next work on its devices may change the sources, though this returns before
-        they are read there: that work waits, the host does not. False where a copy on the host took too long.
+        """Let the caller change the sources next: host copies are complete, and the caller's next work on a device
+        waits there for the reads, while the host does not wait. False if host copies take until ``deadline``.
 
-        Whoever passes later, by another thread or stream, is held likewise, as long as sources are still read.
+        Later callers, on other threads or streams, are delayed the same way while sources are still being read.
         """
-        shelter: SpillBuffer | None = None
-        waiting: list[tuple[Segment, torch.Tensor]] = []
+        spill: SpillBuffer | None = None
+        pending: list[tuple[Segment, torch.Tensor]] = []
         try:
-            self._held = InterruptibleEvent()
-            shelter = self._spill()
-            waiting = list(shelter.rooms) if shelter is not None else []
-            self._copy_to(waiting)
+            self._exclusive = InterruptibleEvent()
+            spill = self._spill()
+            pending = list(spill.rooms) if spill is not None else []
+            self._copy_to(pending)
             while self.copy_next():
                 continue
             if not self.wait_idle(_left_s(deadline)):
                 return False
-            self._flights.hold_callers()
-            if shelter is not None:
-                self._flights.follow_callers()
-                self._launch_from(shelter, waiting)
+            self._copies.hold_callers()
+            if spill is not None:
+                self._copies.follow_callers()
+                self._launch_from(spill, pending)
             return True
         finally:
-            # before any call: an interrupt could come before its first line
-            held, self._held = self._held, None
-            if held is not None:
-                held.ring()
-            if shelter is not None and waiting:
-                shelter.leave(len(waiting))
+            # Before any call: an interrupt could arrive before a function's first line.
+            exclusive, self._exclusive = self._exclusive, None
+            if exclusive is not None:
+                exclusive.ring()
+            if spill is not None and pending:
+                spill.leave(len(pending))
 
     def _spill(self) -> SpillBuffer | None:
-        """Take spare memory of a device for what has not been claimed there, as far as there is any: it is captured
-        from there, and need not be waited for."""
+        """Allocate spare memory of a device for its unclaimed segments, as far as available. They are captured from
+        there, and no update has to wait for them."""
         if self._slab is None:
             return None
         place, slab = self._slab
         with self._lock:
             unclaimed = [segment for segment in self._segments if segment[0].place == place]
-            shelter = SpillBuffer.for_last(slab, unclaimed)
-            if shelter is not None:
-                moved = {id(segment) for segment, _ in shelter.rooms}
+            spill = SpillBuffer.for_last(slab, unclaimed)
+            if spill is not None:
+                moved = {id(segment) for segment, _ in spill.rooms}
                 self._segments = deque(s for s in self._segments if id(s) not in moved)
-        return shelter
+        return spill
 
     def _copy_to(self, rooms: list[tuple[Segment, torch.Tensor]]) -> None:
-        """Copy sources to where they are sheltered, in the caller's order."""
+        """Copy sources to the spill buffer, on the caller's stream."""
         if not rooms:
             return
 
@@ -258,97 +259,97 @@ class ImageCopier:
             for segment, room in rooms:
                 self._sources.copy_into(room, segment)
 
-        self._flights.streams[rooms[0][0][0].place].for_caller(copy_all)
+        self._copies.streams[rooms[0][0][0].place].for_caller(copy_all)
 
-    def _launch_from(
-        self, shelter: SpillBuffer, waiting: list[tuple[Segment, torch.Tensor]]
-    ) -> None:
-        """Launch what is sheltered; what was launched is taken off ``waiting``."""
-        while waiting and self.failure is None:
-            segment, room = waiting[0]
+    def _launch_from(self, spill: SpillBuffer, pending: list[tuple[Segment, torch.Tensor]]) -> None:
+        """Launch the copies from the spill buffer, removing each from ``pending``."""
+        while pending and self.failure is None:
+            segment, room = pending[0]
 
             def move(segment: Segment = segment, room: torch.Tensor = room) -> None:
                 for piece, source in pieces_in(room, segment):
                     self._targets.flat(piece.start, piece.end).copy_(source, non_blocking=True)
 
-            self._flights.launch(segment, move, shelter=shelter, lock=self._lock)
-            del waiting[0]
+            self._copies.launch(segment, move, shelter=spill, lock=self._lock)
+            del pending[0]
 
     @property
     def is_read(self) -> bool:
-        """Whether nothing reads the state itself any more, nor will."""
+        """Whether nothing reads the state itself, now or later."""
         with self._lock:
-            return not (self._segments or self._flights.segments)
+            return not (self._segments or self._copies.segments)
 
     def reads(self, address: int, length: int) -> bool:
-        """Say whether a tensor that is captured lazily begins in this memory."""
+        """Whether a lazily captured tensor begins in this memory."""
         if self._addresses is None:
-            self._addresses = sorted(self._sources.pointers[index] for index in self._cutting.lazy)
+            self._addresses = sorted(
+                self._sources.pointers[index] for index in self._segmentation.lazy
+            )
         at = bisect.bisect_left(self._addresses, address)
         return at < len(self._addresses) and self._addresses[at] < address + length
 
     def finish(self, deadline: float | None, *, alone: bool = True) -> bool:
-        """Copy until every source was read, on devices too; False at ``deadline`` on the monotonic clock. While it does
-        so ``alone``, the capture thread does nothing."""
+        """Copy until every source has been read, on devices too; False at ``deadline`` on the monotonic clock. With
+        ``alone``, the capture thread pauses meanwhile."""
         try:
             if alone:
-                self._held = InterruptibleEvent()
+                self._exclusive = InterruptibleEvent()
             while self.copy_next():
                 continue
             return self.wait_idle(_left_s(deadline)) and self._wait_copied(deadline)
         finally:
-            # before any call: an interrupt could come before its first line
-            held, self._held = self._held, None
-            if held is not None:
-                held.ring()
+            # Before any call: an interrupt could arrive before a function's first line.
+            exclusive, self._exclusive = self._exclusive, None
+            if exclusive is not None:
+                exclusive.ring()
 
     def _wait_copied(self, deadline: float | None) -> bool:
-        while (flight := self._flights.first) is not None:
+        while (copy := self._copies.first) is not None:
             if deadline is not None:
-                while not flight.mark.is_done():
+                while not copy.mark.is_done():
                     if time.monotonic() >= deadline:
                         return False
-                    time.sleep(LANDED_POLL_S)
-            self._complete(flight)
+                    time.sleep(DEVICE_POLL_S)
+            self._complete(copy)
         return True
 
-    def _complete(self, flight: CopyInFlight) -> None:
-        """Wait for a flight, and take it for done. Raises what the device reports; the flight is over all the same."""
+    def _complete(self, copy: CopyInFlight) -> None:
+        """Wait for a copy, and count its bytes. Raises the device's error; the copy has ended then, too."""
         failure: BaseException | None = None
         try:
-            flight.mark.wait()
+            copy.mark.wait()
         except Exception as error:  # noqa: BLE001 - raised again below
             failure = error
         with self._lock:
-            if not self._flights.has(flight):
-                return  # another thread waited for it too
+            if not self._copies.has(copy):
+                return  # another thread has completed it
             try:
                 if failure is not None:
                     raise failure
-                self._count(flight.segment)
+                self._count(copy.segment)
             finally:
-                self._flights.landed(flight)
+                self._copies.landed(copy)
 
     def abandon(self) -> None:
-        """After a failure: return when nothing writes into the memory any more."""
+        """After a failure: wait until nothing writes to the memory any more."""
         self.wait_idle()
-        self._wait_for_held()
-        while (flight := self._flights.first) is not None:
+        self._wait_for_exclusive()
+        while (copy := self._copies.first) is not None:
             try:
-                self._complete(flight)
+                self._complete(copy)
             except Exception:
-                logger.debug("a copy off a device ended in an error", exc_info=True)
+                logger.debug("a copy from a device failed", exc_info=True)
 
     # Hashing ---------------------------------------------------------------------------------------
 
     def hash_ready(self) -> bool:
-        """Hash one chunk whose bytes are all in place; False when there is none at present."""
+        """Hash one chunk whose bytes are all copied; False if there is none at present."""
         with self._lock:
             if self.failure is not None or not self._ready:
                 return False
             index = min(self._ready)
             self._ready.remove(index)
-        start, end = self._cutting.chunk_range(index)
+        start, end = self._segmentation.chunk_range(index)
         digest = chunk_digest(self._memory[start:end])
         with self._lock:
             self.digests[index] = digest
@@ -364,39 +365,39 @@ class ImageCopier:
         return True
 
     def run(self) -> None:
-        """Do all that is left, as the capture thread does: copy or launch in image order, hash what is complete."""
+        """The work of the capture thread: copy or launch in image order, and hash complete chunks, until done."""
         while True:
             while self._advance():
                 continue
             self.wait_idle()
-            self._wait_for_held()
-            if self.failure is not None or not (self._segments or self._flights):
+            self._wait_for_exclusive()
+            if self.failure is not None or not (self._segments or self._copies):
                 break
         while self.hash_ready():
             continue
 
-    def _wait_for_held(self) -> None:
-        """Wait while another thread copies alone."""
-        while (held := self._held) is not None:
-            held.wait(LOOK_AGAIN_S)
+    def _wait_for_exclusive(self) -> None:
+        """Wait while another thread copies exclusively."""
+        while (exclusive := self._exclusive) is not None:
+            exclusive.wait(POLL_S)
 
     def _advance(self) -> bool:
-        """Do one thing; what keeps the bus to a device busy comes first. While a thread is held at the barrier, all
-        cores and the whole bandwidth of the memory are for what it copies."""
-        self._wait_for_held()
+        """Do one unit of work, launches first, to keep the bus busy. Pauses while a thread is at the barrier, so that
+        its copies have all cores and the whole memory bandwidth."""
+        self._wait_for_exclusive()
         self._throttle()
-        claimed = not self._flights.is_full and self.copy_next()
-        while (flight := self._flights.first) is not None and flight.mark.is_done():
-            self._complete(flight)
-        if (claimed and self._flights) or self.hash_ready() or claimed:
+        claimed = not self._copies.is_full and self.copy_next()
+        while (copy := self._copies.first) is not None and copy.mark.is_done():
+            self._complete(copy)
+        if (claimed and self._copies) or self.hash_ready() or claimed:
             return True
-        flight = self._flights.first
-        if flight is not None:
-            self._complete(flight)
-        return flight is not None
+        copy = self._copies.first
+        if copy is not None:
+            self._complete(copy)
+        return copy is not None
 
     def _throttle(self) -> None:
-        if self._pace is None or self._flights.is_full:
+        if self._pace is None or self._copies.is_full:
             return
         with self._lock:
             segment = self._segments[0] if self._segments else None
@@ -406,34 +407,36 @@ class ImageCopier:
     # Changes -----------------------------------------------------------------------------------------
 
     def check_state(self) -> None:
-        """Raise StateChangedError where a source that is captured lazily was changed since save, as far as version
-        counters, addresses and a few samples tell. Called at the barrier: then no write to it is under way."""
+        """Raise StateChangedError if version counters, addresses or a few samples show that a lazily captured source
+        has changed since save. Called at the barrier, when no write to the sources is in progress."""
         self._at_barrier = True
-        watched = self._sources.watched  # held while it is read: another thread may release it
+        watched = (
+            self._sources.watched
+        )  # a reference for the time of reading: another thread may release the sources
         changed = self._sources.changed()
-        if not changed and watched and self._check is not None:  # else its memory may not be there
+        if not changed and watched and self._check is not None:  # else the memory may be unmapped
             changed = self._check.changed_now()
         if changed:
             self._sources.refuse(changed)
 
     def check_image(self) -> None:
-        """Raise StateChangedError where the image, which is complete, does not hold the state as it was at save, as far
-        as samples and digests tell; it names what counters and addresses tell of, too, as long as no update may have
-        begun."""
+        """Raise StateChangedError if samples and digests show that the complete image differs from the state at save.
+        Before the barrier, the error also names tensors whose counters or addresses have changed; later, an update may
+        have changed them."""
         if self._check is not None:
-            changed = self._check.changed_in(self._memory[self._cutting.data_start :])
+            changed = self._check.changed_in(self._memory[self._segmentation.data_start :])
             if changed:
                 counted = [] if self._at_barrier else self._sources.changed()
                 self._sources.refuse(sorted({*changed, *counted}))
 
     def draw_samples_anew(self) -> None:
-        """Let the next image of this cutting be compared in other places."""
+        """Count this comparison; other places are sampled from time to time."""
         if self._check is not None:
             self._check.plan.samples.used()
 
     def release_sources(self) -> None:
-        """Let go of the state's tensors once they were read, so that a freed model is freed."""
-        if not self._flights:
+        """Drop the references to the state's tensors once they have been read, so that a deleted model is freed."""
+        if not self._copies:
             self._sources.release()
 
 

@@ -1,4 +1,4 @@
-"""Copies off devices that are under way: launched in order, landed in order, a bounded number of bytes ahead."""
+"""Asynchronous copies from devices: launched and completed in order, with a bound on the bytes in flight."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tierfall.core.image.segments import Segment
 from tierfall.core.runtime.streams import CopyStream, StreamEvent
 
 FLYING_BYTES_MAX = 256 << 20
-"""What the capture thread lets be under way: enough to keep the bus busy while it hashes a chunk."""
+"""Bytes in flight for the capture thread: enough to keep the bus busy while it hashes a chunk."""
 ALIGNMENT_BYTES = 512
-"""What device kernels copy at full speed from."""
+"""Alignment at which device kernels copy at full speed."""
 
 
 class SpareBlock(Protocol):
-    """A piece of a slab, in somebody's use until ``release``."""
+    """A block of a slab, in use until ``release``."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -38,20 +38,20 @@ class Slab(Protocol):
 
     @property
     def room_bytes(self) -> int:
-        """What may be taken in one piece."""
+        """The size of the largest free block."""
         ...
 
     def take(self, size_bytes: int) -> SpareBlock | None:
-        """Take so many bytes; None where they are not free in one piece."""
+        """Allocate a block; None if no free block is large enough."""
         ...
 
 
 class SpillBuffer:
-    """A block that several segments share, one after the other; it goes back when the last of them has left."""
+    """A block with the copies of several segments; released with the last of them."""
 
     def __init__(self, block: SpareBlock, segments: Sequence[Segment]) -> None:
         self._block = block
-        self._left = len(segments)
+        self._remaining = len(segments)
         self._lock = threading.Lock()
         self.rooms: list[tuple[Segment, torch.Tensor]] = []
         at = 0
@@ -61,7 +61,7 @@ class SpillBuffer:
 
     @classmethod
     def for_last(cls, slab: Slab, segments: Sequence[Segment]) -> SpillBuffer | None:
-        """Shelter as many of the last segments as a slab has room for; None where that is none."""
+        """Allocate a buffer for as many of the last segments as a slab has room for; None if there is no room."""
         room, needed, first = slab.room_bytes, 0, len(segments)
         while first > 0 and needed + (size := _aligned(size_of(segments[first - 1]))) <= room:
             needed, first = needed + size, first - 1
@@ -69,10 +69,10 @@ class SpillBuffer:
         return None if block is None else cls(block, segments[first:])
 
     def leave(self, count: int = 1) -> None:
-        """So many of the segments need their room no more."""
+        """Release the room of ``count`` segments."""
         with self._lock:
-            self._left -= count
-            if self._left == 0:
+            self._remaining -= count
+            if self._remaining == 0:
                 self._block.release()
 
 
@@ -82,7 +82,7 @@ def _aligned(size_bytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class CopyInFlight:
-    """One segment on its way; ``shelter`` is what it flies from, where that is not the state itself."""
+    """One segment being copied; ``shelter`` is the buffer that it is read from (None: the state itself)."""
 
     segment: Segment
     mark: StreamEvent
@@ -98,15 +98,15 @@ def size_of(segment: Segment) -> int:
 
 
 class CopiesInFlight:
-    """What is under way. Whoever changes it holds the filling's lock, but for what is said otherwise."""
+    """The copies in flight. Callers of methods that change it hold the copier's lock, unless stated otherwise."""
 
     def __init__(self, streams: Mapping[int, CopyStream]) -> None:
         self.streams = streams
-        self._flying: deque[CopyInFlight] = deque()
+        self._in_flight: deque[CopyInFlight] = deque()
         self._bytes = 0
 
     def __bool__(self) -> bool:
-        return bool(self._flying)
+        return bool(self._in_flight)
 
     @property
     def is_full(self) -> bool:
@@ -114,16 +114,16 @@ class CopiesInFlight:
 
     @property
     def first(self) -> CopyInFlight | None:
-        """The one that was launched first; asked without the lock."""
+        """The copy that was launched first; needs no lock."""
         try:
-            return self._flying[0]
+            return self._in_flight[0]
         except IndexError:
             return None
 
     @property
     def segments(self) -> list[Segment]:
-        """What flies from the state itself."""
-        return [flight.segment for flight in self._flying if flight.shelter is None]
+        """The segments that are being read from the state itself."""
+        return [copy.segment for copy in self._in_flight if copy.shelter is None]
 
     def launch(
         self,
@@ -133,36 +133,36 @@ class CopiesInFlight:
         shelter: SpillBuffer | None,
         lock: threading.Lock,
     ) -> None:
-        """Queue copies on the stream of the device that a segment lies on; takes the lock itself.
+        """Enqueue the copies of a segment on the stream of its device; acquires the lock itself.
 
-        Where that fails, or is interrupted, nothing is under way any more when it raises.
+        If that fails or is interrupted, no copy of the segment is in flight when it raises.
         """
         stream = self.streams[segment[0].place]
         try:
-            flight = CopyInFlight(segment, stream.enqueue(work), shelter)
+            copy = CopyInFlight(segment, stream.enqueue(work), shelter)
             with lock:
-                self._flying.append(flight)
-                self._bytes += flight.size_bytes
+                self._in_flight.append(copy)
+                self._bytes += copy.size_bytes
         except BaseException:
-            stream.finish()  # a part may be queued, and nobody would wait for it
+            stream.finish()  # some copies may be enqueued, and nothing else would wait for them
             raise
 
-    def has(self, flight: CopyInFlight) -> bool:
-        return flight in self._flying
+    def has(self, copy: CopyInFlight) -> bool:
+        return copy in self._in_flight
 
-    def landed(self, flight: CopyInFlight) -> None:
-        """Take a flight for done."""
-        self._flying.remove(flight)
-        self._bytes -= flight.size_bytes
-        if flight.shelter is not None:
-            flight.shelter.leave()
+    def landed(self, copy: CopyInFlight) -> None:
+        """Remove a completed copy."""
+        self._in_flight.remove(copy)
+        self._bytes -= copy.size_bytes
+        if copy.shelter is not None:
+            copy.shelter.leave()
 
     def follow_callers(self) -> None:
-        """Let everything that is launched from now on come after the caller's work on its device; needs no lock."""
+        """Run everything that is launched from now on after the caller's work on its device; needs no lock."""
         for stream in self.streams.values():
             stream.follow_caller()
 
     def hold_callers(self) -> None:
-        """Let the caller's further work on each device come after all that was launched; needs no lock."""
+        """Run the caller's further work on each device after everything that was launched; needs no lock."""
         for stream in self.streams.values():
             stream.hold_caller()

@@ -1,4 +1,4 @@
-"""Where the tensors of a state lie, and what copies them from there."""
+"""The devices of a state's tensors, and the streams that copy from them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _IS_CPU = attrgetter("is_cpu")
 
 
 class CaptureDevices:
-    """The devices of one process, numbered as they are met.
+    """The devices of one process, numbered in the order in which they are found.
 
-    After ``of``, ``elsewhere`` names the kinds of devices met that no stream serves: what lies there is read as if it
-    lay in host memory, by the thread that works on it.
+    After ``of``, ``elsewhere`` names the types of devices without a copy stream: their tensors are read like host
+    memory, by the thread that works on them.
     """
 
     def __init__(self, streams: Streams, slab: Slab | None = None) -> None:
@@ -30,22 +30,22 @@ class CaptureDevices:
         self.elsewhere: set[str] = set()
 
     def of(self, sources: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Return the place of each tensor; nothing where all lie in host memory."""
+        """The place of each tensor; empty if all are in host memory."""
         self.elsewhere.clear()
         if not self._has_devices or all(map(_IS_CPU, sources)):
             return ()
         return tuple([HOST if source.is_cpu else self._number(source.device) for source in sources])
 
     def fixed(self, value: torch.Tensor, places: Sequence[int]) -> torch.Tensor | float:
-        """Take a number as it is now. The host waits for it only where nothing of the state, whose tensors are at
-        ``places``, is captured from the device that it is on: what is captured there comes after it."""
+        """The present value of a number. If the state has tensors on the number's device (``places``), a clone, as
+        their capture is ordered after it; otherwise the host waits for the value."""
         if value.is_cpu:
             return value
         return value.clone() if self._numbers.get(value.device) in places else float(value)
 
     @property
     def slab(self) -> tuple[int, Slab] | None:
-        """Spare memory, and the place that it is at; None where nothing of the state was met there."""
+        """Spare device memory and its place; None if no tensor of the state is on that device."""
         if self._slab is None or self._slab.device not in self._numbers:
             return None
         return self._numbers[self._slab.device], self._slab

@@ -1,4 +1,4 @@
-"""What the capture of a snapshot reports to the coordinator."""
+"""The events of a capture, which the capturer sends to the coordinator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CaptureFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveGivenUp:
-    """A save that was called ended before its capture began: skipped, or with an error."""
+    """A save ended before its capture began: it was skipped, or failed."""
 
     id: CheckpointId
     error: BaseException

@@ -1,7 +1,6 @@
-"""The handle that a save returns: what became of one step, on each tier, told from other threads.
+"""The handle that a save returns: the outcome of one save on each tier.
 
-Capture and coordinator set outcomes; the training loop asks, waits, and gets the original exception. Nothing here
-decides anything.
+Capture thread and coordinator set outcomes; the training loop queries them, waits, and receives the original exception.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStats:
-    """Times of one save in seconds, from the call of ``save``; what has not happened yet is None or not there.
+    """Times of one save in seconds since the call of ``save``; None or missing is what has not happened yet.
 
-    ``blocked_s`` is what the training thread gave: in ``save``, and at the barrier before the next update.
+    ``blocked_s`` is the time for which the training thread was blocked: in ``save``, and at the barrier.
     """
 
     bytes: int
@@ -33,7 +32,7 @@ class SaveStats:
 
 
 class SaveHandle:
-    """What became of one save. Thread-safe; keeps no tensor alive."""
+    """The outcome of one save. Thread-safe; keeps no tensor alive."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class SaveHandle:
         self._began = clock()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._bells: list[InterruptibleEvent] = []
+        self._waiting: list[InterruptibleEvent] = []
         self._captured = False
         self._failure: BaseException | None = None
         self._outcome = SaveOutcome.PENDING
@@ -62,7 +61,7 @@ class SaveHandle:
         self._durable_s: dict[str, float] = {}
         self.before_wait: Callable[[float | None], None] | None = None
 
-    # Asking ----------------------------------------------------------------------------------------
+    # For the training loop -------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -79,7 +78,7 @@ class SaveHandle:
 
     @property
     def outcome(self) -> SaveOutcome:
-        """``pending`` until the last tier of this step has it (``saved``), or it was given up."""
+        """``pending`` until the last tier of this step has it (``saved``), or the save was given up."""
         with self._lock:
             return self._outcome
 
@@ -95,23 +94,23 @@ class SaveHandle:
             )
 
     def exception(self) -> BaseException | None:
-        """Return why this save was given up, or why a tier did not get it; None while all is well."""
+        """Why this save was given up, or why a tier did not get it; None if there was no error."""
         with self._lock:
             return self._failure or next(iter(self._failed.values()), None)
 
     def captured(self, timeout: float | None = None) -> None:
-        """Wait until the image lies sealed in host memory; raises what kept it from it, TimeoutError after ``timeout``
-        seconds."""
+        """Wait until the image is sealed in host memory. Raises the error that prevented it, or TimeoutError after
+        ``timeout`` seconds."""
         self._wait(lambda: self._captured or self._failure is not None, timeout, "captured")
         with self._lock:
             if self._failure is not None and not self._captured:
-                raise _raised_anew(self._failure)
+                raise _copy_of(self._failure)
 
     def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
         """Wait until the step is committed on ``tier`` (default: the last one that it is flushed to).
 
-        Raises the exception that kept it from it, ConfigError for a tier that this step is not flushed to, and
-        TimeoutError after ``timeout`` seconds.
+        Raises the error that prevented it, ConfigError for a tier that this step is not flushed to, or TimeoutError
+        after ``timeout`` seconds.
         """
         name = self._resolve(tier)
         self._wait(
@@ -122,10 +121,10 @@ class SaveHandle:
         with self._lock:
             if name in self._done:
                 return
-            raise _raised_anew(self._failed.get(name) or self._failure)
+            raise _copy_of(self._failed.get(name) or self._failure)
 
     def done(self, tier: str | None = None) -> bool:
-        """Say whether the step is committed on ``tier`` (default: the last one that it is flushed to)."""
+        """Whether the step is committed on ``tier`` (default: the last one that it is flushed to)."""
         name = self._resolve(tier)
         with self._lock:
             return name in self._done
@@ -133,14 +132,14 @@ class SaveHandle:
     def __repr__(self) -> str:
         return f"<SaveHandle step={self.step} attempt={self.attempt} outcome={self.outcome}>"
 
-    # Telling ---------------------------------------------------------------------------------------
+    # For capture and coordinator -------------------------------------------------------------------
 
     def tell_begun(self, *, bytes: int, lazy: bool, blocked_s: float) -> None:
         with self._lock:
             self._stats = SaveStats(bytes=bytes, lazy=lazy, blocked_s=blocked_s)
 
     def tell_waited(self, seconds: float) -> None:
-        """The training thread waited outside of ``save`` for this capture to end."""
+        """Add time for which the training thread waited for this capture outside of ``save``."""
         with self._lock:
             self._waited_s += seconds
 
@@ -154,9 +153,9 @@ class SaveHandle:
             self._notify()
 
     def tell_given_up(self, outcome: SaveOutcome, error: BaseException) -> None:
-        """The image will never be complete, skipped or failed; or, superseded, it lies in memory no more.
+        """The image will never be complete (skipped, failed), or was removed from memory (superseded).
 
-        What was saved once stays saved: only who waits for a tier that did not get it yet is told.
+        A save whose outcome is ``saved`` keeps it: only tiers that have not received it fail.
         """
         with self._lock:
             if self._outcome is SaveOutcome.SAVED:
@@ -188,14 +187,14 @@ class SaveHandle:
             self._notify()
 
     def tell_settled(self) -> bool:
-        """Say whether nothing of this save goes on: every tier that it is flushed to has it, or does not take it."""
+        """Whether nothing of this save is pending: each tier has it, or will not get it."""
         with self._lock:
             if self._failure is not None:
                 return True
             return self._captured and all(t in self._done or t in self._failed for t in self._tiers)
 
     def tell_stopped(self, error: BaseException) -> None:
-        """Nobody goes on with what is still missing; what has failed before stays the reason."""
+        """Nothing will continue what is still pending; earlier failures remain the reported reason."""
         with self._lock:
             for tier in self._tiers:
                 if tier not in self._done and tier not in self._failed:
@@ -207,9 +206,9 @@ class SaveHandle:
             self._notify()
 
     def _notify(self) -> None:
-        """Wake everybody who waits; called under the lock."""
-        while self._bells:
-            self._bells.pop().ring()
+        """Wake all waiting threads; the caller holds the lock."""
+        while self._waiting:
+            self._waiting.pop().ring()
 
     def _resolve(self, tier: str | None) -> str:
         name = tier or (self._tiers[-1] if self._tiers else self._in_memory)
@@ -228,31 +227,32 @@ class SaveHandle:
             )
         timeout = as_seconds(timeout, what="timeout")
         deadline = None if timeout is None else time.monotonic() + timeout
-        # under capture.verify the image waits for its barrier: this is one
+        # With capture.verify an image is sealed only after its barrier, which this wait serves as.
         if self.before_wait is not None:
             self.before_wait(timeout)
         while True:
-            bell = InterruptibleEvent()
+            event = InterruptibleEvent()
             with self._lock:
                 if ready():
                     return
-                self._bells.append(bell)
-            if not bell.wait(None if deadline is None else deadline - time.monotonic()):
+                self._waiting.append(event)
+            if not event.wait(None if deadline is None else deadline - time.monotonic()):
                 with self._lock:
-                    self._bells = [other for other in self._bells if other is not bell]
+                    self._waiting = [other for other in self._waiting if other is not event]
                     if ready():
                         return
                 raise TimeoutError(
-                    f"step {self.step} is not {what} after {timeout:g} s; it goes on behind: wait again, or for longer"
+                    f"step {self.step} is not {what} after {timeout:g} s; it continues in the background: wait again, "
+                    "or for longer"
                 )
 
 
-def _raised_anew(error: BaseException | None) -> BaseException:
-    """Make a fresh exception of the same kind, caused by the original: raised twice, that would grow its traceback."""
+def _copy_of(error: BaseException | None) -> BaseException:
+    """A new exception of the same class, caused by the original, whose traceback would grow with each raise."""
     if error is None:
         return FlushError("the save was given up")
     kind = type(error) if isinstance(error, TierfallError) else CaptureError
     copy = kind(str(error))
-    copy.__dict__.update(error.__dict__)  # such as what tensors a StateChangedError names
+    copy.__dict__.update(error.__dict__)  # such as ``tensors`` of a StateChangedError
     copy.__cause__ = error
     return copy

@@ -1,10 +1,10 @@
-"""Evidence: which tensors of a state may be captured lazily, by what was seen of the training loop.
+"""Which tensors of a state may be captured lazily, by evidence from the training loop.
 
-A tensor may be captured lazily where only an optimizer's step changes it, and each step waits for the capture. That is
-evident for the parameters of an optimizer that was seen to step since the last save, and for its state of them; the
-user may declare it of anything (``item(..., changes="on_step")``). Of a frozen parameter it is assumed, as long as
-images are compared with the state. Everything else is copied before save() returns. A save that is given up because
-tensors were changed takes those from the lazily captured; after two such saves in a row all is copied at once.
+A tensor may be captured lazily if only an optimizer's step changes it, and each step waits for the capture. There is
+evidence of that for the parameters of an optimizer that stepped since the last save, and for their optimizer state. The
+user may declare it (``item(..., changes="on_step")``). It is assumed of frozen parameters while images are compared
+with the state. All other tensors are copied before save() returns. Tensors that changed during a capture, which fails
+that save, are no longer captured lazily; after two such saves in a row no tensor is.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _REMEDY = (
 
 
 class LazyEvidence:
-    """Asked by the thread that saves. The capture thread calls ``failed`` and ``held``; a thread at the barrier calls
-    ``failed`` too, so that the next save knows. ``checked`` says whether images are compared with the state."""
+    """Queried by the saving thread. The capture thread calls ``failed`` and ``held``; a thread at the barrier calls
+    ``failed`` too, so that the next save knows. ``checked``: images are compared with the state."""
 
     def __init__(self, barrier: Barrier, *, checked: bool) -> None:
         self._barrier = barrier
         self._checked = checked
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._changed: frozenset[str] = frozenset()
         self._frozen_change = False
         self._failures = 0
         self._given_up: frozenset[str] = frozenset()
-        """What was changed when too many saves had failed; more may be found of saves that were under way then."""
-        # Attempt and step of the last save that has begun, and of the last one that had when a failure was known.
-        self._last = self._answered = (0, -1)
+        """The changed tensors when too many saves had failed; saves in progress then may add more to ``_changed``."""
+        # Attempt and step of the newest save, and of the newest one at the time of the last known failure.
+        self._newest = self._newest_at_failure = (0, -1)
         self._frozen: frozenset[str] = frozenset()
         self._chosen: tuple[object, tuple[bool, ...]] | None = None
 
     def why_blocking(self, *, elsewhere: Collection[str], first: bool) -> str | None:
-        """Say why nothing of this save can be captured lazily, or return None.
+        """Why nothing of this save can be captured lazily, or None.
 
-        ``elsewhere`` are the kinds of devices, other than the host, that no copy stream serves.
+        ``elsewhere`` are the types of devices in use, other than the host, without a copy stream.
         """
         if first:
             return "it is the first"
@@ -64,7 +64,7 @@ class LazyEvidence:
         return None
 
     def choose(self, view: StateView) -> tuple[bool, ...]:
-        """Say of each tensor whether it may be captured lazily; the evidence begins anew with ``forget``."""
+        """For each tensor, whether it may be captured lazily, by the evidence since ``forget``."""
         covered = self._barrier.covered()
         frozen: set[int] = set()
         unseen: dict[int, str] = {}
@@ -78,7 +78,7 @@ class LazyEvidence:
         self._frozen = frozenset(view.parameters[number][0] for number in frozen)
         if not self._checked or self._frozen_change:
             frozen.clear()
-        # Where the loop itself waits for the capture before each change, it does so whatever it changes.
+        # A loop that itself waits for the capture before its changes does so for all tensors.
         bracketed = self._barrier.bracketed
         state = (view.structure, view.plain, view.changes, view.owners)
         key = (*state, covered, frozen, bracketed, self._changed)
@@ -86,7 +86,7 @@ class LazyEvidence:
             trusted = None if bracketed else covered | frozen | {DECLARED, UNSHARED}
             self._chosen = (key, self._choose(view, trusted))
             if trusted is not None:
-                # Those that the user wrapped in item() have no parameter for an owner.
+                # Tensors that the user wrapped in item() have no parameter as their owner.
                 self._log_unseen([unseen[owner] for owner in {*view.owners} & unseen.keys()])
         return self._chosen[1]
 
@@ -108,29 +108,29 @@ class LazyEvidence:
         )
 
     def forget(self) -> None:
-        """Begin to gather evidence anew, as each save does."""
+        """Reset the evidence; each save does."""
         self._barrier.forget()
 
     def say_once(self, text: str) -> None:
-        """Log a warning that was not logged before."""
-        if text not in self._said:
-            self._said.add(text)
+        """Log a warning once."""
+        if text not in self._logged:
+            self._logged.add(text)
             logger.warning("%s", text)
 
-    # What became of lazy saves ---------------------------------------------------------------------
+    # Outcomes of lazy saves ------------------------------------------------------------------------
 
     def begun(self, id: CheckpointId) -> None:
         """A lazily captured save has begun."""
-        self._last = (id.attempt, id.step)
+        self._newest = (id.attempt, id.step)
 
     def failed(self, id: CheckpointId, error: BaseException) -> None:
-        """A lazily captured save was given up; it may be said more than once. One that had begun before the failure of
-        another was known is no second failure: nothing was done about the first by then."""
+        """A lazily captured save was given up; may be called repeatedly for one save. A save that began before the
+        failure of another was known does not count, since no tensor had been excluded yet."""
         if not isinstance(error, StateChangedError):
             return
-        if (id.attempt, id.step) > self._answered:
+        if (id.attempt, id.step) > self._newest_at_failure:
             self._failures += 1
-        self._answered = self._last
+        self._newest_at_failure = self._newest
         changed = frozenset(error.tensors) - self._changed
         self._changed |= changed
         if self._failures >= FAILURES_MAX and not self._given_up:
@@ -148,7 +148,7 @@ class LazyEvidence:
             )
 
     def held(self) -> None:
-        """A lazily captured save is whole."""
+        """A lazily captured save is complete."""
         self._failures = 0
 
 

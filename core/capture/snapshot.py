@@ -1,4 +1,5 @@
-"""One rank's image at one step, from the call of save until it is sealed: what capture and coordinator share."""
+"""Snapshots: one rank's image at one step, from the call of save until it is sealed; used by capture and
+coordinator."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class HostRegion(Protocol):
-    """Room for one image in memory that outlives the process."""
+    """The memory of one image, which outlives the process."""
 
     @property
     def image(self) -> memoryview: ...
@@ -52,14 +53,14 @@ class HostRegion(Protocol):
 
 
 class HostMemory(Protocol):
-    """The host tier as the coordinator uses it: it hands out regions at once, or says that there is no room."""
+    """The host tier as the coordinator uses it; ``allocate`` never waits, and returns None for lack of room."""
 
     def allocate(self, *, image_bytes: int, records_bytes: int) -> HostRegion | None: ...
 
     def would_fit(
         self, *, image_bytes: int, records_bytes: int, without: Collection[HostRegion]
     ) -> bool:
-        """Say whether ``allocate`` would find room if those regions were released."""
+        """Whether ``allocate`` would succeed if the regions ``without`` were released."""
         ...
 
     @property
@@ -71,9 +72,9 @@ class HostMemory(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Share:
-    """How one rank's image was made: the ``structure`` of its state, the ``division`` by which it leaves tensors out
-    (none: it has all), and the ``digests`` of what it holds and others hold too, which are compared before the image is
-    sealed (none: nothing is). ``replicas`` says what is read for them at save."""
+    """One rank's part in deduplication: the ``structure`` of its state, the id of the replica assignment by which its
+    image omits tensors (``division``; None: it omits none), and the ``digests`` of its replicas, which are compared
+    before the image is sealed (None: no comparison). ``replicas`` is the plan of what to read for them at save."""
 
     structure: str
     division: str | None = None
@@ -82,12 +83,12 @@ class Share:
     reading: ReplicaReading | None = None
 
     def read(self, view: StateView, ordinal: int, streams: StreamProvider) -> None:
-        """Read what is compared, unless all of it was digested: on the thread that saves."""
+        """Read the replicas' samples, unless all bytes were digested. Called on the thread that saves."""
         if self.replicas is not None and self.digests is None:
             self.reading = self.replicas.read(view, ordinal, streams)
 
     def finish(self) -> None:
-        """Digest what was read; this waits for devices."""
+        """Digest what was read; waits for devices."""
         if self.reading is not None:
             self.digests, self.reading = self.reading.digests(), None
 
@@ -98,10 +99,10 @@ class Share:
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """A save in flight. Capture sets ``manifest`` and ``commit`` when it is complete; nobody else writes to it.
+    """A save in flight. Only capture writes to it; it sets ``manifest`` and ``commit`` when the image is complete.
 
-    ``past_barrier``: no write to the state that began before the end of the capture can be under way any more, and
-    none was found. It is sealed then.
+    ``past_barrier``: every write to the state that began before the end of the capture has ended, and none was
+    detected. The image may be sealed then.
     """
 
     line: Lineage

@@ -1,8 +1,8 @@
-"""Storages that the training frees in place while they are captured: whoever does so waits for the capture first.
+"""Detection of storages that training frees in place during a capture, so that the capture completes first.
 
-``storage.resize_(0)`` and sending a tensor to another process by shared memory free what a storage held, although the
-tensor lives on, and the capture thread would read memory that is gone. torch has no hook for them, so their methods of
-``torch.UntypedStorage`` are wrapped for as long as somebody watches.
+``storage.resize_(0)``, and sending a tensor to another process by shared memory, free a storage's memory although the
+tensor still exists; the capture thread would then read freed memory. torch has no hook for them, so these methods of
+``torch.UntypedStorage`` are wrapped while a watch is open.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ METHODS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 
 class StorageWatch:
-    """Calls ``before``, until ``close``, with address and length in bytes of what a storage holds, on the thread that
-    is about to free it."""
+    """Until ``close``, calls ``before`` with address and length in bytes of a storage's memory, on the thread that is
+    about to free it."""
 
     def __init__(self, before: Callable[[int, int], None]) -> None:
         self._before = before
@@ -32,12 +32,12 @@ class StorageWatch:
             _wrap()
 
     def reached(self, storage: torch.UntypedStorage) -> None:
-        # a forked child frees its own memory, and a fake or meta tensor has none
+        # A forked child frees memory of its own; a fake or meta tensor has none.
         if os.getpid() == self._pid and storage.nbytes() and _has_memory(storage):
             self._before(storage.data_ptr(), storage.nbytes())
 
     def close(self) -> None:
-        """Watch no more; may be called twice."""
+        """Stop watching; may be called twice."""
         if self in _watches:
             _watches.remove(self)
             if not _watches:
@@ -50,7 +50,7 @@ def _has_memory(storage: torch.UntypedStorage) -> bool:
 
 _watches: list[StorageWatch] = []
 _wrapped: dict[str, tuple[Any, Any]] = {}
-"""By method: what stood in the class's own namespace before, or None, and what stands there now."""
+"""By method name: the previous entry of the class's own namespace, or None, and the wrapper."""
 
 
 def _wrap() -> None:
@@ -63,7 +63,7 @@ def _wrap() -> None:
 
 
 def _unwrap() -> None:
-    """Put back what was there, unless somebody has put another function in its place meanwhile."""
+    """Restore the methods, except those that other code has replaced meanwhile."""
     for name, (before, now) in _wrapped.items():
         if torch.UntypedStorage.__dict__.get(name) is not now:
             continue

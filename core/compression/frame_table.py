@@ -145,7 +145,7 @@ def _raw_lengths(manifest: Manifest) -> list[int]:
     return [end - start for start, end in ranges]
 
 
-def chunk_widths(pieces: Spliced, cut: Geometry, *, what: str) -> tuple[int, ...]:
+def chunk_widths(pieces: Spliced, geometry: Geometry, *, what: str) -> tuple[int, ...]:
     """The width for ``planes`` of each chunk: the item size of the tensor that its first byte belongs to.
 
     ``pieces`` is the serialised table of tensor blocks. The header has width 1, and so have tensors whose dtype this
@@ -156,8 +156,8 @@ def chunk_widths(pieces: Spliced, cut: Geometry, *, what: str) -> tuple[int, ...
         starts.append(start)
         sizes.append(size)
     widths = [1]
-    for index in range(1, cut.chunk_count):
-        after = bisect_right(starts, cut.chunk_range(index)[0] - cut.data_start)
+    for index in range(1, geometry.chunk_count):
+        after = bisect_right(starts, geometry.chunk_range(index)[0] - geometry.data_start)
         widths.append(sizes[after - 1] if after else 1)
     return tuple(widths)
 

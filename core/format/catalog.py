@@ -141,12 +141,12 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
         id: next((c.commit for c in copies.values() if c.commit is not None), None)
         for id, copies in found.items()
     }
-    left = abandoned(
+    abandoned_ids = abandoned(
         ((id, commit.line.attempt_id) for id, commit in commits.items() if commit is not None),
         starts,
     )
     return tuple(
-        KnownCheckpoint(id=id, commit=commits[id], copies=found[id], abandoned=id in left)
+        KnownCheckpoint(id=id, commit=commits[id], copies=found[id], abandoned=id in abandoned_ids)
         for id in sorted(found)
     )
 
@@ -186,8 +186,8 @@ def next_attempt(listings: Sequence[Listing], own: Attempt | None = None) -> int
         *(id.attempt for listing in listings for id in listing.unfinished),
         *(start.attempt for listing in listings for start in listing.starts),
     ]
-    taken = [number for listing in listings for number in listing.attempts]
-    newest = max((*saved, *taken, own.number if own else 0, 0))
+    recorded = [number for listing in listings for number in listing.attempts]
+    newest = max((*saved, *recorded, own.number if own else 0, 0))
     if own is None and any(listing.error is not None for listing in listings):
         # counted from saved attempts: repeated starts that save nothing during an outage add no further gap
         newest = max(newest, max(saved, default=0) + UNSEEN_ATTEMPTS)

@@ -255,7 +255,7 @@ def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
     packed = keys.is_packed_image(file.name)
     if packed != (file.raw_bytes is not None) or (packed and file.digest is not None):
         raise IntegrityError(
-            f"{what}: files: {file.name} is a packed image, or is not: it says both"
+            f"{what}: files: {file.name} has a name and sizes that disagree about whether it is packed"
         )
     return file
 

@@ -209,8 +209,8 @@ def assign_writers(tables: Sequence[ReplicaTable]) -> ReplicaAssignment:
     )
     unique, first, counts = np.unique(keys, return_index=True, return_counts=True)
     load = np.array([table.own_bytes for table in tables], dtype=np.int64)
-    alone = first[counts == 1]
-    np.add.at(load, ranks[alone], sizes[alone].astype(np.int64))
+    single = first[counts == 1]
+    np.add.at(load, ranks[single], sizes[single].astype(np.int64))
     several = np.flatnonzero(counts > 1)
     owners = np.full(len(unique), NOBODY, dtype=np.int64)
     groups = np.full(len(unique), NOBODY, dtype=np.int64)
@@ -306,8 +306,8 @@ def find_difference(digests: Mapping[int, Any]) -> ReplicaDifference | None:
     ranks_in_order = sorted(digests)
     columns = [[unpack(text) for text in digests[rank]] for rank in ranks_in_order]
     keys, found, places = _columns([c[0] for c in columns], [c[1] for c in columns])
-    again = keys[1:] == keys[:-1]
-    differs = np.flatnonzero(again & (found[1:] != found[:-1]))
+    is_repeated = keys[1:] == keys[:-1]
+    differs = np.flatnonzero(is_repeated & (found[1:] != found[:-1]))
     if not len(differs):
         return None
     key = keys[differs[0]]

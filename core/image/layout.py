@@ -151,8 +151,8 @@ def _check_sizes(header_bytes: int, image_bytes: int) -> None:
 def _place(view: StateView, elsewhere: Mapping[int, int]) -> tuple[Placement, ...]:
     names = view.names
     sizes = [dtype.itemsize for dtype in view.dtypes]
-    here = [index for index in range(len(names)) if index not in elsewhere]
-    order = sorted(here, key=lambda i: (-sizes[i], names[i]))
+    own = [index for index in range(len(names)) if index not in elsewhere]
+    order = sorted(own, key=lambda i: (-sizes[i], names[i]))
     slots, end = [], 0
     for index in order:
         dtype, shape = view.dtypes[index], tuple(view.shapes[index])

@@ -89,10 +89,10 @@ class _FirstRank:
         if [n for n, _ in own] != [n for n, _ in first]:
             return None
         pairs = []
-        for (_, one), (_, other) in zip(own, first, strict=True):
-            if not self._is_equal(header, one, other):
+        for (_, own_node), (_, first_node) in zip(own, first, strict=True):
+            if not self._is_equal(header, own_node, first_node):
                 return None
-            slots = zip(slots_of(one), slots_of(other), strict=True)
+            slots = zip(slots_of(own_node), slots_of(first_node), strict=True)
             pairs += [TensorPair(header.tensors[a], self._header.tensors[b]) for a, b in slots]
         if any(map(_is_of_another_shape, pairs)):
             return None

@@ -108,11 +108,12 @@ class TensorSources:
         expected = [self.pointers[index] for index in self._lazy]
         if versions == self._versions and pointers == expected:
             return []
-        both = zip(self._lazy, versions, self._versions, pointers, expected, strict=True)
+        rows = zip(self._lazy, versions, self._versions, pointers, expected, strict=True)
         return [
             index
-            for index, now, before, here, there in both
-            if here != there or (now != before and _NO_VERSION not in (now, before))
+            for index, version, old_version, pointer, old_pointer in rows
+            if pointer != old_pointer
+            or (version != old_version and _NO_VERSION not in (version, old_version))
         ]
 
     def refuse(self, changed: Sequence[int]) -> NoReturn:

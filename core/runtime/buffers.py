@@ -92,9 +92,9 @@ class BufferPool:
 
     def __init__(self, *, bytes: int, count: int) -> None:
         self.bytes = -(-bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._left = count
+        self._unallocated = count
         self._free: deque[Buffer] = deque()
-        self._lost: list[Buffer] = []
+        self._abandoned: list[Buffer] = []
         """Buffers with abandoned reads: their memory is kept until these have returned."""
         self._changed = threading.Condition()
         self._refused = False
@@ -130,8 +130,8 @@ class BufferPool:
             return
         with self._changed:
             if is_being_filled(buffer.view):
-                self._lost.append(buffer)
-                self._left += 1
+                self._abandoned.append(buffer)
+                self._unallocated += 1
             else:
                 self._free.append(buffer)
             self._changed.notify()
@@ -161,9 +161,9 @@ class BufferPool:
         """Free every buffer, after waiting for devices; later borrowers get new ones. No buffer may be lent."""
         with self._changed:
             freed, self._free = list(self._free), deque()
-            self._left += len(freed)
-            freed += [buffer for buffer in self._lost if not is_being_filled(buffer.view)]
-            self._lost = [buffer for buffer in self._lost if is_being_filled(buffer.view)]
+            self._unallocated += len(freed)
+            freed += [buffer for buffer in self._abandoned if not is_being_filled(buffer.view)]
+            self._abandoned = [buffer for buffer in self._abandoned if is_being_filled(buffer.view)]
         for buffer in freed:
             buffer.free()
 
@@ -182,10 +182,10 @@ class BufferPool:
         """The buffer that was returned first, which a device may still read; None if a new one is to be allocated."""
         with self._changed:
             while True:
-                if self._free and (self._left == 0 or self._free[0].is_settled):
+                if self._free and (self._unallocated == 0 or self._free[0].is_settled):
                     return self._free.popleft()
-                if self._left:
-                    self._left -= 1
+                if self._unallocated:
+                    self._unallocated -= 1
                     return None
                 self._changed.wait()
 
@@ -194,7 +194,7 @@ class BufferPool:
             return Buffer(self.bytes)
         except BaseException:
             with self._changed:
-                self._left += 1
+                self._unallocated += 1
                 self._changed.notify()
             raise
 

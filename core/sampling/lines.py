@@ -188,8 +188,8 @@ class SamplePlan:
         for number in np.unique(pieces[pieces >= self._ordered]):
             order = self._pieces[number].order
             assert order is not None
-            here = pieces == number
-            found[here] = self._starts[number] + logical_offsets(offsets[here], *order)
+            rows = pieces == number
+            found[rows] = self._starts[number] + logical_offsets(offsets[rows], *order)
         return found
 
 

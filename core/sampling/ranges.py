@@ -83,8 +83,8 @@ class WholeDigests:
 
     def differ(self, digests: Sequence[int], others: Sequence[int]) -> set[int]:
         """The numbers of the tensors whose digests, taken at two times, differ."""
-        both = zip(self._pieces, digests, others, strict=True)
-        return {piece.index for piece, digest, other in both if digest != other}
+        rows = zip(self._pieces, digests, others, strict=True)
+        return {piece.index for piece, digest, other in rows if digest != other}
 
 
 class RotatingDigests:

@@ -246,14 +246,14 @@ class _HostSamples:
         rows = [lines.numpy().view(np.uint8).ravel() for lines in self.lines]
         lines = np.concatenate(rows).data if rows else memoryview(b"")
         tails = self.tails.numpy().data
-        values, line, tail = [], 0, 0
+        values, line_start, tail_start = [], 0, 0
         ends = zip(self.plan.line_ends * LINE_BYTES, self.plan.tail_ends, strict=True)
         for line_end, tail_end in ends:
-            value = xxhash.xxh3_64_intdigest(lines[line:line_end])
-            if tail < tail_end:
-                value = xxhash.xxh3_64_intdigest(tails[tail:tail_end], value)
+            value = xxhash.xxh3_64_intdigest(lines[line_start:line_end])
+            if tail_start < tail_end:
+                value = xxhash.xxh3_64_intdigest(tails[tail_start:tail_end], value)
             values.append(value)
-            line, tail = line_end, tail_end
+            line_start, tail_start = line_end, tail_end
         return self.plan.entries.digests(values, KeyKind.SAMPLES)
 
     def _of_ranges(self) -> ReplicaDigests:

@@ -28,10 +28,10 @@ _LEAVES = frozenset({int, float, str, bool, bytes, type(None)})
 def omissions(state: Mapping[Any, object]) -> Iterator[str]:
     """One message for each omission in a state that can be saved."""
     for trail, value in _entries(state, None):
-        if lost := lost_entries(value):
+        if keys := lost_entries(value):
             yield (
                 f"save: {names.path(trail)} is the state_dict() of a module, and not the module's memory in "
-                f"{few_of([*map(repr, lost)])}, which restore() refuses to fill: put the module itself into the state"
+                f"{few_of([*map(repr, keys)])}, which restore() refuses to fill: put the module itself into the state"
             )
         if (kind := state_dict_of(value)) is not None:
             yield (
@@ -63,7 +63,7 @@ def _keeps_order(value: object) -> bool:
         return True
     if not is_stateful(value) or isinstance(value, nn.Module | Optimizer):
         return False
-    return any(isinstance(held, _KEEPS_ORDER) for held in getattr(value, "__dict__", {}).values())
+    return any(isinstance(each, _KEEPS_ORDER) for each in getattr(value, "__dict__", {}).values())
 
 
 def _loaders() -> Iterator[DataLoader[Any]]:

@@ -48,7 +48,7 @@ def state_dict_of(value: object) -> str | None:
     if type(value) not in value_codec.MAPPINGS:
         return None
     keys = set(value)  # type: ignore[call-overload]
-    kind = next((kind for kind, those in _KEYS.items() if those <= keys), None)
+    kind = next((kind for kind, required in _KEYS.items() if required <= keys), None)
     if kind == OPTIMIZER and not _numbers_parameters(value):
         return None
     return kind

@@ -88,18 +88,18 @@ class TensorTable:
         first: int,
         cache_key: tuple[Any, ...],
         owners: list[int],
-        met: Sequence[torch.Tensor],
+        entries: Sequence[torch.Tensor],
         node: Any,
     ) -> CachedPart | None:
-        """Describe the rows from number ``first`` on, which were added from ``met``, for reuse by the next walk.
+        """Describe the rows from number ``first`` on, which were added from ``entries``, for reuse by the next walk.
 
-        None if the stored tensors are not among ``met``, or one is an alias of an earlier row.
+        None if the stored tensors are not among ``entries``, or one is an alias of an earlier row.
         """
         self._diverge()
-        fingerprints = take_fingerprints(met)
+        fingerprints = take_fingerprints(entries)
         if fingerprints is None or any(dtype.is_complex for dtype in self._columns.dtypes[first:]):
             return None  # fingerprints do not include lazy conjugation
-        places = {id(tensor): place for place, tensor in enumerate(met)}
+        places = {id(tensor): place for place, tensor in enumerate(entries)}
         picked = [places.get(id(tensor)) for tensor in self.tensors[first:]]
         first_at = {at: self._first_at[at] for at in fingerprints.pointers if at in self._first_at}
         if None in picked or min(first_at.values(), default=first) < first:
@@ -116,13 +116,13 @@ class TensorTable:
             node=node,
             columns=Columns(*(tuple(column[first:]) for column in self._columns)),
             pointers=self.pointers[first:],
-            picked=None if picked == [*range(len(met))] else tuple(picked),  # type: ignore[arg-type]
+            picked=None if picked == [*range(len(entries))] else tuple(picked),  # type: ignore[arg-type]
             first_at=first_at,
         )
         return part
 
-    def reuse(self, part: CachedPart, met: Sequence[torch.Tensor]) -> bool:
-        """Add the rows of a cached part, with tensors out of ``met``; False if the table already has one of the
+    def reuse(self, part: CachedPart, entries: Sequence[torch.Tensor]) -> bool:
+        """Add the rows of a cached part, with tensors out of ``entries``; False if the table already has one of the
         addresses or names."""
         first = len(self.tensors)
         # Rows that the previous walk already compared with this part need no comparison.
@@ -137,7 +137,9 @@ class TensorTable:
             self._append_columns(part)
         self._parts[first] = part
         self.pointers += part.pointers
-        self.tensors += met if part.picked is None else [met[place] for place in part.picked]
+        self.tensors += (
+            entries if part.picked is None else [entries[place] for place in part.picked]
+        )
         return True
 
     def finish(self) -> Columns:

@@ -253,15 +253,17 @@ class _Walk:
         cache_key = ("module", keys, scan.signature(), self.leaves.declared, self.leaves.owner)
         owners = scan.owners_of(state)
         made = [key for key, owner in zip(keys, owners, strict=True) if owner == NO_OWNER]
-        if alone := tensors.unshared(state, made):
-            owners = [UNSHARED if key in alone else o for key, o in zip(keys, owners, strict=True)]
-        met = list(state.values())
-        if any_sharded(met):
-            met, cache_key = self.leaves.local_parts(met, cache_key, trail)
+        if unshared := tensors.unshared(state, made):
+            owners = [
+                UNSHARED if key in unshared else o for key, o in zip(keys, owners, strict=True)
+            ]
+        entries = list(state.values())
+        if any_sharded(entries):
+            entries, cache_key = self.leaves.local_parts(entries, cache_key, trail)
         node = self._cached_or(
             name,
             cache_key,
-            met,
+            entries,
             owners,
             lambda: self._walk_module(scan, state, owners, name, trail, depth),
         )
@@ -277,15 +279,15 @@ class _Walk:
         part = self._cache.part(name)
         if part is None or known.declared is not self.leaves.declared:
             return None
-        entries = [tree.tensors[at] for at in known.entries_at]
-        met = [*map(torch.Tensor.detach, entries)]  # type: ignore[arg-type]
-        owners = [*map(id, entries)]
+        sources = [tree.tensors[at] for at in known.entries_at]
+        entries = [*map(torch.Tensor.detach, sources)]  # type: ignore[arg-type]
+        owners = [*map(id, sources)]
         for place in known.buffers:
             owners[place] = NO_OWNER
-        fingerprints, first = take_fingerprints(met), len(self.table.tensors)
+        fingerprints, first = take_fingerprints(entries), len(self.table.tensors)
         if fingerprints is None or not part.matches(first, part.cache_key, owners, fingerprints):
             return None
-        if not self.table.reuse(part, met):
+        if not self.table.reuse(part, entries):
             return None
         self._used_names.add(name)
         return part.node
@@ -294,7 +296,7 @@ class _Walk:
         self,
         name: str,
         cache_key: tuple[Any, ...],
-        met: list[Any],
+        entries: list[Any],
         owners: list[int],
         walk: Callable[[], Node],
     ) -> Node:
@@ -302,16 +304,16 @@ class _Walk:
         first = len(self.table.tensors)
         part = self._cache.part(name)
         self._used_names.add(name)
-        fingerprints = take_fingerprints(met) if part is not None else None
+        fingerprints = take_fingerprints(entries) if part is not None else None
         if part is not None and fingerprints is not None:
-            again = part.matches(first, cache_key, owners, fingerprints)
-            if again and self.table.reuse(part, met):
+            is_same = part.matches(first, cache_key, owners, fingerprints)
+            if is_same and self.table.reuse(part, entries):
                 return part.node
         values = len(self.values)
         node = walk()
         known = None
         if len(self.values) == values:
-            known = self.table.cache_part(first, cache_key, owners, met, node)
+            known = self.table.cache_part(first, cache_key, owners, entries, node)
         self._cache.keep(name, known)
         return node
 
@@ -367,10 +369,10 @@ class _Walk:
                 for key, value in state.items()
             )
 
-        held = state.values()
-        if not set(map(type, held)) <= {dict}:
+        states = state.values()
+        if not set(map(type, states)) <= {dict}:
             return walk()
-        keys = [*chain.from_iterable(held)]
+        keys = [*chain.from_iterable(states)]
         numbers = [*map(numbering.numbers.get, map(id, state))]
         if not _all_str(keys) or None in numbers:
             return walk()
@@ -378,15 +380,15 @@ class _Walk:
             "optimizer",
             numbering.names,
             numbers,
-            [*map(len, held)],
+            [*map(len, states)],
             keys,
             self.leaves.declared,
         )
-        met = [*chain.from_iterable(map(dict.values, held))]
-        owners = [*chain.from_iterable(map(repeat, map(id, state), map(len, held)))]
-        if any_sharded(met):
-            met, cache_key = self.leaves.local_parts(met, cache_key, trail)
-        return self._cached_or(name, cache_key, met, owners, walk)
+        entries = [*chain.from_iterable(map(dict.values, states))]
+        owners = [*chain.from_iterable(map(repeat, map(id, state), map(len, states)))]
+        if any_sharded(entries):
+            entries, cache_key = self.leaves.local_parts(entries, cache_key, trail)
+        return self._cached_or(name, cache_key, entries, owners, walk)
 
     def _optimizer_state(
         self,

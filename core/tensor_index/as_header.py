@@ -1,7 +1,8 @@
-"""A checkpoint of several ranks by the header of one of them and the merged index: no other header is read.
+"""The merged header of a checkpoint of several ranks, from one rank's header and the merged index, without reading the
+other headers.
 
-The header says what the state is made of, with that rank's values; the index says where every block of its tensors
-lies. That is all, as long as no other rank has a tensor that this header does not name.
+The header has the tree and that rank's values, the index all blocks of the tensors. This suffices if no other rank has
+a tensor that this header does not name.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from tierfall.core.tensors.dtypes import byte_count
 from tierfall.core.types.errors import IntegrityError
 
 _FURTHER = re.compile(r"%p\d+\Z")
-"""How an image that holds several blocks of a tensor names all but the first; a ``%`` of a name of the state's is
-escaped."""
+"""The suffix of all blocks of a tensor but the first; in names of the state, ``%`` is escaped."""
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeTensor:
-    """A tensor, whole; the names that blocks of it have in the index; and what this rank's image has of it."""
+    """A whole tensor, the names of its blocks in the index, and what this rank's image has of it."""
 
     name: str
     dtype: torch.dtype
@@ -41,22 +41,22 @@ class _WholeTensor:
 def merge_with_index(
     header: ImageHeader, rank: int, index: Index, *, what: str
 ) -> MergedHeader | None:
-    """Merge as ``merge_headers`` does for ``rank``, whose header this is; blocks are looked up as they are asked for.
+    """Merge as ``merge_headers`` does for ``rank``, whose header this is; blocks are looked up on access.
 
-    None where the header and the index do not say enough, or do not fit: then all headers have to be read. Ties are as
-    this header has them, and what is whole here is this rank's own, whatever others have under its name.
+    None if header and index are not sufficient or do not match; then all headers must be read. Ties are those of this
+    header. A tensor that is whole here is this rank's own, whatever other ranks have under its name.
     """
     own = unfold({rank: header})[rank]
     names: dict[str, list[str]] = {}
     for name in index.names:
         names.setdefault(_whole_name(name), []).append(name)
-    elsewhere = [name for name, node in leaves(own.tree, "") if isinstance(node, PiecesNode)]
-    here = [_whole_name(stored.name) for stored in own.tensors]
-    if names.keys() != {*here, *elsewhere}:
+    others = [name for name, node in leaves(own.tree, "") if isinstance(node, PiecesNode)]
+    own_names = [_whole_name(stored.name) for stored in own.tensors]
+    if names.keys() != {*own_names, *others}:
         return None
     sources: list[_WholeTensor] = []
-    known: list[StoredTensor | None] = [*own.tensors, *(None for _ in elsewhere)]
-    for name, stored in zip([*here, *elsewhere], known, strict=True):
+    known: list[StoredTensor | None] = [*own.tensors, *(None for _ in others)]
+    for name, stored in zip([*own_names, *others], known, strict=True):
         source = _source(name, names[name], stored, index)
         if source is None:
             return None
@@ -86,13 +86,14 @@ def _whole_name(name: str) -> str:
 def _source(
     name: str, names: Iterable[str], stored: StoredTensor | None, index: Index
 ) -> _WholeTensor | None:
-    """What a tensor is; None where ranks say different things of it, or a replica of it is not known to be one."""
-    kinds = {kind for one in names for kind in index.kinds(one)}
+    """Describe a tensor; None if ranks differ in its dtype or shape, or if several ranks have all of it, which only a
+    comparison could show to be replicas."""
+    kinds = {kind for each in names for kind in index.kinds(each)}
     if len(kinds) != 1:
         return None
     dtype, shape = kinds.pop()
     if stored is None:
-        blocks = [b for one in names for tensor in index.find(one) for b in tensor.blocks]
+        blocks = [b for each in names for tensor in index.find(each) for b in tensor.blocks]
         if len(blocks) > 1 and any(block.lengths == shape for block in blocks):
             return None
         return _WholeTensor(name, dtype, shape, tuple(names), None)
@@ -103,7 +104,7 @@ def _source(
 
 
 class _SlotBlocks(Sequence[tuple[TensorBlock, ...]]):
-    """By slot, the blocks that a tensor is read from: each once, this rank's own where it has it."""
+    """By slot, the blocks to read a tensor from: each once, this rank's own if it has it."""
 
     def __init__(self, rank: int, sources: Sequence[_WholeTensor], index: Index) -> None:
         self._rank = rank
@@ -125,20 +126,20 @@ class _SlotBlocks(Sequence[tuple[TensorBlock, ...]]):
         source = self._sources[slot]
         own = source.own
         first = self._rank if own is None or own.written_by is None else own.written_by
-        alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TensorBlock]] = {}
+        copies: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TensorBlock]] = {}
         for name in source.names:
             for tensor in self._index.find(name):
                 for block in tensor.blocks:
-                    alike.setdefault((block.offset, block.lengths), []).append(block)
-        if own is not None and own.piece is None:  # not cut: only what counts for this rank
-            alike = {key: [b for b in same if b.rank == first] for key, same in alike.items()}
+                    copies.setdefault((block.offset, block.lengths), []).append(block)
+        if own is not None and own.piece is None:  # not sharded: only this rank's, or its writer's
+            copies = {key: [b for b in same if b.rank == first] for key, same in copies.items()}
         chosen = tuple(
             next((block for block in same if block.rank == first), same[0])
-            for same in alike.values()
+            for same in copies.values()
             if same
         )
         if sum(math.prod(block.lengths) for block in chosen) != math.prod(source.shape):
             raise IntegrityError(
-                f"{source.name} is not there whole: the ranks' blocks do not add up to it"
+                f"{source.name} is incomplete: the ranks' blocks do not add up to it"
             )
         return chosen

@@ -1,7 +1,6 @@
-"""Making the merged index of the tables in the ranks' manifests.
+"""Building the merged index from the tensor tables of the ranks' manifests.
 
-The same tables give the same bytes, whatever step they are of: while the layout stays, one index serves every
-checkpoint.
+Equal tables give equal bytes, whatever their step: while the layout is unchanged, all checkpoints have the same index.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _numbers() -> array[int]:
 
 @dataclass(slots=True)
 class _BlockColumns:
-    """The blocks of one tensor so far; offsets and lengths block by block."""
+    """The blocks of one tensor so far; offsets and lengths are flat, block by block."""
 
     ranks: array[int] = field(default_factory=_numbers)
     starts: array[int] = field(default_factory=_numbers)
@@ -42,7 +41,7 @@ class _BlockColumns:
 
 
 class IndexBuilder:
-    """Takes the tables of all ranks, in the order of the ranks, and makes one index of them."""
+    """Builds one index from the tables of all ranks, added in the order of ranks."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -50,18 +49,17 @@ class IndexBuilder:
         self._bytes: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def add(self, rank: int, pieces: Sequence[Any], *, what: str) -> None:
-        """Add the table of one rank, as its manifest has it; ``what`` names that. Raises IntegrityError where an entry
-        is not one that a manifest has."""
+        """Add the table of one rank's manifest, which ``what`` names; IntegrityError for an invalid entry."""
         try:
             for entry in pieces:
                 self._add(rank, entry)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise IntegrityError(
-                f"{what}: pieces has an entry that is none of a tensor: {error}"
+                f"{what}: pieces has an entry that is not a tensor: {error}"
             ) from error
 
     def _add(self, rank: int, entry: Mapping[str, Any]) -> None:
-        """Millions of calls: what is alike for all ranks is looked at once."""
+        """Called up to millions of times: what ranks have in common is validated once."""
         shape, lengths = tuple(entry["shape"]), tuple(entry["lengths"])
         offset, start = entry["offset"], entry["start"]
         stored_bytes = entry["end"] - start
@@ -71,7 +69,7 @@ class IndexBuilder:
             _check_key(*key)
             blocks = self._tensors[key] = _BlockColumns()
         if stored_bytes == 0 and 0 not in shape:
-            return  # it has no bytes of it in its image
+            return  # this rank's image has no bytes of it
         block_bytes = self._bytes.get((key[1], lengths))
         if block_bytes is None:
             block_bytes = self._bytes[key[1], lengths] = _byte_count(key[1], lengths, stored_bytes)
@@ -81,14 +79,14 @@ class IndexBuilder:
             raise ValueError(f"{key[0]!r} has {len(shape)} dimensions, and its block has not")
         for at, length, whole in zip(offset, lengths, shape, strict=True):
             if at + length > whole:
-                raise ValueError(f"{key[0]!r} is a block that lies outside its whole")
+                raise ValueError(f"{key[0]!r} is a block outside of its whole")
         blocks.ranks.append(rank)
         blocks.starts.append(start)
         blocks.offsets.extend(offset)
         blocks.lengths.extend(lengths)
 
     def encode(self, *, bytes_max: int = INDEX_BYTES_MAX) -> bytes:
-        """Return the bytes of ``index.zst``. Raises CapacityError where it would be larger than one may be."""
+        """The bytes of ``index.zst``; CapacityError if the index exceeds ``bytes_max`` unpacked."""
         found = self._tensors.values()
         columns = {
             "rank": packed(_joined([blocks.ranks for blocks in found])),
@@ -116,7 +114,7 @@ class IndexBuilder:
         return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress(content)
 
     def _by_dimension(self, key: _Key, member: str) -> Column:
-        """All blocks' coordinates in the first dimension, then in the next."""
+        """The coordinates of all blocks in the first dimension, then in the next."""
         flat: Column = np.array(getattr(self._tensors[key], member), dtype=np.uint64)
         return flat.reshape(-1, len(key[2])).T.ravel() if key[2] else flat
 
@@ -127,7 +125,7 @@ def _check_key(name: object, dtype: object, shape: tuple[Any, ...]) -> None:
 
 
 def _byte_count(dtype: str, lengths: tuple[Any, ...], stored_bytes: int) -> int:
-    """Return how many bytes a block takes; those of a dtype that this torch does not know are taken as they are."""
+    """Size of a block in bytes; ``stored_bytes`` if this torch lacks the dtype."""
     if not dtypes.is_shape(list(lengths)):
         raise ValueError("a block has lengths that cannot be")
     known = dtypes.from_name(dtype)

@@ -1,7 +1,7 @@
-"""Columns of integers as bytes: each as narrow as its largest value allows, as the differences between neighbours.
+"""Columns of integers as bytes, delta-encoded, in the narrowest width that the largest value allows.
 
-A difference is taken modulo the width, so that it takes no more room than a value, and is undone in place. Blocks of
-one tensor differ from rank to rank by steps that are all alike: zstd makes next to nothing of them.
+Differences are modulo the width, so that they need no more bytes than values, and are decoded in place. The blocks of
+one tensor differ from rank to rank by constant steps, which zstd compresses to almost nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIDTHS = (1, 2, 4, 8)
 
 
 def packed(values: Iterable[int]) -> Column:
-    """Return the differences of values (0 to 2**64 - 1), as narrow as the values allow, little-endian."""
+    """Encode values (0 to 2**64 - 1) as differences, little-endian."""
     wide = np.asarray(values, dtype=np.uint64)
     largest = int(wide.max()) if len(wide) else 0
     width = next(width for width in WIDTHS if largest < 1 << 8 * width)
@@ -28,7 +28,7 @@ def packed(values: Iterable[int]) -> Column:
 
 
 def unpack(data: bytearray, offset: int, count: int, width: int) -> Column:
-    """Undo ``packed`` where the differences lie: in ``data`` from ``offset`` on."""
+    """Decode the column at ``offset`` of ``data`` in place."""
     column: Column = np.frombuffer(data, _dtype(width), count, offset)
     np.add.accumulate(column, dtype=column.dtype, out=column)
     return column

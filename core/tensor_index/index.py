@@ -1,4 +1,4 @@
-"""Reading the merged index: names once, integers in arrays, objects for one tensor at a time.
+"""Reading the merged index: integers stay in arrays, and objects are created for one tensor at a time.
 
     index.zst    one zstd frame of:
     8 bytes      length of the head, little-endian
@@ -6,8 +6,9 @@
                  the width of each column; the digest of all columns
     columns      rank and start of each block; offsets, then lengths, of each tensor dimension by dimension
 
-Each part begins at a multiple of 8 bytes. Where a block ends follows from its dtype and lengths. Nobody vouches for the
-bytes: what is allocated is bounded, and whatever is off is an IntegrityError, of a block once its tensor is asked for.
+Each section begins at a multiple of 8 bytes. The end of a block follows from its dtype and lengths. The bytes are
+untrusted: allocations are bounded, and a defect is an IntegrityError; that of a block is raised on access to its
+tensor.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
 
 INDEX_BYTES_MAX = 512 << 20
-"""No index has more bytes than this, unpacked: some twenty million blocks."""
+"""Maximum size of an index, unpacked: about twenty million blocks."""
 LENGTH_BYTES = 8
 COLUMNS = ("rank", "start", "offset", "lengths")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedTensor:
-    """A tensor of a checkpoint: whole, and the blocks of it that lie in the ranks' images. Ranks that hold the same
-    block are all named; bytes count from the start of an image's data."""
+    """A tensor of a checkpoint and its blocks in the ranks' images, including all replicas of a block. Byte ranges are
+    relative to the start of an image's data."""
 
     name: str
     dtype: torch.dtype
@@ -57,7 +58,7 @@ class _IndexEntry:
 
 
 class Index:
-    """All tensors of a checkpoint. Blocks stay in arrays until their tensor is asked for."""
+    """All tensors of a checkpoint. Blocks remain in arrays until their tensor is accessed."""
 
     def __init__(
         self, what: str, world_size: int, entries: Sequence[_IndexEntry], columns: dict[str, Column]
@@ -80,7 +81,7 @@ class Index:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name, once."""
+        """All names, each once."""
         return tuple(self._numbers)
 
     @property
@@ -88,14 +89,14 @@ class Index:
         return self._first[-1]
 
     def find(self, name: str) -> tuple[IndexedTensor, ...]:
-        """Return the tensors of a name: one; several where ranks have different ones under it; none where nothing has.
+        """The tensors of a name: several if ranks have different ones, none if the name is unknown.
 
-        Raises IntegrityError where a block of it cannot be, NotSupportedError where this torch lacks its dtype.
+        IntegrityError for an impossible block, NotSupportedError if this torch lacks the dtype.
         """
         return tuple(self._tensor(number) for number in self._numbers.get(name, ()))
 
     def kinds(self, name: str) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-        """Return dtype and whole shape of the tensors of a name, without their blocks; raises as ``find`` does."""
+        """Dtype and whole shape of the tensors of a name, without their blocks; raises as ``find`` does."""
         entries = [self._entries[number] for number in self._numbers.get(name, ())]
         return tuple((self._dtype(entry), entry.shape) for entry in entries)
 
@@ -122,7 +123,7 @@ class Index:
         return IndexedTensor(name=entry.name, dtype=dtype, shape=entry.shape, blocks=blocks)
 
     def _rows(self, column: str, number: int) -> list[tuple[int, ...]]:
-        """Return what a column of coordinates has for each block of a tensor."""
+        """The coordinates of each block of a tensor in a column."""
         entry = self._entries[number]
         flat = self._columns[column][self._coordinates[number] : self._coordinates[number + 1]]
         if not entry.shape:
@@ -145,15 +146,15 @@ class Index:
         end = start + dtypes.byte_count(dtype, lengths)
         if outside or rank >= self.world_size or end > IMAGE_BYTES_MAX:
             raise IntegrityError(
-                f"{self._what}: a block of tensor {entry.name!r} lies where none can"
+                f"{self._what}: a block of tensor {entry.name!r} has an impossible position"
             )
         return TensorBlock(rank=rank, start=start, end=end, offset=offset, lengths=lengths)
 
 
 def read_index(data: bytes, *, what: str, bytes_max: int = INDEX_BYTES_MAX) -> Index:
-    """Read an index; beside ``data`` it takes no more memory than ``bytes_max`` and what its names need.
+    """Parse an index; allocates at most ``bytes_max`` plus the memory of its names.
 
-    Raises IntegrityError where anything about it is off, NotSupportedError where a newer tierfall wrote it.
+    IntegrityError for any defect, NotSupportedError if a newer tierfall wrote it.
     """
     content = _unpacked(data, what, bytes_max)
     (head_bytes,) = struct.unpack_from("<Q", content)
@@ -173,7 +174,7 @@ def read_index(data: bytes, *, what: str, bytes_max: int = INDEX_BYTES_MAX) -> I
     counts = {"rank": blocks, "start": blocks, "offset": coordinates, "lengths": coordinates}
     sizes = [(name, counts[name], _width(widths, name, what)) for name in COLUMNS]
     if begin + sum(aligned(count * width) for _, count, width in sizes) != len(content):
-        raise IntegrityError(f"{what}: its columns are not as long as its tensors have blocks")
+        raise IntegrityError(f"{what}: its columns do not have the lengths of its tensors' blocks")
     columns = {}
     for name, count, width in sizes:
         columns[name] = unpack(content, begin, count, width)
@@ -206,10 +207,10 @@ def _unpacked(data: bytes, what: str, bytes_max: int) -> bytearray:
 
 def _entry(entry: list[Any], what: str) -> _IndexEntry:
     if len(entry) != 4:
-        raise IntegrityError(f"{what}: an entry of tensors is not of four members")
+        raise IntegrityError(f"{what}: an entry of tensors does not have 4 members")
     name, dtype, shape, blocks = entry
-    named = isinstance(name, str) and isinstance(dtype, str)
-    if not named or not dtypes.is_shape(shape) or type(blocks) is not int or blocks < 0:
+    is_named = isinstance(name, str) and isinstance(dtype, str)
+    if not is_named or not dtypes.is_shape(shape) or type(blocks) is not int or blocks < 0:
         raise IntegrityError(f"{what}: an entry of tensors has a member of a wrong type")
     return _IndexEntry(name, dtype, tuple(shape), blocks)
 

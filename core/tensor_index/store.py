@@ -1,6 +1,6 @@
-"""Finding the merged index of a checkpoint on a tier, or making it of the manifests that lie there.
+"""Reading the merged index of a checkpoint from a tier, or building it from the manifests there.
 
-Manifests are read by several threads, some at a time: those of a thousand ranks do not lie in memory at once.
+Several threads read manifests in groups, so that those of a thousand ranks are not in memory at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tierfall.core.types.values import CheckpointId, Shard
 logger = logging.getLogger("tierfall")
 
 READ_THREADS = 8
-_AT_ONCE = 4 * READ_THREADS
+_GROUP = 4 * READ_THREADS
 
 
 class IndexStore(Protocol):
@@ -38,11 +38,8 @@ class IndexStore(Protocol):
 
 
 def open_index(store: IndexStore, commit: Commit) -> Index:
-    """Return the index of a checkpoint that is committed on a tier: the one that its record names, or, where that is
-    not there or not good, one made of the manifests.
-
-    Raises as ``make_index`` does.
-    """
+    """The index of a checkpoint that is committed on a tier: the one that its record names or, if that is missing or
+    damaged, one built from the manifests. Raises as ``make_index`` does."""
     if commit.file(keys.INDEX_NAME) is not None:
         try:
             return named_index(store, commit)
@@ -52,13 +49,13 @@ def open_index(store: IndexStore, commit: Commit) -> Index:
 
 
 def named_index(store: IndexStore, commit: Commit) -> Index:
-    """Return the index that a commit record names. Raises IntegrityError where it does not, or it is not good; and what
-    keeps it from being read."""
+    """The index that a commit record names. IntegrityError if there is none or it is damaged; BackendError if it cannot
+    be read."""
     return read_index(checked_index(store, commit), what=_what(store, commit))
 
 
 def checked_index(store: IndexStore, commit: Commit) -> bytes:
-    """Read the index that a commit record names, and hold it against that. Raises IntegrityError where it is not it."""
+    """The bytes of the index that a commit record names, verified against the record; raises as ``named_index``."""
     what = _what(store, commit)
     named = commit.file(keys.INDEX_NAME)
     if named is None:
@@ -74,19 +71,18 @@ def _what(store: IndexStore, commit: Commit) -> str:
 
 
 def make_index(store: IndexStore, commit: Commit) -> bytes:
-    """Make the index of the manifests that a commit record names, which must be those of all ranks.
+    """Build the index from the manifests of all ranks, which the commit record must name.
 
-    Raises IntegrityError where a manifest is not good, CapacityError where there are too many blocks, and whatever
-    keeps the tier from being read.
+    IntegrityError for a damaged manifest, CapacityError for too many blocks, BackendError if the tier cannot be read.
     """
-    maker = IndexBuilder(commit.world_size)
+    builder = IndexBuilder(commit.world_size)
     for shard, data in _manifests(store, commit):
         what = f"{store.name}: {keys.manifest_name(shard)} of {commit.line.checkpoint}"
         pieces: list[Any] = JsonFields(documents.open_sealed(data, what=what), what).get(
             "pieces", list
         )
-        maker.add(shard.rank, pieces, what=what)
-    return maker.encode()
+        builder.add(shard.rank, pieces, what=what)
+    return builder.encode()
 
 
 def _manifests(store: IndexStore, commit: Commit) -> Iterator[tuple[Shard, bytes]]:
@@ -103,6 +99,6 @@ def _manifests(store: IndexStore, commit: Commit) -> Iterator[tuple[Shard, bytes
         return data
 
     with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="tierfall-index") as executor:
-        for first in range(0, len(shards), _AT_ONCE):
-            some: Sequence[Shard] = shards[first : first + _AT_ONCE]
-            yield from zip(some, executor.map(read, some), strict=True)
+        for first in range(0, len(shards), _GROUP):
+            group: Sequence[Shard] = shards[first : first + _GROUP]
+            yield from zip(group, executor.map(read, group), strict=True)

@@ -278,8 +278,8 @@ def _holds_memory_alone(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     if sys.getrefcount(storage) > _HELD_STORAGE or weakref.getweakrefcount(tensor):
         return False
-    alone = storage_uses(storage) == 1
-    return alone and storage.resizable() and not (tensor.is_cpu and storage.is_shared())
+    is_only = storage_uses(storage) == 1
+    return is_only and storage.resizable() and not (tensor.is_cpu and storage.is_shared())
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:

@@ -71,10 +71,10 @@ def register_codec(
     _check_codec(type, name, encode, decode)
     if type in MAPPINGS or type in _ATOMS or type in (list, tuple, set, torch.Tensor):
         raise ConfigError(f"register_codec: {type.__qualname__} has a codec of tierfall's own")
-    taken = _BY_NAME.get(name)
-    if taken is not None and taken.type is not type:
+    known = _BY_NAME.get(name)
+    if known is not None and known.type is not type:
         raise ConfigError(
-            f"register_codec: the name {name!r} belongs to {taken.type.__qualname__}; choose another"
+            f"register_codec: the name {name!r} belongs to {known.type.__qualname__}; choose another"
         )
     _BY_TYPE[type] = _BY_NAME[name] = ValueCodec(type, name, encode, decode)
 
@@ -84,9 +84,9 @@ def _check_codec(type: object, name: object, encode: object, decode: object) -> 
         raise ConfigError(f"register_codec: {type!r} is not a type; the type comes first")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"register_codec: {name!r} is not a name; expected text")
-    for what, given in (("encode", encode), ("decode", decode)):
-        if not callable(given):
-            raise ConfigError(f"register_codec: {what} is {given!r}, which cannot be called")
+    for what, function in (("encode", encode), ("decode", decode)):
+        if not callable(function):
+            raise ConfigError(f"register_codec: {what} is {function!r}, which cannot be called")
 
 
 def codec_for(type: type) -> ValueCodec | None:

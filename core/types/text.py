@@ -30,10 +30,10 @@ def ranks_named(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:_NAMED_MAX]))}{more}"
 
 
-def few_of(things: Sequence[str]) -> str:
+def few_of(items: Sequence[str]) -> str:
     """Format the first 4 of a list, and the number of the others."""
-    more = len(things) - 4
-    return ", ".join(things[:4]) + (f" and {more} more" if more > 0 else "")
+    more = len(items) - 4
+    return ", ".join(items[:4]) + (f" and {more} more" if more > 0 else "")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -58,7 +58,7 @@ def signature_fault(function: Callable[..., Any], expected: str) -> str | None:
         signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError:
         bare = (each.replace(annotation=each.empty) for each in signature.parameters.values())
-        return f"it takes ({', '.join(map(str, bare))}); expected {expected}"
+        return f"its parameters are ({', '.join(map(str, bare))}); expected {expected}"
     return None
 
 

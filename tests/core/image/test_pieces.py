@@ -122,7 +122,7 @@ def test_a_block_that_is_not_what_its_place_says_is_refused_by_name() -> None:
     with pytest.raises(CaptureError, match=r'state\["w"\].*block of shape \(3, 4\)'):
         make_image({"w": wrong})
     twice = LocalBlocks(((torch.zeros(2), None), (torch.zeros(2), None)))
-    with pytest.raises(CaptureError, match=r'state\["w"\].*place None'):
+    with pytest.raises(CaptureError, match=r'state\["w"\].*position None'):
         make_image({"w": twice})
     scaled = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
     with pytest.raises(CaptureError, match="quantized"):

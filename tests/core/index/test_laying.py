@@ -152,5 +152,5 @@ def test_blocks_that_do_not_add_up_are_said_when_they_are_asked_for() -> None:
     found = laid(images, 0)
     assert found is not None
     slot = [tensor.name for tensor in found.header.tensors].index("m.w")
-    with pytest.raises(IntegrityError, match=r"m\.w is not there whole"):
+    with pytest.raises(IntegrityError, match=r"m\.w is incomplete"):
         found.blocks[slot]
