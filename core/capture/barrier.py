@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierfall.core.capture.gradients import GradientWatch
 from tierfall.core.runtime.streams import is_recording
-from tierfall.core.tensors.dtensor import is_sharded
+from tierfall.core.tensors.dtensor import local_tensor
 
 logger = logging.getLogger("tierfall")
 
@@ -30,8 +30,7 @@ _TRAINED = attrgetter("requires_grad")
 
 def place_of(tensor: Any) -> tuple[int, int]:
     """Address and length in bytes of a tensor's memory, or of this rank's part of a DTensor."""
-    with torch.no_grad():
-        local = tensor.to_local() if is_sharded(tensor) else tensor
+    local = local_tensor(tensor)
     if local.layout is not torch.strided or local.is_meta or not local.numel():
         return NOWHERE
     return local.data_ptr(), local.numel() * local.element_size()

@@ -17,8 +17,7 @@ from tierfall.core.compression.byte_planes import WIDTHS
 from tierfall.core.compression.frames import LEVEL_MAX, LEVEL_MIN, frame_bytes_max
 from tierfall.core.compression.seek_table import FrameLength, table_bytes, write_table
 from tierfall.core.format import documents
-from tierfall.core.format.documents import Spliced
-from tierfall.core.format.json_fields import JsonFields
+from tierfall.core.format.documents import JsonFields, Spliced
 from tierfall.core.format.records import IMAGE_BYTES_MAX, Geometry, Manifest
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import IntegrityError

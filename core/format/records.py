@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierfall.core.format import documents
-from tierfall.core.format.documents import Spliced
-from tierfall.core.format.json_fields import JsonFields
+from tierfall.core.format.documents import JsonFields, Spliced
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.lineage import AttemptStart

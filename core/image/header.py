@@ -59,6 +59,11 @@ class StoredTensor:
         return self.end - self.start
 
     @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that this is, or is a block of."""
+        return self.shape if self.piece is None else self.piece.shape
+
+    @property
     def is_quantized(self) -> bool:
         return dtypes.name_of(self.dtype) in _QUANTIZED
 

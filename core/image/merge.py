@@ -146,7 +146,7 @@ class _Merger:
     ) -> tuple[StoredTensor, tuple[TensorBlock, ...], tuple[TensorBlock, ...]]:
         """A whole tensor, the blocks to read, and further blocks that must equal one of those."""
         first = holders[self._own] if self._own in holders else next(iter(holders.values()))
-        shape = first.shape if first.piece is None else first.piece.shape
+        shape = first.whole_shape
         whole = StoredTensor(
             first.name,
             first.dtype,
@@ -203,7 +203,7 @@ class _Merger:
 
     def _check_same_whole(self, holders: Mapping[int, StoredTensor]) -> None:
         first_rank, first = next(iter(holders.items()))
-        whole = first.shape if first.piece is None else first.piece.shape
+        whole = first.whole_shape
         written = {(s.piece, s.shape, s.dtype) for s in holders.values() if s.written_by is None}
         for rank, stored in holders.items():
             if (
@@ -213,7 +213,7 @@ class _Merger:
                 raise IntegrityError(
                     f"{stored.name} is missing: rank {stored.written_by} was to write it for rank {rank}"
                 )
-            shape = stored.shape if stored.piece is None else stored.piece.shape
+            shape = stored.whole_shape
             is_sharded = (stored.piece is None) != (first.piece is None)
             if is_sharded or shape != whole or stored.dtype is not first.dtype:
                 raise _Conflict(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tierfall.core.format.json_fields import JsonFields
+from tierfall.core.format.documents import JsonFields
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.load.build import Fill

@@ -21,10 +21,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tierfall.core.runtime.process_memory import LINE_BYTES, ProcessMemory
 from tierfall.core.sampling.ranges import (
+    LINE_BYTES,
     WHOLE_BYTES,
     Integers,
+    ProcessMemory,
     SampledRange,
     addresses_of,
     logical_offsets,
@@ -33,24 +34,14 @@ from tierfall.core.sampling.ranges import (
 
 LINES_MAX = 113
 """Lines of a tensor that is one range: the first, the last, and others at distances of at most 1 % of it."""
-
-
 GROWTH = 0.08
 """The first distance is shorter than the mean by this fraction, the last is longer by it."""
-
-
 LINES_MIN = 11
 """Minimum of lines per range of a tensor with many ranges."""
-
-
 LINES_ALL = 1 << 21
 """Maximum of lines in total: 128 MiB of samples."""
-
-
 NOW_LINES = 2
 """Lines per range that are read again at the barrier."""
-
-
 DRAW_SERVES = 8
 """Images that are compared at the same places, until others are drawn."""
 
@@ -94,23 +85,23 @@ class _PlacedDraw:
 class SamplePlan:
     """The sampled lines of one layout's ranges. ``used`` may be called by any thread."""
 
-    def __init__(self, pieces: Sequence[SampledRange], lines: Integers) -> None:
+    def __init__(self, ranges: Sequence[SampledRange], lines: Integers) -> None:
         """``lines``: the maximum number of lines by range."""
         # Contiguous ranges first, grouped by alignment in the image: one call compares a group.
-        order = sorted(range(len(pieces)), key=lambda n: _alignment(pieces[n]))
-        self._pieces = [pieces[n] for n in order]
+        order = sorted(range(len(ranges)), key=lambda n: _alignment(ranges[n]))
+        self._ranges = [ranges[n] for n in order]
         self._lines = lines[order]
-        self.numbers = np.array([p.index for p in self._pieces], dtype=np.int64)
-        self._offsets = np.array([p.offset for p in self._pieces], dtype=np.int64)
-        self._starts = np.array([p.start for p in self._pieces], dtype=np.int64)
-        self._sizes = np.array([p.bytes for p in self._pieces], dtype=np.int64)
-        self._ordered = sum(p.order is None for p in self._pieces)
+        self.numbers = np.array([p.index for p in self._ranges], dtype=np.int64)
+        self._offsets = np.array([p.offset for p in self._ranges], dtype=np.int64)
+        self._starts = np.array([p.start for p in self._ranges], dtype=np.int64)
+        self._sizes = np.array([p.bytes for p in self._ranges], dtype=np.int64)
+        self._ordered = sum(p.order is None for p in self._ranges)
         self._uses = 0
         self._placed: _PlacedDraw | None = None
 
     def take(self, pointers: array[int]) -> Samples | None:
         """Read the samples; ``pointers`` are addresses by tensor number. None if there are no ranges."""
-        if not self._pieces:
+        if not self._ranges:
             return None
         placed = self._placed
         addresses = addresses_of(pointers, self.numbers) + self._offsets
@@ -166,8 +157,8 @@ class SamplePlan:
     def _spread_as_read(self, lines_of: Integers, lines_at: Integers, head: Integers) -> None:
         """In non-contiguous tensors, move every second line to evenly spread elements in the order of elements:
         a row of the tensor may be a column in memory."""
-        for number in range(self._ordered, len(self._pieces)):
-            order = self._pieces[number].order
+        for number in range(self._ordered, len(self._ranges)):
+            order = self._ranges[number].order
             assert order is not None
             size = int(self._sizes[number])
             second = np.flatnonzero(lines_of == number)[1:-1:2]
@@ -182,13 +173,13 @@ class SamplePlan:
                     * LINE_BYTES
                 )
 
-    def in_image(self, pieces: Integers, offsets: Integers) -> Integers:
+    def in_image(self, ranges: Integers, offsets: Integers) -> Integers:
         """Offsets in the image's data of bytes that are given by range and offset in memory."""
-        found = self._starts[pieces] + offsets
-        for number in np.unique(pieces[pieces >= self._ordered]):
-            order = self._pieces[number].order
+        found = self._starts[ranges] + offsets
+        for number in np.unique(ranges[ranges >= self._ordered]):
+            order = self._ranges[number].order
             assert order is not None
-            rows = pieces == number
+            rows = ranges == number
             found[rows] = self._starts[number] + logical_offsets(offsets[rows], *order)
         return found
 
@@ -212,10 +203,10 @@ class Samples:
             if not torch.equal(stored, lines[first:last]):
                 found |= _where(draw.lines_of[first:last], (stored != lines[first:last]).any(1))
         if draw.in_order < len(lines):
-            pieces = np.repeat(draw.lines_of[draw.in_order :], LINE_BYTES)
+            ranges = np.repeat(draw.lines_of[draw.in_order :], LINE_BYTES)
             offsets = draw.lines_at[draw.in_order :, None] + np.arange(LINE_BYTES)
-            at = torch.from_numpy(self._plan.in_image(pieces, offsets.ravel()))
-            found |= _where(pieces, data[at] != lines[draw.in_order :].flatten())
+            at = torch.from_numpy(self._plan.in_image(ranges, offsets.ravel()))
+            found |= _where(ranges, data[at] != lines[draw.in_order :].flatten())
         return self._numbers(found)
 
     def changed_now(self) -> list[int]:
@@ -226,8 +217,8 @@ class Samples:
             at_save = self._lines.index_select(0, torch.from_numpy(placed.draw.now))
             if torch.equal(lines, at_save):
                 return []
-            pieces = placed.draw.lines_of[placed.draw.now]
-            return self._numbers(_where(pieces, (lines != at_save).any(1)))
+            ranges = placed.draw.lines_of[placed.draw.now]
+            return self._numbers(_where(ranges, (lines != at_save).any(1)))
 
     def differ_from(self, others: Samples) -> list[int]:
         """The numbers of the tensors that differ from samples of the same draw, read at another time."""
@@ -236,21 +227,21 @@ class Samples:
         return self._numbers(_where(draw.lines_of, (self._lines != others._lines).any(1)))
 
     def _numbers(self, found: set[int]) -> list[int]:
-        return sorted({int(self._plan.numbers[piece]) for piece in found})
+        return sorted({int(self._plan.numbers[item]) for item in found})
 
 
-def _alignment(piece: SampledRange) -> tuple[bool, int]:
-    return piece.order is not None, piece.start % LINE_BYTES
+def _alignment(item: SampledRange) -> tuple[bool, int]:
+    return item.order is not None, item.start % LINE_BYTES
 
 
-def lines_max(pieces: Sequence[SampledRange]) -> Integers:
+def lines_max(ranges: Sequence[SampledRange]) -> Integers:
     """The maximum number of lines of each range: NOW_LINES of one that is digested whole; otherwise a share of the
     LINES_MAX of its tensor, reduced if the total would exceed LINES_ALL."""
-    sizes = np.array([p.bytes for p in pieces], dtype=np.int64)
-    _, of = np.unique(np.array([p.index for p in pieces]), return_inverse=True)
+    sizes = np.array([p.bytes for p in ranges], dtype=np.int64)
+    _, of = np.unique(np.array([p.index for p in ranges]), return_inverse=True)
     shares = sizes / np.bincount(of, weights=sizes)[of]
     counts = np.maximum(LINES_MIN, np.ceil((LINES_MAX - 2) * shares).astype(np.int64) + 2)
-    counts[[p.order is not None for p in pieces]] *= (
+    counts[[p.order is not None for p in ranges]] *= (
         2  # in the order of memory, and in that of elements
     )
     counts[sizes <= WHOLE_BYTES] = NOW_LINES

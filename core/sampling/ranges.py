@@ -6,6 +6,7 @@ bytes in an image, which are in the order of elements, are rearranged to the ord
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from array import array
@@ -17,21 +18,30 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from tierfall.core.runtime.process_memory import ProcessMemory
 from tierfall.core.tensors.tensors import INTEGERS
 
 Integers = NDArray[np.int64]
-
-
 MemoryOrder = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and item size in bytes."""
 
-
+LINE_BYTES = 64
 WHOLE_BYTES = 32 << 10
 """Ranges up to this size are digested whole: that is faster than reading their lines."""
-
-
 RANGE_BYTES = 1 << 20
 """Maximum size of a range for one digest in rotation."""
+
+
+class ProcessMemory:
+    """Arrays over this process's memory between two addresses; owns nothing. The caller ensures that what it reads is
+    mapped. ``lines`` are rows of LINE_BYTES whose addresses are ``remainder`` modulo LINE_BYTES."""
+
+    def __init__(self, low: int, high: int, *, remainder: int = 0) -> None:
+        self.low = low - (low - remainder) % LINE_BYTES
+        length = -(-(high - self.low) // LINE_BYTES) * LINE_BYTES
+        self.view = memoryview((ctypes.c_char * length).from_address(self.low)).cast("B")
+        with torch.inference_mode(False):
+            self.bytes = torch.from_numpy(np.frombuffer(self.view, dtype=np.uint8))
+            self.lines = self.bytes.view(torch.int64).view(-1, LINE_BYTES // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +63,16 @@ _digest = xxhash.xxh3_64_intdigest
 class WholeDigests:
     """Ranges that are digested whole at each save."""
 
-    def __init__(self, pieces: Sequence[SampledRange]) -> None:
-        self._pieces = pieces
-        self.numbers = np.array([p.index for p in pieces], dtype=np.int64)
-        self._offsets = np.array([p.offset for p in pieces], dtype=np.int64)
-        self._sizes = np.array([p.bytes for p in pieces], dtype=np.int64)
+    def __init__(self, ranges: Sequence[SampledRange]) -> None:
+        self._ranges = ranges
+        self.numbers = np.array([p.index for p in ranges], dtype=np.int64)
+        self._offsets = np.array([p.offset for p in ranges], dtype=np.int64)
+        self._sizes = np.array([p.bytes for p in ranges], dtype=np.int64)
         self._placed: tuple[Integers, ProcessMemory, list[slice]] | None = None
 
     def digest(self, pointers: array[int]) -> list[int]:
         """Digest the live ranges of tensors; ``pointers`` are addresses by tensor number."""
-        if not self._pieces:
+        if not self._ranges:
             return []
         addresses = addresses_of(pointers, self.numbers) + self._offsets
         if self._placed is None or not np.array_equal(self._placed[0], addresses):
@@ -76,26 +86,26 @@ class WholeDigests:
     def changed_in(self, data: memoryview, digests: Sequence[int]) -> set[int]:
         """The numbers of the tensors whose ranges differ from an image's ``data``."""
         return {
-            piece.index
-            for piece, digest in zip(self._pieces, digests, strict=True)
-            if _digest(_in_image(piece, data)) != digest
+            item.index
+            for item, digest in zip(self._ranges, digests, strict=True)
+            if _digest(_in_image(item, data)) != digest
         }
 
     def differ(self, digests: Sequence[int], others: Sequence[int]) -> set[int]:
         """The numbers of the tensors whose digests, taken at two times, differ."""
-        rows = zip(self._pieces, digests, others, strict=True)
-        return {piece.index for piece, digest, other in rows if digest != other}
+        rows = zip(self._ranges, digests, others, strict=True)
+        return {item.index for item, digest, other in rows if digest != other}
 
 
 class RotatingDigests:
     """Long ranges, split into ranges of at most RANGE_BYTES that are digested in rotation."""
 
-    def __init__(self, pieces: Sequence[SampledRange]) -> None:
-        self._orders = {p.index: p.order for p in pieces if p.order is not None}
+    def __init__(self, ranges: Sequence[SampledRange]) -> None:
+        self._orders = {p.index: p.order for p in ranges if p.order is not None}
         self._ranges = [
-            (piece.index, piece.offset + at, piece.start + at, length)
-            for piece in pieces
-            for at, length in _split(piece.bytes)
+            (item.index, item.offset + at, item.start + at, length)
+            for item in ranges
+            for at, length in _split(item.bytes)
         ]
         self._next = 0
         ends = {index: offset + length for index, offset, _, length in self._ranges}
@@ -141,16 +151,16 @@ class RotatingDigests:
         return found
 
 
-def _in_image(piece: SampledRange, data: memoryview) -> memoryview:
+def _in_image(item: SampledRange, data: memoryview) -> memoryview:
     """The bytes of a range in an image's ``data``, in the order of the tensor's memory."""
-    if piece.order is not None:
-        return as_in_memory(data[piece.start :], *piece.order)
-    return data[piece.start : piece.start + piece.bytes]
+    if item.order is not None:
+        return as_in_memory(data[item.start :], *item.order)
+    return data[item.start : item.start + item.bytes]
 
 
 def addresses_of(pointers: array[int], numbers: Integers) -> Integers:
     """The addresses of tensors by their numbers."""
-    return np.frombuffer(pointers, dtype=np.uint64).astype(np.int64)[numbers]
+    return np.frombuffer(pointers, dtype=np.int64)[numbers]
 
 
 def logical_offsets(

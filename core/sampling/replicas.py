@@ -34,11 +34,10 @@ from tierfall.core.image.dedup import (
     ReplicaDigests,
     ReplicatedTensors,
 )
-from tierfall.core.runtime.process_memory import LINE_BYTES, ProcessMemory
 from tierfall.core.runtime.streams import CopyStream
 from tierfall.core.sampling.device_sums import PendingSums
 from tierfall.core.sampling.lines import enumerate_groups
-from tierfall.core.sampling.ranges import Integers
+from tierfall.core.sampling.ranges import LINE_BYTES, Integers, ProcessMemory, addresses_of
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors.tensors import INTEGERS
 
@@ -91,7 +90,7 @@ class ReplicaPlan:
 
     def read(self, view: StateView, ordinal: int, streams: StreamProvider) -> ReplicaReading:
         """Read what is compared for the checkpoint with this ordinal; on devices, after the caller's enqueued work."""
-        addresses = np.frombuffer(view.pointers, dtype=np.int64)[self._all.numbers]
+        addresses = addresses_of(view.pointers, self._all.numbers)
         if self._addresses is None or not np.array_equal(self._addresses, addresses):
             self._place(view, addresses)
         sums = () if self._on_devices is None else self._sum_up(view, ordinal, streams)

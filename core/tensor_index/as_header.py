@@ -97,8 +97,7 @@ def _source(
         if len(blocks) > 1 and any(block.lengths == shape for block in blocks):
             return None
         return _WholeTensor(name, dtype, shape, tuple(names), None)
-    whole = stored.shape if stored.piece is None else stored.piece.shape
-    if (dtype, shape) != (stored.dtype, whole):
+    if (dtype, shape) != (stored.dtype, stored.whole_shape):
         return None
     return _WholeTensor(name, dtype, shape, tuple(names), stored)
 

@@ -25,7 +25,7 @@ import zstandard
 
 from tierfall.core.compression.frames import check_frame
 from tierfall.core.format import documents
-from tierfall.core.format.json_fields import JsonFields
+from tierfall.core.format.documents import JsonFields
 from tierfall.core.format.records import DIGEST_PREFIX, HEADER_BYTES_MAX, IMAGE_BYTES_MAX
 from tierfall.core.image.merge import TensorBlock
 from tierfall.core.tensor_index.columns import WIDTHS, Column, aligned, unpack

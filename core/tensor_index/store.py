@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from tierfall.core.format import documents
-from tierfall.core.format.documents import sha256
-from tierfall.core.format.json_fields import JsonFields
+from tierfall.core.format.documents import JsonFields, sha256
 from tierfall.core.format.records import Commit
 from tierfall.core.tensor_index.builder import IndexBuilder
 from tierfall.core.tensor_index.index import Index, read_index
