@@ -103,7 +103,7 @@ class Capturer:
     def help_capture(self, id: CheckpointId, timeout: float | None) -> None:
         """Help with a capture while the saving thread waits on its handle: this counts as a barrier, since that thread
         writes to nothing meanwhile. A timeout does not end the save; the handle reports failures."""
-        if not self._is_at(id):
+        if not self._is_capturing(id):
             return
         bound = self._max_wait_s if timeout is None else timeout
         deadline = time.monotonic() + bound
@@ -118,7 +118,7 @@ class Capturer:
         finally:
             self._waiting.release()
 
-    def _is_at(self, id: CheckpointId) -> bool:
+    def _is_capturing(self, id: CheckpointId) -> bool:
         snapshot = self._current
         return snapshot is not None and snapshot.id == id
 

@@ -221,7 +221,7 @@ class ImageCopier:
             self._copy_to(pending)
             while self.copy_next():
                 continue
-            if not self.wait_idle(_left_s(deadline)):
+            if not self.wait_idle(_remaining_s(deadline)):
                 return False
             self._copies.hold_callers()
             if spill is not None:
@@ -296,7 +296,7 @@ class ImageCopier:
                 self._exclusive = InterruptibleEvent()
             while self.copy_next():
                 continue
-            return self.wait_idle(_left_s(deadline)) and self._wait_copied(deadline)
+            return self.wait_idle(_remaining_s(deadline)) and self._wait_copied(deadline)
         finally:
             # Before any call: an interrupt could arrive before a function's first line.
             exclusive, self._exclusive = self._exclusive, None
@@ -440,5 +440,5 @@ class ImageCopier:
             self._sources.release()
 
 
-def _left_s(deadline: float | None) -> float | None:
+def _remaining_s(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())

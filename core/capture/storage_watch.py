@@ -57,7 +57,7 @@ def _wrap() -> None:
     for name in METHODS:
         original = getattr(torch.UntypedStorage, name, None)
         if original is not None:
-            before, now = torch.UntypedStorage.__dict__.get(name), _waiting(original)
+            before, now = torch.UntypedStorage.__dict__.get(name), _wrapper_of(original)
             _wrapped[name] = (before, now)
             setattr(torch.UntypedStorage, name, now)
 
@@ -74,7 +74,7 @@ def _unwrap() -> None:
     _wrapped.clear()
 
 
-def _waiting(original: Any) -> Any:
+def _wrapper_of(original: Any) -> Any:
     @functools.wraps(original)
     def method(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         for watch in tuple(_watches):

@@ -114,17 +114,17 @@ class _FirstRank:
 def _must_compare(pair: TensorPair) -> bool:
     """False for blocks of one tensor, which differ by design, and for tensors that another rank writes."""
     own, first = pair
-    return not _is_cut(pair) and own.length > 0 and _has_bytes(own) and _has_bytes(first)
+    return not _is_sharded(pair) and own.length > 0 and _has_bytes(own) and _has_bytes(first)
 
 
-def _is_cut(pair: TensorPair) -> bool:
+def _is_sharded(pair: TensorPair) -> bool:
     return pair.own.piece is not None or pair.first.piece is not None
 
 
 def _is_of_another_shape(pair: TensorPair) -> bool:
     """Whether two whole tensors differ in dtype or shape."""
     own, first = pair
-    return not _is_cut(pair) and (own.dtype, own.shape) != (first.dtype, first.shape)
+    return not _is_sharded(pair) and (own.dtype, own.shape) != (first.dtype, first.shape)
 
 
 def _has_bytes(stored: StoredTensor) -> bool:
@@ -176,13 +176,13 @@ def _with_own(
         tensors.append(replace(stored, name=f"{key}.{rank}.{stored.name}", piece=None))
     root: dict[str, Any] = {}
     for name, node in own:
-        _put(root, name, _reindexed(node, moved))
+        _insert(root, name, _reindexed(node, moved))
     entry = (key, MapNode("dict", ((str(rank), _tree(root)),)))
     tree = replace(header.tree, entries=(*header.tree.entries, entry))
     return replace(header, tensors=tuple(tensors), tree=tree)
 
 
-def _put(root: dict[str, Any], name: str, node: Node) -> None:
+def _insert(root: dict[str, Any], name: str, node: Node) -> None:
     *folders, last = name.split(".")
     at: Any = root
     for folder in folders:

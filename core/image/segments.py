@@ -65,7 +65,7 @@ class Segmentation:
         self.chunk_bytes = chunk_bytes
         self.at_once: list[Segment] = []
         self.segments: list[Segment] = []
-        self._cut(view, lazy)
+        self._divide(view, lazy)
         self.lazy = tuple(sorted({p.index for segment in self.segments for p in segment}))
         self.missing = [0] * chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
         for index in range(1, len(self.missing)):
@@ -86,7 +86,7 @@ class Segmentation:
         layout = self._layout
         return chunk_range(index, layout.image_bytes, layout.data_start, self.chunk_bytes)
 
-    def _cut(self, view: StateView, lazy: Sequence[bool]) -> None:
+    def _divide(self, view: StateView, lazy: Sequence[bool]) -> None:
         batches: dict[tuple[bool, int], list[SegmentPart]] = {}
         batched: dict[tuple[bool, int], int] = {}
         kinds = {True: self.segments, False: self.at_once}

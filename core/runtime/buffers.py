@@ -168,7 +168,7 @@ class BufferPool:
             buffer.free()
 
     def _take(self) -> Buffer:
-        buffer = self._next()
+        buffer = self._next_free()
         if buffer is None:
             return self._allocate()
         try:
@@ -178,7 +178,7 @@ class BufferPool:
             raise
         return buffer
 
-    def _next(self) -> Buffer | None:
+    def _next_free(self) -> Buffer | None:
         """The buffer that was returned first, which a device may still read; None if a new one is to be allocated."""
         with self._changed:
             while True:

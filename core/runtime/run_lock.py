@@ -104,7 +104,7 @@ class RunLock:
         if held is not None:
             # The name now refers to a file that this process has locked: closing the descriptor would release it.
             held.spare_fds.append(fd)
-            raise _second(path, run)
+            raise _second_error(path, run)
         try:
             _check_file(os.fstat(fd), path, run)
             _lock(fd, path, run)
@@ -186,10 +186,10 @@ class RunLock:
 def _refuse_second(path: Path, run: str) -> None:
     identity = _identity_at(path)
     if identity is not None and _held_by(identity) is not None:
-        raise _second(path, run)
+        raise _second_error(path, run)
 
 
-def _second(path: Path, run: str) -> ConfigError:
+def _second_error(path: Path, run: str) -> ConfigError:
     return ConfigError(
         f"a second Checkpointer of run {run!r} in this process (lock {path}): use the first one, close it before "
         "opening another, or choose another run name"
@@ -222,7 +222,9 @@ def _open(path: Path, flags: int, run: str) -> int:
         return os.open(path, flags, 0o600)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise _unusable(path, run, "a link, a folder or a pipe, not a regular file") from error
+            raise _unusable_error(
+                path, run, "a link, a folder or a pipe, not a regular file"
+            ) from error
         raise BackendError(
             f"lock of run {run}: opening {path} failed: {error}; expected a folder that this user may write to"
         ) from error
@@ -230,12 +232,12 @@ def _open(path: Path, flags: int, run: str) -> int:
 
 def _check_file(status: os.stat_result, path: Path, run: str) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise _unusable(path, run, "not a regular file")
+        raise _unusable_error(path, run, "not a regular file")
     if status.st_uid != os.geteuid():
-        raise _unusable(path, run, f"owned by user {status.st_uid}, not by {os.geteuid()}")
+        raise _unusable_error(path, run, f"owned by user {status.st_uid}, not by {os.geteuid()}")
 
 
-def _unusable(path: Path, run: str, why: str) -> ConfigError:
+def _unusable_error(path: Path, run: str, why: str) -> ConfigError:
     return ConfigError(
         f"lock of run {run}: {path} is {why}; remove it, or set another `folder` or run name"
     )

@@ -142,7 +142,7 @@ class SamplePlan:
         lines_of, nth = enumerate_groups(counts)
         phase = int.from_bytes(os.urandom(4), "little") / 2**32
         lines_at = _spread_lines(nth, counts[lines_of], whole[lines_of], phase)
-        self._spread_as_read(lines_of, lines_at, head)
+        self._move_to_element_order(lines_of, lines_at, head)
         lines_at += head[lines_of]
         in_order = int(counts[: self._ordered].sum())
         return _Draw(
@@ -154,7 +154,9 @@ class SamplePlan:
             now=np.flatnonzero(nth % np.maximum(1, counts[lines_of] // NOW_LINES) == 0),
         )
 
-    def _spread_as_read(self, lines_of: Integers, lines_at: Integers, head: Integers) -> None:
+    def _move_to_element_order(
+        self, lines_of: Integers, lines_at: Integers, head: Integers
+    ) -> None:
         """In non-contiguous tensors, move every second line to evenly spread elements in the order of elements:
         a row of the tensor may be a column in memory."""
         for number in range(self._ordered, len(self._ranges)):
@@ -201,12 +203,14 @@ class Samples:
             end = remainder + (len(data) - remainder) // LINE_BYTES * LINE_BYTES
             stored = data[remainder:end].view(-1, LINE_BYTES).index_select(0, rows)
             if not torch.equal(stored, lines[first:last]):
-                found |= _where(draw.lines_of[first:last], (stored != lines[first:last]).any(1))
+                found |= _numbers_where(
+                    draw.lines_of[first:last], (stored != lines[first:last]).any(1)
+                )
         if draw.in_order < len(lines):
             ranges = np.repeat(draw.lines_of[draw.in_order :], LINE_BYTES)
             offsets = draw.lines_at[draw.in_order :, None] + np.arange(LINE_BYTES)
             at = torch.from_numpy(self._plan.in_image(ranges, offsets.ravel()))
-            found |= _where(ranges, data[at] != lines[draw.in_order :].flatten())
+            found |= _numbers_where(ranges, data[at] != lines[draw.in_order :].flatten())
         return self._numbers(found)
 
     def changed_now(self) -> list[int]:
@@ -218,13 +222,13 @@ class Samples:
             if torch.equal(lines, at_save):
                 return []
             ranges = placed.draw.lines_of[placed.draw.now]
-            return self._numbers(_where(ranges, (lines != at_save).any(1)))
+            return self._numbers(_numbers_where(ranges, (lines != at_save).any(1)))
 
     def differ_from(self, others: Samples) -> list[int]:
         """The numbers of the tensors that differ from samples of the same draw, read at another time."""
         draw = self._placed.draw
         assert draw is others._placed.draw, "samples of different draws cannot be compared"
-        return self._numbers(_where(draw.lines_of, (self._lines != others._lines).any(1)))
+        return self._numbers(_numbers_where(draw.lines_of, (self._lines != others._lines).any(1)))
 
     def _numbers(self, found: set[int]) -> list[int]:
         return sorted({int(self._plan.numbers[item]) for item in found})
@@ -278,5 +282,5 @@ def _grouped(places: Integers) -> tuple[_AlignedLines, ...]:
     return tuple(groups)
 
 
-def _where(tensors: Integers, differs: torch.Tensor) -> set[int]:
+def _numbers_where(tensors: Integers, differs: torch.Tensor) -> set[int]:
     return {*map(int, np.unique(tensors[differs.numpy()]))}

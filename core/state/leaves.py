@@ -76,7 +76,7 @@ class Leaves:
 
     # ---- values
 
-    def settle(self, found: Node | PlainValue) -> Node:
+    def to_node(self, found: Node | PlainValue) -> Node:
         """Turn a plain value into a node, because its container holds tensors and is not a plain value itself."""
         if type(found) is not PlainValue:
             return found
@@ -185,7 +185,7 @@ class Leaves:
             reason = f"a block of shape {tuple(tensor.shape)} at the position {piece}"
         if reason is not None:
             refuse(trail, f"cannot be saved: {reason}")
-        changes, owner = self.rule(NO_OWNER)
+        changes, owner = self.change_rule(NO_OWNER)
         tensor = tensor.detach()
         kind = (tensor.dtype, tensor.shape)
         return self.table.add(tensor, *kind, name, changes, trail, piece, owner=owner, alone=True)
@@ -207,7 +207,7 @@ class Leaves:
         )
         return ("q", number, scheme, tensor.q_per_channel_axis(), ("l", parts))
 
-    def rule(self, owner: int) -> tuple[Changes, int]:
+    def change_rule(self, owner: int) -> tuple[Changes, int]:
         """When a tensor may change, and whose step changes it; the user's ``item(changes=...)`` has precedence."""
         if self.declared is not None:
             return self.declared, DECLARED if self.declared is Changes.ON_STEP else NO_OWNER
@@ -226,5 +226,5 @@ class Leaves:
         piece: TensorPiece | None = None,
     ) -> int:
         """Add a tensor that the caller has validated to the table; return its number."""
-        changes, owner = self.rule(owner)
+        changes, owner = self.change_rule(owner)
         return self.table.add(tensor, dtype, shape, name, changes, trail, piece, owner=owner)

@@ -109,7 +109,7 @@ class ModuleScan:
 
     def parameter_of(self, key: str, tensor: torch.Tensor) -> nn.Parameter | None:
         """The parameter that shares the memory of a state_dict's tensor."""
-        found = self._named(key)
+        found = self._raw_key(key)
         owner = self.parameters.get(found)
         if owner is not None and _address(owner) == _address(tensor):
             return owner
@@ -124,11 +124,11 @@ class ModuleScan:
             found = None
             if isinstance(value, torch.Tensor):
                 found = self.parameter_of(key, value)
-                found = self._whole_of(value) if found is None else found
+                found = self._containing_parameter(value) if found is None else found
             owners.append(NO_OWNER if found is None else id(found))
         return owners
 
-    def _whole_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
+    def _containing_parameter(self, tensor: torch.Tensor) -> nn.Parameter | None:
         """The parameter that contains a tensor's memory, as with views that hooks create."""
         if not _address(tensor):
             return None
@@ -146,7 +146,7 @@ class ModuleScan:
 
     def owner_of(self, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """The parameter or buffer that shares the memory of a state_dict's tensor; None if it is a copy."""
-        raw = self._named(key)
+        raw = self._raw_key(key)
         found: torch.Tensor | None = self.parameters.get(raw)
         if found is None:
             found = self.buffers.get(raw)
@@ -157,7 +157,7 @@ class ModuleScan:
             return None
         return self.parameters.get(found_key, self.buffers.get(found_key))
 
-    def _named(self, key: str) -> str:
+    def _raw_key(self, key: str) -> str:
         """The key with the prefixes of wrappers, some of which, such as activation checkpointing, remove theirs."""
         if not self.has_wrappers or key in self.parameters or key in self.buffers:
             return key
@@ -287,12 +287,12 @@ class Scans:
             self.trees[id(module)] = (name, tree, before)
             if before is not None:
                 parameters = [tree.tensors[at] for at in before.parameters_at]
-                self._note([*zip(before.parameters, parameters, strict=True)])
+                self._add_parameters([*zip(before.parameters, parameters, strict=True)])
                 return
         found = self.by_module[id(module)] = scan(module, name)
-        self._note([*found.named_parameters()])
+        self._add_parameters([*found.named_parameters()])
 
-    def _note(self, named: list[tuple[str, Any]]) -> None:
+    def _add_parameters(self, named: list[tuple[str, Any]]) -> None:
         """Add the parameters of a module; one that already has a name keeps it."""
         ids = [id(parameter) for _, parameter in named]
         found = dict(zip(ids, named, strict=True))

@@ -50,7 +50,7 @@ def walk_state(
     scans = modules.scan_state(state, cache.trees)
     walk = _Walk(scans, cache)
     tree = walk.state(state, with_random=with_random)
-    walk.end()
+    walk.finish()
     table = walk.table
     names, dtypes, shapes, changes, owners, trails, plain, strides, pieces = table.finish()
     return StateView(
@@ -93,7 +93,7 @@ class _Walk:
         self.optimizers: list[Optimizer] = []
         self._ancestors: set[int] = set()
 
-    def end(self) -> None:
+    def finish(self) -> None:
         self._cache.forget_others(self._used_names)
         self._cache.numberings = self._numberings
 
@@ -102,11 +102,11 @@ class _Walk:
         for key, value in state.items():
             trail = (None, key)
             keys.append(self.leaves.key(key, trail))
-            nodes.append(self.leaves.settle(self._walk(value, naming.part(key), trail, 0)))
+            nodes.append(self.leaves.to_node(self._walk(value, naming.part(key), trail, 0)))
         if with_random and rng.ENTRY not in state:
             keys.append(rng.ENTRY)
             found = self._walk(rng.capture(), rng.ENTRY, (None, "rng"), 0)
-            nodes.append(("r", self.leaves.settle(found)))
+            nodes.append(("r", self.leaves.to_node(found)))
         return ("d", "dict", tuple(keys), tuple(nodes))
 
     # ---- dispatch
@@ -132,13 +132,13 @@ class _Walk:
         if isinstance(value, Item):
             return self._item(value, name, trail, depth)
         if isinstance(value, LocalBlocks | Branch):
-            return self._in_parts(value, name, trail, depth)
+            return self._blocks_or_branch(value, name, trail, depth)
         if isinstance(value, nn.Module):
-            return self._within(value, trail, lambda: self._module(value, name, trail, depth))
+            return self._guard_cycle(value, trail, lambda: self._module(value, name, trail, depth))
         if isinstance(value, Optimizer):
             self.optimizers.append(value)
             if optimizers.is_stock(value):
-                return self._within(
+                return self._guard_cycle(
                     value, trail, lambda: self._optimizer(value, name, trail, depth)
                 )
         if isinstance(value, torch.Tensor):
@@ -148,10 +148,12 @@ class _Walk:
         if numpy_values.is_array(value):
             return self.leaves.array(value, name, trail)
         if is_stateful(value):
-            return self._within(value, trail, lambda: self._stateful(value, name, trail, depth))
+            return self._guard_cycle(
+                value, trail, lambda: self._stateful(value, name, trail, depth)
+            )
         return PlainValue(self.leaves.atom(value, trail))
 
-    def _within(self, value: object, trail: Trail, visit: Callable[[], T]) -> T:
+    def _guard_cycle(self, value: object, trail: Trail, visit: Callable[[], T]) -> T:
         if id(value) in self._ancestors:
             refuse(trail, "contains itself")
         self._ancestors.add(id(value))
@@ -169,7 +171,7 @@ class _Walk:
             )
             return self._walk(inner, name, trail, depth + 1)
 
-        found = self._within(value, trail, encoded)
+        found = self._guard_cycle(value, trail, encoded)
         if type(found) is not PlainValue:
             return ("c", registered.name, found)
         return PlainValue(
@@ -183,7 +185,7 @@ class _Walk:
             run = value_codec.encode_run(value)
             if run is not None:
                 return PlainValue(run)
-        return self._within(value, trail, lambda: self._children(value, name, trail, depth))
+        return self._guard_cycle(value, trail, lambda: self._children(value, name, trail, depth))
 
     def _children(self, value: Any, name: str, trail: Trail, depth: int) -> Node | PlainValue:
         if type(value) is list or type(value) is tuple:
@@ -193,10 +195,10 @@ class _Walk:
             ]
             if _all_plain(found):
                 coded = [child.coded for child in found]
-                return _join(
+                return _join_plain(
                     coded if type(value) is list else value_codec.tagged("tuple", coded), found
                 )
-            return ("l" if type(value) is list else "t", tuple(map(self.leaves.settle, found)))
+            return ("l" if type(value) is list else "t", tuple(map(self.leaves.to_node, found)))
         kind = value_codec.MAPPINGS[type(value)]
         keys = [self.leaves.key(key, (trail, key)) for key in value]
         found = [
@@ -204,10 +206,10 @@ class _Walk:
             for key, child in value.items()
         ]
         if _all_plain(found):
-            return _join(
+            return _join_plain(
                 value_codec.encode_items(kind, list(value), [c.coded for c in found]), found
             )
-        return ("d", kind, tuple(keys), tuple(map(self.leaves.settle, found)))
+        return ("d", kind, tuple(keys), tuple(map(self.leaves.to_node, found)))
 
     def _item(self, value: Item, name: str, trail: Trail, depth: int) -> Node | PlainValue:
         outer = self.leaves.declared
@@ -215,17 +217,19 @@ class _Walk:
         if value.on_resize is not OnResize.RESHARD:
             self.rules[name] = value.on_resize
         try:
-            return self._within(
+            return self._guard_cycle(
                 value, trail, lambda: self._walk(value.value, name, trail, depth + 1)
             )
         finally:
             self.leaves.declared = outer
 
-    def _in_parts(self, value: LocalBlocks | Branch, name: str, trail: Trail, depth: int) -> Node:
+    def _blocks_or_branch(
+        self, value: LocalBlocks | Branch, name: str, trail: Trail, depth: int
+    ) -> Node:
         if isinstance(value, LocalBlocks):
             return self.leaves.blocks(value, name, trail)
         nodes = [
-            self.leaves.settle(
+            self.leaves.to_node(
                 self._walk(child, f"{name}.{naming.part(key)}", (trail, key), depth + 1)
             )
             for key, child in value.items()
@@ -334,7 +338,7 @@ class _Walk:
                 node = self.leaves.tensor(value, f"{name}.{below}", (trail, key), owner=owner)
             else:
                 found = self._walk(value, f"{name}.{below}", (trail, key), depth + 1)
-                node = self.leaves.settle(found)
+                node = self.leaves.to_node(found)
             nodes.append(node)
         return ("m", keys, () if names == keys else names, tuple(nodes))
 
@@ -348,7 +352,7 @@ class _Walk:
             place = ((trail, "param_groups"), index)
             values = optimizers.group_values(group)
             found = self._walk(values, f"{name}.param_groups.{index}", place, depth + 1)
-            groups.append((numbering.groups[index], self.leaves.settle(found)))
+            groups.append((numbering.groups[index], self.leaves.to_node(found)))
         state = self._states(optimizer, numbering, f"{name}.state", (trail, "state"), depth)
         return ("o", numbering.names, tuple(groups), state)
 
@@ -403,18 +407,20 @@ class _Walk:
             place = (trail, key)
             token = self.leaves.key(key, place)
             owner = id(numbering.parameters[0]) if numbering.parameters else NO_OWNER
-            found = self._owned(value, owner, f"{name}.{naming.part(key)}", place, depth)
-            return ((token,), self.leaves.settle(found))
+            found = self._parameter_state(value, owner, f"{name}.{naming.part(key)}", place, depth)
+            return ((token,), self.leaves.to_node(found))
         number = numbering.numbers.get(id(key))
         if number is None:
             refuse(trail, "holds the state of a parameter that is in none of its groups")
         below = f"{name}.{numbering.part(number)}"
         return (
             number,
-            self.leaves.settle(self._owned(value, id(key), below, (trail, number), depth)),
+            self.leaves.to_node(
+                self._parameter_state(value, id(key), below, (trail, number), depth)
+            ),
         )
 
-    def _owned(
+    def _parameter_state(
         self, value: Any, owner: int, name: str, trail: Trail, depth: int
     ) -> Node | PlainValue:
         """Walk the optimizer state of one parameter."""
@@ -433,7 +439,7 @@ class _Walk:
                 "public record of which; shard by torch.distributed.fsdp.fully_shard (FSDP2)",
             )
         state = call_user_code(value.state_dict, "state_dict()", trail)
-        return ("s", self.leaves.settle(self._walk(state, name, trail, depth + 1)))
+        return ("s", self.leaves.to_node(self._walk(state, name, trail, depth + 1)))
 
 
 def _all_str(keys: Iterable[object]) -> bool:
@@ -444,5 +450,5 @@ def _all_plain(found: list[Any]) -> bool:
     return all(type(child) is PlainValue for child in found)
 
 
-def _join(coded: Coded, found: list[PlainValue]) -> PlainValue:
+def _join_plain(coded: Coded, found: list[PlainValue]) -> PlainValue:
     return PlainValue(coded, [blob for child in found for blob in child.blobs])
