@@ -451,7 +451,7 @@ def test_a_checkpoint_of_another_name_or_run_is_damage(
         writer.write(0, memoryview(record))
         writer.publish()
     (copy,) = other.list().copies
-    assert "speaks of run 1@1" in str(copy.damage)
+    assert "is the record of run 1@1" in str(copy.damage)
 
 
 def test_a_record_that_is_too_long_is_not_read(tier: StoredTier, disk: MemoryBackend) -> None:
@@ -538,7 +538,7 @@ def test_a_writer_that_was_stopped_within_a_commit_looks_for_a_newer_attempt_aga
     """A newer start may have collected the images that its record names: it must not tell that it has committed."""
     commit(tier, 1)
     write_image(tier, 2)
-    monkeypatch.setattr("tierfall.tiers.stored.FENCE_HOLDS_S", 0.0)
+    monkeypatch.setattr("tierfall.tiers.stored.FENCE_VALID_S", 0.0)
     real = Documents.create
 
     def create(documents: Documents, key: str, data: bytes) -> None:
