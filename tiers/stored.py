@@ -411,9 +411,9 @@ class StoredTier:
         nothing from then on, where a newer attempt exists: the fence is checked before each request that deletes.
 
         If ``latest`` names the checkpoint, it is rewritten to ``next_latest`` where that is committed, else deleted. On
-        a full tier it is deleted first and rewritten at the end. The checkpoint ceases to exist with the first deletion;
-        a kill after that leaves an unfinished folder, which the next start collects. Files that tierfall did not write
-        are kept.
+        a full tier it is deleted first and rewritten at the end. The checkpoint ceases to exist with the first
+        deletion; a kill after that leaves an unfinished folder, which the next start collects. Files that tierfall did
+        not write are kept.
         """
         return self._deletions.drop(
             checkpoint,
