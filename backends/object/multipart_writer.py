@@ -1,13 +1,13 @@
-"""Writing one object to an object store: a single put of what is small, an upload in parts of what is not.
+"""Writing one object to an object store: a single put of a small object, a multipart upload of a large one.
 
-Every ``write`` of a large object is a part of its own and is on its way when the call returns, so parts leave in any
-order and from several threads, straight from the caller's memory. A part's number follows from its offset. What is
-smaller than a part may be is kept until ``publish``: the last piece, or the whole of a small object.
+Every ``write`` of a large object is one part, and has been sent when the call returns: parts are sent in any order and
+from several threads, without a copy. A part's number follows from its offset. Bytes too few for a part are kept in
+memory until ``publish``: the last bytes of a large object, or all of a small one.
 
-Where the answer to the completion of an upload is lost, it is asked for again. A store that does not know the upload
-any more may have completed it the first time: then the object under the key tells, by its length and its etag, which
-is the MD5 of the parts' MD5s where the parts' etags are MD5s ("Common Response Headers", Amazon S3 API Reference; the
-same on SeaweedFS). Where they are none (some encryptions), it cannot be told, and the writer is dead.
+If the answer to the completion of an upload is lost, the request is retried. A store that no longer knows the upload
+may have completed it the first time. Then the object under the key is compared by its length and its etag, which is the
+MD5 of the parts' MD5s where the parts' etags are MD5s ("Common Response Headers", Amazon S3 API Reference; the same on
+SeaweedFS). Where they are not (some encryptions), the outcome is unknown, and the writer is dead.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from tierfall.backends.object.client import UploadGoneError, Uploads
 from tierfall.backends.object.writer_base import (
     CONDITIONAL_BYTES_MAX,
     SINGLE_BYTES_MAX,
-    ObjectFrame,
+    ObjectWriterBase,
     WriterContext,
-    WriterState,
 )
+from tierfall.backends.toolkit.base import Extent, WriterState
 from tierfall.backends.toolkit.views import flat
-from tierfall.backends.toolkit.writers import Extent
 from tierfall.core.types.backend import PARTS_MAX, Publish, part_bytes
 from tierfall.core.types.errors import BackendError, KeyNotFoundError
 
@@ -41,49 +40,52 @@ _MD5 = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(slots=True, kw_only=True)
 class _Part:
-    """A piece that has a number; sent when it has an etag."""
+    """A numbered part; sent once it has an etag."""
 
     offset: int
     size_bytes: int
     etag: str = ""
 
 
-class ObjectWriter(ObjectFrame):
-    """Fills one new object; see ``core.types.backend.Writer``."""
+class MultipartWriter(ObjectWriterBase):
+    """Writes one new object; see ``core.types.backend.Writer``."""
 
     def __init__(
-        self, shop: WriterContext, uploads: Uploads, key: str, *, extent: Extent, publish: Publish
+        self,
+        context: WriterContext,
+        uploads: Uploads,
+        key: str,
+        *,
+        extent: Extent,
+        publish: Publish,
     ) -> None:
-        super().__init__(shop, key, extent=extent, publish=publish)
+        super().__init__(context, key, extent=extent, publish=publish)
         self._uploads = uploads
         self._begin_lock = threading.Lock()
         self._parts: dict[int, _Part] = {}
-        self._is_unheard = False
+        self._is_unanswered = False
         self._stride_bytes = part_bytes(extent.most_bytes or 0, PART_BYTES_MIN)
 
     def write(self, offset: int, view: memoryview) -> None:
         data = flat(view)
         with self._lock:
             self._check_open("write")
-            part = self._killing_take(offset, data)
+            try:
+                part = self._add(offset, data)
+            except BaseException:
+                self._die()
+                raise
         if part is not None:
             self._send(*part, data)
 
-    def _killing_take(self, offset: int, data: memoryview) -> tuple[int, _Part] | None:
-        try:
-            return self._take(offset, data)
-        except BaseException:
-            self._die()
-            raise
-
-    def _take(self, offset: int, data: memoryview) -> tuple[int, _Part] | None:
-        """Keep the bytes, or say which part they are."""
+    def _add(self, offset: int, data: memoryview) -> tuple[int, _Part] | None:
+        """Keep the bytes in memory and return None, or return the number and the part that they are."""
         end = offset + data.nbytes
         self._extent.check_range(self._what("write"), offset, data.nbytes)
         if not data.nbytes:
             return None
         if not self._is_part(end, data.nbytes):
-            self._check_room(offset, data.nbytes)
+            self._check_kept_bytes(offset, data.nbytes)
             self._keep(offset, data)
             return None
         number = offset // self._stride_bytes + 1
@@ -103,7 +105,7 @@ class ObjectWriter(ObjectFrame):
             return size_bytes >= PART_BYTES_MIN
         return length > SINGLE_BYTES_MAX and (size_bytes >= PART_BYTES_MIN or end == length)
 
-    def _check_room(self, offset: int, size_bytes: int) -> None:
+    def _check_kept_bytes(self, offset: int, size_bytes: int) -> None:
         others = sum(len(each) for start, each in self._kept.items() if start != offset)
         if others + size_bytes > self._keep_bytes_max():
             raise BackendError(
@@ -131,28 +133,28 @@ class ObjectWriter(ObjectFrame):
         with self._lock:
             is_dead = self._state is WriterState.DEAD
         if is_dead:
-            # Given up meanwhile: a part that comes after the abort may have outlived it.
+            # Aborted meanwhile: a part that arrives after the abort may still exist.
             with suppress(BackendError):
                 self._remove()
             self._refuse("write")
 
     def _begun(self) -> str:
-        """Begin the upload, once. An id whose answer is lost is one for ``discard_unfinished``."""
+        """Begin the upload, once. If the answer is lost, ``discard_unfinished`` removes the upload."""
         with self._begin_lock:
             self._check_open("write")
             if not self._unfinished:
                 begun = self._uploads.begin(self._full_key, self._what("begin"))
-                self._living.add(begun)
+                self._active.add(begun)
                 with self._lock:
                     self._unfinished = begun
                     is_dead = self._state is WriterState.DEAD
                 if is_dead:
-                    # Given up while it was begun, when there was nothing to remove yet.
+                    # Aborted before the upload had an id, so that it was not removed then.
                     self._die()
                     self._refuse("write")
             return self._unfinished
 
-    def _publish(self, what: str) -> None:
+    def _finish(self, what: str) -> None:
         fault = self._fault()
         if fault:
             raise BackendError(f"{what}: {fault}; write every byte first, and once")
@@ -163,7 +165,7 @@ class ObjectWriter(ObjectFrame):
             self._put_whole(what)
 
     def _fault(self) -> str | None:
-        """Say what keeps the pieces from being the object, or None."""
+        """Return why the parts and the kept bytes are not the whole object, or None."""
         spans = [(part.offset, part.size_bytes) for part in self._parts.values() if part.etag]
         spans += [(offset, len(kept)) for offset, kept in self._kept.items()]
         end = 0
@@ -178,7 +180,7 @@ class ObjectWriter(ObjectFrame):
         return None
 
     def _send_last(self, what: str) -> None:
-        """Send what is kept as the last part; once it is taken, it is a part like any other."""
+        """Send the kept bytes as the last part."""
         end = self._end()
         if any(offset < end for offset in self._kept):
             raise BackendError(
@@ -200,25 +202,25 @@ class ObjectWriter(ObjectFrame):
         try:
             self._uploads.complete(self._full_key, self._unfinished, done, what)
         except UploadGoneError as error:
-            if not self._is_unheard:
+            if not self._is_unanswered:
                 raise
             if not self._is_there(done, what):
                 raise BackendError(
-                    f"{what}: an earlier try got no answer, the upload is gone, and what lies under the key now is "
-                    "not known to be this object; write a new object"
+                    f"{what}: an earlier try got no answer, the upload is gone, and the object under the key is not "
+                    "known to be this one; write a new object"
                 ) from error
         except BackendError as error:
-            self._is_unheard = self._is_unheard or error.retryable
+            self._is_unanswered = self._is_unanswered or error.retryable
             raise
 
     def _is_there(self, done: Sequence[tuple[int, str]], what: str) -> bool:
-        """Say whether the object under the key is the one that these parts make."""
+        """Whether the object under the key consists of these parts."""
         etags = [etag.strip('"') for _, etag in done]
         if not all(_MD5.fullmatch(etag) for etag in etags):
             return False
         digest = hashlib.md5(b"".join(map(bytes.fromhex, etags)), usedforsecurity=False)
         try:
-            found = self._client.look(self._full_key, what)
+            found = self._client.head(self._full_key, what)
         except KeyNotFoundError:
             return False
         return (found.bytes, found.etag) == (self._end(), f"{digest.hexdigest()}-{len(etags)}")

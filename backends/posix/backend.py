@@ -24,9 +24,15 @@ from tierfall.backends.posix.system import (
     translated,
 )
 from tierfall.backends.posix.writer import PosixWriter, PosixWriterContext
-from tierfall.backends.toolkit.keys import check_key, check_prefix, is_key, is_part, is_unfinished
+from tierfall.backends.toolkit.base import Extent
+from tierfall.backends.toolkit.keys import (
+    check_key,
+    check_prefix,
+    is_component,
+    is_key,
+    is_unfinished,
+)
 from tierfall.backends.toolkit.views import BouncePool, flat
-from tierfall.backends.toolkit.writers import Extent
 from tierfall.core.types.backend import Publish, StoredObject, Traits
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -209,7 +215,7 @@ class PosixBackend:
                 pending += [
                     f"{folder}{each.name}/"
                     for each in entries
-                    if each.is_folder and is_part(each.name)
+                    if each.is_folder and is_component(each.name)
                 ]
                 dead = [each.name for each in entries if self._is_dead(each)]
                 if dead:

@@ -24,9 +24,9 @@ from tierfall.backends.posix.system import (
     write_bounced,
     write_whole,
 )
+from tierfall.backends.toolkit.base import AbortOnExit, Coverage, Extent
 from tierfall.backends.toolkit.keys import unfinished_name
 from tierfall.backends.toolkit.views import BouncePool, address_of, flat
-from tierfall.backends.toolkit.writers import AbortOnExit, Coverage, Extent
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import BackendError, KeyExistsError, UnreachableError
 

@@ -217,7 +217,7 @@ def test_a_store_that_cannot_be_looked_at_leaves_the_question_open(
             raise left.pop()
         return look(*args)
 
-    monkeypatch.setattr(type(real._client), "look", lambda self, *args: looking(*args))
+    monkeypatch.setattr(type(real._client), "head", lambda self, *args: looking(*args))
     with written(real) as writer:
         assert refused(writer.publish).retryable
         assert refused(writer.publish).retryable, "it could not look"
