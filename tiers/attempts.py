@@ -66,8 +66,8 @@ class Fence:
         attempt = read_attempt(self._documents.read(key), what=what)
         if (attempt.run, attempt.number) != (self._run, number):
             raise StrayAttemptError(
-                f"{what}: is the record of attempt {attempt.number} of run {attempt.run!r}, which somebody put there: "
-                "remove it"
+                f"{what}: is the record of attempt {attempt.number} of run {attempt.run!r}, stored under the wrong "
+                "name: remove it"
             )
         return attempt
 
@@ -85,7 +85,7 @@ class Fence:
             is_ours = True
         if not is_ours:  # without a conditional create, the last writer has the number
             raise KeyExistsError(
-                f"{self._documents.what(key)}: another process took it at the same moment"
+                f"{self._documents.what(key)}: another process created it at the same moment"
             )
         self._recorded.add(attempt.id)
 
@@ -163,7 +163,7 @@ class Fence:
             raise FencedError(
                 f"{doing} on {self._tier}: attempt {attempt.number} of run {attempt.run!r} was followed by attempt "
                 f"{newer.number} (process {newer.pid} on {newer.node}): this process must stop; nothing it "
-                "writes counts any more. If that process only reads, an evaluation say, it is to use tierfall.load, "
+                "writes counts any more. If that process only reads, such as an evaluation, let it use tierfall.load, "
                 "which takes no attempt"
             )
         if holder is not None:
@@ -182,8 +182,8 @@ class Fence:
                 continue  # deleted since the listing
             except IntegrityError as error:
                 raise IntegrityError(
-                    f"{error}: it may be a newer start's, which nobody must commit beside. If no newer start of run "
-                    f"{self._run!r} is alive, remove that file: then this one goes on"
+                    f"{error}: it may belong to a newer start, which fences this one. If no newer start of run "
+                    f"{self._run!r} is alive, remove that file: then this one continues"
                 ) from error
         return None
 
@@ -195,11 +195,11 @@ class Fence:
             if attempt.id in self._recorded:
                 key = keys.attempt_key(self._run, attempt.number)
                 self._documents.replace(key, attempt.encode())
-                logger.warning("%s; it was written anew", holder)
+                logger.warning("%s; it was rewritten", holder)
                 return
             raise IntegrityError(
-                f"{holder}: it may be another start's, which nobody must commit beside. If no other start of run "
-                f"{self._run!r} is alive, remove that file: then this one goes on"
+                f"{holder}: it may belong to another start, which fences this one. If no other start of run "
+                f"{self._run!r} is alive, remove that file: then this one continues"
             ) from holder
         if isinstance(holder, TierfallError):
             raise holder
@@ -250,9 +250,8 @@ class LineageRecords:
         name = keys.start_name(
             number, line.attempt_id, began_ms=began_ms, started_from=line.started_from
         )
-        if (
-            start_from_name(name) == start
-        ):  # a crafted commit record may hold an id that no name can
+        # A crafted commit record may have an id that no file name can have.
+        if start_from_name(name) == start:
             with suppress(KeyExistsError):
                 key = f"{self._run}/{keys.LINEAGE_FOLDER}/{name}"
                 self._documents.create(key, encode_start(self._run, start))

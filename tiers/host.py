@@ -109,8 +109,8 @@ class HostTier:
 
     def is_empty(self) -> bool:
         """Whether the arena has no sealed image, intact or damaged."""
-        held, damaged = self._examine()
-        return not (held or damaged)
+        images, damaged = self._examine()
+        return not (images or damaged)
 
     def images(self) -> dict[CheckpointId, HeldImage]:
         """Return the sealed images whose records are intact."""
@@ -118,7 +118,7 @@ class HostTier:
 
     def _examine(self) -> tuple[dict[CheckpointId, HeldImage], list[TierfallError]]:
         """Return the sealed images whose records are intact, and the errors of the others."""
-        held: dict[CheckpointId, HeldImage] = {}
+        images: dict[CheckpointId, HeldImage] = {}
         damaged: list[TierfallError] = list(self._arena.damage) if self._arena else []
         for region in self._arena.regions() if self._arena else ():
             if not region.sealed:
@@ -132,8 +132,8 @@ class HostTier:
                 if not region.given_up:  # another thread has released it just now
                     raise
                 continue
-            held[image.commit.line.checkpoint] = image
-        return held, damaged
+            images[image.commit.line.checkpoint] = image
+        return images, damaged
 
     def release_damaged(self) -> None:
         """Release sealed images whose records are damaged; those of a newer tierfall are kept."""
@@ -236,7 +236,7 @@ class HostTier:
                 self._arena.grow(need, self._progress)
             self._refused_bytes = capacity_bytes
             logger.warning(
-                "%s: goes on with %s of memory: %s",
+                "%s: continues with %s of memory: %s",
                 self.name,
                 format_size(self._arena.capacity_bytes),
                 error,

@@ -131,7 +131,7 @@ class _PendingFrame:
 
     data: memoryview
     lease: ExitStack
-    taken: int = 0
+    copied: int = 0
 
 
 @dataclass(slots=True)
@@ -269,7 +269,7 @@ class PackedImageWriter:
         """Move the next frames, in order, into parts while parts are free. The caller holds the lock."""
         stream = self._stream
         while (frame := stream.waiting.get(len(stream.lengths))) is not None:
-            while frame.taken < len(frame.data):
+            while frame.copied < len(frame.data):
                 if not self._has_room():
                     return
                 self._copy_frame(frame)
@@ -299,11 +299,11 @@ class PackedImageWriter:
         stream = self._stream
         part = stream.filling
         assert part is not None
-        count = min(len(frame.data) - frame.taken, self._part_bytes - part.filled)
-        source = np.frombuffer(frame.data[frame.taken : frame.taken + count], dtype=np.uint8)
+        count = min(len(frame.data) - frame.copied, self._part_bytes - part.filled)
+        source = np.frombuffer(frame.data[frame.copied : frame.copied + count], dtype=np.uint8)
         target = np.frombuffer(part.buffer[part.filled : part.filled + count], dtype=np.uint8)
         np.copyto(target, source)
-        frame.taken += count
+        frame.copied += count
         part.filled += count
         stream.end += count
         if part.filled == self._part_bytes:

@@ -98,7 +98,7 @@ class Marks:
         try:
             reason = self.read(checkpoint, name).reason
         except TierfallError:  # the mark counts, even if it cannot be read
-            reason = f"{_PREFIX}{name} says so"
+            reason = f"its mark {_PREFIX}{name} cannot be read"
         return f"{checkpoint} was found damaged: {reason}"
 
     def forget_damage(self, checkpoint: CheckpointId) -> None:

@@ -56,7 +56,7 @@ class TierMarker:
             if found is None:
                 raise AccessDeniedError(
                     f"{self._documents.what(self._key)} is no file, and the record that tells this tier from others is "
-                    f"to be there: move away what lies there in {self._backend.place}"
+                    f"to be there: move away what is there in {self._backend.place}"
                 ) from error
             return found
         return record

@@ -199,10 +199,10 @@ class FsspecClient:
         if self._is_memory:
             return
         root = self._root.partition("/")[0] if self._is_store else self._root
-        look = self._system.ls if self._is_store else self._system.info
+        probe = self._system.ls if self._is_store else self._system.info
         with translated(what):
             try:
-                look(root or "/")
+                probe(root or "/")
             except FileNotFoundError:
                 if self._is_store:
                     raise BackendError(
@@ -230,7 +230,7 @@ class FsspecClient:
                     # ls of a file returns the file itself.
                     continue
                 if not entry["name"].startswith(f"{parent}/"):
-                    raise BackendError(f"{what}: the filesystem lists names that do not lie there")
+                    raise BackendError(f"{what}: the filesystem lists names of other folders")
                 if entry["type"] == "directory":
                     pending.append(entry["name"])
                 yield entry
@@ -261,7 +261,7 @@ class _FileStream:
             if self._file is None:
                 self._file = self._client.open_file(self.unfinished, self._what)
             if self._file.write(view) not in (None, view.nbytes):
-                raise BackendError(f"{self._what}: the filesystem took only a part of the bytes")
+                raise BackendError(f"{self._what}: the filesystem wrote only a part of the bytes")
 
     def finish(self) -> None:
         with translated(self._what):

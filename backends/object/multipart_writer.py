@@ -92,7 +92,7 @@ class MultipartWriter(ObjectWriterBase):
         part = self._parts.setdefault(number, _Part(offset=offset, size_bytes=data.nbytes))
         if number > PARTS_MAX or (part.offset, part.size_bytes) != (offset, data.nbytes):
             raise BackendError(
-                f"{self._what('write')}: bytes {offset} to {end} make too many parts; there may be {PARTS_MAX}: say "
+                f"{self._what('write')}: bytes {offset} to {end} make too many parts; there may be {PARTS_MAX}: give "
                 f"length or length_max at create, and write {self._stride_bytes} bytes or more at a time"
             )
         return number, part

@@ -68,7 +68,7 @@ _BY_STATUS: dict[int, tuple[type[BackendError], str]] = {
     403: _KEYS,
     404: (
         BareAbsenceError,
-        "it does not say what is missing, so nothing is known about what is stored; is this the store's address?",
+        "without a code nothing is known about what is stored; is this the store's address?",
     ),
     408: _MAY_PASS,
     409: (ConflictError, "it is in conflict with what is there"),
@@ -135,10 +135,10 @@ def left_of(
 ) -> list[str]:
     """Return the keys that S3's answer to a batch deletion does not report as deleted or missing. If that is all of
     them, raise the error of the first."""
-    gone = {row.get("Key") for row in deleted}
+    absent = {row.get("Key") for row in deleted}
     codes = {row.get("Key"): row.get("Code", "") for row in failed}
-    gone |= {key for key, code in codes.items() if _BY_CODE.get(code) is _ABSENT}
-    left = [key for key in keys if key not in gone]
+    absent |= {key for key, code in codes.items() if _BY_CODE.get(code) is _ABSENT}
+    left = [key for key in keys if key not in absent]
     if len(left) < len(keys):
         return left
     first = next((key for key in left if key in codes), None)

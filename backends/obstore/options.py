@@ -221,7 +221,7 @@ def _connection(text: Any, what: str) -> dict[str, Any]:
 
 
 def _azure_keys(options: dict[str, Any], what: str) -> dict[str, Any]:
-    taken = {
+    keys = {
         "account_name": options.pop("account_name", None),
         "account_key": options.pop("account_key", None),
         "sas_key": options.pop("sas_token", None),
@@ -235,8 +235,8 @@ def _azure_keys(options: dict[str, Any], what: str) -> dict[str, Any]:
             raise NotServedError(
                 f"{what}: obstore takes a shared access signature as credential only"
             )
-        taken["sas_key"] = credential
-    found = {name: value for name, value in taken.items() if value is not None}
+        keys["sas_key"] = credential
+    found = {name: value for name, value in keys.items() if value is not None}
     # As in adlfs, 'anon' has an effect only without credentials.
     if options.pop("anon", False) and found.keys() <= {"account_name"}:
         found["skip_signature"] = True

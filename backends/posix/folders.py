@@ -117,7 +117,7 @@ class Folders:
             ) from error
         if found != self._identity and not self._is_back(found):
             raise UnreachableError(
-                f"{self.path}: another folder stands where the tier's was at open (unmounted, or made anew?); "
+                f"{self.path}: the folder is not the one that was opened (unmounted, or created again?); "
                 "mount it again, or open the tier again"
             )
         if begun_in not in (None, self._identity):

@@ -54,7 +54,7 @@ def address_of(view: memoryview) -> int:
 def flat(view: memoryview, *, writable: bool = False) -> memoryview:
     """Cast a view to bytes; raises BackendError where it is not contiguous, or read-only where ``writable``."""
     if not view.c_contiguous:
-        raise BackendError("the view is not contiguous; pass memory that lies in one piece")
+        raise BackendError("the view is not contiguous; pass contiguous memory")
     if writable and view.readonly:
         raise BackendError("the view to read into is read-only; pass writable memory")
     return view.cast("B") if view.nbytes else memoryview(bytearray())

@@ -210,7 +210,7 @@ def test_a_store_that_cannot_be_looked_at_leaves_the_question_open(
     real: ObjectStoreBackend, lost: Lost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost.answers = [UnreachableError, UploadGoneError, UploadGoneError]
-    look, left = real._client.look, [UnreachableError("on purpose")]
+    look, left = real._client.head, [UnreachableError("on purpose")]
 
     def looking(*args: Any) -> Any:
         if left:

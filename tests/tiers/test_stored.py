@@ -594,7 +594,9 @@ def test_the_record_of_another_attempt_under_a_high_number_is_no_newer_one(
     assert steps(tier) == ["1@1", "2@1"]
     said = [r.getMessage() for r in caplog.records if "a999999999999" in r.getMessage()]
     assert len(said) == 1
-    assert "is the record of attempt 1 of run 'run', which somebody put there: remove it" in said[0]
+    assert (
+        "is the record of attempt 1 of run 'run', stored under the wrong name: remove it" in said[0]
+    )
 
 
 def test_a_newer_record_that_is_damaged_stops_commits_until_it_is_removed(

@@ -300,7 +300,7 @@ def _check_places(seal: Seal, capacity_bytes: int, what: str) -> None:
         EXTENTS_START + capacity_bytes,
     )
     if list(order) != sorted(order):
-        raise IntegrityError(f"{what}: its extent lies outside the arena, or its parts overlap")
+        raise IntegrityError(f"{what}: its extent is outside of the arena, or its records overlap")
     if extent.start % PAGE_BYTES or extent.end % PAGE_BYTES:
         raise IntegrityError(f"{what}: its extent is not a multiple of {PAGE_BYTES} bytes")
 
