@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from tierfall.backends.object.client import BareAbsenceError, ObjectClient, Row
-from tierfall.backends.object.multipart_writer import (
+from tierfall.backends.object.writers import (
     PART_BYTES_MAX,
     PART_BYTES_MIN,
     MultipartWriter,
+    OrderedWriter,
+    WriterContext,
 )
-from tierfall.backends.object.writer_base import OrderedWriter, WriterContext
 from tierfall.backends.toolkit.base import BackendBase
 from tierfall.backends.toolkit.keys import (
     RESERVED_PREFIX,
