@@ -15,7 +15,6 @@ from dataclasses import replace
 from tierfall.core.format.catalog import start_of
 from tierfall.core.format.records import Attempt, Commit, encode_start, read_attempt
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     FencedError,
     IntegrityError,
@@ -37,15 +36,15 @@ class StrayAttemptError(IntegrityError):
 class Fence:
     """The attempts of one run on one tier. May be used by several threads."""
 
-    def __init__(self, tier: str, run: str, backend: Backend, documents: Documents) -> None:
-        self._tier = tier
-        self._run = run
-        self._backend = backend
+    def __init__(self, documents: Documents) -> None:
+        self._tier = documents.tier
+        self._run = documents.run
+        self._backend = documents.backend
         self._documents = documents
         self._own: set[str] = set()
         """The ids of attempts of this process."""
         self._recorded: set[str] = set()
-        """The ids of own attempts whose record was read here undamaged, or that ``vouch_for`` was called with."""
+        """The ids of own attempts whose record was read here undamaged, or that ``trust`` was called with."""
         self._strays: set[int] = set()
         """The attempt numbers of strays that were logged."""
 
@@ -71,7 +70,7 @@ class Fence:
             )
         return attempt
 
-    def take(self, attempt: Attempt) -> None:
+    def create(self, attempt: Attempt) -> None:
         """Create the attempt's record; raises KeyExistsError where another process has the number."""
         key = keys.attempt_key(self._run, attempt.number)
         self._own.add(attempt.id)  # before the record: a concurrent commit may see it at once
@@ -81,7 +80,7 @@ class Fence:
         except KeyExistsError:
             if not self._is_record_of(attempt):
                 raise
-            self._documents.settle(key)
+            self._documents.sync(key)
             is_ours = True
         if not is_ours:  # without a conditional create, the last writer has the number
             raise KeyExistsError(
@@ -89,7 +88,7 @@ class Fence:
             )
         self._recorded.add(attempt.id)
 
-    def vouch_for(self, attempt: Attempt) -> None:
+    def trust(self, attempt: Attempt) -> None:
         """Allow the record of ``attempt`` to be rewritten before the next commit if it is damaged. The caller knows
         that the number is this attempt's."""
         self._recorded.add(attempt.id)
@@ -105,7 +104,7 @@ class Fence:
         if self._is_registered(attempt, doing="commit"):
             return
         try:
-            self.take(attempt)  # the tier was unreachable at open
+            self.create(attempt)  # the tier was unreachable at open
         except KeyExistsError as error:
             raise FencedError(
                 f"commit on {self._tier}: attempt {attempt.number} of run {attempt.run!r} was taken by another "
@@ -215,8 +214,8 @@ class LineageRecords:
     """Records of how attempts began, for attempts that have committed a checkpoint on this tier. A record outlives the
     attempt's checkpoints, so that what the attempt abandoned stays abandoned."""
 
-    def __init__(self, run: str, documents: Documents, fence: Fence) -> None:
-        self._run = run
+    def __init__(self, documents: Documents, fence: Fence) -> None:
+        self._run = documents.run
         self._documents = documents
         self._fence = fence
         self._known: set[Key] = set()

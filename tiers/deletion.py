@@ -9,7 +9,7 @@ import logging
 
 from tierfall.core.format.records import Attempt, Commit, stops_drop
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Backend, delete_all
+from tierfall.core.types.backend import delete_all
 from tierfall.core.types.errors import (
     IntegrityError,
     KeyNotFoundError,
@@ -18,6 +18,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.tiers.attempts import Fence, LineageRecords
+from tierfall.tiers.documents import Documents
 from tierfall.tiers.listing import TierCatalog
 from tierfall.tiers.marks import Marks
 from tierfall.tiers.run_files import LatestHint
@@ -31,18 +32,16 @@ class TierDeletions:
 
     def __init__(
         self,
-        tier: str,
-        run: str,
-        backend: Backend,
+        documents: Documents,
         catalog: TierCatalog,
         marks: Marks,
         fence: Fence,
         lineage: LineageRecords,
         latest: LatestHint,
     ) -> None:
-        self._tier = tier
-        self._run = run
-        self._backend = backend
+        self._tier = documents.tier
+        self._run = documents.run
+        self._backend = documents.backend
         self._catalog = catalog
         self._marks = marks
         self._fence = fence

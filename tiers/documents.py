@@ -19,21 +19,22 @@ from tierfall.core.types.errors import (
 
 
 class Documents:
-    """Documents in a backend; errors name the ``tier``."""
+    """The documents of one run on one tier; errors name the ``tier``. May be used by several threads."""
 
-    def __init__(self, tier: str, backend: Backend) -> None:
-        self._tier = tier
-        self._backend = backend
+    def __init__(self, tier: str, run: str, backend: Backend) -> None:
+        self.tier = tier
+        self.run = run
+        self.backend = backend
         self._maybe_unsynced: set[str] = set()
         """Keys that this process may have made visible without making them durable."""
 
     def what(self, key: str) -> str:
         """Name a document for error messages."""
-        return f"{self._tier}: {key}"
+        return f"{self.tier}: {key}"
 
     def exists(self, key: str) -> bool:
         try:
-            self._backend.stat(key)
+            self.backend.stat(key)
         except KeyNotFoundError:
             return False
         return True
@@ -41,12 +42,12 @@ class Documents:
     def read(self, key: str, *, bytes_known: int | None = None) -> bytes:
         """Read a document; raises IntegrityError where it is longer than MAX_DOCUMENT_BYTES. ``bytes_known``: its
         length by a listing, which saves the request for it."""
-        length = self._backend.stat(key).bytes if bytes_known is None else bytes_known
+        length = self.backend.stat(key).bytes if bytes_known is None else bytes_known
         if length > MAX_DOCUMENT_BYTES:
             raise IntegrityError(f"{self.what(key)}: {length} bytes are too many")
         data = bytearray(length)
         if data or bytes_known is not None:
-            self._backend.read_into(key, 0, memoryview(data))
+            self.backend.read_into(key, 0, memoryview(data))
         return bytes(data)
 
     def create(self, key: str, data: bytes) -> None:
@@ -55,7 +56,7 @@ class Documents:
         On a backend without conditional create, a stat comes first: it finds an earlier document, but not one that
         another process writes at the same moment.
         """
-        if self._backend.traits.conditional_create:
+        if self.backend.traits.conditional_create:
             try:
                 self._write(key, data, Publish.IF_ABSENT)
             except KeyExistsError:
@@ -74,20 +75,20 @@ class Documents:
         """Write a document, in place of an existing one of that key."""
         self._write(key, data, Publish.REPLACE)
 
-    def settle(self, key: str) -> None:
+    def sync(self, key: str) -> None:
         """Make an existing document durable: its writer may have failed, or died, before the last fsync. Does nothing
         on a backend where every visible object is durable.
 
         Raises KeyNotFoundError where the document was deleted, and another BackendError where it may not survive a
         power cut. After a failed fsync a later one may report success wrongly, so the document is rewritten then.
         """
-        if not self._backend.traits.needs_sync:
+        if not self.backend.traits.needs_sync:
             return
         if key in self._maybe_unsynced:
             self.replace(key, self.read(key))
             return
         try:
-            cast(SyncedBackend, self._backend).sync(key.rpartition("/")[0])
+            cast(SyncedBackend, self.backend).sync(key.rpartition("/")[0])
         except KeyNotFoundError:
             raise
         except BackendError:
@@ -96,13 +97,13 @@ class Documents:
 
     def _write(self, key: str, data: bytes, publish: Publish) -> None:
         try:
-            with self._backend.create(key, length=len(data), publish=publish) as writer:
+            with self.backend.create(key, length=len(data), publish=publish) as writer:
                 writer.write(0, memoryview(data))
                 writer.publish()
         except KeyExistsError:
             raise
         except BackendError:
-            if self._backend.traits.needs_sync:
+            if self.backend.traits.needs_sync:
                 self._maybe_unsynced.add(key)
             raise
         self._maybe_unsynced.discard(key)

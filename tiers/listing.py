@@ -14,7 +14,7 @@ from tierfall.core.format.commit_files import without_index, wrong_files
 from tierfall.core.format.records import Commit, read_commit
 from tierfall.core.runtime.bounded_calls import run_in_parallel
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Backend, StoredObject
+from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
@@ -46,9 +46,6 @@ class TierCatalog:
 
     def __init__(
         self,
-        name: str,
-        run: str,
-        backend: Backend,
         documents: Documents,
         marks: Marks,
         lineage: LineageRecords,
@@ -58,9 +55,9 @@ class TierCatalog:
     ) -> None:
         """``links`` returns the names of the symbolic links in a folder, which scans leave out. ``parallel`` bounds
         concurrent requests."""
-        self._name = name
-        self._run = run
-        self._backend = backend
+        self._tier = documents.tier
+        self._run = documents.run
+        self._backend = documents.backend
         self._documents = documents
         self._marks = marks
         self._lineage = lineage
@@ -93,7 +90,7 @@ class TierCatalog:
             folders = {**folders, **again}
         copies = [self._with_damage_mark(copy, folders[copy.id]) for copy in copies]
         return Listing(
-            tier=self._name,
+            tier=self._tier,
             copies=tuple(sorted(copies, key=lambda c: c.id)),
             unfinished={
                 checkpoint: _bytes(files.values())
@@ -134,7 +131,7 @@ class TierCatalog:
         Raises BackendError where the record may not survive a power cut: then no decision may rely on this copy.
         """
         if checkpoint not in self._synced:
-            self._documents.settle(self._key(checkpoint, keys.COMMIT_NAME))
+            self._documents.sync(self._key(checkpoint, keys.COMMIT_NAME))
             self._synced.add(checkpoint)
 
     def note_synced(self, checkpoint: CheckpointId) -> None:
@@ -183,7 +180,7 @@ class TierCatalog:
                 )
         for checkpoint, problem in sorted(advice.items()):
             path = f"{self._run}/{keys.step_folder(checkpoint)}"
-            yield StepFolderError(f"{self._name}: {path} {problem}", checkpoint)
+            yield StepFolderError(f"{self._tier}: {path} {problem}", checkpoint)
 
     # Damage --------------------------------------------------------------------------------------
 
@@ -206,7 +203,7 @@ class TierCatalog:
         if copy.commit is None or copy.damage is not None:
             return copy
         why = self._marks.damage_of(copy.commit, files)
-        return copy if why is None else replace(copy, damage=IntegrityError(f"{self._name}: {why}"))
+        return copy if why is None else replace(copy, damage=IntegrityError(f"{self._tier}: {why}"))
 
     # Commit records ------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from tierfall.core.format.commit_files import damage_mark
 from tierfall.core.format.records import Commit, Mark, read_mark
 from tierfall.core.runtime.bounded_calls import run_in_parallel
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import KeyExistsError, KeyNotFoundError, TierfallError
 from tierfall.core.types.values import CheckpointId
 from tierfall.tiers.documents import Documents
@@ -31,10 +30,10 @@ def marks_among(files: Iterable[str]) -> frozenset[str]:
 class Marks:
     """The marks of one run on one tier. May be used by several threads."""
 
-    def __init__(self, run: str, backend: Backend, documents: Documents, *, parallel: int) -> None:
+    def __init__(self, documents: Documents, *, parallel: int) -> None:
         """``parallel`` bounds concurrent requests."""
-        self._run = run
-        self._backend = backend
+        self._run = documents.run
+        self._backend = documents.backend
         self._documents = documents
         self._parallel = parallel
         self._version_read: bytes | None = None
@@ -57,7 +56,7 @@ class Marks:
             self._documents.create(key, mark.encode())
         except KeyExistsError:
             # the same mark exists, which is the state that was asked for
-            self._documents.settle(key)
+            self._documents.sync(key)
 
     def remove(self, checkpoint: CheckpointId, name: str) -> None:
         self._backend.delete(self._key(checkpoint, name))

@@ -29,14 +29,10 @@ Recognise = Callable[[str, Callable[[bytes], bool]], None]
 class TierMarker:
     """The tier record of one run on one tier."""
 
-    def __init__(
-        self, run: str, backend: Backend, documents: Documents, recognise: Recognise | None
-    ) -> None:
-        self._run = run
-        self._backend = backend
+    def __init__(self, documents: Documents, recognise: Recognise | None) -> None:
         self._documents = documents
         self._recognise = recognise
-        self._key = f"{run}/{keys.TIER_NAME}"
+        self._key = f"{documents.run}/{keys.TIER_NAME}"
 
     def read(self) -> TierRecord | None:
         """Read the tier record; None where there is none yet."""
@@ -56,7 +52,7 @@ class TierMarker:
             if found is None:
                 raise AccessDeniedError(
                     f"{self._documents.what(self._key)} is no file, and the record that tells this tier from others is "
-                    f"to be there: move away what is there in {self._backend.place}"
+                    f"to be there: move away what is there in {self._documents.backend.place}"
                 ) from error
             return found
         return record
@@ -70,25 +66,23 @@ class TierMarker:
     def is_visible_to(self, other: Backend) -> bool:
         """Write a probe, and check whether another backend sees it. Equal ids do not prove one place: one may be a copy
         of the other."""
-        key = f"{self._run}/{keys.PROBE_FOLDER}/{int(time.time())}-{secrets.token_hex(8)}"
+        key = f"{self._documents.run}/{keys.PROBE_FOLDER}/{int(time.time())}-{secrets.token_hex(8)}"
         self._documents.replace(key, b"\n")
         try:
             other.stat(key)
         except KeyNotFoundError:
             return False
         finally:
-            self._backend.delete(key)
+            self._documents.backend.delete(key)
         return True
 
 
 class LatestHint:
     """The file ``latest``, which names the newest checkpoint for people. Restores read the commit records instead."""
 
-    def __init__(self, tier: str, run: str, backend: Backend, documents: Documents) -> None:
-        self._tier = tier
-        self._backend = backend
+    def __init__(self, documents: Documents) -> None:
         self._documents = documents
-        self._key = f"{run}/{keys.LATEST_NAME}"
+        self._key = f"{documents.run}/{keys.LATEST_NAME}"
 
     def write(self, checkpoint: CheckpointId) -> None:
         self._documents.replace(self._key, f"{keys.step_folder(checkpoint)}\n".encode())
@@ -102,7 +96,7 @@ class LatestHint:
         return keys.parse_step_folder(text.decode("ascii", "replace").strip())
 
     def delete(self) -> None:
-        self._backend.delete(self._key)
+        self._documents.backend.delete(self._key)
 
     def write_or_delete(self, checkpoint: CheckpointId) -> bool:
         """Write the hint; where the tier is full, delete it and return False. A hint must not block a deletion, which
@@ -125,5 +119,5 @@ class LatestHint:
         except BackendError as error:
             logger.warning(
                 "%s: 'latest' is missing until the next commit there: it could not be written: %s",
-                self._tier, error,
+                self._documents.tier, error,
             )  # fmt: skip

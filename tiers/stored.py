@@ -75,25 +75,18 @@ class StoredTier:
         self._pace = pace
         self._bytes_per_s_max = None if pace is None else pace.bytes_per_second
         parallel = max(REQUESTS_AT_ONCE_MIN, REQUESTS_FOR_EACH * backend.traits.max_parallel)
-        documents = Documents(name, backend)
+        documents = Documents(name, run, backend)
         self._documents = documents
-        self._marks = Marks(run, backend, documents, parallel=parallel)
-        self._marker = TierMarker(run, backend, documents, recognise)
-        self._latest = LatestHint(name, run, backend, documents)
-        self._fence = Fence(name, run, backend, documents)
-        self._lineage = LineageRecords(run, documents, self._fence)
+        self._marks = Marks(documents, parallel=parallel)
+        self._marker = TierMarker(documents, recognise)
+        self._latest = LatestHint(documents)
+        self._fence = Fence(documents)
+        self._lineage = LineageRecords(documents, self._fence)
         self._catalog = TierCatalog(
-            name,
-            run,
-            backend,
-            documents,
-            self._marks,
-            self._lineage,
-            links=links,
-            parallel=parallel,
+            documents, self._marks, self._lineage, links=links, parallel=parallel
         )
         self._deletions = TierDeletions(
-            name, run, backend, self._catalog, self._marks, self._fence, self._lineage, self._latest
+            documents, self._catalog, self._marks, self._fence, self._lineage, self._latest
         )
 
     @property
@@ -321,11 +314,11 @@ class StoredTier:
 
     def take_attempt(self, attempt: Attempt) -> None:
         """Create the attempt's record; raises KeyExistsError where another process has the number."""
-        self._fence.take(attempt)
+        self._fence.create(attempt)
 
     def vouch_for(self, attempt: Attempt) -> None:
-        """Allow the record of ``attempt`` to be rewritten if it is damaged; see ``Fence.vouch_for``."""
-        self._fence.vouch_for(attempt)
+        """Allow the record of ``attempt`` to be rewritten if it is damaged; see ``Fence.trust``."""
+        self._fence.trust(attempt)
 
     def check_fence(self, attempt: Attempt) -> None:
         """Raise FencedError if ``attempt`` must not commit here; see ``Fence.check``."""

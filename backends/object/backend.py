@@ -6,7 +6,7 @@ throttle.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from tierfall.backends.object.client import BareAbsenceError, ObjectClient, Row
@@ -103,10 +103,6 @@ class ObjectStoreBackend(BackendBase):
         filled = self._client.read_into(self._full(key), offset, data, what)
         if filled < data.nbytes:
             raise self._short_read(what, offset, offset + data.nbytes, offset + filled)
-
-    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        check_key(key)
-        return False
 
     def stat(self, key: str) -> StoredObject:
         check_key(key)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -203,6 +204,11 @@ class BackendBase:
     @property
     def place(self) -> str:
         return self._place
+
+    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
+        """See ``Backend``. False by default: there is no cache."""
+        check_key(key)
+        return False
 
     def _check_create(
         self, key: str, length: int | None, length_max: int | None, publish: Publish

@@ -6,7 +6,7 @@ partly written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -76,10 +76,6 @@ class KeyValueBackend(BackendBase):
             value, pieces = self.values.find(key, what)
             if pieces == previous:
                 raise BackendError(f"{what}: it is damaged: its piece {missing!r} is not there")
-
-    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        check_key(key)
-        return False
 
     def stat(self, key: str) -> StoredObject:
         value, pieces = self.values.find(key, self._what("stat", check_key(key)))

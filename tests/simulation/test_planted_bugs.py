@@ -160,7 +160,7 @@ def leave_no_room_for_numbers_that_cannot_be_seen(patch: pytest.MonkeyPatch) -> 
 
 def believe_a_record_that_was_not_synced(patch: pytest.MonkeyPatch) -> None:
     """A second try that finds its commit record takes it for durable."""
-    patch.setattr(Documents, "settle", lambda documents, key: None)
+    patch.setattr(Documents, "sync", lambda documents, key: None)
 
 
 def wrong(run: Callable[[int], Any], seed: int) -> str:
