@@ -181,15 +181,15 @@ class Fence:
                 continue  # deleted since the listing
             except IntegrityError as error:
                 raise IntegrityError(
-                    f"{error}: it may belong to a newer start, which fences this one. If no newer start of run "
-                    f"{self._run!r} is alive, remove that file: then this one continues"
+                    f"{error}: it may belong to a newer start, in which case nothing may be committed here. If no "
+                    f"newer start of run {self._run!r} is alive, remove that file: then this one continues"
                 ) from error
         return None
 
     def _check_owner(
         self, attempt: Attempt, holder: Attempt | TierfallError, *, doing: str
     ) -> None:
-        """Check that the record under an attempt's number, or the error of reading it, allows ``attempt`` to go on."""
+        """Check that the record under an attempt's number, or the error of reading it, allows ``attempt`` to continue."""
         if isinstance(holder, IntegrityError):
             if attempt.id in self._recorded:
                 key = keys.attempt_key(self._run, attempt.number)
@@ -197,8 +197,8 @@ class Fence:
                 logger.warning("%s; it was rewritten", holder)
                 return
             raise IntegrityError(
-                f"{holder}: it may belong to another start, which fences this one. If no other start of run "
-                f"{self._run!r} is alive, remove that file: then this one continues"
+                f"{holder}: it may belong to another start, in which case nothing may be committed here. If no "
+                f"other start of run {self._run!r} is alive, remove that file: then this one continues"
             ) from holder
         if isinstance(holder, TierfallError):
             raise holder

@@ -605,7 +605,7 @@ def test_a_newer_record_that_is_damaged_stops_commits_until_it_is_removed(
     write_image(tier, 1)
     put(disk, "attempts/a0007.json", b"")
     with pytest.raises(
-        IntegrityError, match=r"a0007\.json.*it may be a newer start's.*remove that"
+        IntegrityError, match=r"a0007\.json.*it may belong to a newer start.*remove that"
     ):
         tier.commit(commit_of(1), attempt=attempt())
     assert steps(tier) == []
@@ -629,7 +629,7 @@ def test_a_process_writes_its_own_record_anew_where_it_has_seen_it_whole(
 def test_a_damaged_record_that_may_be_of_another_start_stops_commits(disk: MemoryBackend) -> None:
     put(disk, "attempts/a0001.json", b"")
     tier = tier_on(disk)  # it was away at open
-    with pytest.raises(IntegrityError, match=r"a0001\.json.*it may be another start's"):
+    with pytest.raises(IntegrityError, match=r"a0001\.json.*it may belong to another start"):
         tier.check_fence(attempt())
     with pytest.raises(KeyExistsError):
         tier.take_attempt(attempt())
