@@ -189,7 +189,7 @@ class Fence:
     def _check_owner(
         self, attempt: Attempt, holder: Attempt | TierfallError, *, doing: str
     ) -> None:
-        """Check that the record under an attempt's number, or the error of reading it, allows ``attempt`` to continue."""
+        """Raise unless ``holder``, the record under an attempt's number or the error of reading it, is its own."""
         if isinstance(holder, IntegrityError):
             if attempt.id in self._recorded:
                 key = keys.attempt_key(self._run, attempt.number)

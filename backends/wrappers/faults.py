@@ -257,13 +257,13 @@ class Faulty(Wrapper):
                 for index, fault in enumerate(self._plan)
                 if fault.operation is operation
                 and fnmatchcase(key, fault.keys)
-                and self._strikes(index, fault, key, size_bytes)
+                and self._occurs(index, fault, key, size_bytes)
             }
             for fault in drawn.values():
                 self._struck.append(Struck(fault=fault, key=key))
         return drawn
 
-    def _strikes(self, index: int, fault: Fault, key: str, size_bytes: int) -> bool:
+    def _occurs(self, index: int, fault: Fault, key: str, size_bytes: int) -> bool:
         count = self._count[index]
         count.calls += 1
         count.bytes += size_bytes
