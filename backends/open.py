@@ -61,7 +61,7 @@ def open_backend(
     if scheme == "file" and driver is None:
         if options:
             names = ", ".join(sorted(options))
-            raise ConfigError(f"open {place_of(url)}: a folder takes no options, but has {names}")
+            raise ConfigError(f"open {place_of(url)}: a folder has no options, but got {names}")
         return PosixBackend(rest, read_only=read_only)
     retry = RetryPolicy(
         tries=_TRIES,

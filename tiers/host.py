@@ -155,7 +155,7 @@ class HostTier:
         commit = read_commit(region.commit(), what=f"{self.name}: commit record in {self.path}")
         if commit.line.run != self._run:
             raise ConfigError(
-                f"{self.name}: {self.path} holds an image of run {commit.line.run!r}, not of {self._run!r}"
+                f"{self.name}: {self.path} has an image of run {commit.line.run!r}, not of {self._run!r}"
             )
         marks: set[str] = set()
         for data in region.marks():
@@ -218,7 +218,7 @@ class HostTier:
                 self._grow(wanted, need=need)
 
     def _grow(self, capacity_bytes: int, *, need: int) -> None:
-        """Raise the capacity; to ``need``, which one image takes, where memory for more is missing."""
+        """Raise the capacity; to ``need``, which one image needs, where memory for more is missing."""
         assert self._arena is not None
         until_s = time.monotonic() + RENEWAL_WAIT_S
         while self._arena.renewing and time.monotonic() < until_s:

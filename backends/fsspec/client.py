@@ -221,7 +221,7 @@ class FsspecClient:
         return list(found.values())
 
     def _walked(self, folder: str, what: str) -> Iterator[dict[str, Any]]:
-        """List what lies below a folder. fsspec's own walk leaves out what it cannot read."""
+        """List everything below a folder. fsspec's own walk silently omits folders that it cannot read."""
         pending = [folder]
         while pending:
             parent = pending.pop()

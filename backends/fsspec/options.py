@@ -63,5 +63,5 @@ def _options_checked(protocol: str) -> Iterator[None]:
         name = unknown_argument(error)
         reason = f"{name} is unknown" if name else type(error).__name__
         raise ConfigError(
-            f"fsspec's {protocol}:// does not take these options: {reason}; see its documentation"
+            f"fsspec's {protocol}:// does not accept these options: {reason}; see its documentation"
         ) from None

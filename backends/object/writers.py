@@ -319,7 +319,7 @@ class OrderedWriter(ObjectWriterBase):
         if offset != self._end:
             raise BackendError(
                 f"{what}: bytes {offset} to {offset + data.nbytes} do not follow the {self._end} before; this store "
-                "takes bytes in rising order only (ordered_writes)"
+                "accepts bytes in rising order only (ordered_writes)"
             )
         if not data.nbytes:
             return

@@ -183,7 +183,7 @@ def building(what: str, config: Mapping[str, Any]) -> Iterator[None]:
             isinstance(each, str) and len(each) > 3 and each in reason for each in config.values()
         ):
             reason = type(error).__name__
-        raise BackendError(f"{what}: obstore does not take these options: {reason}") from None
+        raise BackendError(f"{what}: obstore does not accept these options: {reason}") from None
 
 
 def store_error(error: Exception, what: str) -> BackendError:

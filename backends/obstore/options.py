@@ -167,9 +167,11 @@ def _google_token(token: Any, what: str) -> dict[str, Any]:
     if isinstance(token, Mapping):
         if token.get("type") == "service_account":
             return {"service_account_key": json.dumps(dict(token))}
-        raise NotServedError(f"{what}: obstore takes a service account as a token, no other key")
+        raise NotServedError(
+            f"{what}: obstore accepts a service account key as a token, no other key"
+        )
     if not isinstance(token, str) or token in ("cloud", "browser", "cache"):
-        raise NotServedError(f"{what}: obstore does not take this kind of token")
+        raise NotServedError(f"{what}: obstore does not support this kind of token")
     if token.startswith(_PATH_STARTS) or token.endswith(".json") or os.path.exists(token):
         return {_key_kind(token, what): token}
     return {"bearer_token": token}
@@ -196,7 +198,7 @@ def _key_kind(path: str, what: str) -> str:
         kind = type(error).__name__
     if kind is not None:
         raise BackendError(
-            f"{what}: the token is taken for the path of a JSON key file, and there is no such file: {kind}; expected "
+            f"{what}: the token seems to be the path of a JSON key file, but there is no such file: {kind}; expected "
             "such a path, a key as JSON text or as a mapping, 'anon', 'google_default', or an access token"
         )
     is_service = isinstance(document, dict) and document.get("type") == "service_account"
@@ -233,7 +235,7 @@ def _azure_keys(options: dict[str, Any], what: str) -> dict[str, Any]:
     if credential is not None:
         if not isinstance(credential, str) or "sig=" not in credential:
             raise NotServedError(
-                f"{what}: obstore takes a shared access signature as credential only"
+                f"{what}: obstore accepts only a shared access signature as credential"
             )
         keys["sas_key"] = credential
     found = {name: value for name, value in keys.items() if value is not None}

@@ -68,7 +68,7 @@ def probe(folder: int, place: str, *, direct_io: bool | None) -> Medium:
         direct_bytes, exclusive = 0, Exclusive.LINK
     if direct_io and not direct_bytes:
         raise BackendError(
-            f"{place}: direct_io=True, but this file system does not take direct I/O (or has no room to try it); "
+            f"{place}: direct_io=True, but this file system does not support direct I/O (or has no space to probe it); "
             "leave direct_io unset to use what there is"
         )
     return Medium(direct_bytes=direct_bytes, exclusive=exclusive)

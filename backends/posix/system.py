@@ -240,7 +240,7 @@ _MAY_PASS = (
 # the tier's.
 _TABLE: dict[int, tuple[type[BackendError], str]] = {
     errno.EEXIST: (KeyExistsError, "the key is taken"),
-    errno.ENAMETOOLONG: (KeyInvalidError, "this file system takes no name of that length"),
+    errno.ENAMETOOLONG: (KeyInvalidError, "this file system supports no name of that length"),
     errno.ELOOP: (AccessDeniedError, "symbolic links are not followed below the tier's folder"),
     **dict.fromkeys(_FULL, (StorageFullError, "free space there, or raise the quota")),
     **dict.fromkeys(_DENIED, (AccessDeniedError, "check owner, mode and mount options")),

@@ -279,7 +279,7 @@ def store_error(error: Exception, what: str) -> BackendError:
     if isinstance(error, exceptions.NoCredentialsError):
         return AccessDeniedError(
             f"{what}: no credentials were found; give key and secret (or profile) under options, set AWS_ACCESS_KEY_ID "
-            "and AWS_SECRET_ACCESS_KEY, or give this machine a role; anon: true goes without"
+            "and AWS_SECRET_ACCESS_KEY, or give this machine a role; anon: true uses none"
         )
     if isinstance(error, _NO_LOGIN):
         return AccessDeniedError(

@@ -235,4 +235,4 @@ def _options_checked(what: str) -> Iterator[None]:
             reason = f"{name} is unknown"
         else:
             reason = str(error) if isinstance(error, _CONFIG_ERRORS) else type(error).__name__
-        raise ConfigError(f"{what}: botocore does not take these options: {reason}") from None
+        raise ConfigError(f"{what}: botocore does not accept these options: {reason}") from None

@@ -87,11 +87,11 @@ def _component_fault(part: str) -> str | None:
     if part in (".", ".."):
         return f"the part {part!r} leads out of its folder"
     if "/" in part or "\\" in part:
-        return "a part holds a separator"
+        return "a part contains a separator"
     if not (part.isascii() and part.isprintable()) and any(
         unicodedata.category(letter) in ("Cc", "Cs") for letter in part
     ):
-        return "a part holds a control character or is no valid Unicode"
+        return "a part contains a control character or is no valid Unicode"
     if part.lower().startswith(RESERVED_PREFIX):
         return f"a part begins with {RESERVED_PREFIX!r}, which is kept for unfinished objects"
     if len(part.encode()) > COMPONENT_BYTES_MAX:

@@ -329,14 +329,14 @@ def _read_header(fd: int, path: Path, run: str) -> ArenaHeader:
         raise IntegrityError(f"{error}; {_remove(path)}") from error
     if header.run != run:
         raise ConfigError(
-            f"{what}: it holds run {header.run!r}, expected {run!r}; choose another run name or `folder`, or remove "
+            f"{what}: it has run {header.run!r}, expected {run!r}; choose another run name or `folder`, or remove "
             f"{path}"
         )
     return header
 
 
 def _remove(path: Path) -> str:
-    return f"remove {path} (what only it holds is lost) or set another `folder`"
+    return f"remove {path} (images that only it has are lost) or set another `folder`"
 
 
 @contextlib.contextmanager

@@ -160,8 +160,8 @@ class RoomReport:
                     f"set the host tier's `capacity` to at least {sized(extent_bytes)}, or {helps}"
                 )
             raise CapacityError(
-                f"host tier in {self.folder}: one image takes {sized(extent_bytes)}, and of the {sized(free)} that are "
-                f"free a host tier without a `capacity` takes no more than half ({sized(share)} per rank); {helps}"
+                f"host tier in {self.folder}: one image needs {sized(extent_bytes)}, and of the {sized(free)} that are "
+                f"free a host tier without a `capacity` uses no more than half ({sized(share)} per rank); {helps}"
             )
         return min(max(-(-image_bytes * 11 // 5), 2 * extent_bytes), share)
 
