@@ -1,7 +1,7 @@
-"""Backends: where a tier stores bytes; and the wrappers around them. The contract is ``core.types.backend``.
+"""Backends: the storage of a tier, and wrappers around it. The contract is ``core.types.backend``.
 
-A backend of your own imports ``tierfall.backends.toolkit`` (docs/write-a-backend.md). ``open_backend`` opens an address
-of any kind.
+A backend plug-in imports ``tierfall.backends.toolkit`` (docs/write-a-backend.md). ``open_backend`` opens an address of
+any kind.
 """
 
 from tierfall.backends.open import open_backend

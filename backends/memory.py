@@ -1,4 +1,4 @@
-"""Objects in this process's memory: for tests, examples and simulations, and honest about that in its traits."""
+"""A backend in this process's memory, for tests, examples and simulations; its traits are not durable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierfall.core.types.backend import StoredObject
 
 
 class MemoryStore(KeyValueStore):
-    """Values in a dictionary. One is never changed in place, so a reader that holds one needs no lock."""
+    """Values in a dictionary. A value is never changed in place, so that readers need no lock."""
 
     durable = False
     conditional_create = True
@@ -52,16 +52,16 @@ class MemoryStore(KeyValueStore):
 
 
 class MemoryBackend(KeyValueBackend):
-    """Stores objects in a dictionary; ``place`` is what messages call it. ``close`` keeps them: whoever holds this
-    backend may go on using it."""
+    """Stores objects in a dictionary; ``place`` names it in messages. ``close`` keeps the objects, and the backend
+    stays usable."""
 
     def __init__(self, place: str = "memory") -> None:
         self.store = MemoryStore()
-        self._objects = self.store.objects  # what tests look at, and damage
+        self._objects = self.store.objects  # for tests that inspect and damage objects
         super().__init__(self.store, place=place)
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        """See ``Backend``. All of them go at once."""
+        """See ``Backend``. Deletes all of them."""
         for key in [check_key(key) for key in keys]:
             self.delete(key)
         return ()

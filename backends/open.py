@@ -1,8 +1,8 @@
-"""From a URL and fsspec's option names to a backend, with the library that serves it best.
+"""Opening a backend by a URL and fsspec's option names.
 
-Folders are served by this package itself, ``s3://`` by this package with botocore, ``gs://`` and ``az://`` by obstore
-where it is installed and knows every option, what was registered (``registry``) by that, and all else by fsspec. No
-library is loaded that is not used.
+Folders have the posix backend, ``s3://`` the client on botocore, ``gs://`` and ``az://`` obstore where it is installed
+and has every option, registered protocols (``registry``) their plug-in, and all others fsspec. Only the library that is
+used is imported.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 _PORT = re.compile(r"[^:]*:[0-9]+")
 _AZURE = ("az", "abfs", "abfss")
 _WITH_BUCKET = ("s3", "gs", "gcs", *_AZURE)
-# How often a store is asked at open, and for how long, so that silence does not hold up a start.
+# Tries of a store at open, and the seconds after which no retry begins: a silent store must not delay a start.
 _TRIES = 4
 _TRIES_S = 5.0
 
 
 def is_remote(url: str) -> bool:
-    """Say whether what lies at an address lies somewhere else, whatever happens here."""
+    """Whether objects at an address survive the loss of this site."""
     scheme = url.partition("://")[0]
     found = registry.find(scheme)
     return scheme in _WITH_BUCKET if found is None else found.remote
@@ -51,24 +51,23 @@ def open_backend(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Backend:
-    """Open the place that a URL names; ``options`` are fsspec's for its protocol, ``driver`` picks the library.
+    """Open the place of a URL. ``options`` are fsspec's for its protocol, ``driver`` chooses the library.
 
-    A store that does not answer is tried again over a second or two: whoever opens it does so once in a run. Raises
-    ConfigError where URL, options and driver do not go together or a package is missing, and a BackendError where the
-    place cannot be used.
+    A store that does not answer is retried for a second or two. Raises ConfigError for an invalid URL, option or
+    driver, or a missing package, and BackendError where the place cannot be used.
     """
     check_url(url)
     scheme, _, rest = url.partition("://")
     if scheme == "file" and driver is None:
         if options:
             names = ", ".join(sorted(options))
-            raise ConfigError(f"open {place_of(url)}: a folder takes no options, but has {names}")
+            raise ConfigError(f"open {place_of(url)}: a folder has no options, but got {names}")
         return PosixBackend(rest, read_only=read_only)
-    patience = RetryPolicy(
+    retry = RetryPolicy(
         tries=_TRIES,
         first_wait_s=0.2,
         longest_wait_s=1.0,
-        most_s=_TRIES_S,
+        total_s=_TRIES_S,
         sleep=sleep,
         clock=clock,
         rng=random.Random(),
@@ -76,16 +75,14 @@ def open_backend(
     found = registry.find(scheme) if driver is None else None
     if found is not None:
         given = dict(options or {})
-        return patience.again(
-            lambda: registry.open_by(found, url, options=given, read_only=read_only)
-        )
-    return patience.again(
+        return retry.run(lambda: registry.open_by(found, url, options=given, read_only=read_only))
+    return retry.run(
         lambda: ObjectStoreBackend(_client(scheme, url, options, driver), read_only=read_only)
     )
 
 
 def place_of(url: str) -> str:
-    """Return the URL as messages may show it: without user and password, and without a query."""
+    """Return the URL for messages: without user, password and query."""
     found = _URL.fullmatch(url)
     if not found:
         return "(no URL)"
@@ -94,13 +91,13 @@ def place_of(url: str) -> str:
         return f"{scheme}://..."
     user, bare = _split_user(rest)
     if user and ":" not in user and scheme in _AZURE:
-        # There it is the container, and no user: abfss://container@account.dfs.core.windows.net/prefix.
+        # On Azure it is the container, not a user: abfss://container@account.dfs.core.windows.net/prefix.
         bare = rest
     return f"{scheme}://{bare.partition('?')[0]}"
 
 
 def check_url(url: str) -> None:
-    """Raise ConfigError for what is no URL, names no bucket, or carries credentials; nothing is asked of anyone."""
+    """Raise ConfigError for an invalid URL, one without a bucket, or one with credentials. Makes no request."""
     found = _URL.fullmatch(url)
     if not found:
         raise ConfigError(
@@ -112,13 +109,13 @@ def check_url(url: str) -> None:
     place = place_of(url)
     if _is_ambiguous(rest):
         raise ConfigError(
-            f"{place}: the '@' may end a password or stand in a path; give user, password and port under options, and "
-            "name a path without '@'"
+            f"{place}: the '@' may end a password or be part of a path; give user, password and port under options, "
+            "and name a path without '@'"
         )
     if ":" in user:
         raise ConfigError(f"{place}: no user and password in a URL; give them under options")
     if "?" in rest:
-        raise ConfigError(f"{place}: no '?' in a URL; give what stands behind it under options")
+        raise ConfigError(f"{place}: no '?' in a URL; give what comes after it under options")
     if scheme == "s3a":
         raise ConfigError(f"{place}: it is written s3://bucket/prefix")
     if scheme == "local":
@@ -138,13 +135,13 @@ def _check_bucket(scheme: str, user: str, bare: str, place: str) -> None:
 
 
 def _is_ambiguous(rest: str) -> bool:
-    """Say whether what looks like a port may be the start of a password that holds a '/'."""
+    """Whether an apparent port may be the start of a password that contains a '/'."""
     authority, _, path = rest.partition("/")
     return "@" not in authority and "@" in path and _PORT.fullmatch(authority) is not None
 
 
 def _split_user(rest: str) -> tuple[str, str]:
-    """Split off what stands before a host; a secret may hold a '/', which is where the host would seem to end."""
+    """Split a URL's rest into user (with password) and what follows; a password may contain a '/'."""
     authority, slash, path = rest.partition("/")
     if "@" in authority:
         user, _, host = authority.rpartition("@")
@@ -159,7 +156,7 @@ def _client(
     scheme: str, url: str, options: Mapping[str, Any] | None, driver: Driver | None
 ) -> ObjectClient:
     if scheme == "s3":
-        # One client, whatever the driver.
+        # The only client for S3, whatever ``driver`` is.
         return _open_by("s3", "botocore", url, options)
     if driver is Driver.FSSPEC or (driver is None and scheme not in _WITH_BUCKET):
         return _open_by("fsspec", "fsspec", url, options)
@@ -175,15 +172,14 @@ def _client(
 def _open_by(
     folder: str, library: str, url: str, options: Mapping[str, Any] | None
 ) -> ObjectClient:
-    """Load the folder that uses a library and let it make the client; an error that says what is missing is a
-    ConfigError."""
+    """Import the folder of a library, and open a client by it. Raises ConfigError where the library is missing."""
     try:
-        opening = importlib.import_module(f"tierfall.backends.{folder}.options")
+        module = importlib.import_module(f"tierfall.backends.{folder}.options")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != library:
             raise
         raise ConfigError(
             f"open {place_of(url)}: {library} is not installed; pip install 'tierfall[object]'"
         ) from error
-    client: ObjectClient = opening.open_client(url, options)
+    client: ObjectClient = module.open_client(url, options)
     return client

@@ -300,7 +300,7 @@ class Unstored(MemoryStore):
         (NoTraits(), "its traits are 'durable'; expected a Traits"),
         (Nameless(), "its place is ''; expected a text"),
         (Unsynced(), r"it has no method sync\(folder\)"),
-        (Unstored(), "Unstored does not say whether it is durable"),
+        (Unstored(), "Unstored does not set durable"),
     ],
 )
 def test_what_is_no_backend_is_refused_with_what_it_lacks(answer: Any, message: str) -> None:

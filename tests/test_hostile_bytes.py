@@ -111,7 +111,7 @@ def test_a_step_that_was_renamed_is_not_believed(
     make_config: MakeConfig, run_folder: Path, newest: Path
 ) -> None:
     shutil.copytree(newest, run_folder / "step-00000009-a0001")
-    with pytest.raises(RestoreError, match=r"speaks of run 2@1.*moved here from elsewhere"):
+    with pytest.raises(RestoreError, match=r"is the record of run 2@1.*moved here from elsewhere"):
         tierfall.load(run_folder / "step-00000009-a0001")
     assert step_in(tierfall.load(run_folder)) == 2
     with tierfall.open(make_config()) as ckpt:

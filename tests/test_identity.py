@@ -194,7 +194,7 @@ def test_a_folder_in_the_place_of_the_record_is_told_and_the_run_goes_on(
     assert restored(config) == 1
     save(config, 2)
     assert "run/tier.json is no file" in caplog.text
-    assert f"move away what lies there in {tmp_path / 'pfs'}" in caplog.text
+    assert f"move away what is there in {tmp_path / 'pfs'}" in caplog.text
     shutil.rmtree(record)
     assert restored(config) == 2
     assert record.is_file()
@@ -534,6 +534,6 @@ def test_another_folder_in_its_place_in_mid_run_gets_nothing(tmp_path: Path) -> 
     unmount(tmp_path / "disk")
     shutil.rmtree(tmp_path / "disk")
     shutil.copytree(tmp_path / "other", tmp_path / "disk")
-    with pytest.raises(UnreachableError, match="another folder stands"):
+    with pytest.raises(UnreachableError, match="not the one that was opened"):
         backend.create("run/x")
     backend.close()

@@ -68,7 +68,6 @@ MODULES_MAX = 12
 LINES_MAX = 450
 MORE_MODULES = {"tierfall.cli": 16, "tierfall.config": 15}
 MORE_LINES = {
-    "tiers/stored.py": 875,
     "tierfall/run/checkpointer.py": 700,
     "tierfall/session/session.py": 675,
     "core/scheduler/group/commits.py": 670,

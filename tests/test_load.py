@@ -197,7 +197,7 @@ def test_a_copied_step_says_where_it_belongs_and_loads_there(
     copied = tmp_path / "copies" / place
     shutil.copytree(step, copied)
     belongs = r"below a folder named run, as it was written \(run/step-0+3-a0001\)"
-    wanted = rf"(speaks of run 3@1|under another name).*{belongs}"
+    wanted = rf"((speaks|is the record) of run 3@1|under another name).*{belongs}"
     with pytest.raises(TierfallError, match=wanted):
         tierfall.load(copied)
     with pytest.raises(TierfallError, match="below a folder named" if "/" in place else "RUN/step"):

@@ -290,7 +290,7 @@ def test_saves_in_a_row_go_on_while_files_are_removed(
 ) -> None:
     """A cleaner that comes again and again, into a run that saves at every step: each image is whole."""
     monkeypatch.setattr("tierfall.session.memory_files.EVERY_S", 0.001)
-    monkeypatch.setattr("tierfall.tiers.arena.renewal._STEP_BYTES", 256 << 10)
+    monkeypatch.setattr("tierfall.tiers.arena.mapping._MOVE_BYTES", 256 << 10)
     config = make_config(host={"capacity": "6MiB"})
     with tierfall.open(config) as ckpt:
         for step in range(1, 21):

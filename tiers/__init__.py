@@ -1,1 +1,1 @@
-"""Tiers: levels of the chain. A tier is handed its backend; it never imports one."""
+"""Tiers: the levels that checkpoints are stored on. A tier receives its backend; it imports none."""

@@ -1,7 +1,7 @@
-"""The device tier: one slab of a device's spare memory, taken once and cut into blocks.
+"""The device tier: one slab of a device's spare memory, allocated once and cut into blocks.
 
-It holds no checkpoint. At the barrier, what has not been captured yet is copied here, which takes a device less than a
-hundredth of the time to host memory, and is captured from here while the training goes on.
+It stores no checkpoint. The barrier copies tensors that are not captured yet to the slab, in less than a hundredth of
+the time of a copy to host memory; they are captured from the slab while training continues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger("tierfall")
 
 
 class DeviceSlab:
-    """Memory on one device. Blocks may be taken by one thread and released by another."""
+    """Memory on one device. Thread-safe: one thread may take a block and another release it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         """``memory`` is flat uint8."""
@@ -29,12 +29,12 @@ class DeviceSlab:
 
     @classmethod
     def allocate(cls, capacity_bytes: int, device: torch.device, *, name: str) -> DeviceSlab | None:
-        """Take memory of a device for tier ``name``; None, and a warning, where it has not so much to spare."""
+        """Allocate memory of a device for tier ``name``; None, and a warning, where that fails."""
         try:
             return cls(torch.empty(capacity_bytes, dtype=torch.uint8, device=device))
-        except RuntimeError as error:  # of which running out of memory is one
+        except RuntimeError as error:  # torch's out-of-memory error is a subclass
             logger.warning(
-                "open: goes on without tier %s: %s does not give it %s (%s)",
+                "open: goes on without tier %s: %s cannot allocate %s (%s)",
                 name,
                 device,
                 format_size(capacity_bytes),
@@ -52,7 +52,7 @@ class DeviceSlab:
             return self._memory.numel() - sum(self._taken.values())
 
     def take(self, size_bytes: int) -> SlabBlock | None:
-        """Take so many bytes, at the first place that has them; None where none has."""
+        """Take the first gap of ``size_bytes``; None where there is none."""
         needed = max(1, -(-size_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
         with self._lock:
             start = next((at for at, length in self._gaps() if length >= needed), None)
@@ -63,26 +63,26 @@ class DeviceSlab:
 
     @property
     def room_bytes(self) -> int:
-        """What may be taken in one piece."""
+        """The largest block that ``take`` would return."""
         with self._lock:
             most = max((length for _, length in self._gaps()), default=0)
         return most // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
     def _gaps(self) -> Iterator[tuple[int, int]]:
-        """Where nothing is taken: start and length."""
+        """Start and length of each free range. The caller holds the lock."""
         start = 0
         for taken, length in sorted(self._taken.items()):
             yield start, taken - start
             start = taken + length
         yield start, self._memory.numel() - start
 
-    def give_back(self, start: int) -> None:
+    def return_block(self, start: int) -> None:
         with self._lock:
             self._taken.pop(start, None)
 
 
 class SlabBlock:
-    """A piece of a slab. Releasing it twice is no error."""
+    """A range of a slab. Releasing it twice is no error."""
 
     def __init__(self, slab: DeviceSlab, start: int, tensor: torch.Tensor) -> None:
         self._slab = slab
@@ -91,10 +91,10 @@ class SlabBlock:
 
     @property
     def tensor(self) -> torch.Tensor:
-        assert self._tensor is not None, "a block that was released"
+        assert self._tensor is not None, "the block was released"
         return self._tensor
 
     def release(self) -> None:
         if self._tensor is not None:
             self._tensor = None
-            self._slab.give_back(self._start)
+            self._slab.return_block(self._start)

@@ -1,6 +1,6 @@
-"""The small documents that a stored tier keeps in its backend: each read whole, and written whole or not at all.
+"""Documents: the small files that a stored tier keeps in its backend, each read whole and published whole.
 
-It knows neither their names nor what they say.
+This module knows neither their names nor their contents.
 """
 
 from __future__ import annotations
@@ -19,86 +19,91 @@ from tierfall.core.types.errors import (
 
 
 class Documents:
-    """Documents in a backend; errors name the ``tier``."""
+    """The documents of one run on one tier; errors name the ``tier``. May be used by several threads."""
 
-    def __init__(self, tier: str, backend: Backend) -> None:
-        self._tier = tier
-        self._backend = backend
-        self._doubtful: set[str] = set()
-        """Keys that a try of this process may have made visible, and not durable."""
+    def __init__(self, tier: str, run: str, backend: Backend) -> None:
+        self.tier = tier
+        self.run = run
+        self.backend = backend
+        self._maybe_unsynced: set[str] = set()
+        """Keys that this process may have made visible without making them durable."""
 
     def what(self, key: str) -> str:
-        """Name a document, as errors do."""
-        return f"{self._tier}: {key}"
+        """Name a document for error messages."""
+        return f"{self.tier}: {key}"
+
+    def exists(self, key: str) -> bool:
+        try:
+            self.backend.stat(key)
+        except KeyNotFoundError:
+            return False
+        return True
 
     def read(self, key: str, *, bytes_known: int | None = None) -> bytes:
-        """Read a document; IntegrityError where it is larger than any is. With ``bytes_known``, as a listing has just
-        said, nobody asks for its length."""
-        length = self._backend.stat(key).bytes if bytes_known is None else bytes_known
+        """Read a document; raises IntegrityError where it is longer than MAX_DOCUMENT_BYTES. ``bytes_known``: its
+        length by a listing, which saves the request for it."""
+        length = self.backend.stat(key).bytes if bytes_known is None else bytes_known
         if length > MAX_DOCUMENT_BYTES:
             raise IntegrityError(f"{self.what(key)}: {length} bytes are too many")
         data = bytearray(length)
         if data or bytes_known is not None:
-            self._backend.read_into(key, 0, memoryview(data))
+            self.backend.read_into(key, 0, memoryview(data))
         return bytes(data)
 
     def create(self, key: str, data: bytes) -> None:
-        """Create what must not be there yet, or raise KeyExistsError.
+        """Create a document; raises KeyExistsError where the key is taken.
 
-        On a backend without a conditional create a look comes first: it stops a second try, but not another writer at
-        the same moment.
+        On a backend without conditional create, a stat comes first: it finds an earlier document, but not one that
+        another process writes at the same moment.
         """
-        if self._backend.traits.conditional_create:
+        if self.backend.traits.conditional_create:
             try:
                 self._write(key, data, Publish.IF_ABSENT)
             except KeyExistsError:
                 raise
             except BackendError as error:
                 if isinstance(error.__cause__, UnreachableError):
-                    # Creating it again settles whether it was created: whoever does compares what is there.
+                    # Retryable again: a caller that gets KeyExistsError compares the document with its own.
                     raise UnreachableError(f"{self.what(key)}: {error.__cause__}") from error
                 raise
             return
-        try:
-            self._backend.stat(key)
-        except KeyNotFoundError:
-            self.replace(key, data)
-        else:
+        if self.exists(key):
             raise KeyExistsError(f"{self.what(key)}: it is there already")
+        self.replace(key, data)
 
     def replace(self, key: str, data: bytes) -> None:
-        """Write a document, in the place of one of that name."""
+        """Write a document, in place of an existing one of that key."""
         self._write(key, data, Publish.REPLACE)
 
-    def settle(self, key: str) -> None:
-        """Make a document durable that was found to be there: whoever wrote it may have failed, or died, before its
-        last fsync. Nothing is done where whatever is visible is durable.
+    def sync(self, key: str) -> None:
+        """Make an existing document durable: its writer may have failed, or died, before the last fsync. Does nothing
+        on a backend where every visible object is durable.
 
-        Raises KeyNotFoundError where it is not there any more, and another BackendError where it may not survive a
-        power cut. After a failed fsync another one may say wrongly that all is well, so it is written anew then.
+        Raises KeyNotFoundError where the document was deleted, and another BackendError where it may not survive a
+        power cut. After a failed fsync a later one may report success wrongly, so the document is rewritten then.
         """
-        if not self._backend.traits.needs_sync:
+        if not self.backend.traits.needs_sync:
             return
-        if key in self._doubtful:
+        if key in self._maybe_unsynced:
             self.replace(key, self.read(key))
             return
         try:
-            cast(SyncedBackend, self._backend).sync(key.rpartition("/")[0])
+            cast(SyncedBackend, self.backend).sync(key.rpartition("/")[0])
         except KeyNotFoundError:
             raise
         except BackendError:
-            self._doubtful.add(key)
+            self._maybe_unsynced.add(key)
             raise
 
     def _write(self, key: str, data: bytes, publish: Publish) -> None:
         try:
-            with self._backend.create(key, length=len(data), publish=publish) as writer:
+            with self.backend.create(key, length=len(data), publish=publish) as writer:
                 writer.write(0, memoryview(data))
                 writer.publish()
         except KeyExistsError:
             raise
         except BackendError:
-            if self._backend.traits.needs_sync:
-                self._doubtful.add(key)
+            if self.backend.traits.needs_sync:
+                self._maybe_unsynced.add(key)
             raise
-        self._doubtful.discard(key)
+        self._maybe_unsynced.discard(key)

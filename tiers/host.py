@@ -1,7 +1,7 @@
 """The host tier: the images of one rank in memory that outlives its process.
 
-It owns the arena: when it is allocated and how large, what an earlier start left in it, and whether it may go at the
-end. It decides nothing about which image stays: it hands out room, or says that there is none.
+It owns the arena: its allocation, its growth, the images of an earlier start in it, and its end. It does not choose
+which images are kept: it allocates a region, or returns None.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _ARENA = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.arena")
 UNPIN_MARK = "unpin"
 GROWTH = 2.2
 RENEWAL_WAIT_S = 5.0
-"""How long a growth waits for a removed file to be made anew: for as long as an image may take to be sealed."""
+"""How long a growth waits while a removed file is recreated: as long as an image may take to be sealed."""
 
 
 def slots_in(folder: Path) -> list[int]:
-    """Name the slots of a run's folder that have an arena."""
+    """Return the numbers of the slots that have an arena in a run's folder."""
     found = (_ARENA.fullmatch(path.name) for path in folder.iterdir())
     return sorted(int(match[1]) for match in found if match)
 
@@ -72,10 +72,11 @@ class HostTier:
         self._folder = folder
         self._slot = slot
         self._shard = shard
-        self._wanted_bytes = capacity_bytes
+        self._configured_bytes = capacity_bytes
         self._progress = progress
-        self._largest_bytes = 0
+        self._largest_image_bytes = 0
         self._refused_bytes = 0
+        """The capacity that the last failed growth asked for."""
         self._guard = threading.Lock()
         self._arena: Arena | None = None
 
@@ -85,18 +86,18 @@ class HostTier:
 
     @property
     def capacity_bytes(self) -> int:
-        return self._arena.capacity_bytes if self._arena else (self._wanted_bytes or 0)
+        return self._arena.capacity_bytes if self._arena else (self._configured_bytes or 0)
 
     @property
     def free_bytes(self) -> int:
         return self._arena.free_bytes if self._arena else 0
 
-    # What an earlier start left ----------------------------------------------------------------------
+    # Images of an earlier start ----------------------------------------------------------------------
 
     def attach(self, *, writable: bool = True, page_lock: bool = True) -> bool:
         """Open the arena of an earlier start; False where there is none.
 
-        Raises ConfigError for an arena that is not this run's, and IntegrityError for one that is damaged as a whole.
+        Raises ConfigError for an arena of another run, IntegrityError where its header is damaged.
         """
         try:
             self._arena = Arena.attach(
@@ -107,17 +108,17 @@ class HostTier:
         return True
 
     def is_empty(self) -> bool:
-        """Say whether nothing is sealed there, good or damaged."""
-        held, damaged = self._examine()
-        return not (held or damaged)
+        """Whether the arena has no sealed image, intact or damaged."""
+        images, damaged = self._examine()
+        return not (images or damaged)
 
     def images(self) -> dict[CheckpointId, HeldImage]:
-        """Return the sealed images whose records are good."""
+        """Return the sealed images whose records are intact."""
         return self._examine()[0]
 
     def _examine(self) -> tuple[dict[CheckpointId, HeldImage], list[TierfallError]]:
-        """Tell the sealed images whose records are good from what is damaged."""
-        held: dict[CheckpointId, HeldImage] = {}
+        """Return the sealed images whose records are intact, and the errors of the others."""
+        images: dict[CheckpointId, HeldImage] = {}
         damaged: list[TierfallError] = list(self._arena.damage) if self._arena else []
         for region in self._arena.regions() if self._arena else ():
             if not region.sealed:
@@ -128,14 +129,14 @@ class HostTier:
                 damaged.append(error)
                 continue
             except ValueError:
-                if not region.given_up:  # by another thread, just now
+                if not region.given_up:  # another thread has released it just now
                     raise
                 continue
-            held[image.commit.line.checkpoint] = image
-        return held, damaged
+            images[image.commit.line.checkpoint] = image
+        return images, damaged
 
     def release_damaged(self) -> None:
-        """Free sealed images whose records are damaged; those that a newer tierfall wrote stay."""
+        """Release sealed images whose records are damaged; those of a newer tierfall are kept."""
         good = {id(held.region) for held in self.images().values()}
         for region in self._arena.regions() if self._arena else ():
             if region.sealed and id(region) not in good and self._is_damaged(region):
@@ -154,7 +155,7 @@ class HostTier:
         commit = read_commit(region.commit(), what=f"{self.name}: commit record in {self.path}")
         if commit.line.run != self._run:
             raise ConfigError(
-                f"{self.name}: {self.path} holds an image of run {commit.line.run!r}, not of {self._run!r}"
+                f"{self.name}: {self.path} has an image of run {commit.line.run!r}, not of {self._run!r}"
             )
         marks: set[str] = set()
         for data in region.marks():
@@ -166,7 +167,7 @@ class HostTier:
         return HeldImage(region=region, commit=commit, marks=frozenset(marks))
 
     def list(self) -> Listing:
-        """Say what is sealed in memory."""
+        """List the sealed images."""
         images, damaged = self._examine()
         copies = [
             FoundCopy(
@@ -187,37 +188,37 @@ class HostTier:
     # Room --------------------------------------------------------------------------------------------
 
     def ensure_capacity(self, *, image_bytes: int, records_bytes: int) -> None:
-        """Allocate the arena at the first save; grow it where its size was left to us and images came to be larger, and
-        where an earlier start left one that is smaller than what is asked for now.
+        """Allocate the arena at the first save. Grow it where the configuration sets no capacity and images have become
+        larger, and where an earlier start's arena is smaller than the configured capacity.
 
-        Raises CapacityError with both numbers where one image does not fit.
+        Raises CapacityError, with both numbers, where one image does not fit.
         """
         need = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
-        if self._wanted_bytes is not None and need > self._wanted_bytes:
+        if self._configured_bytes is not None and need > self._configured_bytes:
             raise CapacityError(
                 f"tier {self.name}: one checkpoint takes {format_size(need)} ({need} bytes), its capacity is "
-                f"{format_size(self._wanted_bytes)} ({self._wanted_bytes} bytes): raise the capacity to at least two "
-                "checkpoints, so that one can be flushed while the next is captured"
+                f"{format_size(self._configured_bytes)} ({self._configured_bytes} bytes): raise the capacity to at "
+                "least two checkpoints, so that one can be flushed while the next is captured"
             )
         with self._guard:
             if self._arena is None:
-                prepare_folder(self._folder)  # a cleaner may have been here since it was made
-                self._create(self._wanted_bytes or self._default_bytes(image_bytes, need))
-                self._largest_bytes = image_bytes
+                prepare_folder(self._folder)  # a cleaner of temporary files may have removed it
+                self._create(self._configured_bytes or self._default_bytes(image_bytes, need))
+                self._largest_image_bytes = image_bytes
                 return
-            have = self._arena.capacity_bytes
-            if self._wanted_bytes is not None:
-                wanted = self._wanted_bytes
-            elif image_bytes > self._largest_bytes:
+            current = self._arena.capacity_bytes
+            if self._configured_bytes is not None:
+                wanted = self._configured_bytes
+            elif image_bytes > self._largest_image_bytes:
                 wanted = max(2 * need, int(GROWTH * image_bytes))
             else:
                 wanted = need
-            self._largest_bytes = max(self._largest_bytes, image_bytes)
-            if need > have or wanted > max(have, self._refused_bytes):
+            self._largest_image_bytes = max(self._largest_image_bytes, image_bytes)
+            if need > current or wanted > max(current, self._refused_bytes):
                 self._grow(wanted, need=need)
 
     def _grow(self, capacity_bytes: int, *, need: int) -> None:
-        """Raise the capacity, at least to what one image takes, ``need``, where there is no room for more."""
+        """Raise the capacity; to ``need``, which one image needs, where memory for more is missing."""
         assert self._arena is not None
         until_s = time.monotonic() + RENEWAL_WAIT_S
         while self._arena.renewing and time.monotonic() < until_s:
@@ -235,17 +236,17 @@ class HostTier:
                 self._arena.grow(need, self._progress)
             self._refused_bytes = capacity_bytes
             logger.warning(
-                "%s: goes on with %s of memory: %s",
+                "%s: continues with %s of memory: %s",
                 self.name,
                 format_size(self._arena.capacity_bytes),
                 error,
             )
 
     def create_now(self) -> None:
-        """Allocate the arena at once, where the configuration says how large it is."""
+        """Allocate the arena at once if its capacity is configured."""
         with self._guard:
-            if self._arena is None and self._wanted_bytes is not None:
-                self._create(self._wanted_bytes)
+            if self._arena is None and self._configured_bytes is not None:
+                self._create(self._configured_bytes)
 
     def _default_bytes(self, image_bytes: int, need: int) -> int:
         room = room_for_arena(self._folder)
@@ -280,28 +281,29 @@ class HostTier:
     # Its file ----------------------------------------------------------------------------------------
 
     def file_is_there(self) -> bool:
-        """Say whether the memory still has its file, or needs none. Raises BackendError where that is not known."""
+        """Whether the arena's file still exists, or there is no arena. Raises BackendError where that is unknown."""
         return self._arena is None or self._arena.file_is_there()
 
     def unlock_pages(self) -> bool:
-        """Get ready for ``renew_file``; False while an image is filled. No device may read an image meanwhile."""
+        """Unlock the arena's pages, before ``renew_file``; False while an image is being filled. No device may read an
+        image until the pages are locked again."""
         return self._arena is not None and self._arena.unlock_pages()
 
     def renew_file(self) -> bool:
-        """Make the file anew that somebody has removed, by a few MiB a call; see ``Arena.renew_file``."""
+        """Recreate the arena's file after it was removed, a few MiB a call; see ``Arena.renew_file``."""
         return self._arena is not None and self._arena.renew_file()
 
     # The end -----------------------------------------------------------------------------------------
 
     def close(self, *, keep: bool) -> None:
-        """Let go of the arena, and of the images in it unless ``keep``."""
+        """Close the arena; delete its file, and the images in it, unless ``keep``."""
         with self._guard:
             if self._arena is not None:
                 self._arena.close(keep=keep)
 
 
 def damaged(error: IntegrityError, path: Path) -> ConfigError:
-    """What a start says of an arena that cannot be read at all."""
+    """Make the error of a start that finds an arena whose header is damaged."""
     return ConfigError(
         f"open: the host memory that an earlier start left is damaged: {error}. If nothing in it is needed, remove "
         f"{path} and start again; what was flushed is restored from the other tiers"

@@ -1,9 +1,9 @@
-"""One image on its way to a stored tier: written as it is, or packed chunk by chunk into parts of one size.
+"""Writing one image to a stored tier: raw, or packed chunk by chunk into parts of one size.
 
-Workers bring chunks in any order, several at once. A packed image is one stream: its frames are put together in the
-order of the chunks and cut into parts, and whoever fills a part sends it, while the others go on packing. A frame that
-comes early waits for those before it. Nothing here waits for another thread, so a part that could not be sent holds
-nobody up: it is sent again by whoever comes next. Memory is bounded: see ``Packing``.
+Workers write chunks in any order, several at once. A packed image is one stream: its frames are joined in the order of
+the chunks and cut into parts. The worker that fills a part sends it while the others go on packing. A frame that is
+early waits, as data, for those before it. No thread waits for another: a part that could not be sent is sent again by
+the next worker that calls. Memory is bounded: see ``Packing``.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from tierfall.core.runtime.buffers import BufferPool, allocate
 from tierfall.core.types.backend import Writer, part_bytes
 from tierfall.core.types.values import Codec, Shard
 
-# Small, so that sending begins early and goes on evenly, and large enough for disks and stores.
+# Small enough to begin sending early and evenly, large enough for the throughput of disks and object stores.
 PART_BYTES = 8 << 20
 _PAGE_BYTES = 4096
 
 
 class RawImageWriter:
-    """Writes an image as it is, straight from where its chunks lie."""
+    """Writes a raw image, straight from the memory of its chunks."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._published = False
 
     def took(self, index: int) -> bool:
-        """Say whether a chunk need not be brought again: here a chunk is written whole, or not at all."""
+        """Whether a chunk must not be written again after a failure: never, since a raw write is whole or failed."""
         return False
 
     def put(self, index: int, start: int, view: memoryview) -> None:
-        """Write the chunks from ``index`` on, which lie from ``start`` in the image."""
+        """Write the chunks from ``index`` on; ``start`` is their offset in the image."""
         self._writer.write(start, view)
 
     def send(self) -> None:
-        """Send what waits: nothing does."""
+        """Do nothing: no data is buffered."""
 
     def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]:
-        """Publish the image; after a retryable failure it may be called again. Returns no files: it is raw."""
+        """Publish the image; may be called again after a retryable failure. Returns no files: it is raw."""
         if not self._published:
             self._writer.publish()
             self._published = True
@@ -63,7 +63,7 @@ class RawImageWriter:
 
 @dataclass(slots=True)
 class PackCounts:
-    """What was packed so far, in bytes, and the seconds that it took, over all threads."""
+    """Bytes packed so far, and the seconds that packing took, summed over all threads."""
 
     raw_bytes: int = 0
     packed_bytes: int = 0
@@ -71,10 +71,10 @@ class PackCounts:
 
 
 class Packing:
-    """How one tier packs, and the memory that it takes for that, kept from image to image.
+    """The codec of one tier, and its buffers, reused from image to image.
 
-    ``parallel`` threads at once: each uses a buffer for the planes and one for its frame, one frame more may wait for
-    those before it, all of about ``chunk_bytes``, and ``parallel`` parts may be under way.
+    ``parallel`` threads pack at once. The memory is bounded by ``2 * parallel + 1`` buffers of about ``chunk_bytes``
+    (planes and frame of each thread, and one frame that waits) and ``parallel`` parts in flight.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Packing:
         parallel: int,
         part_bytes: int | None = None,
     ) -> None:
-        """``part_bytes`` is how long parts are at least; by default PART_BYTES."""
+        """``part_bytes``: the least length of a part; PART_BYTES by default."""
         self.codec = codec
         self.part_bytes = part_bytes or PART_BYTES
         self.level = level
@@ -100,7 +100,7 @@ class Packing:
         self._spare: list[memoryview] = []
 
     def pack(self, chunk: memoryview, frame: memoryview, *, width: int) -> int:
-        """Fill ``frame`` and return its length; each thread has a compressor of its own."""
+        """Pack ``chunk`` into ``frame`` and return the frame's length. Each thread has its own compressor."""
         if not hasattr(self._local, "packer"):
             self._local.packer = Packer(self.codec, level=self.level, scratch=self._scratch)
         began = time.perf_counter()
@@ -112,14 +112,14 @@ class Packing:
             self.counts.seconds += seconds
         return length
 
-    def lend_part(self, bytes: int) -> memoryview:
+    def take_part(self, bytes: int) -> memoryview:
         with self._lock:
             if self._spare and len(self._spare[-1]) >= bytes:
                 return self._spare.pop()
             self._spare.clear()
         return allocate(bytes)
 
-    def give_back(self, part: memoryview) -> None:
+    def return_part(self, part: memoryview) -> None:
         with self._lock:
             if len(self._spare) < self.parallel:
                 self._spare.append(part)
@@ -127,11 +127,11 @@ class Packing:
 
 @dataclass(slots=True)
 class _PendingFrame:
-    """A frame that waits for its turn; ``lease`` gives its buffer back."""
+    """A frame that is not in a part yet; closing ``lease`` returns its buffer."""
 
     data: memoryview
     lease: ExitStack
-    taken: int = 0
+    copied: int = 0
 
 
 @dataclass(slots=True)
@@ -143,7 +143,8 @@ class _UploadPart:
 
 @dataclass(slots=True, kw_only=True)
 class _PackedStream:
-    """What stands where, under one lock: frames by chunk, the part that is being filled, parts that are full."""
+    """Frames that wait, by chunk; the lengths of frames already in parts; the part being filled; full parts.
+    Guarded by the writer's lock."""
 
     waiting: dict[int, _PendingFrame] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
@@ -154,7 +155,7 @@ class _PackedStream:
 
 
 class PackedImageWriter:
-    """Packs an image on its way; see the module. ``write_record`` stores the record of its frames."""
+    """Writes a packed image; see the module. ``write_record`` stores its frame table."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class PackedImageWriter:
         part_bytes_min: int,
         write_record: Callable[[bytes], None],
     ) -> None:
-        """``create`` begins the file, given the most bytes that it can come to have."""
+        """``create`` begins the file, given an upper bound of its length in bytes."""
         self._packing = packing
         self._shard = shard
         self._cut = cut
@@ -185,12 +186,12 @@ class PackedImageWriter:
         self._writer = create(bound)
 
     def took(self, index: int) -> bool:
-        """Say whether a chunk was packed: then only what could not be sent is to be sent again."""
+        """Whether a chunk is packed already: after a failure, ``send`` then repeats what could not be sent."""
         with self._lock:
             return index in self._stream.waiting or index < len(self._stream.lengths)
 
     def put(self, index: int, start: int, view: memoryview) -> None:
-        """Pack chunk ``index``, and send what is full. After a retryable failure the chunk counts as taken."""
+        """Pack chunk ``index``, and send full parts. After a retryable failure of that the chunk is packed."""
         lease = ExitStack()
         try:
             buffer = lease.enter_context(self._packing.frames.take(frame_bytes_max(len(view))))
@@ -203,7 +204,7 @@ class PackedImageWriter:
         self.send()
 
     def send(self) -> None:
-        """Move frames into parts, and send parts, for as long as there is something that nobody else is sending."""
+        """Fill parts with frames and send full parts, until none is left that no other thread is sending."""
         while True:
             with self._lock:
                 self._fill()
@@ -216,15 +217,15 @@ class PackedImageWriter:
                 with self._lock:
                     self._stream.full.insert(0, part)
                 raise
-            self._packing.give_back(part.buffer)
+            self._packing.return_part(part.buffer)
             with self._lock:
                 self._stream.parts_out -= 1
 
     def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]:
-        """Send the rest, publish, and store the record; after a retryable failure it may be called again."""
+        """Send the rest, publish, and store the frame table; may be called again after a retryable failure."""
         self.send()
         if self._packed is None:
-            self._packed = self._described(manifest)
+            self._packed = self._close_stream(manifest)
             self.send()
         record = self._packed.encode()
         if not self._published:
@@ -247,8 +248,8 @@ class PackedImageWriter:
         for frame in stream.waiting.values():
             frame.lease.close()
 
-    def _described(self, manifest: Manifest) -> FrameTable:
-        """All frames are in: put the seek table behind them, and close the last part."""
+    def _close_stream(self, manifest: Manifest) -> FrameTable:
+        """Once all frames are in the stream, append the seek table, where the codec has one."""
         packed = make_frame_table(
             manifest,
             self._packing.codec,
@@ -265,22 +266,22 @@ class PackedImageWriter:
         return packed
 
     def _fill(self) -> None:
-        """Move the next frames, in order, into parts while there is room; the lock is held."""
+        """Move the next frames, in order, into parts while parts are free. The caller holds the lock."""
         stream = self._stream
         while (frame := stream.waiting.get(len(stream.lengths))) is not None:
-            while frame.taken < len(frame.data):
+            while frame.copied < len(frame.data):
                 if not self._has_room():
                     return
-                self._take_from(frame)
+                self._copy_frame(frame)
             del stream.waiting[len(stream.lengths)]
             stream.lengths.append(len(frame.data))
             frame.lease.close()
-        if len(stream.lengths) >= self._frames_in_all() and stream.filling is not None:
+        if len(stream.lengths) >= self._frame_count() and stream.filling is not None:
             stream.full.append(stream.filling)
             stream.filling = None
 
-    def _frames_in_all(self) -> int:
-        """With the seek table, once it is known to come; the last part is closed behind it."""
+    def _frame_count(self) -> int:
+        """Frames after which the last part is closed, a seek table included."""
         if self._packed is None:
             return self._cut.chunk_count + 1
         return self._cut.chunk_count + (self._packing.codec is Codec.ZSTD)
@@ -290,19 +291,19 @@ class PackedImageWriter:
         if stream.filling is None:
             if stream.parts_out >= self._packing.parallel:
                 return False
-            stream.filling = _UploadPart(stream.end, self._packing.lend_part(self._part_bytes))
+            stream.filling = _UploadPart(stream.end, self._packing.take_part(self._part_bytes))
             stream.parts_out += 1
         return True
 
-    def _take_from(self, frame: _PendingFrame) -> None:
+    def _copy_frame(self, frame: _PendingFrame) -> None:
         stream = self._stream
         part = stream.filling
         assert part is not None
-        count = min(len(frame.data) - frame.taken, self._part_bytes - part.filled)
-        source = np.frombuffer(frame.data[frame.taken : frame.taken + count], dtype=np.uint8)
+        count = min(len(frame.data) - frame.copied, self._part_bytes - part.filled)
+        source = np.frombuffer(frame.data[frame.copied : frame.copied + count], dtype=np.uint8)
         target = np.frombuffer(part.buffer[part.filled : part.filled + count], dtype=np.uint8)
         np.copyto(target, source)
-        frame.taken += count
+        frame.copied += count
         part.filled += count
         stream.end += count
         if part.filled == self._part_bytes:
@@ -311,6 +312,6 @@ class PackedImageWriter:
 
 
 def packed_bytes_max(cut: Geometry) -> int:
-    """Return the most bytes that an image comes to have when it is packed."""
+    """Return an upper bound of the length of a packed image, in bytes."""
     ranges = map(cut.chunk_range, range(cut.chunk_count))
     return sum(frame_bytes_max(end - start) for start, end in ranges) + table_bytes(cut.chunk_count)

@@ -1,8 +1,8 @@
-"""The marks beside the checkpoints of a tier: what persons have left there, and what readers have found damaged.
+"""Marks beside the checkpoints of a tier: those of persons (pin, tag, tombstone), and damage marks of readers.
 
-A damage mark is bound to the copy that it speaks of: it lies in its folder, and its name has a digest of the id of the
-attempt that saved it. It goes with the copy, and with a repair. It is no mark of a person: it is never copied to
-another tier, and nothing is deleted because of it alone.
+A damage mark belongs to one copy: it is stored in the step folder, under a name with a digest of the id of the attempt
+that saved the copy. A deletion or a repair of the copy deletes it. It is never copied to another tier, and no copy is
+deleted because of it alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from tierfall.core.format.commit_files import damage_mark
 from tierfall.core.format.records import Commit, Mark, read_mark
 from tierfall.core.runtime.bounded_calls import run_in_parallel
 from tierfall.core.types import keys
-from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import KeyExistsError, KeyNotFoundError, TierfallError
 from tierfall.core.types.values import CheckpointId
 from tierfall.tiers.documents import Documents
@@ -23,7 +22,7 @@ _PREFIX = f"{keys.MARKS_FOLDER}/"
 
 
 def marks_among(files: Iterable[str]) -> frozenset[str]:
-    """Return the names of the persons' marks among the files of a step's folder."""
+    """Return the names of the persons' marks among the files of a step folder."""
     names = (file.removeprefix(_PREFIX) for file in files if file.startswith(_PREFIX))
     return frozenset(name for name in names if not keys.is_damage_mark(name))
 
@@ -31,49 +30,50 @@ def marks_among(files: Iterable[str]) -> frozenset[str]:
 class Marks:
     """The marks of one run on one tier. May be used by several threads."""
 
-    def __init__(self, run: str, backend: Backend, documents: Documents, *, parallel: int) -> None:
-        """``parallel``: so many requests are made at a time."""
-        self._run = run
-        self._backend = backend
+    def __init__(self, documents: Documents, *, parallel: int) -> None:
+        """``parallel`` bounds concurrent requests."""
+        self._run = documents.run
+        self._backend = documents.backend
         self._documents = documents
         self._parallel = parallel
-        self._seen: bytes | None = None
+        self._version_read: bytes | None = None
+        """The version of the run's marks that the last listing has read."""
 
     def begin(self) -> None:
-        """Note, once, which changes are read by the listing that follows."""
-        if self._seen is None:
-            self._seen = self._changed()
+        """Before the first listing: note the version of the marks that it will read."""
+        if self._version_read is None:
+            self._version_read = self._read_version()
 
     def add(self, mark: Mark) -> None:
-        """Leave a mark; whoever else has the run open is to read it."""
+        """Write a mark; other processes that have the run open will read it."""
         self.create(mark)
-        self._report_change()
+        self._change_version()
 
     def create(self, mark: Mark) -> None:
-        """Leave a mark beside what is just being committed."""
+        """Write a mark beside a checkpoint that is about to be committed."""
         key = self._key(mark.checkpoint, mark.name)
         try:
             self._documents.create(key, mark.encode())
         except KeyExistsError:
-            # somebody left the same mark already, which is what was asked for
-            self._documents.settle(key)
+            # the same mark exists, which is the state that was asked for
+            self._documents.sync(key)
 
     def remove(self, checkpoint: CheckpointId, name: str) -> None:
         self._backend.delete(self._key(checkpoint, name))
-        self._report_change()
+        self._change_version()
 
     def read(self, checkpoint: CheckpointId, name: str) -> Mark:
         key = self._key(checkpoint, name)
         return read_mark(self._documents.read(key), what=self._documents.what(key))
 
     def of(self, checkpoint: CheckpointId) -> frozenset[str]:
-        """Return the names of the persons' marks beside a checkpoint, read afresh."""
+        """Read the names of the persons' marks beside a checkpoint."""
         return marks_among(f"{_PREFIX}{name}" for name in self._names(checkpoint))
 
     def of_many(self, checkpoints: Iterable[CheckpointId]) -> dict[CheckpointId, frozenset[str]]:
-        """Do so for several; for all that lie here, where any was left or taken away since they were last read."""
-        changed = self._changed()
-        if changed == self._seen:
+        """Read them beside several checkpoints; beside all of the run, if any mark changed since the last call."""
+        version = self._read_version()
+        if version == self._version_read:
             asked = list(checkpoints)
             found = run_in_parallel(self.of, asked, parallel=self._parallel)
             return dict(zip(asked, found, strict=True))
@@ -82,38 +82,38 @@ class Marks:
             folder, _, name = stored.key.removeprefix(f"{self._run}/").partition("/")
             if checkpoint := keys.parse_step_folder(folder):
                 files.setdefault(checkpoint, set()).add(name)
-        self._seen = changed
+        self._version_read = version
         return {checkpoint: marks_among(names) for checkpoint, names in files.items()}
 
     # Damage --------------------------------------------------------------------------------------
 
     def damage_of(self, commit: Commit, files: Iterable[str]) -> str | None:
-        """Return what a reader has found wrong with the copy of this commit record; None where nothing is marked among
-        the ``files`` of its folder."""
+        """Return why a reader has marked this copy as damaged; None where no such mark is among ``files``, the names
+        in its folder."""
         marked = {name for f in files if keys.is_damage_mark(name := f.removeprefix(_PREFIX))}
         if not marked or (name := damage_mark(commit.line)) not in marked:
             return None
         checkpoint = commit.line.checkpoint
         try:
             reason = self.read(checkpoint, name).reason
-        except TierfallError:  # that it is there is what counts
-            reason = f"{_PREFIX}{name} says so"
+        except TierfallError:  # the mark counts, even if it cannot be read
+            reason = f"its mark {_PREFIX}{name} cannot be read"
         return f"{checkpoint} was found damaged: {reason}"
 
     def forget_damage(self, checkpoint: CheckpointId) -> None:
-        """Remove all damage marks beside a checkpoint."""
+        """Delete all damage marks beside a checkpoint."""
         for name in filter(keys.is_damage_mark, self._names(checkpoint)):
             self._backend.delete(self._key(checkpoint, name))
 
     # Keys ----------------------------------------------------------------------------------------
 
-    def _report_change(self) -> None:
-        """Last, so that who reads this reads the mark too. It stays unread here as well: what somebody else said a
-        moment ago may just be written over."""
+    def _change_version(self) -> None:
+        """Write a new version after a change of marks: a process that reads it reads the change too. This process does
+        not note it as read, because another one may have changed a mark just before."""
         text = f"{secrets.token_hex(16)}\n".encode()
         self._documents.replace(f"{self._run}/{keys.MARKS_CHANGED_NAME}", text)
 
-    def _changed(self) -> bytes:
+    def _read_version(self) -> bytes:
         try:
             return self._documents.read(f"{self._run}/{keys.MARKS_CHANGED_NAME}")
         except KeyNotFoundError:

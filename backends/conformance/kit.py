@@ -1,6 +1,6 @@
-"""What the checks of the conformance suite are written with: patterns, whole reads and writes, threads, refusals.
+"""Helpers of the conformance checks: patterns, whole reads and writes, threads, expected errors.
 
-Plain functions over the contract; nothing of a backend's own is used, so that a mistake there cannot hide here.
+They use the contract only, and no code of a backend, so that a defect there is not repeated here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MEMORY_ALIGNMENT_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """How a check gets backends: ``make`` an empty one; ``reopen`` a second one on the same place, as another process
-    would (None: the place lives and dies with its backend object). ``leaves_unfinished``: something stays there of a
-    writer that dies."""
+    """Makes the backends of a check: ``make`` an empty one, ``reopen`` a second one on the same place, as another
+    process would (None: the place exists only in its backend object). ``leaves_unfinished``: a dead writer leaves data
+    at the place."""
 
     make: Callable[[], Backend]
     reopen: Callable[[Backend], Backend] | None = None
@@ -38,7 +38,7 @@ class Bench:
 
     @contextmanager
     def reopened(self, backend: Backend) -> Iterator[Backend]:
-        """A second backend on the place, or the same one where there is no second."""
+        """Open a second backend on the place; without ``reopen``, yield the same one."""
         if self.reopen is None:
             yield backend
             return
@@ -50,12 +50,12 @@ class Bench:
 
 
 def pattern(size_bytes: int, seed: int = 0) -> bytes:
-    """Bytes that differ from block to block and from seed to seed."""
+    """Return pseudorandom bytes, the same for the same seed."""
     return hashlib.shake_128(seed.to_bytes(8, "little")).digest(size_bytes)
 
 
 def in_memory(data: bytes, *, shift: int = 0) -> memoryview:
-    """A writable copy that begins ``shift`` bytes after an aligned address."""
+    """Return a writable copy that begins ``shift`` bytes after an aligned address."""
     block = aligned_block(len(data) + shift, MEMORY_ALIGNMENT_BYTES)
     view = block[shift : shift + len(data)]
     view[:] = data
@@ -63,7 +63,7 @@ def in_memory(data: bytes, *, shift: int = 0) -> memoryview:
 
 
 def piece_bytes(traits: Traits, wanted: int) -> int:
-    """The size of one write, as near to ``wanted`` as the bounds allow."""
+    """Return the length of one write: ``wanted``, within the bounds of the traits."""
     size = max(wanted, traits.part_bytes_min)
     return min(size, traits.part_bytes_max) if traits.part_bytes_max else size
 
@@ -78,14 +78,14 @@ def write_pieces(writer: Writer, traits: Traits, view: memoryview, step: int) ->
 
 
 def put(backend: Backend, key: str, data: bytes, *, publish: Publish = Publish.REPLACE) -> None:
-    """Create an object in one go."""
+    """Write and publish an object."""
     with backend.create(key, length=len(data), publish=publish) as writer:
         write_pieces(writer, backend.traits, in_memory(data), max(len(data), 1))
         writer.publish()
 
 
 def get(backend: Backend, key: str) -> bytes:
-    """Read an object whole."""
+    """Read a whole object."""
     return read(backend, key, 0, backend.stat(key).bytes)
 
 
@@ -100,7 +100,7 @@ def keys(backend: Backend, prefix: str = "") -> list[str]:
 
 
 def refused(kind: type[BackendError], call: Callable[[], object], what: str) -> BackendError:
-    """Return the error of a call that must fail in this way."""
+    """Make a call that must raise ``kind``, and return its error."""
     try:
         call()
     except kind as error:
@@ -111,7 +111,7 @@ def refused(kind: type[BackendError], call: Callable[[], object], what: str) -> 
 
 
 def in_threads(count: int, call: Callable[[int], object]) -> list[BackendError | None]:
-    """Start ``count`` threads at the same moment; return the BackendError of each, raise any other."""
+    """Make ``call`` in ``count`` threads at once; return the BackendError of each, and raise any other exception."""
     start = threading.Barrier(count)
     errors: list[BackendError | None] = [None] * count
     foreign: list[BaseException] = []

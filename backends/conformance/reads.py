@@ -1,6 +1,6 @@
-"""Conformance checks about finding, reading and removing objects, and about the names that they may have.
+"""Conformance checks of listing, reading and deleting objects, and of keys.
 
-Each function is one promise; its docstring says it.
+Each function checks one promise, which is its docstring.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ INVALID_KEYS = (
 
 
 def any_range_can_be_read(bench: Bench) -> None:
-    """Any range of an object is read alone, into memory of any alignment, and touches nothing beside it."""
+    """Any range of an object can be read, into memory of any alignment, and no other byte is changed."""
     with bench.backend() as backend:
         data = pattern(1_300_001, seed=4)
         put(backend, "run/key", data)
@@ -83,24 +83,25 @@ def any_range_can_be_read(bench: Bench) -> None:
                 assert found == data[offset : offset + size_bytes], f"{offset}+{size_bytes}"
         guarded = in_memory(b"\xaa" * 600_000)
         backend.read_into("run/key", 3, guarded[4096:-4096])
-        assert bytes(guarded[:4096]) + bytes(guarded[-4096:]) == b"\xaa" * 8192, "memory beside it"
+        outside = bytes(guarded[:4096]) + bytes(guarded[-4096:])
+        assert outside == b"\xaa" * 8192, "bytes outside of the view changed"
 
 
-def what_is_cached_is_the_object(bench: Bench) -> None:
-    """read_cached fills the views with the object's own bytes, or says False and touches none."""
+def cached_bytes_are_the_object(bench: Bench) -> None:
+    """``read_cached`` fills the views with the object's bytes, or returns False and changes none."""
     with bench.backend() as backend:
         data = pattern(1_300_001, seed=5)
         put(backend, "run/key", data)
         read(backend, "run/key", 0, len(data))
         for offset, size in ((0, len(data)), (4097, 500_000)):
             views = [in_memory(b"\xee" * part) for part in (1, size // 2, size - size // 2 - 1)]
-            came = backend.read_cached("run/key", offset, offset + size, views)
-            wanted = data[offset : offset + size] if came else b"\xee" * size
-            assert b"".join(map(bytes, views)) == wanted, f"{offset}+{size}"
+            is_read = backend.read_cached("run/key", offset, offset + size, views)
+            expected = data[offset : offset + size] if is_read else b"\xee" * size
+            assert b"".join(map(bytes, views)) == expected, f"{offset}+{size}"
 
 
-def reading_past_the_end_is_an_error(bench: Bench) -> None:
-    """An object that ends before the view is full raises BackendError, and not that it is missing."""
+def reading_past_the_end_raises(bench: Bench) -> None:
+    """Reading beyond the end of an object raises BackendError, and not KeyNotFoundError."""
     with bench.backend() as backend:
         data = pattern(400_000, seed=5)
         put(backend, "run/key", data)
@@ -113,11 +114,11 @@ def reading_past_the_end_is_an_error(bench: Bench) -> None:
                 f"reading {size} bytes at {offset} of {key}",
             )
             assert not isinstance(error, KeyNotFoundError), "a short object is reported as missing"
-            assert not error.retryable, "a short object asks to be read again"
+            assert not error.retryable, "the error of a short object is retryable"
 
 
-def what_is_missing_is_said_to_be(bench: Bench) -> None:
-    """A key that is not there raises KeyNotFoundError, which is a FileNotFoundError and not retryable."""
+def missing_keys_raise_key_not_found(bench: Bench) -> None:
+    """A missing key raises KeyNotFoundError, which is a FileNotFoundError and not retryable."""
     with bench.backend() as backend:
         put(backend, "run/folder/key", b"bytes")
         for key in ("run/other", "other/run", "run", "run/folder", "run/folder/key/below"):
@@ -128,14 +129,14 @@ def what_is_missing_is_said_to_be(bench: Bench) -> None:
                     f"asking for {key!r}",
                 )
                 assert isinstance(error, FileNotFoundError), "it is no FileNotFoundError"
-                assert not error.retryable, "an answer asks to be retried"
-                assert key in str(error), "the message does not name the key"
+                assert not error.retryable, "the error of a missing key is retryable"
+                assert key in str(error), "the message does not contain the key"
 
 
 def a_scan_is_sorted_and_complete(bench: Bench) -> None:
-    """A scan lists every object with its size, once, sorted by key, whatever its name."""
+    """A scan lists every object once, with its length, sorted by key, for every valid key."""
     with bench.backend() as backend:
-        assert keys(backend) == [], "an empty place lists something"
+        assert keys(backend) == [], "the listing of an empty place is not empty"
         for number, key in enumerate(reversed(ODD_KEYS)):
             put(backend, key, bytes(number))
         expected = [
@@ -146,18 +147,18 @@ def a_scan_is_sorted_and_complete(bench: Bench) -> None:
         for key in ODD_KEYS:
             assert get(backend, key) == bytes(backend.stat(key).bytes), f"{key!r} does not read"
         with bench.reopened(backend) as second:
-            assert list(second.scan("")) == expected, "a second look lists something else"
+            assert list(second.scan("")) == expected, "a second backend lists other objects"
 
 
-def a_prefix_ends_at_a_part(bench: Bench) -> None:
-    """A prefix lists what lies below it and nothing beside; one with nothing below it lists nothing."""
+def a_prefix_ends_at_a_component(bench: Bench) -> None:
+    """A scan lists only objects below its prefix; without any, the listing is empty."""
     with bench.backend() as backend:
         for key in ("a", "ab/c", "b/c", "b/c-d", "b/d/e", "b/d/f/g", "b-c/d"):
             put(backend, key, b"")
         assert keys(backend, "b/") == ["b/c", "b/c-d", "b/d/e", "b/d/f/g"]
         assert keys(backend, "b/d/") == ["b/d/e", "b/d/f/g"]
         for prefix in ("a/", "c/", "b/c/", "b/x/y/"):
-            assert keys(backend, prefix) == [], f"{prefix!r} lists something"
+            assert keys(backend, prefix) == [], f"the listing of {prefix!r} is not empty"
         for prefix in ("b", "/", "../", "b//", "b/../", "b/./", "\0/"):
             for call in (lambda prefix: list(backend.scan(prefix)), backend.discard_unfinished):
                 refused(
@@ -167,30 +168,30 @@ def a_prefix_ends_at_a_part(bench: Bench) -> None:
                 )
 
 
-def a_scan_beside_changes_shows_what_stays(bench: Bench) -> None:
-    """A scan while others write and delete lists all that stays, in order, and never fails over what goes."""
+def a_scan_during_changes_is_consistent(bench: Bench) -> None:
+    """A scan during writes and deletions lists all other objects, sorted, and raises no error."""
     with bench.backend() as backend:
-        staying = [f"run/stay-{number}/key" for number in range(5)]
-        for key in staying:
-            put(backend, key, b"stays")
+        kept = [f"run/kept-{number}/key" for number in range(5)]
+        for key in kept:
+            put(backend, key, b"kept")
 
         def change(index: int) -> None:
             for number in range(25):
-                put(backend, f"run/go-{index}/{number}/key", b"goes")
-                backend.delete(f"run/go-{index}/{number}/key")
+                put(backend, f"run/temporary-{index}/{number}/key", b"temporary")
+                backend.delete(f"run/temporary-{index}/{number}/key")
 
-        def look(index: int) -> None:
+        def scan(index: int) -> None:
             for _ in range(25):
                 found = keys(backend, "run/")
-                assert found == sorted(found), "a listing is out of order"
-                assert [key for key in found if "stay" in key] == staying, "something is missing"
+                assert found == sorted(found), "a listing is not sorted"
+                assert [key for key in found if "kept" in key] == kept, "an object is missing"
 
-        no_errors(in_threads(4, lambda index: change(index) if index < 2 else look(index)))
-        assert keys(backend) == staying
+        no_errors(in_threads(4, lambda index: change(index) if index < 2 else scan(index)))
+        assert keys(backend) == kept
 
 
-def delete_can_be_said_twice(bench: Bench) -> None:
-    """Delete removes one object and nothing else; deleting what is not there is no error."""
+def delete_is_idempotent(bench: Bench) -> None:
+    """Delete removes one object and no other; deleting a missing key is no error."""
     with bench.backend() as backend:
         for key in ("run/a", "run/a-b", "run/b/c", "run/b/d"):
             put(backend, key, b"bytes")
@@ -202,26 +203,26 @@ def delete_can_be_said_twice(bench: Bench) -> None:
         assert get(backend, "run/a") == b"again", "a deleted key cannot be written again"
 
 
-def many_are_deleted_by_few_calls(bench: Bench) -> None:
-    """``delete_some`` removes some of the keys and returns the others, whatever the names, until none is left; what is
-    not there is no error, and nothing else goes."""
+def delete_some_deletes_all_in_the_end(bench: Bench) -> None:
+    """``delete_some`` deletes at least one key and returns the others, until none is left. A missing key is no error,
+    and no other object is deleted."""
     with bench.backend() as backend:
-        for key in (*ODD_KEYS, "run/d/e/stays", "stays"):
+        for key in (*ODD_KEYS, "run/d/e/kept", "kept"):
             put(backend, key, b"bytes")
         for _ in range(2):
-            left = {*ODD_KEYS, "run/none", "none/run", "run/d/e", "run", "stays/below"}
+            left = {*ODD_KEYS, "run/none", "none/run", "run/d/e", "run", "kept/below"}
             while left:
                 asked, left = left, set(backend.delete_some(sorted(left)))
-                assert left < asked, "no key was done with, or another one came back"
-                there = {*keys(backend), *left} - {"run/d/e/stays", "stays"}
-                assert not there & (asked - left), "what it said to be done with is there"
-            assert keys(backend) == ["run/d/e/stays", "stays"], "too much or too little went"
+                assert left < asked, "no key was deleted, or another key was returned"
+                remaining = {*keys(backend), *left} - {"run/d/e/kept", "kept"}
+                assert not remaining & (asked - left), "a key that was not returned still exists"
+            assert keys(backend) == ["kept", "run/d/e/kept"], "too much or too little was deleted"
         put(backend, ODD_KEYS[0], b"again")
         assert get(backend, ODD_KEYS[0]) == b"again", "a deleted key cannot be written again"
 
 
-def no_key_leads_outside(bench: Bench) -> None:
-    """Every call refuses an invalid key with KeyInvalidError, before it touches anything."""
+def invalid_keys_are_refused(bench: Bench) -> None:
+    """Every call raises KeyInvalidError for an invalid key, and changes nothing."""
     with bench.backend() as backend:
         put(backend, "run/key", b"bytes")
         for key in INVALID_KEYS:
@@ -235,50 +236,50 @@ def no_key_leads_outside(bench: Bench) -> None:
         assert keys(backend) == ["run/key"], "an invalid key left something behind"
 
 
-def living_writers_are_spared(bench: Bench) -> None:
-    """``discard_unfinished`` removes nothing of this backend object's own living writers, nor any object."""
+def active_writers_are_kept(bench: Bench) -> None:
+    """``discard_unfinished`` removes nothing of this backend object's own active writers, and no object."""
     with bench.backend() as backend:
         put(backend, "run/old", b"old")
         with backend.create("run/new", length=3) as writer:
             writer.write(0, memoryview(b"ne"))
-            assert backend.discard_unfinished("") == 0, "it counts a living writer"
-            assert backend.discard_unfinished("run/") == 0, "it counts a living writer"
+            assert backend.discard_unfinished("") == 0, "it counts an active writer"
+            assert backend.discard_unfinished("run/") == 0, "it counts an active writer"
             writer.write(2, memoryview(b"w"))
             writer.publish()
-        assert get(backend, "run/new") == b"new", "a living writer lost its bytes"
+        assert get(backend, "run/new") == b"new", "an active writer lost its bytes"
         assert keys(backend) == ["run/new", "run/old"]
 
 
-def what_the_dead_left_is_removed(bench: Bench) -> None:
-    """``discard_unfinished`` removes what other processes' writers left below the prefix, and says how many."""
+def leftovers_of_dead_writers_are_removed(bench: Bench) -> None:
+    """``discard_unfinished`` removes what other processes' writers left below the prefix, and returns how many."""
     with bench.backend() as backend:
         if bench.reopen is None:
             return
         put(backend, "run/old", b"old")
         dead = [backend.create(key) for key in ("run/x", "run/deep/y", "other/z", "run/old")]
-        # Less than a part may still be in the writer's own memory, and then nothing is left of it.
+        # Bytes too few for a part may still be in the writer's memory, and leave nothing at the place.
         data = in_memory(bytes(piece_bytes(backend.traits, 5)))
         for writer in dead:
             writer.write(0, data)
         with bench.reopened(backend) as second:
             assert keys(second) == ["run/old"], "an unfinished object is listed"
-            # Where bytes go in order, so few may all be in the writer's memory still.
+            # So few bytes may all be in the memory of an ordered writer.
             few = (0,) if backend.traits.ordered_writes else ()
             one, two = ((1, *few), (2, *few)) if bench.leaves_unfinished else ((0,), (0,))
             assert second.discard_unfinished("run/deep/") in one, "of one below run/deep/"
             assert second.discard_unfinished("run/") in two, "of two more below run/"
-            assert second.discard_unfinished("nothing/") == 0, "where nothing is"
+            assert second.discard_unfinished("nothing/") == 0, "below a prefix without objects"
             assert second.discard_unfinished("") in one, "of the last"
-            assert second.discard_unfinished("") == 0, "they were not removed the first time"
+            assert second.discard_unfinished("") == 0, "an earlier call did not remove them"
         for writer in dead:
             writer.abort()
         assert keys(backend) == ["run/old"]
         assert get(backend, "run/old") == b"old"
 
 
-def traits_make_sense(bench: Bench) -> None:
-    """Every method is there and takes what the contract says. Traits are constant, sizes positive, bounds in order; the
-    place is named."""
+def members_and_traits_are_valid(bench: Bench) -> None:
+    """Every method exists, with the parameters of the contract. Traits are constant and valid, and the place is not
+    empty."""
     with bench.backend() as backend:
         fault = backend_fault(backend)
         assert fault is None, fault

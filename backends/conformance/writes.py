@@ -1,6 +1,6 @@
-"""Conformance checks about writing: what a writer promises before, at and after ``publish``, for objects of any length.
+"""Conformance checks of writers before, during and after ``publish``, for objects of any length.
 
-Each function is one promise; its docstring says it.
+Each function checks one promise, which is its docstring.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tierfall.core.types.errors import (
     KeyNotFoundError,
 )
 
-# More than any backend keeps in memory before it begins to send.
+# More than any backend keeps in memory before it sends.
 LONG_BYTES = 21 * 1024 * 1024 + 4099
 STEP_BYTES = 4 * 1024 * 1024
 RAGGED_BYTES = (0, 1, 4095, 4096, 4097, 65_537, 262_144, 1_048_577)
 
 
 def nothing_is_visible_before_publish(bench: Bench) -> None:
-    """An object appears under its key at publish, and not before."""
+    """An object is visible under its key after publish, and not before."""
     with bench.backend() as backend, backend.create("run/new", length=5) as writer:
         writer.write(0, memoryview(b"bytes"))
         assert keys(backend) == [], "a scan shows an unpublished object"
@@ -50,7 +50,7 @@ def nothing_is_visible_before_publish(bench: Bench) -> None:
 
 
 def any_length_comes_back(bench: Bench) -> None:
-    """Objects of any length come back as they were written, with the length told ahead and without."""
+    """Objects of any length are read as they were written, with the length given at create or not."""
     with bench.backend() as backend:
         for size_bytes in RAGGED_BYTES:
             data = pattern(size_bytes, seed=size_bytes)
@@ -64,7 +64,7 @@ def any_length_comes_back(bench: Bench) -> None:
 
 
 def an_empty_object_is_an_object(bench: Bench) -> None:
-    """An object of no bytes is published without a write, found, read and replaced."""
+    """An empty object is published without a write, listed, read and replaced."""
     with bench.backend() as backend:
         with backend.create("run/empty", length=0) as writer:
             writer.publish()
@@ -73,14 +73,14 @@ def an_empty_object_is_an_object(bench: Bench) -> None:
             writer.publish()
         for key in ("run/empty", "run/empty-too"):
             assert backend.stat(key).bytes == 0, "an empty object has bytes"
-            assert get(backend, key) == b"", "an empty object reads as something"
+            assert get(backend, key) == b"", "an empty object has bytes when read"
         assert keys(backend) == ["run/empty", "run/empty-too"], "an empty object is not listed"
         put(backend, "run/empty", b"full")
         assert get(backend, "run/empty") == b"full", "an empty object was not replaced"
 
 
 def disjoint_ranges_from_threads(bench: Bench) -> None:
-    """Disjoint ranges may be written from several threads, in any order unless the trait says otherwise."""
+    """Disjoint ranges may be written from several threads, in any order unless ``ordered_writes``."""
     with bench.backend() as backend:
         step = piece_bytes(backend.traits, 300 * 1024)
         view = in_memory(pattern(6 * step + 4097, seed=1))
@@ -124,7 +124,7 @@ def ranges_that_share_a_block(bench: Bench) -> None:
 
 
 def offsets_and_memory_of_any_alignment(bench: Bench) -> None:
-    """Bytes arrive whatever the alignment of offset and memory, a read-only view among them."""
+    """Offset and memory of a write may have any alignment, and the view may be read-only."""
     with bench.backend() as backend:
         first_bytes = piece_bytes(backend.traits, 777)
         for shift in (0, 1, 777, 4095):
@@ -139,7 +139,7 @@ def offsets_and_memory_of_any_alignment(bench: Bench) -> None:
 
 
 def a_writer_keeps_no_reference(bench: Bench) -> None:
-    """Memory may be used again as soon as ``write`` returned."""
+    """The caller's memory may be reused as soon as ``write`` has returned."""
     with bench.backend() as backend:
         data = pattern(400_000, seed=3)
         view = in_memory(data)
@@ -151,7 +151,7 @@ def a_writer_keeps_no_reference(bench: Bench) -> None:
 
 
 def abort_leaves_nothing(bench: Bench) -> None:
-    """Abort, also twice, and leaving the ``with`` without publish, leave nothing, and an older object as it was."""
+    """Abort, once or twice, and leaving the ``with`` without publish leave nothing, and an older object unchanged."""
     with bench.backend() as backend:
         put(backend, "run/old", b"old")
         writer = backend.create("run/old", length=3)
@@ -168,7 +168,7 @@ def abort_leaves_nothing(bench: Bench) -> None:
 
 
 def a_finished_writer_refuses(bench: Bench) -> None:
-    """After publish or abort a writer takes no bytes and publishes nothing; abort after publish changes nothing."""
+    """After publish or abort, ``write`` and ``publish`` raise; abort after publish changes nothing."""
     with bench.backend() as backend:
         published = backend.create("run/published")
         published.write(0, memoryview(b"bytes"))
@@ -188,7 +188,7 @@ def a_finished_writer_refuses(bench: Bench) -> None:
 
 
 def too_few_bytes_are_refused(bench: Bench) -> None:
-    """Publish refuses an object with fewer bytes than its length, and one with a hole; the older object stays."""
+    """Publish raises where bytes are missing, at the end or in between; the older object is kept."""
     with bench.backend() as backend:
         put(backend, "run/key", b"old")
         short = backend.create("run/key", length=10)
@@ -204,7 +204,7 @@ def too_few_bytes_are_refused(bench: Bench) -> None:
 
 
 def too_many_bytes_are_refused(bench: Bench) -> None:
-    """Bytes beyond the length are refused by write or by publish; the older object stays."""
+    """Bytes beyond the length make write or publish raise; the older object is kept."""
     with bench.backend() as backend:
         put(backend, "run/key", b"old")
 
@@ -218,7 +218,7 @@ def too_many_bytes_are_refused(bench: Bench) -> None:
 
 
 def a_long_object_comes_back(bench: Bench) -> None:
-    """An object of many pieces comes back whole, its length told, bounded or not said, and replaces another."""
+    """A long object is read as it was written, with ``length``, ``length_max`` or neither, and replaces another."""
     with bench.backend() as backend:
         put(backend, "run/key", b"old")
         lengths: tuple[dict[str, Any], ...] = (
@@ -230,14 +230,14 @@ def a_long_object_comes_back(bench: Bench) -> None:
             data = pattern(LONG_BYTES, seed=seed)
             with backend.create("run/key", **words) as writer:
                 write_pieces(writer, backend.traits, in_memory(data), STEP_BYTES)
-                assert backend.stat("run/key").bytes in (3, LONG_BYTES), "seen before its end"
+                assert backend.stat("run/key").bytes in (3, LONG_BYTES), "visible in part"
                 writer.publish()
             assert get(backend, "run/key") == data, "a long object came back changed"
         assert keys(backend) == ["run/key"], "more than the object is listed"
 
 
-def a_long_object_given_up_leaves_nothing(bench: Bench) -> None:
-    """A long object that is given up after many pieces leaves nothing, and an older object as it was."""
+def an_aborted_long_object_leaves_nothing(bench: Bench) -> None:
+    """A long object that is aborted after many writes leaves nothing, and an older object unchanged."""
     with bench.backend() as backend:
         put(backend, "run/key", b"old")
         view = in_memory(pattern(LONG_BYTES))
@@ -248,14 +248,14 @@ def a_long_object_given_up_leaves_nothing(bench: Bench) -> None:
             short = backend.create(key, length=LONG_BYTES)
             write_pieces(short, backend.traits, view[: 5 * STEP_BYTES], STEP_BYTES)
             refused(BackendError, short.publish, "publish of a part of a long object")
-        assert keys(backend) == ["run/key"], "what was given up is listed"
-        assert get(backend, "run/key") == b"old", "what was given up changed an object"
+        assert keys(backend) == ["run/key"], "an aborted object is listed"
+        assert get(backend, "run/key") == b"old", "an aborted writer changed an object"
         with bench.reopened(backend) as second:
-            assert second.discard_unfinished("") == 0, "what was given up left something behind"
+            assert second.discard_unfinished("") == 0, "an aborted writer left something behind"
 
 
 def length_max_is_a_bound(bench: Bench) -> None:
-    """An object may have fewer bytes than its length_max, as many, and never more; senseless numbers are refused."""
+    """An object may have up to ``length_max`` bytes and no more; invalid lengths raise at create."""
     with bench.backend() as backend:
         for size_bytes in (0, 9, 10):
             with backend.create("run/key", length_max=10) as writer:
@@ -268,19 +268,19 @@ def length_max_is_a_bound(bench: Bench) -> None:
                 partial(writer.write, 1, memoryview(bytes(10))),
                 "bytes beyond length_max",
             )
-        senseless: tuple[dict[str, Any], ...] = (
+        invalid: tuple[dict[str, Any], ...] = (
             {"length": -1},
             {"length_max": -1},
             {"length": 11, "length_max": 10},
         )
-        for words in senseless:
+        for words in invalid:
             refused(BackendError, partial(backend.create, "run/new", **words), f"{words}")
         assert keys(backend) == ["run/key"], "a refused object is listed"
         assert backend.stat("run/key").bytes == 10, "a refused object changed another"
 
 
 def the_last_publish_wins(bench: Bench) -> None:
-    """Of two writers of one key the one that publishes last wins, and longer and shorter objects replace cleanly."""
+    """Of two writers of one key the last publish wins, whichever object is longer."""
     with bench.backend() as backend:
         first = backend.create("run/key")
         second = backend.create("run/key")
@@ -294,7 +294,7 @@ def the_last_publish_wins(bench: Bench) -> None:
 
 
 def replace_is_atomic(bench: Bench) -> None:
-    """A reader beside a replacing writer sees a whole object, old or new, and always one of them."""
+    """A reader during a replacement gets the whole old object or the whole new one, never an error."""
     with bench.backend() as backend:
         if not backend.traits.atomic_replace:
             return
@@ -305,22 +305,22 @@ def replace_is_atomic(bench: Bench) -> None:
             for number in range(1, rounds):
                 put(backend, "run/key", bytes([number]) * size_bytes)
 
-        def look(index: int) -> None:
+        def check(index: int) -> None:
             for _ in range(rounds * 4):
                 found = get(backend, "run/key")
                 assert len(set(found)) == 1, "a reader saw a mixture of two objects"
                 assert keys(backend, "run/") == ["run/key"], "a scan saw more or less than the key"
 
-        no_errors(in_threads(3, lambda index: write(index) if index == 0 else look(index)))
+        no_errors(in_threads(3, lambda index: write(index) if index == 0 else check(index)))
         assert get(backend, "run/key") == bytes([rounds - 1]) * size_bytes
 
 
 def conditional_create_has_one_winner(bench: Bench) -> None:
-    """Of many writers that create one key IF_ABSENT at once, one wins; the others raise KeyExistsError. Where the
-    traits do not say ``conditional_create``, each is refused."""
+    """Of many writers that create one key IF_ABSENT at once, one wins; the others raise KeyExistsError. Without the
+    trait ``conditional_create``, each create raises."""
     with bench.backend() as backend:
         if not backend.traits.conditional_create:
-            what = "creating IF_ABSENT, though the traits do not say conditional_create"
+            what = "creating IF_ABSENT without the trait conditional_create"
             refused(BackendError, partial(_create_as, backend, "attempts/0", 0), what)
             assert keys(backend) == [], "what was refused is listed"
             return
@@ -334,8 +334,8 @@ def conditional_create_has_one_winner(bench: Bench) -> None:
             assert get(backend, key) == bytes(winners), "the object is not the winner's"
 
 
-def a_lost_conditional_create_leaves_no_litter(bench: Bench) -> None:
-    """A writer that loses IF_ABSENT leaves the winner as it was, nothing else, and is dead."""
+def a_refused_conditional_create_leaves_nothing(bench: Bench) -> None:
+    """A writer whose IF_ABSENT fails leaves the existing object unchanged and nothing else, and is dead."""
     with bench.backend() as backend:
         if not backend.traits.conditional_create:
             return
@@ -344,7 +344,7 @@ def a_lost_conditional_create_leaves_no_litter(bench: Bench) -> None:
         loser.write(0, memoryview(b"second"))
         error = refused(KeyExistsError, loser.publish, "a second create")
         assert isinstance(error, FileExistsError), "KeyExistsError is no FileExistsError"
-        assert not error.retryable, "a lost create asks to be retried"
+        assert not error.retryable, "the error of a refused create is retryable"
         _refuses(loser.publish, "publish by the loser")
         assert get(backend, "run/key") == b"first", "the loser changed the object"
         assert keys(backend) == ["run/key"]
@@ -355,27 +355,26 @@ def a_lost_conditional_create_leaves_no_litter(bench: Bench) -> None:
         assert get(backend, "run/key") == b"third", "a deleted key cannot be created again"
 
 
-def what_is_durable_is_there_for_the_next_process(bench: Bench) -> None:
-    """Where the traits say ``durable``, what was published or deleted is so for a backend that is opened after this one
-    was closed. (That it survives a power cut no test can see.)"""
+def durable_objects_exist_after_reopening(bench: Bench) -> None:
+    """With the trait ``durable``, a backend that is opened after this one was closed has what was published, and not
+    what was deleted. (No test can show that this survives a power cut.)"""
     with bench.backend() as backend:
         if not backend.traits.durable:
             return
         assert bench.reopen is not None, (
-            "the traits say durable, and nothing shows it: hand in reopen, which opens a second backend on the place "
-            "of the first, or say durable=False"
+            "the trait durable cannot be checked: hand in reopen, which opens a second backend on the place of the "
+            "first, or set durable=False"
         )
-        for key in ("run/stays", "run/goes"):
+        for key in ("run/kept", "run/deleted"):
             put(backend, key, b"bytes")
-        backend.delete("run/goes")
+        backend.delete("run/deleted")
     with bench.reopened(backend) as second:
-        assert keys(second) == ["run/stays"], "after a close, the place holds something else"
-        assert get(second, "run/stays") == b"bytes", "after a close, other bytes came back"
+        assert keys(second) == ["run/kept"], "after a close, the place has other objects"
+        assert get(second, "run/kept") == b"bytes", "after a close, the object has other bytes"
 
 
-def what_is_visible_can_be_made_durable(bench: Bench) -> None:
-    """Where the traits say ``needs_sync``, ``sync`` changes nothing that is there, and says of a folder that is not
-    there that it is not."""
+def visible_objects_can_be_synced(bench: Bench) -> None:
+    """With the trait ``needs_sync``, ``sync`` changes no object, and raises KeyNotFoundError for a missing folder."""
     with bench.backend() as backend:
         if not backend.traits.needs_sync:
             return
@@ -387,7 +386,7 @@ def what_is_visible_can_be_made_durable(bench: Bench) -> None:
                 cast(SyncedBackend, second).sync(folder)
         assert get(backend, "run/step/key") == b"data"
         assert keys(backend) == ["run/step/key"], "a sync left something behind"
-        refused(KeyNotFoundError, lambda: synced.sync("run/other"), "a folder that is not there")
+        refused(KeyNotFoundError, lambda: synced.sync("run/other"), "a missing folder")
         refused(KeyInvalidError, lambda: synced.sync("../run"), "a folder outside")
 
 

@@ -1,48 +1,64 @@
-"""Objects in any filesystem of fsspec's but S3: ``file://``, ``memory://``, ``sftp://``, ``gs://`` by gcsfs and others.
+"""A client of fsspec's filesystems, except S3: ``file://``, ``memory://``, ``sftp://``, ``gs://`` by gcsfs and others.
 
-fsspec promises little about how a file appears, so a large object is written in order under an unfinished name beside
-its own, and moved when it is whole: by renaming where the filesystem can, else by copying and removing. Conditional
-creation is asked for only of filesystems whose single put is one request with a condition to an object store; a file
-that is opened exclusively is visible before it is whole. Folders that become empty are left.
+fsspec does not promise that a file appears atomically. So a large object is written in order under an unfinished name
+beside its own, and moved when it is whole: by a rename where the filesystem has one, else by a copy and a deletion.
+Conditional create is used only on filesystems whose put is one request with a condition to an object store, because a
+file that is opened exclusively is visible before it is whole. Empty folders are not removed.
 
-Run by tests on ``file://`` and ``memory://``; of gcsfs and adlfs only their sources were read.
+Tests run it on ``file://`` and ``memory://``; for gcsfs and adlfs only their sources were read.
+
+Each filesystem raises exceptions of its own libraries, so every ``Exception`` is classified here, by its class, errno
+and status only: its text may contain the request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+import asyncio
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 
-from tierfall.backends.fsspec.errors import translated
-from tierfall.backends.object.client import Found, Row, Stream
-from tierfall.backends.object.responses import creating
+from tierfall.backends.object.client import ObjectInfo, Row, Stream
+from tierfall.backends.object.responses import (
+    KEYS_HINT,
+    answer_error,
+    creating,
+    silence_error,
+    translating,
+)
 from tierfall.backends.toolkit.keys import is_unfinished, unfinished_name
 from tierfall.backends.toolkit.views import copy_bytes, flat
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import (
+    AccessDeniedError,
     BackendError,
     KeyExistsError,
     KeyNotFoundError,
+    StorageFullError,
     UnreachableError,
 )
 
-# Object stores: what they acknowledge is durable, a put is seen whole, and folders are only names.
+# Object stores: an acknowledged put is durable and atomic, and folders do not exist.
 _STORES = ("gs", "gcs", "az", "abfs", "abfss")
-# This process's own, where a put is seen whole too.
+# In this process's memory, where a put is atomic too.
 _MEMORY = "memory"
-# What filesystems call that which another object of a name has not.
+# The members of a listing's entries that change when a file is rewritten, by filesystem.
 _VERSIONS = (
     "ETag", "etag", "e_tag", "mtime", "ino", "created", "updated", "LastModified", "last_modified",
 )  # fmt: skip
-# Of the others, those that replace a file at one blow by moving another one onto it.
+# Of the other filesystems, those whose move replaces a file atomically.
 _REPLACING = ("file", "local", "sftp", "ssh")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Class names of aiohttp and asyncio for a request without an answer; the classes are not imported.
+_SILENT = {"ClientError", "IncompleteRead", "IncompleteReadError"}
 
 
 class FsspecClient:
-    """See ``ObjectClient``; full keys begin with the path of the place, as the filesystem names it."""
+    """See ``ObjectClient``. Full keys begin with the filesystem's path of the place."""
 
     uploads = None
     deletions = None
@@ -54,7 +70,7 @@ class FsspecClient:
         self._is_store = protocol in _STORES
         self._is_memory = protocol == _MEMORY
         self._puts_whole = self._is_store or self._is_memory
-        self._was_there = False
+        self._root_exists = False
         self._putting: set[str] = set()
         self.place = url.rstrip("/") if self._root else url
         self.prefix = f"{self._root}/"
@@ -93,14 +109,14 @@ class FsspecClient:
         finally:
             self._putting.discard(stream.unfinished)
 
-    def look(self, key: str, what: str) -> Found:
-        entry = self._asked(self._system.info, key, what)
+    def head(self, key: str, what: str) -> ObjectInfo:
+        entry = self._call(self._system.info, key, what)
         if entry["type"] != "file":
             raise KeyNotFoundError(f"{what}: it is a folder or a special file; there is no object")
-        return Found(bytes=int(entry["size"]), etag="")
+        return ObjectInfo(bytes=int(entry["size"]), etag="")
 
     def read_into(self, key: str, offset: int, view: memoryview, what: str) -> int:
-        data = self._asked(
+        data = self._call(
             lambda path: self._system.cat_file(path, start=offset, end=offset + view.nbytes),
             key,
             what,
@@ -111,7 +127,7 @@ class FsspecClient:
         copy_bytes(view[: source.nbytes], source)
         return source.nbytes
 
-    def rows(self, prefix: str, what: str) -> Iterator[Row]:
+    def list(self, prefix: str, what: str) -> Iterator[Row]:
         found = self._flat if self._puts_whole else self._walked
         for entry in found(prefix.rstrip("/"), what):
             if entry["type"] == "file" and entry["name"].startswith(prefix):
@@ -119,18 +135,18 @@ class FsspecClient:
 
     def delete(self, key: str, what: str) -> None:
         if not self._puts_whole:
-            # A folder of this name is no object, and some would say so by an error of any kind.
-            self.look(key, what)
-        self._asked(self._system.rm_file, key, what)
+            # Filesystems raise different errors for a folder of this name, which is no object.
+            self.head(key, what)
+        self._call(self._system.rm_file, key, what)
 
     def pending(self, prefix: str, what: str) -> Iterator[tuple[str, str]]:
-        for name, *_ in self.rows(prefix, what):
+        for name, *_ in self.list(prefix, what):
             if is_unfinished(name.rpartition("/")[2]) and name not in self._putting:
                 yield name, name
 
     def abort(self, key: str, unfinished: str, what: str) -> None:
         with suppress(KeyNotFoundError):
-            self._asked(self._system.rm_file, unfinished, what)
+            self._call(self._system.rm_file, unfinished, what)
 
     def check_open(self) -> None:
         what = f"open {self.place}"
@@ -140,33 +156,34 @@ class FsspecClient:
                 self._system.ls(self._root.partition("/")[0] if self._is_store else self._root)
 
     def close(self) -> None:
-        """Do nothing: fsspec has no word for it; what a filesystem holds goes with this object."""
+        """Do nothing: fsspec has no call for it. The filesystem is garbage-collected with this object."""
 
     def open_file(self, path: str, what: str) -> Any:
-        """Open a new file for writing, its folder made where it is missing; the place itself only once."""
+        """Open a new file for writing, and create its folder where it is missing; the place itself only once: later its
+        absence is an error."""
         try:
             return self._system.open(path, "wb")
         except FileNotFoundError:
-            if self._was_there:
+            if self._root_exists:
                 self._check_root(what)
             self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._was_there = True
+            self._root_exists = True
             return self._system.open(path, "wb")
 
     def move(self, source: str, target: str) -> None:
-        """Let a file stand under another name, in place of what stands there."""
+        """Rename a file, in place of an existing one."""
         if type(self._system).mv is AbstractFileSystem.mv:
-            # That would look for wildcards in the names.
+            # fsspec's default would expand wildcards in the names.
             self._system.cp_file(source, target)
             self._system.rm_file(source)
             return
         if self._system.isdir(target):
-            # Else it would go into the folder.
+            # mv would move the file into the folder.
             raise IsADirectoryError(target)
         self._system.mv(source, target)
 
-    def _asked(self, call: Any, path: str, what: str) -> Any:
-        """Make a call about one object; "not there" is believed only while the place itself is there."""
+    def _call(self, call: Any, path: str, what: str) -> Any:
+        """Make a call about one object. "Not found" counts only while the place itself exists."""
         with translated(what):
             try:
                 return call(path)
@@ -182,10 +199,10 @@ class FsspecClient:
         if self._is_memory:
             return
         root = self._root.partition("/")[0] if self._is_store else self._root
-        look = self._system.ls if self._is_store else self._system.info
+        probe = self._system.ls if self._is_store else self._system.info
         with translated(what):
             try:
-                look(root or "/")
+                probe(root or "/")
             except FileNotFoundError:
                 if self._is_store:
                     raise BackendError(
@@ -195,41 +212,41 @@ class FsspecClient:
                     f"{what}: the place is not there; mount or restore it"
                 ) from None
 
-    def _flat(self, folder: str, what: str) -> list[dict[str, Any]]:
+    def _flat(self, folder: str, what: str) -> Sequence[dict[str, Any]]:
         with translated(what):
             found = self._system.find(folder, detail=True)
         if not found:
-            # A bucket that is gone lists like an empty one.
+            # A deleted bucket lists like an empty one.
             self._check_root(what)
         return list(found.values())
 
     def _walked(self, folder: str, what: str) -> Iterator[dict[str, Any]]:
-        """List what lies below a folder. fsspec's own walk leaves out what it cannot read."""
+        """List everything below a folder. fsspec's own walk silently omits folders that it cannot read."""
         pending = [folder]
         while pending:
             parent = pending.pop()
             for entry in self._entries(parent, what):
                 if entry["name"] == parent:
-                    # A file lists itself.
+                    # ls of a file returns the file itself.
                     continue
                 if not entry["name"].startswith(f"{parent}/"):
-                    raise BackendError(f"{what}: the filesystem lists names that do not lie there")
+                    raise BackendError(f"{what}: the filesystem lists names of other folders")
                 if entry["type"] == "directory":
                     pending.append(entry["name"])
                 yield entry
 
-    def _entries(self, folder: str, what: str) -> list[dict[str, Any]]:
+    def _entries(self, folder: str, what: str) -> Sequence[dict[str, Any]]:
         with translated(what):
             try:
                 return list(self._system.ls(folder or "/", detail=True))
             except (FileNotFoundError, NotADirectoryError):
-                # Not there, or removed since its parent was listed: nothing lies below it.
+                # The folder does not exist, or was removed since its parent was listed.
                 self._check_root(what)
                 return []
 
 
 class _FileStream:
-    """A file under an unfinished name, moved to its own at the end."""
+    """A file under an unfinished name, renamed by ``finish``."""
 
     def __init__(self, client: FsspecClient, key: str, what: str) -> None:
         self._client = client
@@ -244,7 +261,7 @@ class _FileStream:
             if self._file is None:
                 self._file = self._client.open_file(self.unfinished, self._what)
             if self._file.write(view) not in (None, view.nbytes):
-                raise BackendError(f"{self._what}: the filesystem took only a part of the bytes")
+                raise BackendError(f"{self._what}: the filesystem wrote only a part of the bytes")
 
     def finish(self) -> None:
         with translated(self._what):
@@ -263,7 +280,7 @@ class _FileStream:
 
 
 class _MemoryStream:
-    """Bytes that wait for the end; in this process's memory they would stand one way or the other."""
+    """Bytes kept in memory until ``finish``, as the filesystem would keep them."""
 
     unfinished = ""
 
@@ -284,6 +301,53 @@ class _MemoryStream:
 
 
 def _version(entry: Mapping[str, Any]) -> str:
-    """What filesystems say of it, each in its own words: a file on a local disk may keep its time, not its inode."""
-    said = [entry.get(name) for name in _VERSIONS]
-    return "-".join(str(one) for one in said if one is not None)
+    """Join all members that a filesystem has: a local file that is rewritten may keep its time, but not its inode."""
+    found = [entry.get(name) for name in _VERSIONS]
+    return "-".join(str(value) for value in found if value is not None)
+
+
+def translated(what: str) -> AbstractContextManager[None]:
+    """Raise a filesystem's exceptions as BackendErrors."""
+    return translating(what, (Exception,), store_error)
+
+
+def store_error(error: Exception, what: str) -> BackendError:
+    """Classify an exception of a filesystem."""
+    names = {each.__name__ for each in type(error).__mro__}
+    is_silent = isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError)
+    answer = _answer_in(error)
+    if answer is None and (is_silent or names & _SILENT):
+        # Its cause may have a number that looks like a status: aiohttp's parser has 400 for a broken answer.
+        return silence_error(type(error).__name__, what)
+    answer = answer or _answer_in(error.__cause__)
+    if answer == (404, ""):
+        # Without a code the error is the filesystem's own, not the answer of a proxy in front of a store.
+        return KeyNotFoundError(f"{what}: there is no such object")
+    if answer is not None:
+        return answer_error(*answer, what)
+    if isinstance(error, FileNotFoundError):
+        return KeyNotFoundError(f"{what}: there is no such object")
+    if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
+        return BackendError(f"{what}: a folder and an object would have the same name")
+    if isinstance(error, PermissionError):
+        return AccessDeniedError(f"{what}: not allowed; {KEYS_HINT}")
+    if isinstance(error, OSError):
+        return _system_error(error, what)
+    return BackendError(f"{what}: {type(error).__name__} in fsspec")
+
+
+def _system_error(error: OSError, what: str) -> BackendError:
+    if error.errno in _FULL:
+        return StorageFullError(f"{what}: no space is left; free some")
+    reason = os.strerror(error.errno) if error.errno else type(error).__name__
+    return silence_error(reason, what)
+
+
+def _answer_in(error: BaseException | None) -> tuple[int, str] | None:
+    """Return the status and the code of a store's answer in an exception, or None."""
+    for name in ("status_code", "status", "code"):
+        value = getattr(error, name, None)
+        if isinstance(value, int) and 300 <= value < 600:
+            # error_code: of Azure's exceptions only.
+            return value, str(getattr(error, "error_code", None) or "")
+    return None

@@ -1,12 +1,11 @@
-"""From an address to a client through fsspec; its option names pass straight through.
+"""Opening a client of a fsspec filesystem by an address; options are passed to the filesystem unchanged.
 
-Every filesystem is made anew: one that fsspec keeps for all would share credentials and connections with strangers.
-Its directory cache is switched off, because it would tell what was there a while ago.
+Each client has its own filesystem: fsspec's cached instances share credentials and connections with other users in the
+process. The directory cache is disabled, because its listings are stale.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 
 from tierfall.backends.fsspec.client import FsspecClient
+from tierfall.backends.object.responses import unknown_argument
 from tierfall.core.types.errors import ConfigError
 
 _PACKAGES = {
@@ -23,19 +23,18 @@ _PACKAGES = {
     "abfs": "adlfs",
     "abfss": "adlfs",
 }
-_UNKNOWN_WORD = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 def open_client(url: str, options: Mapping[str, Any] | None = None) -> FsspecClient:
-    """Make the client; nothing is asked of the store yet.
+    """Make the client; makes no request yet.
 
-    Raises ConfigError for a protocol that fsspec does not know, for a package that is missing, and for options that
-    the filesystem does not take.
+    Raises ConfigError for a protocol that fsspec does not know, a missing package, and options that the filesystem does
+    not have.
     """
     protocol = url.partition("://")[0]
     kind = _filesystem_class(protocol)
     given = dict(options or {})
-    system = _made(kind, protocol, {**kind._get_kwargs_from_urls(url), **given})
+    system = _filesystem(kind, protocol, {**kind._get_kwargs_from_urls(url), **given})
     return FsspecClient(system, url)
 
 
@@ -50,19 +49,19 @@ def _filesystem_class(protocol: str) -> Any:
         raise ConfigError(f"{protocol}:// needs another package: {hint}") from error
 
 
-def _made(kind: Any, protocol: str, options: dict[str, Any]) -> Any:
-    with _refusing(protocol):
+def _filesystem(kind: Any, protocol: str, options: dict[str, Any]) -> Any:
+    with _options_checked(protocol):
         return kind(**{**options, "skip_instance_cache": True, "use_listings_cache": False})
 
 
 @contextmanager
-def _refusing(protocol: str) -> Iterator[None]:
-    """Raise what a filesystem says about its options as a ConfigError that shows no value."""
+def _options_checked(protocol: str) -> Iterator[None]:
+    """Raise a filesystem's exceptions about its options as a ConfigError that contains no value."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - each filesystem has its own ways to refuse
-        word = _UNKNOWN_WORD.search(str(error)) if isinstance(error, TypeError) else None
-        reason = f"{word.group(1)} is unknown" if word else type(error).__name__
+    except Exception as error:  # noqa: BLE001 - each filesystem raises other classes
+        name = unknown_argument(error)
+        reason = f"{name} is unknown" if name else type(error).__name__
         raise ConfigError(
-            f"fsspec's {protocol}:// does not take these options: {reason}; see its documentation"
+            f"fsspec's {protocol}:// does not accept these options: {reason}; see its documentation"
         ) from None

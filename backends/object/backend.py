@@ -1,17 +1,23 @@
-"""Objects in an object store, through whatever client is handed in: of S3, obstore, or any filesystem of fsspec.
+"""A backend on an object store, through a client: of S3, obstore, or a filesystem of fsspec.
 
-Here stands what is the same for all of them: keys, traits, the probe at open, which writer serves. Retry, throttling
-and faults are wrappers' work.
+It owns what is the same for all clients: keys, traits, the probe at open, the choice of the writer. Wrappers retry and
+throttle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from tierfall.backends.object.client import BareAbsenceError, ObjectClient, Row
-from tierfall.backends.object.multipart_writer import PART_BYTES_MAX, PART_BYTES_MIN, ObjectWriter
-from tierfall.backends.object.writer_base import OrderedWriter, WriterContext
+from tierfall.backends.object.writers import (
+    PART_BYTES_MAX,
+    PART_BYTES_MIN,
+    MultipartWriter,
+    OrderedWriter,
+    WriterContext,
+)
+from tierfall.backends.toolkit.base import BackendBase
 from tierfall.backends.toolkit.keys import (
     RESERVED_PREFIX,
     check_key,
@@ -21,7 +27,6 @@ from tierfall.backends.toolkit.keys import (
     unfinished_name,
 )
 from tierfall.backends.toolkit.views import flat
-from tierfall.backends.toolkit.writers import Extent
 from tierfall.core.types.backend import Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -35,22 +40,28 @@ _MAX_PARALLEL = 8
 _NOTHING = memoryview(b"")
 
 
-class ObjectStoreBackend:
+class ObjectStoreBackend(BackendBase):
     """Stores objects below an address such as ``s3://bucket/prefix``; see ``core.types.backend.Backend``.
 
-    Opening creates one object twice, to see whether the store keeps its promise of a conditional create, and removes
-    it; this also shows wrong keys and a missing bucket at once. ``read_only``: nothing is written and nothing probed
-    but that the place can be listed; writing and deleting are AccessDeniedError. The client is closed with the
-    backend, and where opening fails.
+    Opening creates one object twice, to probe whether the store obeys a conditional create, and deletes it; so wrong
+    credentials and a missing bucket are errors at open. ``read_only``: opening only lists the place; writing and
+    deleting raise AccessDeniedError. The client is closed with the backend, and where opening fails.
     """
 
+    _not_conditional = "this store does not keep a conditional create"
+
     def __init__(self, client: ObjectClient, *, read_only: bool = False) -> None:
+        super().__init__(client.place, read_only=read_only)
         self._client = client
-        self._read_only = read_only
-        self._living: set[str] = set()
+        self._active: set[str] = set()
+        """The ids of the unfinished objects of active writers."""
         self._deletions = client.deletions
         try:
-            conditional = self._looked() if read_only else self._probed()
+            conditional = False
+            if read_only:
+                client.check_open()
+            else:
+                conditional = self._probed()
         except BaseException:
             self.close()
             raise
@@ -65,17 +76,6 @@ class ObjectStoreBackend:
             max_parallel=_MAX_PARALLEL,
         )
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.place!r})"
-
-    @property
-    def traits(self) -> Traits:
-        return self._traits
-
-    @property
-    def place(self) -> str:
-        return self._client.place
-
     def create(
         self,
         key: str,
@@ -84,18 +84,12 @@ class ObjectStoreBackend:
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
-        check_key(key)
-        what = self._what("create", key)
-        extent = Extent(length=length, length_max=length_max)
-        extent.check(what)
-        if publish is Publish.IF_ABSENT and not self._traits.conditional_create:
-            raise BackendError(f"{what}: this store does not keep a conditional create")
-        self._check_writable(what)
-        shop = WriterContext(client=self._client, living=self._living)
+        extent = self._check_create(key, length, length_max, publish)
+        context = WriterContext(client=self._client, active=self._active)
         uploads = self._client.uploads
         if uploads is None:
-            return OrderedWriter(shop, key, extent=extent, publish=publish)
-        return ObjectWriter(shop, uploads, key, extent=extent, publish=publish)
+            return OrderedWriter(context, key, extent=extent, publish=publish)
+        return MultipartWriter(context, uploads, key, extent=extent, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         check_key(key)
@@ -108,19 +102,12 @@ class ObjectStoreBackend:
             return
         filled = self._client.read_into(self._full(key), offset, data, what)
         if filled < data.nbytes:
-            raise BackendError(
-                f"{what}: bytes {offset} to {offset + data.nbytes} were asked for, but it ends at {offset + filled}; "
-                "it was cut short, or another object was expected"
-            )
-
-    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        check_key(key)
-        return False
+            raise self._short_read(what, offset, offset + data.nbytes, offset + filled)
 
     def stat(self, key: str) -> StoredObject:
         check_key(key)
         return StoredObject(
-            key=key, bytes=self._client.look(self._full(key), self._what("stat", key)).bytes
+            key=key, bytes=self._client.head(self._full(key), self._what("stat", key)).bytes
         )
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
@@ -134,7 +121,7 @@ class ObjectStoreBackend:
         self._remove(self._full(key), what)
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        """See ``Backend``. A store that refuses a deletion of several is asked for one at a time from then on."""
+        """See ``Backend``. After a store has refused a batch deletion, objects are deleted one by one."""
         deletions = self._deletions
         keys = [check_key(key) for key in keys]
         if deletions is None or len(keys) == 1:
@@ -148,15 +135,15 @@ class ObjectStoreBackend:
         except BackendError as error:
             if error.retryable and not isinstance(error, BareAbsenceError):
                 raise
-            if isinstance(error, KeyNotFoundError):  # of one of them, and nobody says which
+            if isinstance(error, KeyNotFoundError):  # of an unknown one of them
                 for key in keys[: len(batch)]:
                     self.delete(key)
                 return keys[len(batch) :]
-            # What one alone is answered tells whether it is the request that the store does not take.
+            # If a single deletion succeeds, the store does not support batches; else it raises the cause.
             self.delete(keys[0])
             self._deletions = None
             return keys[1:]
-        # Those that failed come last: the others are asked for meanwhile.
+        # The failed keys come last, so that the next batch has others first.
         failed = [full.removeprefix(self._client.prefix) for full in left]
         return [*keys[len(batch) :], *failed]
 
@@ -166,13 +153,13 @@ class ObjectStoreBackend:
         self._check_writable(what)
         count = 0
         for full, unfinished in list(self._client.pending(self._full(prefix), what)):
-            if unfinished not in self._living and self._is_ours(full):
+            if unfinished not in self._active and self._is_ours(full):
                 self._client.abort(full, unfinished, what)
                 count += 1
         return count + (0 if prefix else self._discard_probes(what))
 
     def close(self) -> None:
-        """Close the connections. Writers that are still open may go on to their abort."""
+        """Close the connections. Open writers may still abort."""
         self._client.close()
 
     def _listed(self, prefix: str) -> list[StoredObject]:
@@ -184,20 +171,20 @@ class ObjectStoreBackend:
         return sorted(found, key=lambda each: each.key)
 
     def _rows(self, prefix: str, what: str) -> Iterator[Row]:
-        """List without ever saying "not there": nothing below a prefix is an empty listing."""
+        """List a prefix. KeyNotFoundError is no valid answer to that: without objects, the listing is empty."""
         try:
-            yield from self._client.rows(self._full(prefix), what)
+            yield from self._client.list(self._full(prefix), what)
         except KeyNotFoundError as error:
             raise UnreachableError(f"{error}; a listing cannot be missing, so try again") from None
 
     def _is_ours(self, full: str) -> bool:
-        """Say whether a writer of this package may have begun it."""
+        """Whether a writer of this package can have begun it."""
         name = full.removeprefix(self._client.prefix)
         folder, _, leaf = name.rpartition("/")
         return is_key(name) or (is_unfinished(leaf) and (not folder or is_key(folder)))
 
     def _discard_probes(self, what: str) -> int:
-        """Remove what an opening has left that was cut off."""
+        """Delete probe objects of opens that were killed."""
         count = 0
         for full, *_ in list(self._rows(RESERVED_PREFIX, what)):
             if is_unfinished(full.removeprefix(self._client.prefix)):
@@ -206,34 +193,34 @@ class ObjectStoreBackend:
         return count
 
     def _probed(self) -> bool:
-        """Create one object twice; say whether the second create lost."""
+        """Create one object twice; return whether the second create was refused."""
         full, what = self._full(unfinished_name()), f"open {self.place}"
         try:
-            kept = self._client.knows_condition and self._heeds_condition(full, what)
-            if not kept:
+            obeys = self._client.knows_condition and self._obeys_condition(full, what)
+            if not obeys:
                 self._client.put(full, _NOTHING, Publish.REPLACE, what)
         except BaseException:
-            # It may have been taken, whatever was answered. What fails here too is left to discard_unfinished.
+            # The object may exist, whatever the answer was. discard_unfinished deletes what cannot be deleted now.
             with suppress(BackendError):
                 self._remove(full, what)
             raise
         self._remove(full, what)
-        return kept
+        return obeys
 
-    def _heeds_condition(self, full: str, what: str) -> bool:
+    def _obeys_condition(self, full: str, what: str) -> bool:
         try:
-            return self._second_create_loses(full, what)
+            return self._second_create_fails(full, what)
         except BackendError as error:
             if error.retryable or isinstance(error, AccessDeniedError):
                 raise
-            # The store refuses the condition. Whether it takes the object without one is asked for next.
+            # The store does not support the condition. The caller tries a put without one.
             return False
 
     def _remove(self, full: str, what: str) -> None:
         with suppress(KeyNotFoundError):
             self._client.delete(full, what)
 
-    def _second_create_loses(self, full: str, what: str) -> bool:
+    def _second_create_fails(self, full: str, what: str) -> bool:
         self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)
         try:
             self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)
@@ -241,16 +228,5 @@ class ObjectStoreBackend:
             return True
         return False
 
-    def _looked(self) -> bool:
-        self._client.check_open()
-        return False
-
-    def _check_writable(self, what: str) -> None:
-        if self._read_only:
-            raise AccessDeniedError(f"{what}: it was opened for reading only; open it for writing")
-
     def _full(self, key: str) -> str:
         return self._client.prefix + key
-
-    def _what(self, operation: str, key: str) -> str:
-        return f"{operation} {key!r} in {self.place}"

@@ -1,8 +1,8 @@
-"""What a library for object stores has to offer so that one backend and its writers can be built on any of them.
+"""The interface of a client of an object store, on which one backend and its writers are built.
 
-A client makes single requests and keeps no state but its connections. It names objects by their full key, its
-``prefix`` included; ``what`` names operation, key and place for messages. Every error it raises is a BackendError;
-it never repeats a request that failed. All methods may be called from several threads at once.
+A client makes single requests and has no state but its connections. Its keys are full keys, its ``prefix`` included;
+``what`` is the operation, key and place for error messages. Every error is a BackendError. A client never retries. All
+methods may be called from several threads at once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class UploadGoneError(BackendError):
 
 
 class BareAbsenceError(UnreachableError):
-    """The answer was 404 and did not say what is missing: whoever stands before a store says that too."""
+    """The answer was 404 without a code: a proxy in front of the store may have sent it."""
 
 
 class ConflictError(BackendError):
-    """The answer was 409, by which some stores say of a conditional create that it lost."""
+    """The answer was 409, which some stores send if a conditional create finds the key taken."""
 
 
 class NotServedError(BackendError):
@@ -32,16 +32,16 @@ class NotServedError(BackendError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """An object as the store describes it; ``etag`` without quotation marks, '' where there is none."""
+class ObjectInfo:
+    """An object's length and etag; ``etag`` has no quotation marks, and is '' where there is none."""
 
     bytes: int
     etag: str
 
 
 class Row(NamedTuple):
-    """An object as a listing reports it: its full key, its size, and what changes when it is written anew ('' where the
-    store does not say)."""
+    """An object in a listing: its full key, its length, and a text that changes when it is rewritten ('' where the
+    store reports none)."""
 
     key: str
     bytes: int
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class Uploads(Protocol):
-    """Uploads in parts, which may come in any order and be sent again one by one."""
+    """Multipart uploads: parts are sent in any order, and each can be sent again."""
 
     def begin(self, key: str, what: str) -> str:
         """Begin an upload; return its id."""
@@ -60,7 +60,8 @@ class Uploads(Protocol):
         ...
 
     def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]], what: str) -> None:
-        """Make the object visible from parts as number and etag, rising; UploadGoneError where it is not known."""
+        """Make the object visible. ``parts`` are number and etag, by number. Raises UploadGoneError where the store
+        does not know the upload."""
         ...
 
 
@@ -69,34 +70,34 @@ class Deletions(Protocol):
 
     @property
     def keys_max(self) -> int:
-        """How many one request takes."""
+        """The greatest number of keys in one request."""
         ...
 
     def delete_some(self, keys: Sequence[str], what: str) -> Sequence[str]:
-        """Ask once; return the keys that the store did not delete, whose objects may be there still. Raises where
-        that is all of them: KeyNotFoundError where the store says no more than that some were not there."""
+        """Make one request; return the keys that the store did not delete, whose objects may still exist. Raises if
+        that is all of them; KeyNotFoundError if the store answered only that some objects do not exist."""
         ...
 
 
 class Stream(Protocol):
-    """One object whose bytes come in rising order; nothing is visible under its key before ``finish`` returned.
+    """One object that is written in rising order; nothing is visible under its key before ``finish`` returns.
 
-    After an error of ``write`` or ``finish`` only ``drop`` is of use.
+    After an error of ``write`` or ``finish``, only ``drop`` may be called.
     """
 
     @property
     def unfinished(self) -> str:
-        """What ``pending`` would list it as; '' where it is listed nowhere."""
+        """Its id in ``pending``; '' where ``pending`` does not list it."""
         ...
 
     def write(self, view: memoryview) -> None:
-        """Take the next bytes; no reference to the view is kept."""
+        """Write the next bytes; keeps no reference to the view."""
         ...
 
     def finish(self) -> None: ...
 
     def drop(self) -> None:
-        """Leave nothing behind, as far as the store can be asked."""
+        """Remove what was written, as far as the store answers."""
         ...
 
 
@@ -110,64 +111,64 @@ class ObjectClient(Protocol):
 
     @property
     def prefix(self) -> str:
-        """What stands before every key: empty, or ending in '/'."""
+        """The prefix of every full key: '', or ending in '/'."""
         ...
 
     @property
     def durable(self) -> bool:
-        """Whether what the store has taken survives a power cut."""
+        """Whether an object that the store has acknowledged survives a power cut."""
         ...
 
     @property
     def atomic_replace(self) -> bool:
-        """Whether a reader beside ``put`` or ``finish`` sees the old or the new object, never a mixture or none."""
+        """Whether a reader during ``put`` or ``finish`` sees the old or the new object, never a mixture or none."""
         ...
 
     @property
     def knows_condition(self) -> bool:
-        """Whether ``put`` may be asked for IF_ABSENT at all; whether the store heeds it is for a probe to find."""
+        """Whether ``put`` can send the condition IF_ABSENT; a probe finds out whether the store obeys it."""
         ...
 
     @property
     def uploads(self) -> Uploads | None:
-        """Where None, what is too large for ``put`` is written as a stream."""
+        """None: objects that are too large for ``put`` are written as a stream."""
         ...
 
     @property
     def deletions(self) -> Deletions | None:
-        """Where None, objects are deleted one by one."""
+        """None: objects are deleted one by one."""
         ...
 
     def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
-        """Begin an object of ``most_bytes`` at most (None: not known). Nothing is asked of the store yet."""
+        """Begin an object of at most ``most_bytes`` (None: unknown). Makes no request yet."""
         ...
 
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
-        """Create an object at one blow; KeyExistsError where IF_ABSENT lost."""
+        """Create an object by one request; raises KeyExistsError where IF_ABSENT finds the key taken."""
         ...
 
-    def look(self, key: str, what: str) -> Found: ...
+    def head(self, key: str, what: str) -> ObjectInfo: ...
 
     def read_into(self, key: str, offset: int, view: memoryview, what: str) -> int:
-        """Fill the view from ``offset``; return how many bytes there were, fewer where the object ends before."""
+        """Fill the view from ``offset``; return the number of bytes read, fewer where the object ends before."""
         ...
 
-    def rows(self, prefix: str, what: str) -> Iterable[Row]:
-        """Every object below a prefix, in any order."""
+    def list(self, prefix: str, what: str) -> Iterable[Row]:
+        """List every object below a prefix, in any order."""
         ...
 
     def delete(self, key: str, what: str) -> None: ...
 
     def pending(self, prefix: str, what: str) -> Iterable[tuple[str, str]]:
-        """What was begun below a prefix and not finished, as full key and id, as far as it can be listed."""
+        """List unfinished objects below a prefix as full key and id, as far as the store lists them."""
         ...
 
     def abort(self, key: str, unfinished: str, what: str) -> None:
-        """Remove what ``pending`` listed or ``begin`` began; what is gone already is no error."""
+        """Remove an unfinished object of ``pending`` or ``begin``; a missing one is no error."""
         ...
 
     def check_open(self) -> None:
-        """Ask the place for a row, to show wrong keys and a place that is not there."""
+        """List one row, so that wrong credentials and a missing bucket are errors now."""
         ...
 
     def close(self) -> None: ...

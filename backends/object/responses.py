@@ -1,14 +1,15 @@
-"""What an object store's answers mean in the error tree, whatever library brought them.
+"""The classification of an object store's answers as errors, for every library.
 
-An answer has a status and mostly a code of the store's own; everything without an answer is UnreachableError. What else
-a store says is not repeated: about a signature it repeats the key id and the request.
+An answer has a status and usually a code. A request without an answer is UnreachableError. The rest of an answer's text
+is not repeated in messages: an answer about a signature contains the key id and the request.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from tierfall.backends.object.client import BareAbsenceError, ConflictError, UploadGoneError
 from tierfall.core.types.backend import Publish
@@ -18,10 +19,13 @@ from tierfall.core.types.errors import (
     KeyExistsError,
     KeyNotFoundError,
     StorageFullError,
+    TierfallError,
     UnreachableError,
 )
 
+T = TypeVar("T")
 _CODE = re.compile(r"<Code>([0-9A-Za-z.]{1,64})</Code>")
+_UNKNOWN_ARGUMENT = re.compile(r"unexpected keyword argument '(\w+)'")
 
 KEYS_HINT = "check the key, the secret, the token and what they may do there"
 
@@ -64,7 +68,7 @@ _BY_STATUS: dict[int, tuple[type[BackendError], str]] = {
     403: _KEYS,
     404: (
         BareAbsenceError,
-        "it does not say what is missing, so nothing is known about what is stored; is this the store's address?",
+        "without a code nothing is known about what is stored; is this the store's address?",
     ),
     408: _MAY_PASS,
     409: (ConflictError, "it is in conflict with what is there"),
@@ -77,7 +81,7 @@ _BY_STATUS: dict[int, tuple[type[BackendError], str]] = {
 
 
 def code_in(text: str) -> str:
-    """Return S3's own error code in an answer, or ''."""
+    """Return S3's error code in the text of an answer, or ''."""
     found = _CODE.search(text)
     return found.group(1) if found else ""
 
@@ -89,10 +93,38 @@ def answer_error(status: int, code: str, what: str) -> BackendError:
     return kind(f"{what}: the store answered {' '.join([str(status), code]).strip()}; {hint}")
 
 
-def is_worth_a_get(error: BackendError) -> bool:
-    """Say whether a GET may tell more than the answer to HEAD, which has no body: a missing bucket looks there like a
-    missing object."""
-    return not error.retryable or isinstance(error, BareAbsenceError)
+@contextmanager
+def translating(
+    what: str,
+    kinds: tuple[type[Exception], ...],
+    make_error: Callable[[Exception, str], BackendError],
+) -> Iterator[None]:
+    """Raise a library's exceptions as BackendErrors; an error of this package passes as it is. The exception is not
+    chained, since its text may contain the request with the key id."""
+    try:
+        yield
+    except TierfallError:
+        raise
+    except kinds as error:
+        raise make_error(error, what) from None
+
+
+def head_or_get(head: Callable[[], T], get: Callable[[], object]) -> T:
+    """Return what ``head`` returns. The answer to HEAD has no body, so that a missing bucket looks like a missing
+    object: if it fails, ``get`` is called for the error that the answer to GET has."""
+    try:
+        return head()
+    except BackendError as error:
+        if error.retryable and not isinstance(error, BareAbsenceError):
+            raise
+    get()
+    return head()
+
+
+def unknown_argument(error: Exception) -> str | None:
+    """Return the name of the option that a library's function does not have, from its TypeError."""
+    found = _UNKNOWN_ARGUMENT.search(str(error)) if isinstance(error, TypeError) else None
+    return found.group(1) if found else None
 
 
 def left_of(
@@ -101,23 +133,23 @@ def left_of(
     failed: Iterable[Mapping[str, str]],
     what: str,
 ) -> list[str]:
-    """Return the keys that S3's answer to a deletion of several does not say are gone, from its rows; raise the error
-    of the first where that is all of them."""
-    gone = {row.get("Key") for row in deleted}
+    """Return the keys that S3's answer to a batch deletion does not report as deleted or missing. If that is all of
+    them, raise the error of the first."""
+    absent = {row.get("Key") for row in deleted}
     codes = {row.get("Key"): row.get("Code", "") for row in failed}
-    gone |= {key for key, code in codes.items() if _BY_CODE.get(code) is _ABSENT}
-    left = [key for key in keys if key not in gone]
+    absent |= {key for key, code in codes.items() if _BY_CODE.get(code) is _ABSENT}
+    left = [key for key in keys if key not in absent]
     if len(left) < len(keys):
         return left
     first = next((key for key in left if key in codes), None)
     if first is None:
-        raise BackendError(f"{what}: the store does not say what it deleted")
+        raise BackendError(f"{what}: the store does not report what it deleted")
     raise answer_error(200, codes[first], f"{what}, {first!r}")
 
 
 @contextmanager
 def creating(publish: Publish) -> Iterator[None]:
-    """Take a conflict for what it means where an object is created conditionally: that the key is taken."""
+    """Raise a conflict under IF_ABSENT as KeyExistsError."""
     try:
         yield
     except ConflictError as error:
@@ -127,8 +159,8 @@ def creating(publish: Publish) -> Iterator[None]:
 
 
 def unsaid_error(what: str) -> UnreachableError:
-    """Make the error for a good status before a body that does not say that an upload was completed."""
-    return silence_error("the store did not say that it completed the upload", what)
+    """Make the error for a success status with a body that does not confirm the completion of an upload."""
+    return silence_error("the store did not confirm that it completed the upload", what)
 
 
 def silence_error(reason: str, what: str) -> UnreachableError:

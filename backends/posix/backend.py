@@ -1,8 +1,8 @@
-"""Objects as files below one folder: local disks and mounted file systems.
+"""A backend of files below one folder: local disks and mounted file systems.
 
-A key is a path below the root. What is unfinished has a name that no key has, beside where it will stand; folders
-appear with their first object and go with their last. Symbolic links are followed up to the root, never below it.
-Retry, throttling and faults are wrappers' work.
+A key is a path below the root. An unfinished object is a file in the folder of its key, under a name that no key has.
+Folders are created with their first object and removed with their last. Symbolic links are followed up to the root,
+never below it. Wrappers retry and throttle.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ from tierfall.backends.posix.system import (
     translated,
 )
 from tierfall.backends.posix.writer import PosixWriter, PosixWriterContext
-from tierfall.backends.toolkit.keys import check_key, check_prefix, is_key, is_part, is_unfinished
+from tierfall.backends.toolkit.base import BackendBase
+from tierfall.backends.toolkit.keys import (
+    check_key,
+    check_prefix,
+    is_component,
+    is_key,
+    is_unfinished,
+)
 from tierfall.backends.toolkit.views import BouncePool, flat
-from tierfall.backends.toolkit.writers import Extent
 from tierfall.core.types.backend import Publish, StoredObject, Traits
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -35,33 +41,37 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 
-# Without waiting: opening a FIFO that somebody put there would hang. It changes nothing for files.
+# O_NONBLOCK: opening a FIFO would block. It has no effect on files.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _MAX_PARALLEL = 4
 
 
-class PosixBackend:
+class PosixBackend(BackendBase):
     """Stores objects as files below ``root``; see ``core.types.backend.Backend``.
 
-    ``root`` is made where it is missing, and must be a folder that this process may write to. ``direct_io``: None
-    takes direct I/O where a probe at open shows that it works, False never, True insists. While it is open, a root
-    that is unmounted, deleted or replaced raises UnreachableError, until it is back as ``recognise`` says. Call
-    ``close`` when no other call is going on.
+    ``root`` is created where it is missing, and must be a writable folder. ``direct_io``: None uses direct I/O where a
+    probe at open shows that it works, False never, True raises where it does not work. While the backend is open, a
+    root that is unmounted, deleted or replaced raises UnreachableError, until ``recognise`` finds it again. Call
+    ``close`` after all other calls have returned.
 
-    ``read_only``: nothing is made, probed or changed; a root that is not there is UnreachableError (it may not be
-    mounted), and writing and deleting are AccessDeniedError. Direct I/O is used for a file where the kernel says that
-    it takes it, so the traits promise none.
+    ``read_only``: nothing is created, probed or changed. A missing root is UnreachableError, since it may not be
+    mounted; writing and deleting raise AccessDeniedError. Each file is read by direct I/O where the kernel supports it
+    for that file, so the traits promise none. ``read_cached`` is disabled: inspection reads the medium, not the page
+    cache.
 
-    What lies in the page cache is read from there, unless it is ``read_only``: whoever only looks asks the medium.
-
-    Raises AccessDeniedError or another BackendError, naming the folder, where it cannot be used.
+    Raises AccessDeniedError or another BackendError, with the folder, where it cannot be used.
     """
+
+    _not_conditional = (
+        "this file system has neither hard links nor an exclusive rename, so nothing can be created conditionally "
+        "there"
+    )
 
     def __init__(
         self, root: Path | str, *, direct_io: bool | None = None, read_only: bool = False
     ) -> None:
         self._path = Path(os.path.abspath(root))
-        self._read_only = read_only
+        super().__init__(str(self._path), read_only=read_only)
         self._ask_kernel = read_only and direct_io is not False
         self._folders = _open_root(self._path, read_only=read_only)
         try:
@@ -76,9 +86,10 @@ class PosixBackend:
         pool = BouncePool(
             block_bytes=BOUNCE_BYTES, alignment_bytes=max(block_bytes, 1), keep=_MAX_PARALLEL
         )
-        self._living: set[str] = set()
-        self._shop = PosixWriterContext(
-            folders=self._folders, medium=self._medium, pool=pool, living=self._living
+        self._active: set[str] = set()
+        """The file names of active writers."""
+        self._context = PosixWriterContext(
+            folders=self._folders, medium=self._medium, pool=pool, active=self._active
         )
         self._traits = Traits(
             durable=self._folders.can_sync,
@@ -90,14 +101,6 @@ class PosixBackend:
             needs_sync=self._folders.can_sync and not read_only,
         )
 
-    @property
-    def traits(self) -> Traits:
-        return self._traits
-
-    @property
-    def place(self) -> str:
-        return str(self._path)
-
     def create(
         self,
         key: str,
@@ -106,55 +109,41 @@ class PosixBackend:
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> PosixWriter:
-        check_key(key)
-        extent = Extent(length=length, length_max=length_max)
-        extent.check(f"create {key!r} in {self.place}")
-        if publish is Publish.IF_ABSENT and not self._traits.conditional_create:
-            raise BackendError(
-                f"create {key!r} in {self.place}: this file system has neither hard links nor an exclusive rename, "
-                "so nothing can be created conditionally there"
-            )
-        self._check_writable("create", key)
+        extent = self._check_create(key, length, length_max, publish)
         self._folders.verify()
-        with translated(f"create {key!r} in {self.place}"):
-            return PosixWriter(self._shop, key, extent=extent, publish=publish)
+        with translated(self._what("create", key)):
+            return PosixWriter(self._context, key, extent=extent, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         check_key(key)
         data = flat(view, writable=True)
         if offset < 0:
-            raise BackendError(f"read {key!r} in {self.place}: the offset {offset} is negative")
-        with self._asking("read", key), self._opened(key) as (file, status):
+            raise BackendError(f"{self._what('read', key)}: the offset {offset} is negative")
+        with self._lookup("read", key), self._opened(key) as (file, status):
             block_bytes = direct_block(file) if self._ask_kernel else self._medium.direct_bytes
             count = read_whole(file, data, offset, block_bytes=block_bytes)
         if count < data.nbytes:
-            raise self._too_short(key, offset, data.nbytes, status)
+            end = offset + data.nbytes
+            raise self._short_read(self._what("read", key), offset, end, status.st_size)
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        """See ``Backend``. Never for who only looks: that one wants reads of the medium itself."""
+        """See ``Backend``. False where the backend is read-only: inspection reads the medium."""
         check_key(key)
-        with self._asking("read", key), self._opened(key) as (file, status):
+        with self._lookup("read", key), self._opened(key) as (file, status):
             if not self._in_page_cache(file, status, offset, end - offset):
                 return False
             for view in views:
                 data = flat(view, writable=True)
                 if read_whole(file, data, offset, block_bytes=0) < data.nbytes:
-                    raise self._too_short(key, offset, data.nbytes, status)
+                    what = self._what("read", key)
+                    raise self._short_read(what, offset, offset + data.nbytes, status.st_size)
                 offset += data.nbytes
         return True
-
-    def _too_short(
-        self, key: str, offset: int, wanted: int, status: os.stat_result
-    ) -> BackendError:
-        return BackendError(
-            f"read {key!r} in {self.place}: bytes {offset} to {offset + wanted} were asked for, but it ends at "
-            f"{status.st_size}; it was cut short, or another object was expected"
-        )
 
     def stat(self, key: str) -> StoredObject:
         check_key(key)
         parent, _, leaf = key.rpartition("/")
-        with self._asking("stat", key), self._folders.opened(parent) as folder:
+        with self._lookup("stat", key), self._folders.opened(parent) as folder:
             status = os.stat(leaf, dir_fd=folder, follow_symlinks=False)
             self._check_regular(status, key)
         return StoredObject(key=key, bytes=status.st_size)
@@ -164,8 +153,8 @@ class PosixBackend:
         return self._scan(prefix)
 
     def links(self, folder: str) -> list[str]:
-        """Name the symbolic links in a folder, which ``scan`` leaves out and nothing follows."""
-        with suppress(KeyNotFoundError), self._asking("list", check_key(folder)):
+        """Return the names of the symbolic links in a folder, which ``scan`` leaves out and no call follows."""
+        with suppress(KeyNotFoundError), self._lookup("list", check_key(folder)):
             return self._folders.links(folder)
         return []
 
@@ -173,30 +162,30 @@ class PosixBackend:
         self.delete_some([key])
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        """See ``Backend``. What lies in the folder of the first key goes, and the folder is synced once."""
+        """See ``Backend``. Deletes the keys in the folder of the first one, and syncs that folder once."""
         keys = [check_key(key) for key in keys]
-        self._check_writable("delete", keys[0])
+        self._check_writable(self._what("delete", keys[0]))
         parent = _folder_of(keys[0])
-        going = [key for key in keys if _folder_of(key) == parent]
-        # Asked and answered: where the folder is not there, there is nothing to remove, here or any more.
+        selected = [key for key in keys if _folder_of(key) == parent]
+        # A missing folder has no objects to delete.
         with suppress(KeyNotFoundError):
-            with self._asking("delete", keys[0]), self._folders.opened(parent) as folder:
-                removed = self._unlink_all(folder, going)
+            with self._lookup("delete", keys[0]), self._folders.opened(parent) as folder:
+                removed = self._unlink_all(folder, selected)
             if removed:
                 self._folders.remove_empty(parent)
         return [key for key in keys if _folder_of(key) != parent]
 
     def sync(self, folder: str) -> None:
-        """See ``SyncedBackend``. The way to the folder is durable: whoever published in it saw to that first."""
+        """See ``SyncedBackend``. The folders above are durable: a writer syncs them before it publishes."""
         check_key(folder)
-        self._check_writable("sync", folder)
-        with self._asking("sync", folder), self._folders.opened(folder) as descriptor:
+        self._check_writable(self._what("sync", folder))
+        with self._lookup("sync", folder), self._folders.opened(folder) as descriptor:
             state = f"what is visible in {folder!r} may not survive a power cut: write it anew"
             self._folders.sync(descriptor, state=state)
 
     def discard_unfinished(self, prefix: str) -> int:
         check_prefix(prefix)
-        self._check_writable("clean up", prefix)
+        self._check_writable(self._what("clean up", prefix))
         count, pending = 0, [prefix]
         empty: list[str] = []
         listings = Listings(self._entries)
@@ -209,33 +198,32 @@ class PosixBackend:
                 pending += [
                     f"{folder}{each.name}/"
                     for each in entries
-                    if each.is_folder and is_part(each.name)
+                    if each.is_folder and is_component(each.name)
                 ]
                 dead = [each.name for each in entries if self._is_dead(each)]
                 if dead:
-                    # A folder that somebody removes meanwhile took what was dead in it along.
+                    # A folder that is removed meanwhile had no other files.
                     with suppress(KeyNotFoundError):
                         count += self._discard(folder, dead)
         for name in empty:
-            # A kill between the last file's end and its folder's leaves the folder.
+            # A kill after the deletion of the last file leaves its folder.
             self._folders.remove_empty(name)
         return count
 
     def recognise(self, key: str, is_same: Callable[[bytes], bool]) -> None:
-        """Go on where the root is mounted anew, if the object ``key`` there says that it is the same."""
+        """After the root is mounted anew, continue if ``is_same`` accepts the bytes of its object ``key``."""
         self._folders.recognise(check_key(key), is_same)
 
     def close(self) -> None:
-        """Give the root back. Writers that are still open may go on to their abort, not to their publish."""
+        """Close the root. Open writers may still abort, but not publish."""
         self._folders.close()
 
     @contextmanager
-    def _asking(self, operation: str, key: str) -> Iterator[None]:
-        """Translate what goes wrong while something that should be there is looked up.
-
-        "Not there" is believed only while the root is the one that was opened.
+    def _lookup(self, operation: str, key: str) -> Iterator[None]:
+        """Raise the OSErrors of the block as BackendErrors. KeyNotFoundError only while the root is the folder that was
+        opened: an unmounted root has no files either.
         """
-        what = f"{operation} {key!r} in {self.place}"
+        what = self._what(operation, key)
         self._folders.verify()
         try:
             yield
@@ -252,7 +240,7 @@ class PosixBackend:
     ) -> bool:
         if self._read_only or size_bytes < DIRECT_BYTES_MIN:
             return False
-        # The kernel tells nobody else: then all pages seem to be there.
+        # For other users the kernel reports every page as resident.
         is_own = os.geteuid() in (0, status.st_uid)
         return is_own and is_cached(file, offset, size_bytes)
 
@@ -269,7 +257,7 @@ class PosixBackend:
             os.close(file)
 
     def _unlink_all(self, folder: int, keys: Sequence[str]) -> bool:
-        """Remove files of one folder, durably; say whether one was there."""
+        """Delete files of one folder, durably; return whether one existed."""
         removed = False
         try:
             for key in keys:
@@ -277,7 +265,7 @@ class PosixBackend:
                     self._unlink(folder, key)
                     removed = True
         finally:
-            # Where one cannot be removed as well: whoever asks again does not find those that went before it.
+            # After a failure too: a retry does not find the files that were deleted before it, and syncs nothing.
             if removed:
                 state = "what was removed may be back after a power cut"
                 self._folders.sync(folder, state=state)
@@ -285,15 +273,9 @@ class PosixBackend:
 
     def _unlink(self, folder: int, key: str) -> None:
         leaf = key.rpartition("/")[2]
-        with self._asking("delete", key):
+        with self._lookup("delete", key):
             self._check_regular(os.stat(leaf, dir_fd=folder, follow_symlinks=False), key)
             os.unlink(leaf, dir_fd=folder)
-
-    def _check_writable(self, operation: str, key: str) -> None:
-        if self._read_only:
-            raise AccessDeniedError(
-                f"{operation} {key!r} in {self.place}: it was opened for reading only; open it for writing"
-            )
 
     def _check_regular(self, status: os.stat_result, key: str) -> None:
         if stat.S_ISREG(status.st_mode):
@@ -301,8 +283,8 @@ class PosixBackend:
         if stat.S_ISDIR(status.st_mode):
             raise KeyNotFoundError(f"{key!r} in {self.place} is a folder; there is no such object")
         raise AccessDeniedError(
-            f"{key!r} in {self.place} is a symbolic link or a special file, and such are left alone; put the file "
-            "itself there"
+            f"{key!r} in {self.place} is a symbolic link or a special file, which are not used; put the file itself "
+            "there"
         )
 
     def _scan(self, prefix: str) -> Iterator[StoredObject]:
@@ -324,19 +306,19 @@ class PosixBackend:
                     pending.append(item)
 
     def _is_dead(self, entry: Entry) -> bool:
-        return not entry.is_folder and is_unfinished(entry.name) and entry.name not in self._living
+        return not entry.is_folder and is_unfinished(entry.name) and entry.name not in self._active
 
     def _entries(self, prefix: str) -> list[Entry]:
         try:
-            with self._asking("list", prefix):
+            with self._lookup("list", prefix):
                 return self._folders.entries(prefix.rstrip("/"))
         except KeyNotFoundError:
-            # Not there, or removed since its parent was listed: nothing lies below it.
+            # The folder does not exist, or was removed since its parent was listed.
             return []
 
     def _discard(self, prefix: str, names: list[str]) -> int:
         folder, count = prefix.rstrip("/"), 0
-        with self._asking("clean up", prefix), self._folders.opened(folder) as descriptor:
+        with self._lookup("clean up", prefix), self._folders.opened(folder) as descriptor:
             for name in names:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=descriptor)
@@ -347,7 +329,7 @@ class PosixBackend:
 
 
 def _next_folders(pending: list[StoredObject | str], count: int) -> list[StoredObject | str]:
-    """Take from the end of ``pending`` up to so many folders, and the objects between them, in their order."""
+    """Pop up to ``count`` folders from the end of ``pending``, with the objects between them, in order."""
     group: list[StoredObject | str] = []
     while pending and count:
         group.append(pending.pop())
@@ -356,7 +338,7 @@ def _next_folders(pending: list[StoredObject | str], count: int) -> list[StoredO
 
 
 def _below(prefix: str, entries: Iterable[Entry]) -> list[StoredObject | str]:
-    """Name what lies in a folder as objects and longer prefixes, in the order of the keys that they stand for."""
+    """Return a folder's entries as objects and prefixes of subfolders, sorted by key."""
     found: dict[str, StoredObject | str] = {}
     for entry in entries:
         key = prefix + entry.name
@@ -370,7 +352,7 @@ def _below(prefix: str, entries: Iterable[Entry]) -> list[StoredObject | str]:
 
 
 class NoFolderError(UnreachableError):
-    """A tier's folder is not there, and is to be read only: it was never made, or its file system is not mounted."""
+    """The folder of a tier that is opened read-only is missing: it was never created, or is not mounted."""
 
 
 def _folder_of(key: str) -> str:

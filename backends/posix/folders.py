@@ -1,9 +1,8 @@
-"""The folder tree below a tier's root, walked by descriptors so that no symbolic link below the root is followed.
+"""The folder tree below a tier's root, opened by descriptors, so that no symbolic link below the root is followed.
 
-It keeps the root open for as long as the backend lives, and knows whether the path still leads to that folder: a root
-that was unmounted or deleted is unreachable, never empty. New folders are fsynced into their parents, also those that
-somebody else made a moment ago. It knows nothing of objects. What it raises is OSError, for its caller to translate,
-save for what it alone knows.
+The root is kept open as long as the backend, and compared with the path in each call: a root that was unmounted or
+deleted is unreachable, never empty. New folders are fsynced into their parents, those of other processes included. This
+module knows no objects. It raises OSErrors, which its caller translates, and BackendErrors for its own checks.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from tierfall.core.types.errors import (
 )
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_SETTLED_MAX = 4096
+_SYNCED_MAX = 4096
 PROOF_BYTES_MAX = 1 << 20
 LISTINGS_AT_ONCE = 64
 GROUP = 128
-"""Whoever waits for the next object waits until so many folders are listed."""
+"""Folders listed concurrently before a scan yields their first object."""
 SLOW_S = 0.0005
 SLOW_IN_A_ROW = 4
-"""One answer that is slow may only say that the machine is busy."""
+"""A single slow listing may only mean that the machine is busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One name in a folder; special files and symbolic links are neither file nor folder, and not listed."""
+    """A file or folder in a folder. Special files and symbolic links are not listed."""
 
     name: str
     is_folder: bool
@@ -63,7 +62,7 @@ def make_root(path: Path) -> None:
 
 
 def can_sync(folder: int) -> bool:
-    """Fsync a folder; False where this file system has no such thing, OSError where it failed."""
+    """Fsync a folder; False where the file system does not support that. Raises OSError where it failed."""
     try:
         os.fsync(folder)
     except OSError as error:
@@ -74,37 +73,39 @@ def can_sync(folder: int) -> bool:
 
 
 class Folders:
-    """Opens, makes, lists and removes folders below one root."""
+    """Opens, creates, lists and removes folders below one root."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self.path = path
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self.can_sync = read_only or can_sync(self._root)
         self._identity = _identity(os.fstat(self._root))
-        self._settled: dict[str, tuple[int, int]] = {}
-        self._shape = threading.Lock()
+        self._synced: dict[str, tuple[int, int]] = {}
+        """Folders that are durable in their parents, by path, with device and inode."""
+        self._tree_lock = threading.Lock()
+        """Held while a folder is created or removed."""
         self._proof: tuple[str, Callable[[bytes], bool]] | None = None
-        self._left: list[int] = []
+        self._old_roots: list[int] = []
 
     def close(self) -> None:
-        roots, self._root = [self._root, *self._left], -1
-        self._left = []
+        roots, self._root = [self._root, *self._old_roots], -1
+        self._old_roots = []
         for root in roots:
             if root >= 0:
                 os.close(root)
 
     def recognise(self, key: str, is_same: Callable[[bytes], bool]) -> None:
-        """Take another folder at the path for the same one where its file ``key`` is as ``is_same`` wants it."""
+        """Accept another folder at the path as the same one if ``is_same`` accepts the bytes of its file ``key``."""
         self._proof = key, is_same
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Which folder it works in: another one once it was mounted anew."""
+        """Device and inode of the root; they change when it is mounted anew."""
         return self._identity
 
     def verify(self, begun_in: tuple[int, int] | None = None) -> None:
-        """Raise UnreachableError unless the path still leads to the folder that was opened; and LostWriteError where
-        what was ``begun_in`` a folder lies in another one by now."""
+        """Raise UnreachableError unless the path still leads to the folder that was opened. Raise LostWriteError if the
+        root was mounted anew since its identity was ``begun_in``."""
         if self._root < 0:
             raise BackendError(f"{self.path}: this backend is closed; open it again")
         try:
@@ -116,7 +117,7 @@ class Folders:
             ) from error
         if found != self._identity and not self._is_back(found):
             raise UnreachableError(
-                f"{self.path}: another folder stands where the tier's was at open (unmounted, or made anew?); "
+                f"{self.path}: the folder is not the one that was opened (unmounted, or created again?); "
                 "mount it again, or open the tier again"
             )
         if begun_in not in (None, self._identity):
@@ -125,10 +126,10 @@ class Folders:
             )
 
     def _is_back(self, found: tuple[int, int]) -> bool:
-        """Go on with the folder that stands there now, if it is the same one, mounted anew."""
-        with self._shape:
+        """Continue with the folder that is at the path now, if it is the same one, mounted anew."""
+        with self._tree_lock:
             if found == self._identity:
-                return True  # another thread was faster
+                return True  # another thread has accepted it
             try:
                 root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             except OSError:
@@ -136,13 +137,15 @@ class Folders:
             if not self._is_same(root):
                 os.close(root)
                 return False
-            self._left.append(self._root)  # a call that goes on in it fails by itself
+            self._old_roots.append(
+                self._root
+            )  # kept open: other threads may use it, and their calls fail
             self._root, self._identity = root, _identity(os.fstat(root))
-            self._settled.clear()
+            self._synced.clear()
             return True
 
     def _is_same(self, root: int) -> bool:
-        """Say whether an open folder holds what proves that it is the tier's."""
+        """Whether an open folder has the file that identifies it as the tier's."""
         if self._proof is None:
             return False
         key, is_same = self._proof
@@ -150,11 +153,11 @@ class Folders:
             file = os.open(key, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=root)
             with os.fdopen(file, "rb") as opened:
                 return is_same(opened.read(PROOF_BYTES_MAX))
-        except (OSError, TierfallError):  # not there, or not readable: then it proves nothing
+        except (OSError, TierfallError):  # missing or unreadable
             return False
 
     def sync(self, folder: int, *, state: str) -> None:
-        """Fsync an open folder; ``state`` says in the BackendError of a failure what is left then."""
+        """Fsync an open folder. ``state`` is the state after a failure, for the message of the BackendError."""
         if not self.can_sync:
             return
         try:
@@ -164,7 +167,7 @@ class Folders:
 
     @contextmanager
     def opened(self, folder: str) -> Iterator[int]:
-        """Open a folder (a key's parts without the last, '' is the root) for the length of a block."""
+        """Open a folder ('' is the root) for a block."""
         descriptor = self.open(folder)
         try:
             yield descriptor
@@ -173,28 +176,28 @@ class Folders:
 
     def open(self, folder: str) -> int:
         """Open a folder; the caller closes it."""
-        return self._walk(folder, self._enter)
+        return self._open_path(folder, self._enter)
 
     def make(self, folder: str) -> int:
-        """Open a folder, making what is missing; when it returns, every part of the way is durable."""
-        with self._shape:
-            return self._walk(folder, self._enter_or_make)
+        """Open a folder, and create it and those above it where they are missing; all of them are durable on return."""
+        with self._tree_lock:
+            return self._open_path(folder, self._enter_or_make)
 
     def remove_empty(self, folder: str) -> None:
-        """Remove a folder and those above it, below the root, as far as they are empty."""
+        """Remove a folder if it is empty, then the folders above it, up to the root."""
         while folder:
             parent, _, name = folder.rpartition("/")
             try:
-                with self.opened(parent) as descriptor, self._shape:
+                with self.opened(parent) as descriptor, self._tree_lock:
                     os.rmdir(name, dir_fd=descriptor)
-                    self._settled.pop(folder, None)
+                    self._synced.pop(folder, None)
             except OSError:
-                # Not empty, gone, or not ours to remove: an empty folder is no object and harms nobody.
+                # Not empty, removed already, or not permitted: an empty folder is no object.
                 return
             folder = parent
 
     def entries(self, folder: str) -> list[Entry]:
-        """List the files and folders in a folder; one that vanishes meanwhile is left out."""
+        """List the files and folders in a folder, without those that are removed meanwhile."""
         found = []
         with self.opened(folder) as descriptor, os.scandir(descriptor) as names:
             for each in names:
@@ -204,11 +207,11 @@ class Folders:
         return found
 
     def links(self, folder: str) -> list[str]:
-        """Name the symbolic links in a folder."""
+        """Return the names of the symbolic links in a folder."""
         with self.opened(folder) as descriptor, os.scandir(descriptor) as names:
             return sorted(each.name for each in names if each.is_symlink())
 
-    def _walk(self, folder: str, enter: Callable[[int, str, str], int]) -> int:
+    def _open_path(self, folder: str, enter: Callable[[int, str, str], int]) -> int:
         descriptor = os.dup(self._root)
         path = ""
         for part in folder.split("/") if folder else ():
@@ -238,20 +241,20 @@ class Folders:
                 f"{self.path / path}: is a file, and tierfall's folder of that name is to be there; move the file away"
             ) from error
         try:
-            self._settle(parent, child, path)
+            self._sync_new(parent, child, path)
         except BaseException:
             os.close(child)
             raise
         return child
 
-    def _settle(self, parent: int, child: int, path: str) -> None:
-        # A folder that is there need not be durable: whoever made it may not have come to its fsync yet.
+    def _sync_new(self, parent: int, child: int, path: str) -> None:
+        # An existing folder need not be durable: another process may have created it and not reached its fsync.
         found = _identity(os.fstat(child))
-        if self._settled.get(path) != found:
+        if self._synced.get(path) != found:
             self.sync(parent, state=f"the new folder {path!r} may not survive a power cut")
-            if len(self._settled) >= _SETTLED_MAX:
-                self._settled.clear()
-            self._settled[path] = found
+            if len(self._synced) >= _SYNCED_MAX:
+                self._synced.clear()
+            self._synced[path] = found
 
     def _refuse_link(self, parent: int, part: str, path: str) -> None:
         if stat.S_ISLNK(os.stat(part, dir_fd=parent, follow_symlinks=False).st_mode):
@@ -262,11 +265,10 @@ class Folders:
 
 
 class Listings:
-    """Lists folders for one walk: one after the other on a disk that answers at once, several at a time elsewhere.
-    ``at_once`` says how many should be asked for next.
+    """Lists the folders of one walk: one by one on a fast disk, concurrently where listings are slow. ``at_once`` is
+    the number of folders for the next call.
 
-    A thread costs more than a listing that the kernel answers from memory, and far less than a round trip to a file
-    server."""
+    A thread costs more than a listing from the kernel's cache, and far less than a round trip to a file server."""
 
     def __init__(self, entries: Callable[[str], list[Entry]]) -> None:
         self._entries = entries
@@ -290,7 +292,7 @@ def _mkdir(part: str, parent: int) -> None:
     try:
         os.mkdir(part, dir_fd=parent)
     except FileExistsError:
-        # Somebody was faster, which is as good: what it is shows when it is opened.
+        # Created concurrently; the open that follows fails if it is no folder.
         return
 
 
@@ -312,5 +314,5 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def is_missing(error: OSError) -> bool:
-    """Say whether an error means that a name, or a folder on the way to it, is not there."""
+    """Whether an error means that a file, or a folder above it, does not exist."""
     return error.errno in (errno.ENOENT, errno.ENOTDIR)

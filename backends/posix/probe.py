@@ -1,8 +1,8 @@
-"""What the file system under a root can do, found out once, at open, by doing it.
+"""The probe, at open, of what the file system under a root supports.
 
-Direct I/O is decided by writing one aligned block and reading it back, since a file system may take the flag and
-refuse the write; conditional create by making a link, or by a rename that spares its target. A folder that this
-process may not write to is found here, and named.
+Direct I/O is probed by writing one aligned block and reading it back, since a file system may accept the flag and
+reject the write. Conditional create is probed by a hard link, or by a rename that does not replace its target. A root
+that is not writable raises here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_LINKS = frozenset({*_REFUSALS, errno.EPERM, errno.EACCES, errno.EMLINK, errn
 
 
 class Exclusive(StrEnum):
-    """How an object is published only where its key is free."""
+    """The call that publishes an object only if its key is free."""
 
     LINK = "link"
     RENAME = "rename"
@@ -39,7 +39,7 @@ class Exclusive(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Medium:
-    """What one root can do; ``direct_bytes`` is the block for direct I/O, 0 without it."""
+    """What the file system of a root supports; ``direct_bytes`` is the block length of direct I/O, 0 without it."""
 
     direct_bytes: int
     exclusive: Exclusive
@@ -49,16 +49,16 @@ UNPROBED = Medium(direct_bytes=0, exclusive=Exclusive.LINK)
 
 
 def direct_block(file: int) -> int:
-    """Return the block for direct I/O on an open file as the kernel tells it; 0 where it does not, or refuses."""
-    told = system.direct_alignment(file)
-    return max(told, mmap.PAGESIZE) if told and hasattr(os, "O_DIRECT") else 0
+    """Return the block length that the kernel reports for direct I/O on an open file; 0 without direct I/O."""
+    reported = system.direct_alignment(file)
+    return max(reported, mmap.PAGESIZE) if reported and hasattr(os, "O_DIRECT") else 0
 
 
 def probe(folder: int, place: str, *, direct_io: bool | None) -> Medium:
-    """Find out what the folder's file system can do.
+    """Probe what the folder's file system supports.
 
-    ``direct_io``: None takes what there is, False never asks, True raises BackendError where it does not work. A full
-    disk is no error: what is stored there can still be read and deleted.
+    ``direct_io``: None uses what works, False does not probe it, True raises BackendError where it does not work. A
+    full disk is no error: its objects can still be read and deleted.
     """
     try:
         with translated(f"open {place} for writing"), _probe_file(folder) as (name, descriptor):
@@ -68,7 +68,7 @@ def probe(folder: int, place: str, *, direct_io: bool | None) -> Medium:
         direct_bytes, exclusive = 0, Exclusive.LINK
     if direct_io and not direct_bytes:
         raise BackendError(
-            f"{place}: direct_io=True, but this file system does not take direct I/O (or has no room to try it); "
+            f"{place}: direct_io=True, but this file system does not support direct I/O (or has no space to probe it); "
             "leave direct_io unset to use what there is"
         )
     return Medium(direct_bytes=direct_bytes, exclusive=exclusive)
@@ -95,17 +95,17 @@ def _remove(name: str, folder: int) -> None:
 
 
 def _direct_bytes(folder: int, name: str, descriptor: int) -> int:
-    told = system.direct_alignment(descriptor)
-    if told == 0 or not hasattr(os, "O_DIRECT"):
+    reported = system.direct_alignment(descriptor)
+    if reported == 0 or not hasattr(os, "O_DIRECT"):
         return 0
-    # Never less than a page: partial blocks go through the page cache, and a page that is written both ways at once
-    # could be written back over what direct I/O has put there.
-    block_bytes = max(told or _USUAL_ALIGNMENT_BYTES, mmap.PAGESIZE)
+    # At least a page: partial blocks are written through the page cache, and the write-back of a page that is written
+    # both ways could overwrite what direct I/O wrote.
+    block_bytes = max(reported or _USUAL_ALIGNMENT_BYTES, mmap.PAGESIZE)
     try:
         return block_bytes if _direct_works(folder, name, block_bytes) else 0
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return block_bytes if told else 0
+            return block_bytes if reported else 0
         if error.errno in _REFUSALS:
             return 0
         raise

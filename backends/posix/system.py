@@ -1,10 +1,10 @@
-"""The operating system as this backend uses it: whole reads and writes on a file descriptor, the few Linux calls that
-Python's ``os`` lacks, and what an errno means in the error tree. It knows offsets and memory, no keys.
+"""System calls for this backend: complete reads and writes on a descriptor, Linux calls that Python's ``os`` lacks, and
+the classification of an errno as an error. This module knows offsets and memory, no keys.
 
-Direct and buffered I/O never touch the same page of a file that is being written: only whole aligned blocks go
-directly, whatever is left over at either end goes through the page cache, and the fsync at the end covers both.
-``os.posix_fallocate`` is not used: where a file system cannot reserve, the C library emulates it by touching every
-block, which on a parallel file system costs as much as writing.
+Direct and buffered I/O never write the same page of a file: whole aligned blocks are written directly, the rest at
+either end through the page cache, and one fsync covers both. ``os.posix_fallocate`` is not used: where a file system
+cannot reserve space, the C library emulates it by touching every block, which on a parallel file system costs as much
+as writing.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ SAMPLES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Where the aligned middle of a range begins and ends, counted from the start of the view."""
+    """Start and end of the aligned middle of a range, relative to the view."""
 
     start: int
     end: int
 
 
 def split(offset: int, size_bytes: int, block_bytes: int) -> Split | None:
-    """Find the whole blocks in a range; None where there are too few to be worth direct I/O."""
+    """Return the whole blocks of a range; None where they are too few for direct I/O."""
     if not block_bytes or size_bytes < DIRECT_BYTES_MIN:
         return None
     start = -offset % block_bytes
@@ -53,17 +53,17 @@ def split(offset: int, size_bytes: int, block_bytes: int) -> Split | None:
 
 
 def write_whole(descriptor: int, view: memoryview, offset: int, *, block_bytes: int = 1) -> None:
-    """Write a flat view at an offset; after a short write that ended inside a block, the block is written again."""
+    """Write all of a flat view at an offset. After a short write that ends inside a block, that block is repeated."""
     done = 0
     while done < view.nbytes:
         count = os.pwrite(descriptor, view[done:], offset + done)
-        done += _whole_blocks(count, view.nbytes - done, block_bytes, "write")
+        done += _whole_blocks(count, view.nbytes - done, block_bytes)
 
 
 def write_bounced(
     descriptor: int, view: memoryview, offset: int, *, block_bytes: int, pool: BouncePool
 ) -> None:
-    """Write whole blocks whose memory is not aligned, by way of a block that is."""
+    """Write whole blocks from unaligned memory, through an aligned buffer."""
     with pool.block() as block:
         for start in range(0, view.nbytes, block.nbytes):
             piece = view[start : start + block.nbytes]
@@ -72,9 +72,9 @@ def write_bounced(
 
 
 def read_whole(descriptor: int, view: memoryview, offset: int, *, block_bytes: int) -> int:
-    """Fill a flat view from an offset; return how many bytes there were before the end of the file.
+    """Fill a flat view from an offset; return the number of bytes before the end of the file.
 
-    The descriptor must be the caller's own: its direct flag is switched on for the aligned middle.
+    The descriptor must not be shared: its O_DIRECT flag is set for the aligned middle.
     """
     middle = split(offset, view.nbytes, block_bytes)
     if middle is None or (address_of(view) + middle.start) % block_bytes:
@@ -92,22 +92,22 @@ def read_whole(descriptor: int, view: memoryview, offset: int, *, block_bytes: i
 
 
 def is_cached(descriptor: int, offset: int, size_bytes: int) -> bool:
-    """Say whether a range of a file of this user's own is in the page cache, as far as a few of its pages tell.
+    """Whether a range of a file of this user is in the page cache, by a sample of its pages.
 
-    The range is mapped to be asked about, and never touched: a file that is cut short, or a disk that fails, would end
-    the process at the touch (docs/decisions/0012). Of other users' files the kernel does not say.
+    The range is mapped for the question and never accessed: if the file is truncated or the disk fails, an access would
+    kill the process (docs/decisions/0012). The kernel does not report this for files of other users.
     """
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     length = offset + size_bytes - start
     try:
         mapping = mmap.mmap(descriptor, length, prot=mmap.PROT_READ, offset=start)
-    except (OSError, ValueError):  # not to be mapped, or shorter than the range
+    except (OSError, ValueError):  # mapping is not supported, or the file is shorter than the range
         return False
     with mapping, memoryview(mapping) as view:
         address = address_of(view)
         pages = -(-length // mmap.PAGESIZE)
-        wanted = {page * (pages - 1) // (SAMPLES - 1) for page in range(SAMPLES)}
-        return all(is_resident(address + page * mmap.PAGESIZE) for page in sorted(wanted))
+        sample = {page * (pages - 1) // (SAMPLES - 1) for page in range(SAMPLES)}
+        return all(is_resident(address + page * mmap.PAGESIZE) for page in sorted(sample))
 
 
 def _read(descriptor: int, view: memoryview, offset: int) -> int:
@@ -121,7 +121,7 @@ def _read(descriptor: int, view: memoryview, offset: int) -> int:
 
 
 def _read_direct(descriptor: int, view: memoryview, offset: int, block_bytes: int) -> int:
-    """Read whole blocks; a short read ends it, and the caller goes on without the direct flag."""
+    """Read whole blocks until a short read; the caller continues without O_DIRECT."""
     done = 0
     while done < view.nbytes:
         count = os.preadv(descriptor, [view[done:]], offset + done)
@@ -131,14 +131,15 @@ def _read_direct(descriptor: int, view: memoryview, offset: int, block_bytes: in
     return done
 
 
-def _whole_blocks(count: int, wanted: int, block_bytes: int, operation: str) -> int:
-    taken = count if count == wanted else count - count % block_bytes
-    if taken <= 0:
-        raise OSError(errno.EIO, f"a {operation} of {wanted} bytes took {count}")
-    return taken
+def _whole_blocks(count: int, size_bytes: int, block_bytes: int) -> int:
+    """Return the bytes of a write that need not be repeated. Raises OSError without any, instead of looping."""
+    whole = count if count == size_bytes else count - count % block_bytes
+    if whole <= 0:
+        raise OSError(errno.EIO, f"a write of {size_bytes} bytes wrote {count}")
+    return whole
 
 
-# Linux calls: each says when the kernel, the C library or the file system does not know it --------
+# Linux calls, which the kernel, the C library or the file system may not support -------------------
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
@@ -151,7 +152,8 @@ _RENAME_NOREPLACE = 1
 
 
 def direct_alignment(fd: int) -> int | None:
-    """Return the alignment in bytes that direct I/O on this file needs; 0: refused; None: the kernel does not say."""
+    """Return the alignment in bytes for direct I/O on this file; 0: not supported; None: the kernel does not report
+    it."""
     call = getattr(_LIBC, "statx", None)
     if call is None:
         return None
@@ -166,9 +168,9 @@ def direct_alignment(fd: int) -> int | None:
 
 
 def fallocate(fd: int, length: int) -> bool:
-    """Reserve space for ``length`` bytes, setting the size; False where the file system cannot.
+    """Reserve space for ``length`` bytes, and set the file's size; False where the file system does not support it.
 
-    Raises OSError where it can and there is none.
+    Raises OSError where the space is missing.
     """
     call = getattr(_LIBC, "fallocate", None)
     if call is None:
@@ -183,8 +185,8 @@ def fallocate(fd: int, length: int) -> bool:
 
 
 def is_resident(address: int) -> bool:
-    """Say whether the page mapped at ``address``, the start of a page, is in memory; False where the kernel does not
-    say. Nothing is read, and the page is not touched."""
+    """Whether the page mapped at ``address``, the start of a page, is in memory; False where the kernel does not report
+    it. The page is not accessed."""
     call = getattr(_LIBC, "mincore", None)
     answer = ctypes.c_ubyte()
     if call is None or call(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(answer)):
@@ -193,13 +195,13 @@ def is_resident(address: int) -> bool:
 
 
 def rename_if_absent(folder: int, source: str, target: str) -> bool:
-    """Rename within a folder unless the target is there (then FileExistsError); False where this is not known."""
+    """Rename within a folder; raises FileExistsError where the target exists. False where this is not supported."""
     call = getattr(_LIBC, "renameat2", None)
     if call is None:
         return False
-    where = ctypes.c_int(folder)
+    fd = ctypes.c_int(folder)
     names = os.fsencode(source), os.fsencode(target)
-    if call(where, names[0], where, names[1], ctypes.c_uint(_RENAME_NOREPLACE)) == 0:
+    if call(fd, names[0], fd, names[1], ctypes.c_uint(_RENAME_NOREPLACE)) == 0:
         return True
     number = ctypes.get_errno()
     if number in _UNSUPPORTED:
@@ -234,11 +236,11 @@ _MAY_PASS = (
     errno.ENFILE,
 )
 
-# A retryable error says that nothing is known. ENOENT is not here: only the caller knows whether the folder that
-# answered is still the tier.
+# A retryable error means that nothing is known. ENOENT is missing: only the caller knows whether the folder is still
+# the tier's.
 _TABLE: dict[int, tuple[type[BackendError], str]] = {
     errno.EEXIST: (KeyExistsError, "the key is taken"),
-    errno.ENAMETOOLONG: (KeyInvalidError, "this file system takes no name of that length"),
+    errno.ENAMETOOLONG: (KeyInvalidError, "this file system supports no name of that length"),
     errno.ELOOP: (AccessDeniedError, "symbolic links are not followed below the tier's folder"),
     **dict.fromkeys(_FULL, (StorageFullError, "free space there, or raise the quota")),
     **dict.fromkeys(_DENIED, (AccessDeniedError, "check owner, mode and mount options")),
@@ -249,15 +251,15 @@ _TABLE: dict[int, tuple[type[BackendError], str]] = {
 
 
 def backend_error(error: OSError, what: str) -> BackendError:
-    """Make the error that stands for an OSError; ``what`` names operation, key and place."""
+    """Classify an OSError; ``what`` is the operation, key and place."""
     kind, hint = _TABLE.get(error.errno or 0, (BackendError, "see the chained error"))
     return kind(f"{what}: {error.strerror or error}; {hint}")
 
 
 def sync_error(error: OSError, what: str, state: str) -> BackendError:
-    """Make the error for a failed fsync or close; ``state`` says what is left.
+    """Make the error of a failed fsync or close; ``state`` is the state of the object then.
 
-    Never retryable: the kernel may have dropped the bytes and forgotten it, and a second fsync would then lie.
+    Never retryable: the kernel may have dropped the bytes, and a second fsync would report success.
     """
     kind = StorageFullError if error.errno in _FULL else LostWriteError
     return kind(f"{what}: {error.strerror or error}; {state}")
@@ -265,7 +267,7 @@ def sync_error(error: OSError, what: str, state: str) -> BackendError:
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Raise every OSError of the block as a BackendError; a BackendError passes as it is."""
+    """Raise the OSErrors of the block as BackendErrors; a BackendError passes unchanged."""
     try:
         yield
     except BackendError:

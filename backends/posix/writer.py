@@ -1,18 +1,16 @@
-"""One unfinished object in a folder: filled under a name that no key has, then published in a fixed order.
+"""A writer of one object in a folder: it writes a file under a name that no key has, and publishes it.
 
-The order is the promise: all bytes covered, fsync of the file, close, rename (or link, where the key must be free),
-fsync of the folder. A failure on the way kills the writer and removes its file; after a failed fsync the kernel may
-have dropped the bytes and forgotten it, so nothing is ever synced twice. It knows no retries and no other objects.
+The order of publish makes the object durable: all bytes covered, fsync of the file, close, rename (or link, where the
+key must be free), fsync of the folder. After a failure the writer is dead and its file removed. Nothing is synced
+twice, because after a failed fsync the kernel may have dropped the bytes and report success.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import StrEnum
 
 from tierfall.backends.posix import system
 from tierfall.backends.posix.folders import Folders
@@ -24,9 +22,9 @@ from tierfall.backends.posix.system import (
     write_bounced,
     write_whole,
 )
+from tierfall.backends.toolkit.base import Coverage, Extent, WriterBase, WriterState
 from tierfall.backends.toolkit.keys import unfinished_name
 from tierfall.backends.toolkit.views import BouncePool, address_of, flat
-from tierfall.backends.toolkit.writers import AbortOnExit, Coverage, Extent
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import BackendError, KeyExistsError, UnreachableError
 
@@ -34,41 +32,31 @@ _CREATE_TRIES = 16
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
-class _PosixWriterState(StrEnum):
-    OPEN = "open"
-    PUBLISHING = "publishing"
-    PUBLISHED = "published"
-    DEAD = "dead"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PosixWriterContext:
-    """What the writers of one backend share: its folders, its medium, its bounce blocks, the names in use."""
+    """What the writers of one backend share. ``active`` are the file names of active writers."""
 
     folders: Folders
     medium: Medium
     pool: BouncePool
-    living: set[str]
+    active: set[str]
 
 
-class PosixWriter(AbortOnExit):
-    """Fills one new object; see ``core.types.backend.Writer``."""
+class PosixWriter(WriterBase):
+    """Writes one new object; see ``core.types.backend.Writer``."""
 
     def __init__(
-        self, shop: PosixWriterContext, key: str, *, extent: Extent, publish: Publish
+        self, context: PosixWriterContext, key: str, *, extent: Extent, publish: Publish
     ) -> None:
-        self._shop = shop
-        self._key = key
+        super().__init__(key, str(context.folders.path), extent=extent, publish=publish)
+        self._context = context
         self._parent, _, self._leaf = key.rpartition("/")
-        self._extent = extent
-        self._publish = publish
-        self._lock = threading.Lock()
-        self._state = _PosixWriterState.OPEN
         self._busy = 0
+        """Writes in progress."""
         self._coverage = Coverage()
         self._name = unfinished_name()
         self._direct = -1
-        self._begun_in = shop.folders.identity
+        self._begun_in = context.folders.identity
         self._folder, self._file = self._start()
         try:
             self._reserve()
@@ -77,47 +65,42 @@ class PosixWriter(AbortOnExit):
             raise
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Write a range. After a retryable error the same range may be written again; any other kills the writer."""
-        with self._at_work():
+        """Write a range. After a retryable error the range may be written again; after another the writer is dead."""
+        with self._writing():
             data = flat(view)
             self._extent.check_range(self._what("write"), offset, data.nbytes)
             try:
                 with translated(self._what(f"write {data.nbytes} bytes at {offset} of")):
                     self._put(offset, data)
             except UnreachableError:
-                self._shop.folders.verify(
-                    self._begun_in
-                )  # what went with its mount never comes back
+                # If the root was mounted anew, this file is lost: LostWriteError.
+                self._context.folders.verify(self._begun_in)
                 raise
             with self._lock:
                 self._coverage.add(offset, offset + data.nbytes)
 
     def publish(self) -> None:
-        """Make the object visible and durable.
+        """Make the object visible and durable. Cannot be repeated.
 
-        Where the last step fails, the fsync of the folder, the error says so: the object is visible then, but may not
-        survive a power cut; write it anew. After every other failure nothing has changed under the key.
+        If the last step, the fsync of the folder, fails, the error has that state: the object is visible, but may not
+        survive a power cut; write it anew. After every other failure the key is unchanged.
         """
         self._begin_publish()
         try:
-            self._shop.folders.verify(self._begun_in)
-            self._check_complete()
-            self._sync_and_close()
-            with translated(self._what("publish")):
-                self._make_visible()
+            self._finish(self._what("publish"))
         except BaseException:
             self._die()
             raise
-        self._finish_publish()
+        self._on_published()
 
     def abort(self) -> None:
-        if self._state is not _PosixWriterState.PUBLISHED:
+        if self._state is not WriterState.PUBLISHED:
             self._die()
 
     def _start(self) -> tuple[int, int]:
-        """Open the folder and a new file in it; a folder that is removed as empty in between is made again."""
-        folders = self._shop.folders
-        self._shop.living.add(self._name)
+        """Open the folder and a new file in it; a folder that is removed as empty in between is created again."""
+        folders = self._context.folders
+        self._context.active.add(self._name)
         try:
             for _ in range(_CREATE_TRIES):
                 try:
@@ -135,7 +118,7 @@ class PosixWriter(AbortOnExit):
             folders.verify()
             raise UnreachableError(self._what("create") + ": its folder is removed again and again")
         except BaseException:
-            self._shop.living.discard(self._name)
+            self._context.active.discard(self._name)
             raise
 
     def _reserve(self) -> None:
@@ -145,7 +128,8 @@ class PosixWriter(AbortOnExit):
                 system.fallocate(self._file, length)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
+        """Count a write in progress; the writer is dead after an error that is not retryable."""
         with self._lock:
             self._check_open("write")
             self._busy += 1
@@ -159,11 +143,11 @@ class PosixWriter(AbortOnExit):
         finally:
             with self._lock:
                 self._busy -= 1
-            if fatal or self._state is _PosixWriterState.DEAD:
+            if fatal or self._state is WriterState.DEAD:
                 self._die()
 
     def _put(self, offset: int, data: memoryview) -> None:
-        block_bytes = self._shop.medium.direct_bytes
+        block_bytes = self._context.medium.direct_bytes
         middle = split(offset, data.nbytes, block_bytes)
         if middle is None:
             write_whole(self._file, data, offset)
@@ -174,7 +158,7 @@ class PosixWriter(AbortOnExit):
         if address_of(whole) % block_bytes == 0:
             write_whole(direct, whole, start, block_bytes=block_bytes)
         else:
-            pool = self._shop.pool
+            pool = self._context.pool
             write_bounced(direct, whole, start, block_bytes=block_bytes, pool=pool)
         write_whole(self._file, data[middle.end :], offset + middle.end)
 
@@ -185,22 +169,23 @@ class PosixWriter(AbortOnExit):
                 self._direct = os.open(self._name, flags, dir_fd=self._folder)
             return self._direct
 
-    def _check_open(self, operation: str) -> None:
-        if self._state is not _PosixWriterState.OPEN:
-            raise BackendError(
-                f"{self._what(operation)}: this writer is {self._state}; create a new one"
-            )
-
     def _begin_publish(self) -> None:
         with self._lock:
             self._check_open("publish")
-            self._state = _PosixWriterState.PUBLISHING
+            self._state = WriterState.PUBLISHING
             busy = self._busy
         if busy:
             self._die()
             raise BackendError(
                 f"{self._what('publish')}: {busy} writes are still going on; wait for them first"
             )
+
+    def _finish(self, what: str) -> None:
+        self._context.folders.verify(self._begun_in)
+        self._check_complete()
+        self._sync_and_close()
+        with translated(what):
+            self._make_visible()
 
     def _check_complete(self) -> None:
         fault = self._coverage.missing(self._extent.length)
@@ -222,9 +207,9 @@ class PosixWriter(AbortOnExit):
 
     def _make_visible(self) -> None:
         folder = self._folder
-        if self._publish is Publish.REPLACE:
+        if self._publish_mode is Publish.REPLACE:
             os.replace(self._name, self._leaf, src_dir_fd=folder, dst_dir_fd=folder)
-        elif self._shop.medium.exclusive is Exclusive.LINK:
+        elif self._context.medium.exclusive is Exclusive.LINK:
             self._link()
         elif not system.rename_if_absent(folder, self._name, self._leaf):
             raise BackendError(
@@ -238,7 +223,7 @@ class PosixWriter(AbortOnExit):
                 self._name, self._leaf, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False
             )
         except FileExistsError as error:
-            # A network file system may send the call twice and see its own link the second time.
+            # A network file system may repeat the call and find its own link.
             if not self._is_ours(self._leaf):
                 raise KeyExistsError(f"{self._what('publish')}: the key is taken") from error
         os.unlink(self._name, dir_fd=folder)
@@ -248,26 +233,26 @@ class PosixWriter(AbortOnExit):
         theirs = os.stat(leaf, dir_fd=self._folder, follow_symlinks=False)
         return os.path.samestat(ours, theirs)
 
-    def _finish_publish(self) -> None:
+    def _on_published(self) -> None:
         state = f"{self._key!r} is visible, but may not survive a power cut: write it anew"
         try:
-            self._shop.folders.sync(self._folder, state=state)
+            self._context.folders.sync(self._folder, state=state)
         finally:
-            self._state = _PosixWriterState.PUBLISHED
-            self._shop.living.discard(self._name)
+            self._state = WriterState.PUBLISHED
+            self._context.active.discard(self._name)
             folder, self._folder = self._folder, -1
             os.close(folder)
 
     def _die(self) -> None:
-        """Remove the file at once, and close it when no write uses it any more: a number closed too early would lead
-        a late write into somebody else's file."""
+        """Remove the file now, and close it after the last write in progress: if its descriptor were closed earlier, a
+        write could reach another file of the same number."""
         with self._lock:
-            if self._state is not _PosixWriterState.DEAD:
-                self._state = _PosixWriterState.DEAD
-                # Gone already, or the medium fails: then discard_unfinished finds it; the first error is what counts.
+            if self._state is not WriterState.DEAD:
+                self._state = WriterState.DEAD
+                # A failure here must not hide the first error; discard_unfinished removes the file later.
                 with suppress(OSError):
                     os.unlink(self._name, dir_fd=self._folder)
-                self._shop.living.discard(self._name)
+                self._context.active.discard(self._name)
             if self._folder < 0 or self._busy:
                 return
             folder, self._folder = self._folder, -1
@@ -276,7 +261,7 @@ class PosixWriter(AbortOnExit):
             self._close_files()
         with suppress(OSError):
             self._close_files()
-        self._shop.folders.remove_empty(self._parent)
+        self._context.folders.remove_empty(self._parent)
 
     def _close_files(self) -> None:
         while self._direct >= 0 or self._file >= 0:
@@ -285,6 +270,3 @@ class PosixWriter(AbortOnExit):
             else:
                 descriptor, self._file = self._file, -1
             os.close(descriptor)
-
-    def _what(self, operation: str) -> str:
-        return f"{operation} {self._key!r} in {self._shop.folders.path}"

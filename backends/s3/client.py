@@ -1,7 +1,7 @@
-"""Objects in S3 stores: botocore makes, signs and reads each request, ``Connections`` sends it.
+"""A client of S3 stores: botocore builds and signs each request and parses the answer, ``Connections`` sends it.
 
-Each method is one request, or one for each page of a listing, and repeats nothing: wrappers do. botocore asks a second
-time only where a bucket's region is another.
+Each method makes one request, or one for each page of a listing, and never retries. botocore makes a second request
+only where a bucket is in another region. The exceptions of botocore are classified here.
 """
 
 from __future__ import annotations
@@ -11,36 +11,71 @@ import hashlib
 import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+from botocore import exceptions  # type: ignore[import-untyped]
+from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 
-from tierfall.backends.object.client import Found, Row, Stream, UploadGoneError
-from tierfall.backends.object.responses import creating, is_worth_a_get, left_of, unsaid_error
-from tierfall.backends.s3.connections import Connections, ViewReader
-from tierfall.backends.s3.errors import translated
+from tierfall.backends.object.client import ObjectInfo, Row, Stream, UploadGoneError
+from tierfall.backends.object.responses import (
+    KEYS_HINT,
+    answer_error,
+    creating,
+    head_or_get,
+    left_of,
+    silence_error,
+    translating,
+    unsaid_error,
+)
+from tierfall.backends.s3.connections import Connections, NoAnswerError, ViewReader
 from tierfall.core.types.backend import Publish
-from tierfall.core.types.errors import BackendError
+from tierfall.core.types.errors import AccessDeniedError, BackendError
 
-# The outermost element of each answer from whose silence something would be concluded.
+# The root element of each answer in which missing rows mean something.
 _ROOTS = {
     "ListObjectsV2": "ListBucketResult",
     "ListMultipartUploads": "ListMultipartUploadsResult",
     "DeleteObjects": "DeleteResult",
 }
 
-# What may stand before the outermost element's name.
+# What may precede the root element's name.
 _START = rb"\s*(<\?.*?\?>\s*)?<([\w.-]+:)?"
 _AFTER_OBJECTS = {"ContinuationToken": "NextContinuationToken"}
 _AFTER_UPLOADS = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
 
 
+_NO_LOGIN = (
+    exceptions.SSOError,
+    exceptions.TokenRetrievalError,
+    exceptions.PartialCredentialsError,
+)
+# Of botocore's own connections, and of services that give credentials. RuntimeError: credentials expired just after
+# they were renewed.
+_NO_ANSWER = (
+    exceptions.HTTPClientError,
+    exceptions.IncompleteReadError,
+    exceptions.CredentialRetrievalError,
+    exceptions.MetadataRetrievalError,
+    RuntimeError,
+)
+_FOREIGN = (
+    exceptions.BotoCoreError,
+    exceptions.ClientError,
+    NoAnswerError,
+    ResponseParserError,
+    RuntimeError,
+    ValueError,
+)
+# Requests for credentials.
+_LOGINS = ("AssumeRole", "GetRoleCredentials", "CreateToken", "CreateOAuth2Token")
+
+
 class S3Client:
     """See ``ObjectClient``, ``Uploads`` and ``Deletions``.
 
-    ``service`` is a client of botocore's, ``parts`` one that leaves bodies unsigned. ``connections`` is None where
-    botocore's own are used. ``extra``: further parameters of every request that knows them.
+    ``service`` is a botocore client, ``parts`` one that does not sign bodies. With ``connections`` None, botocore's own
+    are used. ``extra`` are parameters that are added to every request that has them.
     """
 
     durable = True
@@ -72,7 +107,7 @@ class S3Client:
             if connections is not None:
                 each.meta.events.register("before-send.s3", connections.send)
         if connections is not None:
-            # For whoever forgets this object without closing it.
+            # If this object is garbage-collected without close().
             weakref.finalize(self, connections.close)
 
     @property
@@ -89,21 +124,18 @@ class S3Client:
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
         condition = {"IfNoneMatch": "*"} if publish is Publish.IF_ABSENT else {}
         with creating(publish):
-            self._ask("put_object", what, Key=key, Body=ViewReader(data), **condition)
+            self._request("put_object", what, Key=key, Body=ViewReader(data), **condition)
 
-    def look(self, key: str, what: str) -> Found:
-        try:
-            found = self._ask("head_object", what, Key=key)
-        except BackendError as error:
-            if not is_worth_a_get(error):
-                raise
-            self._ask("get_object", what, Key=key)["Body"].close()
-            found = self._ask("head_object", what, Key=key)
-        return Found(bytes=int(found["ContentLength"]), etag=found.get("ETag", "").strip('"'))
+    def head(self, key: str, what: str) -> ObjectInfo:
+        found = head_or_get(
+            lambda: self._request("head_object", what, Key=key),
+            lambda: self._request("get_object", what, Key=key)["Body"].close(),
+        )
+        return ObjectInfo(bytes=int(found["ContentLength"]), etag=found.get("ETag", "").strip('"'))
 
     def read_into(self, key: str, offset: int, view: memoryview, what: str) -> int:
         span = f"bytes={offset}-{offset + view.nbytes - 1}"
-        answer = self._ask("get_object", what, Key=key, Range=span)
+        answer = self._request("get_object", what, Key=key, Range=span)
         body, filled = answer["Body"], 0
         try:
             with translated(what):
@@ -116,7 +148,7 @@ class S3Client:
             raise BackendError(f"{what}: the store sent more than the range asked for")
         return filled
 
-    def rows(self, prefix: str, what: str) -> Iterator[Row]:
+    def list(self, prefix: str, what: str) -> Iterator[Row]:
         for page in self._pages("list_objects_v2", what, _AFTER_OBJECTS, Prefix=prefix):
             for row in page.get("Contents", ()):
                 if "Size" not in row:
@@ -124,21 +156,21 @@ class S3Client:
                 yield Row(row["Key"], row["Size"], row.get("ETag", ""))
 
     def delete(self, key: str, what: str) -> None:
-        self._ask("delete_object", what, Key=key)
+        self._request("delete_object", what, Key=key)
 
     def delete_some(self, keys: Sequence[str], what: str) -> Sequence[str]:
         rows = [{"Key": key} for key in keys]
-        answer = self._ask("delete_objects", what, Delete={"Objects": rows})
+        answer = self._request("delete_objects", what, Delete={"Objects": rows})
         return left_of(keys, answer.get("Deleted", ()), answer.get("Errors", ()), what)
 
     def begin(self, key: str, what: str) -> str:
-        upload = self._ask("create_multipart_upload", what, Key=key).get("UploadId")
+        upload = self._request("create_multipart_upload", what, Key=key).get("UploadId")
         if not upload:
             raise BackendError(f"{what}: the store answered without an upload id")
         return str(upload)
 
     def put_part(self, key: str, upload: str, number: int, view: memoryview, what: str) -> str:
-        answer = self._ask(
+        answer = self._request(
             "upload_part",
             what,
             service=self._parts,
@@ -151,7 +183,7 @@ class S3Client:
 
     def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]], what: str) -> None:
         rows = [{"PartNumber": number, "ETag": etag} for number, etag in parts]
-        answer = self._ask(
+        answer = self._request(
             "complete_multipart_upload",
             what,
             Key=key,
@@ -159,7 +191,7 @@ class S3Client:
             MultipartUpload={"Parts": rows},
         )
         if not answer.get("ETag"):
-            # botocore reads a body that says nothing as an answer with nothing in it.
+            # botocore parses an empty body as an answer without members.
             raise unsaid_error(what)
 
     def pending(self, prefix: str, what: str) -> Iterator[tuple[str, str]]:
@@ -169,13 +201,13 @@ class S3Client:
 
     def abort(self, key: str, unfinished: str, what: str) -> None:
         with suppress(UploadGoneError):
-            self._ask("abort_multipart_upload", what, Key=key, UploadId=unfinished)
+            self._request("abort_multipart_upload", what, Key=key, UploadId=unfinished)
 
     def check_open(self) -> None:
-        self._ask("list_objects_v2", f"open {self.place}", Prefix=self.prefix, MaxKeys=1)
+        self._request("list_objects_v2", f"open {self.place}", Prefix=self.prefix, MaxKeys=1)
 
     def close(self) -> None:
-        """Close the connections. Writers that are still open may go on to their abort, which opens others."""
+        """Close the connections. Open writers may still abort, over new connections."""
         if self._connections is not None:
             self._connections.close()
         for each in (self._service, self._parts):
@@ -184,18 +216,20 @@ class S3Client:
     def _pages(
         self, method: str, what: str, following: Mapping[str, str], **words: Any
     ) -> Iterator[dict[str, Any]]:
-        """Every page of a listing; ``following`` names what a page hands to the request for the next one."""
-        marks: dict[str, str] = {}
+        """Yield every page of a listing. ``following`` maps parameters of the next request to members of a page."""
+        token: dict[str, str] = {}
         while True:
-            page = self._ask(method, what, **words, **marks)
+            page = self._request(method, what, **words, **token)
             yield page
             if not page.get("IsTruncated"):
                 return
-            before, marks = marks, {name: page.get(told, "") for name, told in following.items()}
-            if marks == before or not next(iter(marks.values())):
+            before, token = token, {name: page.get(key, "") for name, key in following.items()}
+            if token == before or not next(iter(token.values())):
                 raise BackendError(f"{what}: the store's listing does not go on")
 
-    def _ask(self, method: str, what: str, *, service: Any = None, **words: Any) -> dict[str, Any]:
+    def _request(
+        self, method: str, what: str, *, service: Any = None, **words: Any
+    ) -> dict[str, Any]:
         service = service or self._service
         if self._extra:
             operation = service.meta.method_to_api_mapping[method]
@@ -210,21 +244,61 @@ class S3Client:
 
 
 def _add_md5(params: dict[str, Any], **_: Any) -> None:
-    """S3 requires a digest of a deletion of several. Older stores do not know the one that botocore adds."""
+    """S3 requires a digest of a batch deletion. Older stores do not support the one that botocore adds."""
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
 
 def _check_answer(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
-    """Refuse two answers before botocore reads them."""
+    """Raise for two kinds of answers before botocore parses them."""
     status, headers = response_dict["status_code"], response_dict["headers"]
     if status in (301, 302, 307) and "x-amz-bucket-region" not in headers:
-        # botocore would ask for the bucket's region, be answered the same, and ask for it again, without end.
+        # botocore would ask for the bucket's region, get the same answer, and ask again without end.
         answer = {"ResponseMetadata": {"HTTPStatusCode": 301, "HTTPHeaders": {}}}
-        raise ClientError(answer, operation_model.name)
+        raise exceptions.ClientError(answer, operation_model.name)
     root = _ROOTS.get(operation_model.name)
     if root is None or status >= 300:
         return
     if not re.match(_START + root.encode() + rb"[\s/>]", response_dict["body"], re.DOTALL):
-        # Such as a page to sign in at, which botocore would read as an answer with nothing in it.
+        # Such as a login page, which botocore would parse as an answer without members.
         raise ValueError(f"the answer is no {root}")
+
+
+def translated(what: str) -> AbstractContextManager[None]:
+    """Raise botocore's exceptions as BackendErrors."""
+    return translating(what, _FOREIGN, store_error)
+
+
+def store_error(error: Exception, what: str) -> BackendError:
+    """Classify an exception of botocore."""
+    name = type(error).__name__
+    if isinstance(error, NoAnswerError):
+        return silence_error(str(error), what)
+    if isinstance(error, exceptions.ClientError):
+        return _refusal(error, what)
+    if isinstance(error, exceptions.NoCredentialsError):
+        return AccessDeniedError(
+            f"{what}: no credentials were found; give key and secret (or profile) under options, set AWS_ACCESS_KEY_ID "
+            "and AWS_SECRET_ACCESS_KEY, or give this machine a role; anon: true uses none"
+        )
+    if isinstance(error, _NO_LOGIN):
+        return AccessDeniedError(
+            f"{what}: the credentials are of no use: {name}; log in again (aws sso login), or {KEYS_HINT}"
+        )
+    if isinstance(error, _NO_ANSWER):
+        return silence_error(name, what)
+    if isinstance(error, ResponseParserError | ValueError):
+        return BackendError(f"{what}: the store's answer is none of S3's; is this an S3 server?")
+    return BackendError(f"{what}: botocore failed: {name}")
+
+
+def _refusal(error: exceptions.ClientError, what: str) -> BackendError:
+    """Classify an error answer. The answer to HEAD has no body: botocore then puts the status in place of the code."""
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    found = answer_error(int(status), "" if code.isdigit() else code, what)
+    if error.operation_name.startswith(_LOGINS) and not found.retryable:
+        return AccessDeniedError(
+            f"{what}: {error.operation_name} gives no credentials: {code}; check the role and its token"
+        )
+    return found

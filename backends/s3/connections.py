@@ -1,6 +1,6 @@
-"""Connections to S3 servers, over which bytes go to and from the caller's memory without a copy.
+"""Connections to S3 servers that send from and receive into the caller's memory without a copy.
 
-botocore makes and signs a request and reads its answer; in between, ``Connections.send`` sends it. Nothing is retried.
+botocore builds and signs a request and parses its answer; in between, ``Connections.send`` sends it, once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Connection = http.client.HTTPConnection
 
 
 class NoAnswerError(Exception):
-    """A request got no answer, or not all of it; the text names the reason and the server."""
+    """A request got no answer, or an incomplete one; the text has the reason and the server."""
 
 
 class ViewReader(io.RawIOBase):
-    """A caller's memory as the file that botocore takes; ``view`` is sent as it is."""
+    """A caller's memory as a file for botocore; ``Connections`` sends ``view`` without reading the file."""
 
     def __init__(self, view: memoryview) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class ViewReader(io.RawIOBase):
 
 
 class Connections:
-    """Connections that are kept between requests; ``tls`` is for https. May be used by several threads at once."""
+    """A pool of connections; ``tls`` is for https. Thread-safe."""
 
     def __init__(self, *, connect_s: float, read_s: float, tls: ssl.SSLContext | None) -> None:
         self._connect_s = connect_s
@@ -77,24 +77,26 @@ class Connections:
         self._idle_max = _IDLE_MAX
 
     def send(self, request: Any, **_: Any) -> AWSResponse:
-        """Send a prepared request of botocore's once (a handler of its event ``before-send``); NoAnswerError."""
+        """Send a prepared request of botocore, once; a handler of its event ``before-send``. Raises NoAnswerError."""
         url = urlsplit(request.url)
-        with answering(url):
+        with _answering(url):
             connection = self._take(url)
         try:
-            with answering(url):
-                _ask(connection, request, f"{url.path}?{url.query}" if url.query else url.path)
+            with _answering(url):
+                _send_request(
+                    connection, request, f"{url.path}?{url.query}" if url.query else url.path
+                )
                 response = connection.getresponse()
             body = _Body(self, url, connection, response)
             answer = AWSResponse(request.url, response.status, dict(response.getheaders()), body)
             if not request.stream_output:
-                answer.content  # noqa: B018 - read now, so that an answer that breaks off is an error of the request
+                answer.content  # noqa: B018 - read now, so that a truncated answer is an error of the request
         except BaseException:
             connection.close()
             raise
         return answer
 
-    def give(self, url: SplitResult, connection: Connection) -> None:
+    def put_back(self, url: SplitResult, connection: Connection) -> None:
         """Keep a connection for the next request to the same server."""
         with self._lock:
             idle = self._idle.setdefault((url.scheme, url.netloc), [])
@@ -104,7 +106,7 @@ class Connections:
         connection.close()
 
     def close(self) -> None:
-        """Close what is idle, and from now on every connection after its use."""
+        """Close idle connections, and from now on every connection after its use."""
         with self._lock:
             idle, self._idle, self._idle_max = self._idle, {}, 0
         for connection in [each for some in idle.values() for each in some]:
@@ -130,7 +132,7 @@ class Connections:
         try:
             connection.connect()
             connection.sock.settimeout(self._read_s)
-            # Else megabytes may wait in the kernel, and a slow store look silent while they drain.
+            # Without this limit the kernel buffers megabytes, and a slow store seems silent while they drain.
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _SEND_BYTES)
         except BaseException:
             connection.close()
@@ -139,7 +141,7 @@ class Connections:
 
 
 class _Body:
-    """The body of an answer, as botocore reads one. Once it is read to its end, its connection is used again."""
+    """The body of an answer, in the form that botocore reads. Once read to its end, its connection is reused."""
 
     def __init__(
         self,
@@ -156,13 +158,13 @@ class _Body:
 
     def read(self, size: int | None = None) -> bytes:
         size = _ANSWER_BYTES_MAX if size is None else size
-        with answering(self._url):
+        with _answering(self._url):
             data = self._response.read(size)
             self._on_read(is_end=len(data) < size)
         return data
 
     def readinto(self, view: memoryview) -> int:
-        with answering(self._url):
+        with _answering(self._url):
             count = self._response.readinto(view)
             self._on_read(is_end=not count and view.nbytes > 0)
         return count
@@ -182,7 +184,7 @@ class _Body:
     def _on_read(self, *, is_end: bool) -> None:
         left = self._response.length
         if is_end and left:
-            # http.client reports nothing of a body that breaks off.
+            # http.client does not report a truncated body.
             self.close()
             raise http.client.IncompleteRead(b"", left)
         if not (is_end or left == 0 or self._response.isclosed()):
@@ -190,12 +192,12 @@ class _Body:
         self._response.close()
         connection, self._connection = self._connection, None
         if connection is not None and connection.sock is not None:
-            self._connections.give(self._url, connection)
+            self._connections.put_back(self._url, connection)
 
 
 @contextmanager
-def answering(url: SplitResult) -> Iterator[None]:
-    """Raise what a connection raises as a NoAnswerError."""
+def _answering(url: SplitResult) -> Iterator[None]:
+    """Raise exceptions of a connection as NoAnswerError."""
     try:
         yield
     except (OSError, http.client.HTTPException) as error:
@@ -203,10 +205,10 @@ def answering(url: SplitResult) -> Iterator[None]:
         raise NoAnswerError(f"{reason} at {_server(url)}") from None
 
 
-def _ask(connection: Connection, request: Any, target: str) -> None:
+def _send_request(connection: Connection, request: Any, target: str) -> None:
     body = request.body
     view = body.view if isinstance(body, ViewReader) else memoryview(body) if body else None
-    # The body is sent at once: a store that refuses it is heard all the same.
+    # The body is sent without waiting for "100 Continue": the answer of a store that refuses it is read all the same.
     headers = {name: value for name, value in request.headers.items() if name.lower() != "expect"}
     try:
         connection.request(
@@ -216,32 +218,31 @@ def _ask(connection: Connection, request: Any, target: str) -> None:
             headers=headers,
         )
     except (BrokenPipeError, ConnectionResetError):
-        # A store that refuses says so before it has read the body; then the answer is there already.
+        # A store that refuses a request may answer before it has read the body: the answer is read next.
         if connection.sock is None:
             raise
 
 
 def _slices(body: memoryview) -> Iterator[memoryview]:
-    """Slices of a body: a socket's timeout bounds one sending as a whole, and is to bound a silence."""
+    """Yield slices of a body. A socket's timeout applies to a whole send call; by slices it bounds a silence."""
     for start in range(0, body.nbytes, _SEND_BYTES):
         yield body[start : start + _SEND_BYTES]
 
 
 def _is_readable(connection: Connection) -> bool:
-    """Whether something came without a request: the other side has closed it."""
+    """Whether an idle connection has data: the server has closed it."""
     poll = select.poll()
     poll.register(connection.sock, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def _server(url: SplitResult) -> str:
-    """The server for messages; never a password that stands before it."""
+    """Return host and port for messages, without user and password."""
     return f"{url.hostname}:{url.port}" if url.port else str(url.hostname)
 
 
 def tls_context(verify: bool | str) -> ssl.SSLContext:
-    """Make the context for https. ``verify``: whether certificates are verified, or a file or folder of those to
-    trust."""
+    """Make the context for https. ``verify``: whether to verify certificates, or a file or folder of trusted ones."""
     context = ssl.create_default_context()
     if isinstance(verify, str):
         context.load_verify_locations(**{"capath" if os.path.isdir(verify) else "cafile": verify})

@@ -1,17 +1,16 @@
-"""From ``s3://bucket/prefix`` and s3fs's option names to a client.
+"""Opening a client of ``s3://bucket/prefix`` by s3fs's option names.
 
 They are key (username), secret (password), token, anon, profile, endpoint_url, use_ssl, requester_pays,
-s3_additional_kwargs (further parameters of requests), client_kwargs (what botocore's ``create_client`` takes) and
-config_kwargs (what botocore's ``Config`` takes). What is not given botocore looks for: in the environment, in the files
-below ~/.aws, in SSO, at the metadata services of containers and instances, by web identity. An option that is not known
-is an error, never ignored.
+s3_additional_kwargs (further parameters of requests), client_kwargs (the parameters of botocore's ``create_client``)
+and config_kwargs (those of botocore's ``Config``). botocore looks for missing values in the environment, in the files
+below ~/.aws, in SSO, at the metadata services of containers and instances, and by web identity. An unknown option is an
+error.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -33,13 +32,13 @@ from botocore.exceptions import (  # type: ignore[import-untyped]
 from botocore.loaders import Loader, create_loader  # type: ignore[import-untyped]
 from botocore.session import Session  # type: ignore[import-untyped]
 
-from tierfall.backends.s3.client import S3Client
+from tierfall.backends.object.responses import unknown_argument
+from tierfall.backends.s3.client import S3Client, translated
 from tierfall.backends.s3.connections import Connections, tls_context
-from tierfall.backends.s3.errors import translated
 from tierfall.backends.toolkit.keys import place_below
 from tierfall.core.types.errors import ConfigError, TierfallError
 
-# One try, because wrappers repeat; no checksums that stores other than Amazon's may not know; no wait without end.
+# One try, because wrappers retry; no checksums that stores other than Amazon's may not support; bounded waits.
 _DEFAULTS = {
     "connect_timeout": 5.0,
     "read_timeout": 120.0,
@@ -48,14 +47,14 @@ _DEFAULTS = {
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
 }
-# Of requests for credentials (STS, SSO): botocore's own bounds are five tries of a minute.
+# Requests for credentials (STS, SSO): botocore's defaults are five tries of a minute.
 _LOGIN = {"connect_timeout": 5.0, "read_timeout": 10.0, "retries": {"total_max_attempts": 2}}
-# botocore ignores what it does not know there.
+# botocore ignores unknown names there.
 _S3_NAMES = frozenset(
     ("addressing_style", "payload_signing_enabled", "us_east_1_regional_endpoint", "use_accelerate_endpoint")
     + ("use_arn_region", "use_dualstack_endpoint")
 )  # fmt: skip
-# Options of s3fs for files and caches of its own: nothing here has these.
+# Options of s3fs for its own files and caches, which this client does not have.
 _WITHOUT_EFFECT = frozenset(
     ("cache_regions", "default_block_size", "default_cache_type", "default_fill_cache", "fixed_upload_size")
     + ("max_concurrency", "skip_instance_cache", "use_listings_cache")
@@ -64,8 +63,8 @@ _VARIABLES: tuple[tuple[str, str, frozenset[str]], ...] = (
     ("region_name", "AWS_REGION", frozenset()),
     ("endpoint_url", "AWS_ENDPOINT", frozenset(("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"))),
 )
-# Errors of configuration, whose text holds no secret.
-_WRONG = (
+# Errors of configuration; their texts contain no secret.
+_CONFIG_ERRORS = (
     ConfigNotFound,
     ConfigParseError,
     InvalidConfigError,
@@ -74,31 +73,30 @@ _WRONG = (
     InvalidS3AddressingStyleError,
     ProfileNotFound,
 )
-_UNKNOWN_NAME = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 def open_client(url: str, options: Mapping[str, Any] | None = None) -> S3Client:
-    """Make the client; nothing is asked of the store yet, only of services that give credentials.
+    """Make the client; makes no request to the store yet, only for credentials.
 
-    Raises ConfigError naming what is wrong with address or options, and a BackendError where credentials cannot be had.
+    Raises ConfigError for an invalid address or option, BackendError where credentials are unavailable.
     """
-    # Taken literally: '#' and '%' are letters of a key.
+    # Literal: '#' and '%' are characters of a key.
     bucket, _, path = url.partition("://")[2].partition("/")
     if not url.startswith("s3://") or not bucket or "@" in bucket or ":" in bucket:
         raise ConfigError("the address names no bucket; expected s3://bucket/prefix")
     place, prefix = place_below(f"s3://{bucket}", path)
     what = f"open {place}"
     given = dict(options or {})
-    extra = _taken_dict(given, "s3_additional_kwargs", what)
+    extra = _pop_mapping(given, "s3_additional_kwargs", what)
     if given.pop("requester_pays", False):
         extra["RequestPayer"] = "requester"
-    with translated(what), _refusing(what):
+    with translated(what), _options_checked(what):
         config = _config(given, what)
         session = _session(given.pop("profile", None))
         words = _client_words(given, what)
         service, parts = (
             session.create_client("s3", config=each, **words)
-            # A part is too large to be hashed for its signature.
+            # Parts are unsigned: hashing one for its signature takes too long.
             for each in (config, _with_s3(config, {"payload_signing_enabled": False}))
         )
         endpoint = _checked_endpoint(service.meta.endpoint_url, what)
@@ -114,9 +112,9 @@ def open_client(url: str, options: Mapping[str, Any] | None = None) -> S3Client:
 
 
 def _config(options: dict[str, Any], what: str) -> Config:
-    """Take what botocore's ``Config`` takes out of the options."""
-    given = _taken_dict(options, "config_kwargs", what)
-    s3 = _taken_dict(given, "s3", what)
+    """Remove the options of botocore's ``Config`` from ``options``, and make it."""
+    given = _pop_mapping(options, "config_kwargs", what)
+    s3 = _pop_mapping(given, "s3", what)
     unknown = ", ".join(sorted(s3.keys() - _S3_NAMES))
     if unknown:
         raise ConfigError(
@@ -130,31 +128,31 @@ def _config(options: dict[str, Any], what: str) -> Config:
 
 
 def _with_s3(config: Config, s3: Mapping[str, Any]) -> Config:
-    """Return the configuration with these below its own words for S3."""
+    """Add settings for S3 that the configuration does not have."""
     return config.merge(Config(s3={**s3, **(config.s3 or {})}))
 
 
 def _session(profile: str | None) -> Session:
-    # At level DEBUG botocore logs requests with tokens, and the answers that credentials come in.
+    # At level DEBUG botocore logs requests with tokens, and answers with credentials.
     if not logging.getLogger("botocore").level:
         logging.getLogger("botocore").setLevel(logging.INFO)
     session = Session(profile=profile)
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     session.set_default_client_config(Config(**_LOGIN))
-    # Nobody looks at the times in a listing, and to read them takes longer than all else in it.
+    # The times in a listing are unused, and parsing them would take longer than the rest of the listing.
     session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
     return session
 
 
 @cache
 def _loader(data_path: str | None) -> Loader:
-    """What botocore reads its description of S3 by, and keeps it: reading takes a tenth of a second."""
+    """Return the loader of botocore's description of S3, which caches it: parsing it takes 0.1 s."""
     return create_loader(data_path)
 
 
 def _client_words(options: dict[str, Any], what: str) -> dict[str, Any]:
-    """Return what ``create_client`` is to be called with; nothing may be left of the options."""
-    words = _taken_dict(options, "client_kwargs", what)
+    """Remove the parameters of ``create_client`` from ``options``. Raises ConfigError where other options are left."""
+    words = _pop_mapping(options, "client_kwargs", what)
     found = {
         "aws_access_key_id": _one_of(options, "key", "username", what),
         "aws_secret_access_key": _one_of(options, "secret", "password", what),
@@ -165,9 +163,9 @@ def _client_words(options: dict[str, Any], what: str) -> dict[str, Any]:
     words |= {
         name: value for name, value in found.items() if value is not None and name not in words
     }
-    # Variables that other libraries read, and botocore does not.
-    for name, variable, botocores in _VARIABLES:
-        if not words.get(name) and os.environ.get(variable) and not botocores & os.environ.keys():
+    # Environment variables of other libraries that botocore does not read.
+    for name, variable, of_botocore in _VARIABLES:
+        if not words.get(name) and os.environ.get(variable) and not of_botocore & os.environ.keys():
             words[name] = os.environ[variable]
     if words.get("endpoint_url"):
         words["endpoint_url"] = _checked_endpoint(words["endpoint_url"], what)
@@ -188,8 +186,8 @@ def _one_of(options: dict[str, Any], name: str, alias: str, what: str) -> Any:
     return values[0] if values else None
 
 
-def _taken_dict(options: dict[str, Any], name: str, what: str) -> dict[str, Any]:
-    """Take an option that is a mapping out of the options."""
+def _pop_mapping(options: dict[str, Any], name: str, what: str) -> dict[str, Any]:
+    """Remove an option that is a mapping, and return it; {} where it is missing."""
     value = options.pop(name, None) or {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what}: {name} is no mapping")
@@ -206,7 +204,7 @@ def _checked_endpoint(endpoint: Any, what: str) -> str:
 
 
 def _connections(config: Config, endpoint: str, verify: bool | str | None) -> Connections | None:
-    """Return our own connections; None where only botocore's know the way: through a proxy, or with a certificate."""
+    """Return our own connections; None where botocore's are needed: for a proxy, or with a client certificate."""
     parts = urlsplit(endpoint)
     proxies = getproxies() if config.proxies is None else config.proxies
     is_proxied = parts.scheme in proxies and not proxy_bypass(parts.hostname or "")
@@ -225,19 +223,16 @@ def _is_set(variable: str) -> bool:
 
 
 @contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """Raise what botocore says about options and files of configuration as a ConfigError that shows no value."""
+def _options_checked(what: str) -> Iterator[None]:
+    """Raise botocore's exceptions about options and configuration files as a ConfigError that contains no value."""
     try:
         yield
-    except (TypeError, ValueError, OSError, ConfigError, *_WRONG) as error:
-        if isinstance(error, TierfallError):
-            raise
-        word = _UNKNOWN_NAME.search(str(error))
-        reason = (
-            f"{word.group(1)} is unknown"
-            if word
-            else str(error)
-            if isinstance(error, _WRONG)
-            else type(error).__name__
-        )
-        raise ConfigError(f"{what}: botocore does not take these options: {reason}") from None
+    except TierfallError:
+        raise
+    except (TypeError, ValueError, OSError, *_CONFIG_ERRORS) as error:
+        name = unknown_argument(error)
+        if name is not None:
+            reason = f"{name} is unknown"
+        else:
+            reason = str(error) if isinstance(error, _CONFIG_ERRORS) else type(error).__name__
+        raise ConfigError(f"{what}: botocore does not accept these options: {reason}") from None

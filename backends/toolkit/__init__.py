@@ -1,16 +1,16 @@
-"""All that a backend plug-in imports: the contract, its errors, the base class over a key-value store, and helpers.
+"""Everything that a backend plug-in imports: the contract, its errors, the backend over a key-value store, and helpers.
 
-A store with get, put, delete and list needs a ``KeyValueStore`` and a ``KeyValueBackend`` around it. Any other medium
-needs a ``Backend`` and a ``Writer`` of its own. docs/write-a-backend.md shows both. The conformance suite stands in
-``tierfall.backends.conformance``.
+A store with get, put, delete and list is described by a ``KeyValueStore``; a ``KeyValueBackend`` makes a backend of it.
+Any other medium needs a ``Backend`` and a ``Writer`` of its own. docs/write-a-backend.md shows both. The conformance
+suite is ``tierfall.backends.conformance``.
 """
 
+from tierfall.backends.toolkit.base import AbortOnExit, Coverage, Extent
 from tierfall.backends.toolkit.key_value import KeyValueBackend
 from tierfall.backends.toolkit.keys import check_key, check_prefix, is_key
 from tierfall.backends.toolkit.registry import register
 from tierfall.backends.toolkit.store import KeyValueStore
 from tierfall.backends.toolkit.views import aligned_block, copy_bytes, flat
-from tierfall.backends.toolkit.writers import AbortOnExit, Coverage, Extent
 from tierfall.core.types.backend import (
     Backend,
     Publish,

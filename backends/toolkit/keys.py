@@ -1,7 +1,7 @@
-"""Which names an object may have: checked once going in, and once more for what a listing returns.
+"""Keys: the names that an object may have, checked in every call and again in what a listing returns.
 
-A key is one or more parts joined by '/', relative, without a way up or out. Names of unfinished objects begin with a
-prefix that no valid part has, so a key can never collide with one. Nothing here knows a medium.
+A key is one or more name components joined by '/', relative, without '..'. Names of unfinished objects begin with a
+prefix that no component of a key has, so the two never collide. This module knows no medium.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import unicodedata
 
 from tierfall.core.types.errors import KeyInvalidError
 
-PART_BYTES_MAX = 255
+COMPONENT_BYTES_MAX = 255
 KEY_BYTES_MAX = 1024
 RESERVED_PREFIX = ".tierfall-"
 
@@ -41,7 +41,7 @@ def check_prefix(prefix: str) -> str:
 
 
 def place_below(bucket: str, path: str) -> tuple[str, str]:
-    """Return the address of a place below ``bucket`` for messages, and what stands before each of its keys."""
+    """Return the address of a place below ``bucket``, for messages, and the prefix of its full keys ('' or '.../')."""
     prefix = path.strip("/")
     if not prefix:
         return bucket, ""
@@ -50,22 +50,22 @@ def place_below(bucket: str, path: str) -> tuple[str, str]:
 
 
 def is_key(key: str) -> bool:
-    """Say whether a name that a listing returned may be a key."""
+    """Whether a name in a listing is a valid key."""
     return _key_fault(key) is None
 
 
-def is_part(part: str) -> bool:
-    """Say whether a name may be one part of a key."""
-    return _part_fault(part) is None
+def is_component(name: str) -> bool:
+    """Whether a name is valid as one component of a key."""
+    return _component_fault(name) is None
 
 
 def unfinished_name() -> str:
-    """Make up a name for an object that is not published yet; the process id in it is for people."""
+    """Return a new name for an unpublished object; the process id in it is for people."""
     return f"{RESERVED_PREFIX}{os.getpid()}-{secrets.token_hex(8)}.part"
 
 
 def is_unfinished(name: str) -> bool:
-    """Say whether ``unfinished_name`` may have made this name."""
+    """Whether ``unfinished_name`` can have returned this name."""
     return _UNFINISHED.match(name) is not None
 
 
@@ -73,7 +73,7 @@ def _key_fault(key: str) -> str | None:
     if not isinstance(key, str) or key == "":
         return "it is empty or no text"
     for part in key.split("/"):
-        fault = _part_fault(part)
+        fault = _component_fault(part)
         if fault:
             return fault
     if len(key.encode()) > KEY_BYTES_MAX:
@@ -81,19 +81,19 @@ def _key_fault(key: str) -> str | None:
     return None
 
 
-def _part_fault(part: str) -> str | None:
+def _component_fault(part: str) -> str | None:
     if part == "":
         return "a part is empty (a leading, trailing or doubled '/')"
     if part in (".", ".."):
         return f"the part {part!r} leads out of its folder"
     if "/" in part or "\\" in part:
-        return "a part holds a separator"
+        return "a part contains a separator"
     if not (part.isascii() and part.isprintable()) and any(
         unicodedata.category(letter) in ("Cc", "Cs") for letter in part
     ):
-        return "a part holds a control character or is no valid Unicode"
+        return "a part contains a control character or is no valid Unicode"
     if part.lower().startswith(RESERVED_PREFIX):
         return f"a part begins with {RESERVED_PREFIX!r}, which is kept for unfinished objects"
-    if len(part.encode()) > PART_BYTES_MAX:
-        return f"a part is longer than {PART_BYTES_MAX} bytes"
+    if len(part.encode()) > COMPONENT_BYTES_MAX:
+        return f"a part is longer than {COMPONENT_BYTES_MAX} bytes"
     return None

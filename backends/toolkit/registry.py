@@ -1,7 +1,7 @@
-"""Backends of a user's own: by which protocol of an address they are opened.
+"""The registry of backends that are not built in, by the protocol of their addresses.
 
-One is registered here by its program, or brought along by a package as an entry point of the group
-``tierfall.backends``, named by the protocol: what that names is imported when an address asks for it, and registers it.
+A program registers a backend with ``register``. A package has an entry point of the group ``tierfall.backends``, named
+by the protocol; the module that it names is imported when an address has that protocol, and registers the backend.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*\Z")
 
 
 class Open(Protocol):
-    """Opens the place that an address names, with what the configuration has under ``options``; ``read_only`` asks for
-    one that makes nothing where nothing is."""
+    """Opens the place of an address. ``options`` is the mapping of that name in the tier's configuration;
+    ``read_only``: nothing may be created or changed there."""
 
     def __call__(
         self, url: str, *, options: Mapping[str, Any], read_only: bool
@@ -34,7 +34,7 @@ class Open(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """A backend that is not built in. ``remote``: it lies somewhere else, whatever happens here."""
+    """A backend that is not built in. ``remote``: it survives the loss of this site."""
 
     scheme: str
     open: Open
@@ -47,43 +47,43 @@ _registered: dict[str, Registered] = {}
 
 
 def register(scheme: str, *, remote: bool = False) -> Callable[[Opener], Opener]:
-    """Register the function or the class below as what opens addresses of a protocol, as in ``kv://place``.
+    """Register the decorated function or class, which opens addresses of a protocol, such as ``kv://place``.
 
-    It is called with the address (which holds no credential), ``options`` (a mapping, from the tier's configuration)
-    and ``read_only`` (True: make nothing where nothing is). It returns a ``Backend`` or a ``KeyValueStore``, which a
-    ``KeyValueBackend`` is put around, or raises a BackendError. ``remote`` says that what lies there survives the loss
-    of the site; without it, it counts as a folder of this node's.
+    It is called with the address (which has no credential), ``options`` (a mapping, from the tier's configuration) and
+    ``read_only`` (True: create nothing). It returns a ``Backend`` or a ``KeyValueStore``, of which a
+    ``KeyValueBackend`` is made, or raises a BackendError. ``remote``: objects there survive the loss of the site; by
+    default they are treated as objects in a folder of this node.
 
-    Raises ConfigError for a protocol that is none, that is built in or that another function has, for a function that
-    does not take these arguments, and for a class that lacks a method.
+    Raises ConfigError for an invalid or built-in protocol or that of another function, for a function with other
+    parameters, and for a class that lacks a method.
     """
     if not _SCHEME.match(scheme):
         raise ConfigError(f"register: {scheme!r} is no protocol; expected one such as kv")
     if scheme in BUILT_IN:
         raise ConfigError(f"register: {scheme}:// is built in; choose another protocol")
 
-    def remember(opener: Opener) -> Opener:
+    def add(opener: Opener) -> Opener:
         known = _registered.get(scheme)
-        if known is not None and _home(known.open) != _home(opener):
+        if known is not None and _full_name(known.open) != _full_name(opener):
             raise ConfigError(
-                f"register: {scheme}:// is opened by {_home(known.open)} already; choose another protocol"
+                f"register: {scheme}:// is opened by {_full_name(known.open)} already; choose another protocol"
             )
         if missing := ", ".join(sorted(getattr(opener, "__abstractmethods__", ()))):
             raise ConfigError(
-                f"register: {scheme}://: {_home(opener)} lacks {missing}; a KeyValueStore has get(key), "
+                f"register: {scheme}://: {_full_name(opener)} lacks {missing}; a KeyValueStore has get(key), "
                 "put(key, value, if_absent), delete(key) and list(prefix)"
             )
         if fault := signature_fault(opener, "(url, *, options, read_only)"):
-            raise ConfigError(f"register: {scheme}://: {_home(opener)}: {fault}")
+            raise ConfigError(f"register: {scheme}://: {_full_name(opener)}: {fault}")
         _registered[scheme] = Registered(scheme=scheme, open=opener, remote=remote)
         return opener
 
-    return remember
+    return add
 
 
 def find(scheme: str) -> Registered | None:
-    """Return what opens addresses of a protocol, or None. Raises ConfigError, which names the plug-in, where one cannot
-    be loaded, or registers nothing for it."""
+    """Return the backend that is registered for a protocol, or None. Raises ConfigError, which names the plug-in, if it
+    cannot be loaded or does not register the protocol."""
     found = _registered.get(scheme)
     if found is not None or scheme in BUILT_IN:
         return found
@@ -104,8 +104,8 @@ def find(scheme: str) -> Registered | None:
 
 
 def open_by(found: Registered, url: str, *, options: Mapping[str, Any], read_only: bool) -> Backend:
-    """Open a place by what is registered for it. What that raises of its own becomes a BackendError; where it returns
-    no backend, ConfigError says what is missing."""
+    """Open a place with a registered backend. A foreign exception is raised as BackendError. Raises ConfigError, which
+    names what is missing, if the result is no backend."""
     what = f"open {found.scheme}://"
     try:
         opened = found.open(url, options=options, read_only=read_only)
@@ -117,12 +117,12 @@ def open_by(found: Registered, url: str, *, options: Mapping[str, Any], read_onl
         return KeyValueBackend(opened, place=url, read_only=read_only)
     if fault := backend_fault(opened):
         raise ConfigError(
-            f"{what}: {_home(found.open)} returned {type(opened).__name__}, which is no backend: {fault} "
+            f"{what}: {_full_name(found.open)} returned {type(opened).__name__}, which is no backend: {fault} "
             "(docs/write-a-backend.md)"
         )
     return opened
 
 
-def _home(function: Callable[..., Any]) -> str:
+def _full_name(function: Callable[..., Any]) -> str:
     module = getattr(function, "__module__", "?")
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"

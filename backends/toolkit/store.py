@@ -1,8 +1,8 @@
-"""A store of named values as a plug-in describes it, and how an object lies in one.
+"""A store of named values as a plug-in describes it, and how an object is stored as values.
 
-An object of up to ``value_bytes`` is one value under its key. A longer one is cut into pieces of that size, each a
-value under a name that no key has, and a head is put under its key last: it names the pieces. So an object appears at
-once, and its length need not be known. Pieces that no head names were left by a writer that died.
+An object of up to ``value_bytes`` is one value under its key. A longer object is cut into pieces of that size, each a
+value under a name that no key has. A head, which names the pieces, is stored under the key last. So an object appears
+atomically, and its length need not be known in advance. Pieces that no head names were left by a dead writer.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class KeyValueStore(ABC):
     """A store of named values, as a plug-in describes it to ``KeyValueBackend``. All methods may be called from several
     threads at once. A key is a text of up to 1,100 bytes in UTF-8, with '/' in it.
 
-    A subclass says what the store promises: ``durable``: a value that ``put`` has stored, and a deletion, survive a
-    power cut; ``conditional_create``: of several ``put`` with ``if_absent``, in any processes, one stores its value.
-    ``value_bytes`` is how many bytes a value may have, 4096 or more (None: any number; for a store whose ``get`` copies
-    nothing, since it is called to read any part). ``max_parallel`` calls may usefully run at once.
+    A subclass sets what the store promises. ``durable``: a value that ``put`` has stored, and a deletion, survive a
+    power cut. ``conditional_create``: of several ``put`` with ``if_absent``, in any processes, one stores its value.
+    ``value_bytes``: the longest value, 4096 bytes or more (None: no limit, for a store whose ``get`` copies nothing,
+    since it is called to read any range). ``max_parallel``: calls that usefully run at once.
 
-    A method raises a BackendError, or what its library raises: ``error_type`` says what that means.
+    A method raises a BackendError, or an exception of its library, which ``error_type`` classifies.
     """
 
     durable: bool
@@ -63,29 +63,29 @@ class KeyValueStore(ABC):
 
     @abstractmethod
     def get(self, key: str) -> bytes | bytearray | memoryview | None:
-        """Return a value; None only where the store has answered that there is none."""
+        """Return a value; None only if the store answered that there is none."""
 
     @abstractmethod
     def put(self, key: str, value: memoryview, if_absent: bool) -> bool:
-        """Store a value, at once: whoever reads meanwhile gets the old one or the new one, whole. With ``if_absent``,
-        return False and change nothing where the key has a value; else return True. The memory of ``value`` (bytes,
-        read-only) is used again afterwards: keep a copy, not the view."""
+        """Store a value atomically: a concurrent reader gets the old one or the new one, whole. With ``if_absent``,
+        return False and change nothing if the key has a value; else return True. The memory of ``value`` (bytes,
+        read-only) is reused after the call: keep a copy, not the view."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove a value. One that is not there is no error."""
+        """Delete a value. A missing one is no error."""
 
     @abstractmethod
     def list(self, prefix: str) -> Iterable[StoredObject]:
-        """Return every key that begins with ``prefix``, with the bytes of its value, in any order; all keys where
-        ``prefix`` is empty."""
+        """Return every key that begins with ``prefix``, with the length of its value in bytes, in any order; all keys
+        if ``prefix`` is empty."""
 
     def error_type(self, error: Exception) -> type[BackendError]:
-        """Choose the error that stands for one that the store's library raised. UnreachableError says that nothing is
-        known of what is stored, so that the call is tried again; a BackendError that it was refused for good.
+        """Choose the class of the error that replaces an exception of the store's library. UnreachableError: nothing is
+        known of what is stored, and the call is retried. BackendError: the store refused the call for good.
 
-        By default an OSError says that the store could not be reached, that it is full (ENOSPC, EDQUOT) or that it does
-        not allow this (PermissionError); anything else is a BackendError."""
+        By default an OSError is UnreachableError, StorageFullError (ENOSPC, EDQUOT) or AccessDeniedError
+        (PermissionError), and any other exception BackendError."""
         if not isinstance(error, OSError):
             return BackendError
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -93,12 +93,12 @@ class KeyValueStore(ABC):
         return AccessDeniedError if isinstance(error, PermissionError) else UnreachableError
 
     def close(self) -> None:  # noqa: B027 - most stores have nothing to do
-        """Give back what the store holds, such as connections. By default nothing."""
+        """Release the store's resources, such as connections. By default there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The pieces that an object lies in: their ``name`` in the key's folder, the object's length, and the bytes of each
+    """The pieces of an object: their ``name`` in the key's folder, the object's length, and the length of each piece
     but the last."""
 
     folder: str
@@ -108,7 +108,7 @@ class Pieces:
 
     @classmethod
     def read(cls, key: str, value: memoryview, what: str) -> Pieces | None:
-        """Read a head; None where the value is the object itself."""
+        """Parse a head; None if the value is the object itself."""
         if value[: len(MAGIC)] != MAGIC:
             return None
         found = _HEAD.match(bytes(value[: HEAD_BYTES + 1]))
@@ -133,9 +133,10 @@ class Pieces:
 
 
 class Values:
-    """A store's values, with the store's errors as a backend's. ``what`` names operation, key and place in them.
+    """A store's values. Exceptions of the store are raised as BackendErrors, in which ``what`` is the operation, key
+    and place.
 
-    Raises ConfigError where the store lacks something, naming it.
+    Raises ConfigError where the store lacks a method or attribute, naming it.
     """
 
     def __init__(self, store: KeyValueStore) -> None:
@@ -147,8 +148,8 @@ class Values:
         return self._store.value_bytes
 
     def get(self, key: str, what: str) -> memoryview | None:
-        """Return a value as flat bytes; None where there is none."""
-        with self._asking(what):
+        """Return a value as a flat view; None where there is none."""
+        with self._translated(what):
             value = self._store.get(key)
             if value is None:
                 return None
@@ -159,22 +160,22 @@ class Values:
             return flat(memoryview(value))
 
     def find(self, key: str, what: str) -> tuple[memoryview, Pieces | None]:
-        """Return the value under an object's key, and the pieces that it names; raise KeyNotFoundError."""
+        """Return the value under an object's key, and its pieces if the value is a head. Raises KeyNotFoundError."""
         value = self.get(key, what)
         if value is None:
             raise KeyNotFoundError(f"{what}: there is no such object")
         return value, Pieces.read(key, value, what)
 
     def pieces_of(self, key: str, what: str) -> Pieces | None:
-        """Return the pieces that the object under a key lies in; None where there are none."""
+        """Return the pieces of the object under a key; None where it has none or is missing."""
         try:
             return self.find(key, what)[1]
         except KeyNotFoundError:
             return None
 
     def put(self, key: str, value: memoryview, what: str, *, if_absent: bool = False) -> bool:
-        """Store a value; return False where ``if_absent`` found one."""
-        with self._asking(what):
+        """Store a value; return False if ``if_absent`` found one."""
+        with self._translated(what):
             is_new = self._store.put(key, value.toreadonly(), if_absent)
             if if_absent and not isinstance(is_new, bool):
                 raise BackendError(
@@ -184,7 +185,7 @@ class Values:
         return is_new or not if_absent
 
     def delete(self, key: str, what: str) -> None:
-        with self._asking(what):
+        with self._translated(what):
             self._store.delete(key)
 
     def delete_pieces(self, pieces: Pieces | None, what: str) -> None:
@@ -192,18 +193,18 @@ class Values:
             self.delete(key, what)
 
     def list(self, prefix: str, what: str) -> list[StoredObject]:
-        with self._asking(what):
+        with self._translated(what):
             found = list(self._store.list(prefix))
             for each in found:
                 if not isinstance(each, StoredObject):
                     raise BackendError(
-                        f"{what}: {self._name}.list returned {each!r:.40}; expected a Stored(key=..., bytes=...) for "
-                        "each key"
+                        f"{what}: {self._name}.list returned {each!r:.40}; expected a StoredObject(key=..., bytes=...) "
+                        "for each key"
                     )
             return [each for each in found if each.key.startswith(prefix)]
 
     def close(self, what: str) -> None:
-        with self._asking(what):
+        with self._translated(what):
             self._store.close()
 
     @property
@@ -211,8 +212,8 @@ class Values:
         return type(self._store).__name__
 
     @contextmanager
-    def _asking(self, what: str) -> Iterator[None]:
-        """Raise what the store's library raises as the error that the store says that it is."""
+    def _translated(self, what: str) -> Iterator[None]:
+        """Raise exceptions of the store's library as ``error_type`` classifies them."""
         try:
             yield
         except TierfallError:
@@ -227,7 +228,7 @@ def folder_of(key: str) -> str:
 
 
 def piece_of(key: str) -> str | None:
-    """Return the folder and name of the pieces that a key belongs to; None where it is no piece's."""
+    """Return the folder and name of the pieces that a key belongs to; None if it is no piece's key."""
     name, _, index = key.rpartition("/")
     return name if is_unfinished(name.rpartition("/")[2]) and index.isdigit() else None
 
@@ -242,8 +243,7 @@ def _check_store(store: KeyValueStore) -> None:
     for promise in ("durable", "conditional_create"):
         if not isinstance(getattr(store, promise, None), bool):
             raise ConfigError(
-                f"KeyValueBackend: {name} does not say whether it is {promise}; expected {promise} = True or False in "
-                "the class"
+                f"KeyValueBackend: {name} does not set {promise}; expected {promise} = True or False in the class"
             )
     limit = store.value_bytes
     if limit is not None and limit < VALUE_BYTES_MIN:

@@ -1,7 +1,7 @@
-"""Bytes in memory as backends need them: flat views, their addresses, aligned blocks, copies without the lock.
+"""Memory for backends: flat views, their addresses, aligned blocks, copies without the interpreter lock.
 
-``view[:] = other`` and ``bytes(view)`` hold the interpreter lock for as long as they copy; ``memmove`` through ctypes
-gives it up, so a large copy here does not stop the training thread. Nothing here knows files or keys.
+``view[:] = other`` and ``bytes(view)`` hold the interpreter lock while they copy. ``memmove`` through ctypes releases
+it, so that a large copy does not stop the training thread. This module knows no files or keys.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _release_buffer.restype = None
 
 
 def address_of(view: memoryview) -> int:
-    """Return where a contiguous view lies, read-only ones too; valid for as long as the view lives."""
+    """Return the address of a contiguous view, read-only or not; valid as long as the view exists."""
     raw = _PyBuffer()
     _get_buffer(view, ctypes.byref(raw), 0)
     try:
@@ -52,16 +52,16 @@ def address_of(view: memoryview) -> int:
 
 
 def flat(view: memoryview, *, writable: bool = False) -> memoryview:
-    """Return the view as plain bytes, or raise BackendError where it is not contiguous or cannot be filled."""
+    """Cast a view to bytes; raises BackendError where it is not contiguous, or read-only where ``writable``."""
     if not view.c_contiguous:
-        raise BackendError("the view is not contiguous; pass memory that lies in one piece")
+        raise BackendError("the view is not contiguous; pass contiguous memory")
     if writable and view.readonly:
         raise BackendError("the view to read into is read-only; pass writable memory")
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy a flat view into another of the same size without holding the interpreter lock."""
+    """Copy a flat view into another of the same size, without the interpreter lock."""
     if target.nbytes != source.nbytes or target.readonly:
         raise ValueError(f"cannot copy {source.nbytes} bytes into a view of {target.nbytes}")
     if source.nbytes:
@@ -69,7 +69,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def aligned_block(size_bytes: int, alignment_bytes: int) -> memoryview:
-    """Return fresh zeroed memory that begins at a multiple of ``alignment_bytes``."""
+    """Allocate zeroed memory at an address that is a multiple of ``alignment_bytes``."""
     spare = alignment_bytes if alignment_bytes > mmap.PAGESIZE else 0
     whole = memoryview(mmap.mmap(-1, max(size_bytes, 1) + spare))
     start = -address_of(whole) % alignment_bytes
@@ -77,9 +77,9 @@ def aligned_block(size_bytes: int, alignment_bytes: int) -> memoryview:
 
 
 class BouncePool:
-    """A few aligned blocks for bytes that lie where direct I/O cannot take them from.
+    """Aligned blocks, for direct I/O of bytes whose own memory is not aligned.
 
-    Blocks are made when first needed; at most ``keep`` of them stay between uses.
+    Blocks are allocated when first needed; at most ``keep`` of them are kept for the next use.
     """
 
     def __init__(self, *, block_bytes: int, alignment_bytes: int, keep: int) -> None:

@@ -1,7 +1,5 @@
-"""The plain wrapper: a backend around a backend that changes nothing; and one that notes when the medium last answered.
-
-Retry, limits and faults derive from it and override what they are about. It owns no state but what it wraps.
-"""
+"""Wrappers: a backend around a backend. ``Wrapper`` passes every call on; ``LastAnswer`` records when the medium last
+answered. Retry, limits and faults derive from ``Wrapper``."""
 
 from __future__ import annotations
 
@@ -73,8 +71,8 @@ class Wrapper:
 
 
 class LastAnswer(Wrapper):
-    """Passes every call on to ``inner``; ``heard_s`` is when a read, an fsync or a row of a listing last came, in
-    seconds of the monotonic clock: whoever waits with a bound tells by that a long listing from silence."""
+    """Passes every call on to ``inner``. ``heard_s`` is the time, on the monotonic clock, when a read, an fsync or a
+    row of a listing last returned: a bounded wait distinguishes a long listing from silence by it."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)

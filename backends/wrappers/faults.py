@@ -1,18 +1,18 @@
-"""Faults on purpose: what storage does on its worst days, by script or by seed, for tests and for drills.
+"""Fault injection, by script or by seed, for tests and for drills.
 
-A plan is a list of ``Fault``: which operation on which keys, from which matching call on and how often, and what then
-happens. The same seed and the same calls give the same faults, whichever thread comes first among different keys.
+A plan is a list of ``Fault``: the operation, the keys, which of the matching calls, and what happens to them. The same
+seed and the same calls give the same faults, in any order of threads with different keys.
 
-Tierfall survives, each by a test:
+Tierfall survives these, each by a test:
 
-* FAIL_BEFORE of any call, FAIL_AFTER of any call (the work was done, the answer lost), STALL: by retry, or by giving
-  up the copy on that tier and saying so; training goes on.
-* TORN_WRITE, LOST_SYNC, DISK_FULL: nothing of the object becomes visible, and older objects stay as they were.
-* UNSYNCED: the object is visible, and nobody relies on it before it was written anew, or its folder was synced by a
-  later start; ``cut_power`` takes it away.
-* BIT_FLIP on READ or WRITE: a checksum finds it, and the next copy is read.
+* FAIL_BEFORE and FAIL_AFTER (the work is done, the answer lost) of any call, and STALL: by a retry, or by a reported
+  failure of the copy on that tier, while training continues.
+* TORN_WRITE, LOST_SYNC, DISK_FULL: nothing of the object becomes visible, and older objects are unchanged.
+* UNSYNCED: the object is visible, and no decision relies on it until it was rewritten, or a later start has synced its
+  folder; ``cut_power`` deletes it.
+* BIT_FLIP on READ or WRITE: a digest detects it, and the next copy is read.
 
-Not survived: a medium that changes every copy of a checkpoint, or that answers a conditional create twice with yes.
+Not survived: a medium that changes every copy of a checkpoint, or lets two conditional creates of a key succeed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tierfall.core.types.errors import (
 
 
 class Operation(StrEnum):
-    """The calls that a fault can strike."""
+    """The calls that a fault can be injected into."""
 
     CREATE = "create"
     WRITE = "write"
@@ -52,7 +52,7 @@ class Operation(StrEnum):
 
 
 class FaultKind(StrEnum):
-    """What happens to a call that is struck."""
+    """What happens to the call."""
 
     FAIL_BEFORE = "fail_before"
     FAIL_AFTER = "fail_after"
@@ -75,13 +75,13 @@ _ONLY_FOR = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One line of a plan.
+    """One entry of a plan.
 
-    ``keys``: a shell pattern; a scan is matched by its prefix. Of the matching calls, those from number ``first``
-    (from 1) on are struck, ``times`` of them (None: for ever), each with probability ``chance``. ``error``: what
-    FAIL_BEFORE, FAIL_AFTER and TORN_WRITE raise. ``after_bytes``: DISK_FULL strikes once more than so many bytes were
-    written to matching keys, and from then on always, whatever ``first``, ``times`` and ``chance`` say; what is deleted
-    gives none back.
+    ``keys``: a shell pattern, matched against the prefix of a scan. Of the matching calls, numbered from 1, those from
+    ``first`` on fail, at most ``times`` of them (None: no limit), each with probability ``chance``. ``error``: the
+    class that FAIL_BEFORE, FAIL_AFTER and TORN_WRITE raise. ``after_bytes``: DISK_FULL fails every call once more than
+    so many bytes were written to matching keys, whatever ``first``, ``times`` and ``chance`` are; deletions free
+    nothing.
     """
 
     kind: FaultKind
@@ -100,15 +100,15 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
-    """A fault that came about, and where."""
+    """A fault that occurred, and its key."""
 
     fault: Fault
     key: str
 
 
 class Faulty(Wrapper):
-    """Strikes calls to ``inner`` by plan. ``stall`` is called with the key where a STALL strikes, and decides how long
-    that lasts: it may wait for an event, or advance a virtual clock."""
+    """Injects faults into calls to ``inner`` by a plan. ``stall`` is called with the key of a STALL, and returns at its
+    end: it may wait for an event, or advance a virtual clock."""
 
     def __init__(
         self,
@@ -130,18 +130,18 @@ class Faulty(Wrapper):
 
     @property
     def traits(self) -> Traits:
-        """Those of ``inner``; with an UNSYNCED in the plan, objects lie in folders that need their fsync."""
+        """Those of ``inner``; with ``needs_sync`` if the plan has an UNSYNCED."""
         traits = self._inner.traits
         return replace(traits, needs_sync=True) if self._has_folders else traits
 
     @property
     def struck(self) -> tuple[Struck, ...]:
-        """What came about so far, in order."""
+        """The faults that occurred so far, in order."""
         with self._lock:
             return tuple(self._struck)
 
     def heal(self) -> None:
-        """Strike no more."""
+        """Inject no more faults."""
         with self._lock:
             self._plan = ()
 
@@ -172,7 +172,7 @@ class Faulty(Wrapper):
                 self.flip(flat(view, writable=True), key)
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        """Nothing is in the page cache: every read is one that a fault may strike."""
+        """Return False, so that every read is a call that a fault can be injected into."""
         return False
 
     def stat(self, key: str) -> StoredObject:
@@ -180,7 +180,7 @@ class Faulty(Wrapper):
             return self._inner.stat(key)
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
-        """List what ``inner`` has; a FAIL_AFTER breaks off after about half of it was handed out."""
+        """List ``inner``; a FAIL_AFTER raises after about half of the rows."""
         with self.striking(Operation.SCAN, prefix) as faults:
             found = list(self._inner.scan(prefix))
             yield from found[: len(found) // 2] if FaultKind.FAIL_AFTER in faults else found
@@ -191,7 +191,7 @@ class Faulty(Wrapper):
             self.note_published(key, synced=True)
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        """Remove the first: each key is a deletion of its own that a fault can strike, with others gone before it."""
+        """Delete only the first key, so that a fault can be injected between the deletions."""
         keys = [check_key(key) for key in keys]
         self.delete(keys[0])
         return keys[1:]
@@ -204,23 +204,23 @@ class Faulty(Wrapper):
                 self._unsynced = {k for k in self._unsynced if k.rpartition("/")[0] != folder}
 
     def note_published(self, key: str, *, synced: bool) -> None:
-        """Note whether an object that is visible now is durable, too."""
+        """Record whether an object that became visible is durable too."""
         with self._lock:
             (self._unsynced.discard if synced else self._unsynced.add)(key)
 
     def cut_power(self) -> tuple[str, ...]:
-        """Take away what was visible and not durable; return it."""
+        """Delete the objects that were visible and not durable; return their keys."""
         with self._lock:
-            gone, self._unsynced = tuple(sorted(self._unsynced)), set()
-        for key in gone:
+            lost, self._unsynced = tuple(sorted(self._unsynced)), set()
+        for key in lost:
             self._inner.delete(key)
-        return gone
+        return lost
 
     @contextmanager
     def striking(
         self, operation: Operation, key: str, size_bytes: int = 0
     ) -> Iterator[Mapping[FaultKind, Fault]]:
-        """Let the faults of one call come about around a block: stalls and failures before it, failures after it."""
+        """Inject the faults of one call around a block: stalls and failures before it, failures after it."""
         faults = self._draw(operation, key, size_bytes)
         if FaultKind.STALL in faults:
             self._stall(key)
@@ -235,16 +235,16 @@ class Faulty(Wrapper):
     def tear(self, fault: Fault, key: str) -> BackendError:
         return self._failure(fault, key, "halfway")
 
-    def place_in(self, key: str, size: int) -> int:
-        """Choose a place in ``size`` things, the same for the same seed, key and number of faults so far."""
+    def choose(self, key: str, size: int) -> int:
+        """Choose an index below ``size``, the same for the same seed, key and number of its faults so far."""
         with self._lock:
             count = sum(1 for struck in self._struck if struck.key == key)
         return random.Random(f"{self._seed}/{key}/{count}").randrange(size)
 
     def flip(self, data: memoryview, key: str) -> None:
-        """Change one bit."""
+        """Flip one bit of ``data``, in place."""
         if data.nbytes:
-            bit = self.place_in(key, data.nbytes * 8)
+            bit = self.choose(key, data.nbytes * 8)
             data[bit // 8] ^= 1 << bit % 8
 
     def _failure(self, fault: Fault, key: str, when: str) -> BackendError:
@@ -257,13 +257,13 @@ class Faulty(Wrapper):
                 for index, fault in enumerate(self._plan)
                 if fault.operation is operation
                 and fnmatchcase(key, fault.keys)
-                and self._strikes(index, fault, key, size_bytes)
+                and self._occurs(index, fault, key, size_bytes)
             }
             for fault in drawn.values():
                 self._struck.append(Struck(fault=fault, key=key))
         return drawn
 
-    def _strikes(self, index: int, fault: Fault, key: str, size_bytes: int) -> bool:
+    def _occurs(self, index: int, fault: Fault, key: str, size_bytes: int) -> bool:
         count = self._count[index]
         count.calls += 1
         count.bytes += size_bytes
@@ -281,7 +281,7 @@ class Faulty(Wrapper):
 
 
 class _Count:
-    """What one line of a plan has seen so far."""
+    """The matching calls, bytes and faults of one entry of a plan so far."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -295,7 +295,7 @@ class _FaultyWriter(WriterWrapper):
         super().__init__(inner)
         self._faults = faults
         self._key = key
-        self._unheard = False
+        self._unanswered = False
 
     def write(self, offset: int, view: memoryview) -> None:
         try:
@@ -307,7 +307,7 @@ class _FaultyWriter(WriterWrapper):
             raise
 
     def publish(self) -> None:
-        """Publish; after a failure that may pass it may be asked again, and what was done unheard is not done twice."""
+        """Publish. A retry after a retryable failure does not publish ``inner`` twice."""
         try:
             with self._faults.striking(Operation.PUBLISH, self._key) as faults:
                 if FaultKind.LOST_SYNC in faults:
@@ -315,9 +315,9 @@ class _FaultyWriter(WriterWrapper):
                         f"fsync {self._key!r} in {self._faults.place}: failed on purpose; the bytes count as lost, "
                         "write the object anew"
                     )
-                if not self._unheard:
+                if not self._unanswered:
                     self._inner.publish()
-                self._unheard = True
+                self._unanswered = True
                 self._faults.note_published(self._key, synced=FaultKind.UNSYNCED not in faults)
                 if FaultKind.UNSYNCED in faults:
                     raise LostWriteError(
@@ -328,15 +328,15 @@ class _FaultyWriter(WriterWrapper):
             if not error.retryable:
                 self.abort()
             raise
-        self._unheard = False
+        self._unanswered = False
 
     def abort(self) -> None:
-        self._unheard = False
+        self._unanswered = False
         self._inner.abort()
 
     def _write(self, offset: int, data: memoryview, faults: Mapping[FaultKind, Fault]) -> None:
         if FaultKind.TORN_WRITE in faults:
-            self._inner.write(offset, data[: self._faults.place_in(self._key, data.nbytes + 1)])
+            self._inner.write(offset, data[: self._faults.choose(self._key, data.nbytes + 1)])
             raise self._faults.tear(faults[FaultKind.TORN_WRITE], self._key)
         if FaultKind.BIT_FLIP in faults:
             data = memoryview(bytearray(data))

@@ -1,8 +1,7 @@
-"""Limits: so many bytes a second, so many calls at once.
+"""Limits of the bytes a second, and of concurrent calls.
 
-A large write is paid for and passed on slice by slice, so that a slow tier advances evenly instead of in leaps. Idle
-time earns nothing: after a pause the rate is the same, which is what training beside it wants. Reads and writes are
-counted apart, as the two directions of a link. It knows no medium and reads no clock but the one it is given.
+A large write is passed on slice by slice, so that a slow tier advances evenly. Idle time earns no credit: a burst after
+a pause would disturb training. Reads and writes have separate limits, like the two directions of a link.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ SLICE_BYTES_MIN = 256 * 1024
 
 
 class Limited(Wrapper):
-    """Bounds what goes to and comes from ``inner``: bytes a second in each direction (None: no bound), and calls that
-    are under way at once (None: no bound)."""
+    """Limits ``inner`` to ``bytes_per_second`` in each direction and ``max_parallel`` concurrent calls (None: no
+    limit)."""
 
     def __init__(
         self,
@@ -36,7 +35,7 @@ class Limited(Wrapper):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``writes`` is a pace of the caller's for what goes there, in place of ``bytes_per_second``."""
+        """``writes`` is the caller's limiter for writes, in place of ``bytes_per_second``."""
         for name, value in (("bytes_per_second", bytes_per_second), ("max_parallel", max_parallel)):
             if value is not None and value < 1:
                 raise ValueError(f"Limited: {name} is {value}; expected 1 or more, or None")
@@ -67,13 +66,13 @@ class Limited(Wrapper):
         return _LimitedWriter(writer, self)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        """Read in one piece, once its time has come: between two slices the object could be replaced."""
+        """Wait for the whole read, then make it in one call: between two slices the object could be replaced."""
         if self._reads is not None:
             self._reads.wait_turn(view.nbytes)
         with self.slot():
             self._inner.read_into(key, offset, view)
 
-    # What is in the page cache costs the medium nothing: ``read_cached`` is passed on as it is.
+    # ``read_cached`` is not limited: it does not use the medium.
 
     def stat(self, key: str) -> StoredObject:
         with self.slot():
@@ -92,7 +91,7 @@ class Limited(Wrapper):
             super().sync(folder)
 
     def write_in_slices(self, writer: Writer, offset: int, view: memoryview) -> None:
-        """Pass a range on, slice by slice, each when its turn has come; an empty range is passed on too."""
+        """Pass a range on slice by slice, each after its wait; an empty range is passed on too."""
         data = flat(view)
         rate = None if self._writes is None else self._writes.bytes_per_second
         step = _slice_bytes(self._inner.traits, rate) or max(data.nbytes, 1)
@@ -126,8 +125,8 @@ class _LimitedWriter(WriterWrapper):
 
 
 def _slice_bytes(traits: Traits, bytes_per_second: float | None) -> int:
-    """Choose the slice for a rate; 0 (whole) where there is none, where a backend bounds the size of a write, and
-    where offsets must rise: a second try of the whole range would go back."""
+    """Return the length of a slice; 0 (no slices) without a rate, where a backend bounds the length of a write, and
+    where offsets must rise, since a retry of the whole range would begin at an earlier offset."""
     if bytes_per_second is None or traits.part_bytes_min or traits.ordered_writes:
         return 0
     unit = max(traits.alignment_bytes, SLICE_BYTES_MIN)

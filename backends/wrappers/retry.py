@@ -1,9 +1,9 @@
-"""Trying again, where the same call may succeed a moment later and saying it twice is the same as saying it once.
+"""Retries of idempotent calls after retryable errors.
 
-Reads, listings, deletions, the writing of one range, and ``publish`` under ``Publish.REPLACE`` are such calls: a writer
-that could not publish twice says by itself that it is dead, and the first error is chained then. Under
-``Publish.IF_ABSENT`` publishing is not repeated, and a retryable error becomes one that is not: its answer may be lost
-after it took effect, and a second try could lose to the first. It knows no keys' meaning and no medium.
+Reads, listings, deletions, the write of one range, and ``publish`` under ``Publish.REPLACE`` are idempotent; a writer
+that cannot publish again raises that it is dead, and the first error is then chained. ``publish`` under
+``Publish.IF_ABSENT`` is not retried, and its retryable error is raised as one that is not: if only the answer was lost,
+a second try would fail because of the first.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often and how long apart: waits double from ``first_wait_s`` to ``longest_wait_s``, each cut by a random
-    part of up to a half, so that many ranks do not come back at once. Nothing is tried again after ``most_s``."""
+    """The number of tries and the waits between them. Waits double from ``first_wait_s`` to ``longest_wait_s``, each
+    reduced at random by up to a half, so that ranks do not retry at once. No retry begins after ``total_s``."""
 
     tries: int
     first_wait_s: float
     longest_wait_s: float
     sleep: Callable[[float], None]
     rng: random.Random
-    most_s: float = math.inf
+    total_s: float = math.inf
     clock: Callable[[], float] = time.monotonic
 
-    def again(self, call: Callable[[], T]) -> T:
-        """Return what the call returns, calling again after retryable errors; the last error is raised as it is."""
+    def run(self, call: Callable[[], T]) -> T:
+        """Return what ``call`` returns, and retry it after retryable errors. Raises the last error."""
         start_s = self.clock()
         for number in range(1, self.tries):
             try:
                 return call()
             except BackendError as error:
-                if not error.retryable or self.clock() - start_s > self.most_s:
+                if not error.retryable or self.clock() - start_s > self.total_s:
                     raise
             self.sleep(self._wait_s(number))
         return self._last(call)
@@ -63,7 +63,7 @@ class RetryPolicy:
 
 
 class Retrying(Wrapper):
-    """Calls ``inner`` up to ``tries`` times where its error is retryable and the call may be repeated."""
+    """Makes each idempotent call up to ``tries`` times, while its error is retryable."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Retrying(Wrapper):
         if tries < 1 or first_wait_s < 0 or longest_wait_s < 0:
             raise ValueError(f"Retrying: {tries} tries and waits below 0 s make no sense")
         super().__init__(inner)
-        self._patience = RetryPolicy(
+        self._retry = RetryPolicy(
             tries=tries,
             first_wait_s=first_wait_s,
             longest_wait_s=longest_wait_s,
@@ -94,45 +94,45 @@ class Retrying(Wrapper):
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
-        writer = self._patience.again(
+        writer = self._retry.run(
             lambda: self._inner.create(key, length=length, length_max=length_max, publish=publish)
         )
-        return _RetryingWriter(writer, self._patience, publish, f"{key!r} in {self.place}")
+        return _RetryingWriter(writer, self._retry, publish, f"{key!r} in {self.place}")
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        self._patience.again(lambda: self._inner.read_into(key, offset, view))
+        self._retry.run(lambda: self._inner.read_into(key, offset, view))
 
     def stat(self, key: str) -> StoredObject:
-        return self._patience.again(lambda: self._inner.stat(key))
+        return self._retry.run(lambda: self._inner.stat(key))
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
-        """List whole before the first item is handed out, so that a listing that broke off can begin again."""
-        yield from self._patience.again(lambda: list(self._inner.scan(prefix)))
+        """Finish the listing before the first row is yielded, so that it can be retried as a whole."""
+        yield from self._retry.run(lambda: list(self._inner.scan(prefix)))
 
     def delete(self, key: str) -> None:
-        self._patience.again(lambda: self._inner.delete(key))
+        self._retry.run(lambda: self._inner.delete(key))
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        return self._patience.again(lambda: self._inner.delete_some(keys))
+        return self._retry.run(lambda: self._inner.delete_some(keys))
 
     def sync(self, folder: str) -> None:
         call = super().sync
-        self._patience.again(lambda: call(folder))
+        self._retry.run(lambda: call(folder))
 
     def discard_unfinished(self, prefix: str) -> int:
-        """Return how many the last try removed: those of a try that failed halfway are not counted."""
-        return self._patience.again(lambda: self._inner.discard_unfinished(prefix))
+        """Return the count of the last try; objects that a failed try removed are not counted."""
+        return self._retry.run(lambda: self._inner.discard_unfinished(prefix))
 
 
 class _RetryingWriter(WriterWrapper):
-    def __init__(self, inner: Writer, patience: RetryPolicy, publish: Publish, what: str) -> None:
+    def __init__(self, inner: Writer, retry: RetryPolicy, publish: Publish, what: str) -> None:
         super().__init__(inner)
-        self._patience = patience
+        self._retry = retry
         self._mode = publish
         self._what = what
 
     def write(self, offset: int, view: memoryview) -> None:
-        self._patience.again(lambda: self._inner.write(offset, view))
+        self._retry.run(lambda: self._inner.write(offset, view))
 
     def publish(self) -> None:
         if self._mode is Publish.IF_ABSENT:
@@ -159,12 +159,12 @@ class _RetryingWriter(WriterWrapper):
                 self._inner.publish()
             except BackendError as error:
                 if first and not error.retryable:
-                    # That the writer is dead now follows from what the first try met: whoever reads it wants both.
+                    # The writer is dead because of the first error, so the message has both.
                     raise type(error)(f"{error}; the first try: {first[0]}") from first[0]
                 first.append(error)
                 raise
 
-        self._patience.again(call)
+        self._retry.run(call)
 
 
 def wrap(
@@ -180,11 +180,11 @@ def wrap(
     sleep: Callable[[float], None] = time.sleep,
     rng: random.Random | None = None,
 ) -> Backend:
-    """Return ``inner`` as a tier uses it: limited to ``bandwidth`` bytes a second each way and ``max_parallel`` calls
-    (None: no limit), and retried up to ``tries`` times. What goes there keeps to ``writes`` where that is given.
+    """Return ``inner`` as a tier uses it: limited to ``bandwidth`` bytes a second in each direction and
+    ``max_parallel`` concurrent calls (None: no limit), and with up to ``tries`` tries. ``writes`` limits writes in
+    place of ``bandwidth``.
 
-    The limit sits on the medium, so that every byte that goes there is counted, those of a second try too, and no slot
-    is held while a retry waits; retrying is outermost."""
+    The limit is inside of the retry: the bytes of every try count, and a waiting retry occupies no call."""
     backend = inner
     if bandwidth is not None or max_parallel is not None or writes is not None:
         backend = Limited(

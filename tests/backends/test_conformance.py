@@ -220,10 +220,10 @@ class _Leaking(_Changed):
 
 
 def test_a_claim_of_durability_is_held_against_a_second_opening() -> None:
-    name = "what_is_durable_is_there_for_the_next_process"
+    name = "durable_objects_exist_after_reopening"
     with pytest.raises(AssertionError, match="hand in reopen"):
         check_promise(name, _Forgetful)
-    with pytest.raises(AssertionError, match="after a close, the place holds something else"):
+    with pytest.raises(AssertionError, match="after a close, the place has other objects"):
         check_promise(name, _Forgetful, reopen=lambda backend: _Forgetful())
     check_promise(name, MemoryBackend)
 
@@ -235,22 +235,22 @@ def test_a_claim_of_durability_is_held_against_a_second_opening() -> None:
         (_Visible, "abort_leaves_nothing"),
         (_InHalves, "replace_is_atomic"),
         (_Unconditional, "conditional_create_has_one_winner"),
-        (_Unconditional, "a_lost_conditional_create_leaves_no_litter"),
+        (_Unconditional, "a_refused_conditional_create_leaves_nothing"),
         (_Lenient, "too_few_bytes_are_refused"),
         (_Lenient, "too_many_bytes_are_refused"),
         (_Lenient, "length_max_is_a_bound"),
-        (_Visible, "a_long_object_given_up_leaves_nothing"),
+        (_Visible, "an_aborted_long_object_leaves_nothing"),
         (_Unsorted, "a_scan_is_sorted_and_complete"),
-        (_Unsorted, "a_scan_beside_changes_shows_what_stays"),
-        (_Sloppy, "a_prefix_ends_at_a_part"),
-        (_Vague, "what_is_missing_is_said_to_be"),
-        (_Silent, "reading_past_the_end_is_an_error"),
-        (_Strict, "delete_can_be_said_twice"),
-        (_Standing, "many_are_deleted_by_few_calls"),
-        (_Hasty, "many_are_deleted_by_few_calls"),
+        (_Unsorted, "a_scan_during_changes_is_consistent"),
+        (_Sloppy, "a_prefix_ends_at_a_component"),
+        (_Vague, "missing_keys_raise_key_not_found"),
+        (_Silent, "reading_past_the_end_raises"),
+        (_Strict, "delete_is_idempotent"),
+        (_Standing, "delete_some_deletes_all_in_the_end"),
+        (_Hasty, "delete_some_deletes_all_in_the_end"),
         (_Borrowing, "a_writer_keeps_no_reference"),
         (_Modest, "conditional_create_has_one_winner"),
-        (_Outdated, "traits_make_sense"),
+        (_Outdated, "members_and_traits_are_valid"),
         (_Leaking, "any_length_comes_back"),
     ],
 )

@@ -12,7 +12,7 @@ from fsspec_stand_in import Store
 from s3_stub import refused
 
 from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.fsspec.errors import store_error
+from tierfall.backends.fsspec.client import store_error
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
 from tierfall.core.types.backend import Backend, Publish

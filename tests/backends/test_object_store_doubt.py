@@ -194,4 +194,4 @@ def test_what_is_given_up_while_it_is_asked_for_is_removed(
     thread.join()
     assert "this writer is dead" in str(errors[0])
     assert any(request.startswith("DELETE") for request in stub.requests[before:])
-    assert not backend._living
+    assert not backend._active

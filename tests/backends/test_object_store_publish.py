@@ -210,14 +210,14 @@ def test_a_store_that_cannot_be_looked_at_leaves_the_question_open(
     real: ObjectStoreBackend, lost: Lost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost.answers = [UnreachableError, UploadGoneError, UploadGoneError]
-    look, left = real._client.look, [UnreachableError("on purpose")]
+    look, left = real._client.head, [UnreachableError("on purpose")]
 
     def looking(*args: Any) -> Any:
         if left:
             raise left.pop()
         return look(*args)
 
-    monkeypatch.setattr(type(real._client), "look", lambda self, *args: looking(*args))
+    monkeypatch.setattr(type(real._client), "head", lambda self, *args: looking(*args))
     with written(real) as writer:
         assert refused(writer.publish).retryable
         assert refused(writer.publish).retryable, "it could not look"

@@ -219,20 +219,20 @@ def test_answers_are_told_apart(
 ) -> None:
     stub.reply = lambda method, query: (status, error_body(code) if code else "")
     for call in (
-        lambda: client.look("run/key", "look"),
+        lambda: client.head("run/key", "look"),
         lambda: client.read_into("run/key", 0, memoryview(bytearray(1)), "read"),
         lambda: client.put("run/key", memoryview(b"x"), Publish.IF_ABSENT, "put"),
         lambda: client.delete("run/key", "delete"),
     ):
         assert type(refused(call)) is kind
     if kind is not KeyNotFoundError:
-        assert type(refused(lambda: list(client.rows("run/", "list")))) is kind
+        assert type(refused(lambda: list(client.list("run/", "list")))) is kind
 
 
 def test_no_answer_is_unreachable(client: ObstoreClient, stub: Stub) -> None:
     stub.close()
     assert type(refused(client.check_open)) is UnreachableError
-    assert type(refused(lambda: client.look("run/key", "look"))) is UnreachableError
+    assert type(refused(lambda: client.head("run/key", "look"))) is UnreachableError
 
 
 def backend_of(client: ObstoreClient, monkeypatch: pytest.MonkeyPatch) -> ObjectStoreBackend:

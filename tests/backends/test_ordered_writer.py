@@ -13,7 +13,7 @@ from s3_stub import Reply, Stub, refused
 from tests.object_store import SeaweedFS
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.obstore.client import ObstoreClient
-from tierfall.backends.obstore.gcs_azure import NO_RETRIES
+from tierfall.backends.obstore.options import NO_RETRIES
 from tierfall.backends.open import open_backend
 from tierfall.backends.s3.options import open_client
 from tierfall.core.types.backend import Backend, Publish

@@ -73,7 +73,7 @@ def test_an_unmounted_root_is_unreachable_and_not_written_to(small_disk: Path) -
         lambda: backend.delete("run/key"),
         writer.publish,
     ):
-        with pytest.raises(UnreachableError, match="another folder stands where"):
+        with pytest.raises(UnreachableError, match="the folder is not the one that was opened"):
             call()
     assert os.listdir(small_disk) == []
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(small_disk)], check=True)

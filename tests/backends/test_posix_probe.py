@@ -65,7 +65,7 @@ def test_a_file_system_that_refuses_direct_io_is_used_without(
     with monkeypatch.context() as patch:
         fail(patch, call, errno.EINVAL, is_direct)
         backend = PosixBackend(tmp_path)
-        with pytest.raises(BackendError, match="does not take direct I/O"):
+        with pytest.raises(BackendError, match="does not support direct I/O"):
             PosixBackend(tmp_path, direct_io=True)
     assert not backend.traits.direct_io
     assert backend.traits.alignment_bytes == 1

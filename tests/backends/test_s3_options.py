@@ -112,7 +112,7 @@ def test_options_and_environment_say_where_requests_go(
     for each in (client._service, client._parts):
         each.meta.events.register_first("before-send.s3", send)
     for call in (
-        lambda: client.look("prefix/key", "look"),
+        lambda: client.head("prefix/key", "look"),
         lambda: client.put_part("prefix/key", "1", 1, memoryview(b"x"), "write"),
     ):
         with pytest.raises(SentError):

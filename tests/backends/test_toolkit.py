@@ -10,16 +10,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from tierfall.backends.toolkit.base import Coverage
 from tierfall.backends.toolkit.keys import (
     check_key,
     check_prefix,
+    is_component,
     is_key,
-    is_part,
     is_unfinished,
     unfinished_name,
 )
 from tierfall.backends.toolkit.views import BouncePool, address_of, aligned_block, copy_bytes, flat
-from tierfall.backends.toolkit.writers import Coverage
 from tierfall.core.types.errors import BackendError, KeyInvalidError
 
 # Keys -----------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_no_unfinished_name_is_a_part() -> None:
     names = {unfinished_name() for _ in range(100)}
     assert len(names) == 100
     assert all(is_unfinished(name) for name in names)
-    assert not any(is_part(name) or is_key(name) for name in names)
+    assert not any(is_component(name) or is_key(name) for name in names)
     assert not is_unfinished(".tierfall-note")
     assert not is_unfinished("commit.json")
     assert not is_unfinished(unfinished_name() + "x")

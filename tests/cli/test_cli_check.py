@@ -22,7 +22,7 @@ from tierfall.config import load_config
 from tierfall.core.types.backend import Traits
 from tierfall.core.types.errors import StorageFullError, UnreachableError
 from tierfall.ops import measure
-from tierfall.tiers.stored import StoredTier
+from tierfall.tiers.listing import TierCatalog
 
 MakeCli = Callable[..., Cli]
 SMALL = ("--size", "300KiB")
@@ -250,10 +250,10 @@ def test_a_capacity_is_kept(cli: Cli, tmp_path: Path) -> None:
 def test_a_tier_whose_use_cannot_be_listed_is_said(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: StoredTier) -> None:
+    def fail(self: TierCatalog) -> None:
         raise UnreachableError("no answer")
 
-    monkeypatch.setattr(StoredTier, "_list", fail)
+    monkeypatch.setattr(TierCatalog, "list", fail)
     assert cli.json("check", *SMALL, code=1)["problems"] == ["tier far: no answer"]
 
 

@@ -20,8 +20,10 @@ from tierfall.core.types.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, eviction, protection
 from tierfall.run.announced_steps import AnnouncedSteps
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.tiers import stored
+from tierfall.tiers import deletion
+from tierfall.tiers.attempts import Fence
 from tierfall.tiers.documents import Documents
+from tierfall.tiers.listing import TierCatalog
 
 SEEDS = 60
 FIRST = {"rely_on_what_nobody_has_read": 150}
@@ -61,7 +63,7 @@ def forget_a_pin(patch: pytest.MonkeyPatch) -> None:
     for module in (protection, eviction):
         patch.setattr(module, "reason_to_keep", reason_to_keep)
     patch.setattr("tierfall.policies.retention.reason_to_keep", reason_to_keep)
-    for module in (deleter, stored):
+    for module in (deleter, deletion):
         patch.setattr(module, "stops_drop", lambda marks, *, tombstoned: False)
 
 
@@ -91,12 +93,12 @@ def rely_on_what_nobody_has_read(patch: pytest.MonkeyPatch) -> None:
 
 def believe_the_commit_record(patch: pytest.MonkeyPatch) -> None:
     """A listing does not look at which files are there."""
-    patch.setattr(stored.StoredTier, "_with_damage", lambda store, copy, files: copy)
+    patch.setattr(TierCatalog, "_with_damage", lambda catalog, copy, files: copy)
 
 
 def look_for_newer_attempts_at_commits_only(patch: pytest.MonkeyPatch) -> None:
     """A process that was taken for lost goes on to delete and to write over."""
-    patch.setattr(stored.StoredTier, "check_newest", lambda self, attempt, **more: None)
+    patch.setattr(Fence, "check_newest", lambda self, attempt, **more: None)
 
 
 def decide_per_rank(patch: pytest.MonkeyPatch) -> None:
@@ -158,7 +160,7 @@ def leave_no_room_for_numbers_that_cannot_be_seen(patch: pytest.MonkeyPatch) -> 
 
 def believe_a_record_that_was_not_synced(patch: pytest.MonkeyPatch) -> None:
     """A second try that finds its commit record takes it for durable."""
-    patch.setattr(Documents, "settle", lambda documents, key: None)
+    patch.setattr(Documents, "sync", lambda documents, key: None)
 
 
 def wrong(run: Callable[[int], Any], seed: int) -> str:

@@ -368,7 +368,7 @@ def rewrite_header(path: Path, old: bytes, new: bytes) -> None:
 
 def test_arena_of_another_run_is_refused(path: Path) -> None:
     create(path).close(keep=True)
-    with pytest.raises(ConfigError, match=r"holds run 'gpt', expected 'other'; choose another run"):
+    with pytest.raises(ConfigError, match=r"has run 'gpt', expected 'other'; choose another run"):
         Arena.attach(path, run="other")
 
 

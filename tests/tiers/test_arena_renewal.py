@@ -16,7 +16,7 @@ from arena_help import KIB, MIB, RUN, add, create
 
 from tests.core.fake_device import FakeLocks
 from tierfall.core.types.errors import CapacityError, ConfigError, TierfallError
-from tierfall.tiers.arena import renewal
+from tierfall.tiers.arena import mapping
 from tierfall.tiers.arena.arena import Arena, Region, arena_name
 
 CAPACITY = 3 * MIB
@@ -24,7 +24,7 @@ CAPACITY = 3 * MIB
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renewal, "_STEP_BYTES", 256 * KIB)
+    monkeypatch.setattr(mapping, "_MOVE_BYTES", 256 * KIB)
 
 
 def make_anew(arena: Arena) -> None:

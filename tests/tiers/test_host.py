@@ -161,7 +161,7 @@ def test_memory_that_cannot_grow_is_used_as_it_is_and_that_is_said_once(
     for _ in range(3):  # two of them do not fit any more, one does
         host.ensure_capacity(image_bytes=2 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
     assert host.capacity_bytes == before
-    assert len([r for r in caplog.records if "goes on with" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "continues with" in r.getMessage()]) == 1
     with pytest.raises(CapacityError, match="no room for"):
         host.ensure_capacity(image_bytes=3 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
     host.close(keep=False)
@@ -185,7 +185,7 @@ def test_memory_that_cannot_grow_for_two_images_grows_for_one(
     for _ in range(2):
         host.ensure_capacity(image_bytes=4 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
         assert host.capacity_bytes == one
-    assert len([r for r in caplog.records if "goes on with" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "continues with" in r.getMessage()]) == 1
     with pytest.raises(CapacityError, match="no room for"):
         host.ensure_capacity(image_bytes=5 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
     host.close(keep=False)

@@ -451,7 +451,7 @@ def test_a_checkpoint_of_another_name_or_run_is_damage(
         writer.write(0, memoryview(record))
         writer.publish()
     (copy,) = other.list().copies
-    assert "speaks of run 1@1" in str(copy.damage)
+    assert "is the record of run 1@1" in str(copy.damage)
 
 
 def test_a_record_that_is_too_long_is_not_read(tier: StoredTier, disk: MemoryBackend) -> None:
@@ -538,7 +538,7 @@ def test_a_writer_that_was_stopped_within_a_commit_looks_for_a_newer_attempt_aga
     """A newer start may have collected the images that its record names: it must not tell that it has committed."""
     commit(tier, 1)
     write_image(tier, 2)
-    monkeypatch.setattr("tierfall.tiers.stored.FENCE_HOLDS_S", 0.0)
+    monkeypatch.setattr("tierfall.tiers.stored.FENCE_VALID_S", 0.0)
     real = Documents.create
 
     def create(documents: Documents, key: str, data: bytes) -> None:
@@ -594,7 +594,9 @@ def test_the_record_of_another_attempt_under_a_high_number_is_no_newer_one(
     assert steps(tier) == ["1@1", "2@1"]
     said = [r.getMessage() for r in caplog.records if "a999999999999" in r.getMessage()]
     assert len(said) == 1
-    assert "is the record of attempt 1 of run 'run', which somebody put there: remove it" in said[0]
+    assert (
+        "is the record of attempt 1 of run 'run', stored under the wrong name: remove it" in said[0]
+    )
 
 
 def test_a_newer_record_that_is_damaged_stops_commits_until_it_is_removed(
@@ -603,7 +605,7 @@ def test_a_newer_record_that_is_damaged_stops_commits_until_it_is_removed(
     write_image(tier, 1)
     put(disk, "attempts/a0007.json", b"")
     with pytest.raises(
-        IntegrityError, match=r"a0007\.json.*it may be a newer start's.*remove that"
+        IntegrityError, match=r"a0007\.json.*it may belong to a newer start.*remove that"
     ):
         tier.commit(commit_of(1), attempt=attempt())
     assert steps(tier) == []
@@ -627,7 +629,7 @@ def test_a_process_writes_its_own_record_anew_where_it_has_seen_it_whole(
 def test_a_damaged_record_that_may_be_of_another_start_stops_commits(disk: MemoryBackend) -> None:
     put(disk, "attempts/a0001.json", b"")
     tier = tier_on(disk)  # it was away at open
-    with pytest.raises(IntegrityError, match=r"a0001\.json.*it may be another start's"):
+    with pytest.raises(IntegrityError, match=r"a0001\.json.*it may belong to another start"):
         tier.check_fence(attempt())
     with pytest.raises(KeyExistsError):
         tier.take_attempt(attempt())

@@ -28,7 +28,8 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.ops.findings import NEWER, Finding, contradictions, damage_findings
 from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import writable
-from tierfall.tiers.stored import StoredTier, StrayAttemptError
+from tierfall.tiers.attempts import StrayAttemptError
+from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 

@@ -21,7 +21,8 @@ from tierfall.core.types.errors import ConfigError, KeyNotFoundError, TierfallEr
 from tierfall.core.types.keys import ATTEMPT_MAX
 from tierfall.core.types.lineage import AttemptStart, Key, overtaken_starts
 from tierfall.core.types.text import few_of
-from tierfall.tiers.stored import StoredTier, StrayAttemptError
+from tierfall.tiers.attempts import StrayAttemptError
+from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 FAR = 1000

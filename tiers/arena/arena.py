@@ -1,11 +1,11 @@
-"""The arena: one rank's host tier, cut into regions that each hold an image with its manifest and commit record.
+"""The arena: one rank's host tier, divided into regions that each hold an image with its manifest and commit record.
 
-Owns what is free, and the order in which a region is filled, sealed, marked and released, so that after a SIGKILL at
-any moment exactly the sealed images are there and the rest is free. It must not know what a manifest says, which copy
-is worth keeping, or who owns the run: whoever creates or attaches an arena for writing holds the lock of its slot.
+It owns the free space, and the order in which a region is filled, sealed, marked and released: after a SIGKILL at any
+moment the arena has exactly the sealed images, and the rest is free. It must not know the content of a manifest, which
+copy to keep, or who owns the run: a process that creates or attaches an arena for writing has the lock of its slot.
 
-A region that is being filled exists in this process only. Its seal goes into the file last, by one store. After a fork
-the child shares the memory: it must neither allocate nor seal, and it keeps the pages of a removed arena until it ends.
+A region that is being filled exists in this process only. Its seal is written to the file last, by one store. A forked
+child must neither allocate nor seal, and it keeps the pages of a removed arena until it exits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from tierfall.core.types.errors import ConfigError, IntegrityError
 from tierfall.core.types.keys import check_name
 from tierfall.core.types.values import ByteRange, Shard
-from tierfall.tiers.arena import layout as layout
+from tierfall.tiers.arena import layout
 from tierfall.tiers.arena.file import ArenaFile, Progress
 from tierfall.tiers.arena.folder import (
     RoomReport,
@@ -63,7 +63,7 @@ def lock_name(slot: int) -> str:
 
 
 def extent_bytes(*, image_bytes: int, records_bytes: int) -> int:
-    """Return what one image takes from an arena's capacity, its manifest and commit record included."""
+    """Return the bytes of an arena that one image uses, its manifest and commit record included."""
     return padded(image_bytes) + padded(records_bytes)
 
 
@@ -86,11 +86,11 @@ class Arena:
         progress: Progress | None = None,
         page_lock: bool = True,
     ) -> Arena:
-        """Create an arena whose regions may together take ``capacity_bytes`` (rounded up to 4 KiB).
+        """Create an arena whose regions may together use ``capacity_bytes`` (rounded up to 4 KiB).
 
         The file is 2 MiB larger. Its pages are reserved, faulted in and, with ``page_lock`` and a CUDA device, locked.
-        ``progress`` is called with bytes done and bytes in all. A kill in the middle leaves no arena. Raises
-        CapacityError, naming what is needed and what there is; ConfigError where there is an arena already.
+        ``progress`` is called with the bytes done and the total. A kill before this returns leaves no arena. Raises
+        CapacityError with the needed and the available bytes; ConfigError where there is an arena already.
         """
         header = ArenaHeader(
             run=check_name(run, what=f"arena {path}: run"),
@@ -105,10 +105,10 @@ class Arena:
     def attach(
         cls, path: Path, *, run: str, writable: bool = True, page_lock: bool = True
     ) -> Arena:
-        """Open an arena that an earlier process left, with its sealed regions; everything else in it is free.
+        """Open the arena of an earlier process, with its sealed regions; everything else in it is free.
 
-        A region whose seal is damaged is not there: ``damage`` says so, and so does the log. With ``writable=False``
-        nothing is changed, and the owner may be alive: what it releases meanwhile reads as damaged.
+        A region whose seal is damaged is left out, logged, and reported by ``damage``. With ``writable=False`` the file
+        is not changed, and its owner may be alive: a region that it releases then reads as damaged.
 
         Raises KeyNotFoundError where there is no file, ConfigError for one that is not this run's arena,
         NotSupportedError for one that a newer tierfall wrote, IntegrityError for a damaged or truncated one.
@@ -131,7 +131,7 @@ class Arena:
 
     @property
     def shard(self) -> Shard:
-        """The rank that created the arena; a region names its own."""
+        """The rank that created the arena; each region has its own ``shard``."""
         return self._shared.file.header.shard
 
     @property
@@ -144,7 +144,7 @@ class Arena:
 
     @property
     def damage(self) -> tuple[IntegrityError, ...]:
-        """What was found damaged when the arena was attached."""
+        """One error for each region that was damaged when the arena was attached."""
         return tuple(self._damage)
 
     @property
@@ -153,19 +153,19 @@ class Arena:
 
     @property
     def largest_free_bytes(self) -> int:
-        """The largest extent that could be allocated now."""
+        """The largest extent that ``allocate`` would find now."""
         return max((gap.length for gap in self._gaps(self.regions())), default=0)
 
     @property
     def free_slots(self) -> int:
-        """How many further regions the table of control slots has room for."""
-        return SLOT_COUNT - len(self._shared.living)
+        """The number of free control slots: so many further regions can be allocated."""
+        return SLOT_COUNT - len(self._shared.regions)
 
     def regions(self) -> tuple[Region, ...]:
-        """Return the living regions, filling and sealed, in the order of their place."""
+        """Return the allocated regions, filling and sealed, by offset."""
         with self._shared.guard:
             return tuple(
-                sorted(self._shared.living.values(), key=lambda region: region.extent.start)
+                sorted(self._shared.regions.values(), key=lambda region: region.extent.start)
             )
 
     def allocate(
@@ -176,10 +176,11 @@ class Arena:
         shard: Shard | None = None,
         replica: bool = False,
     ) -> Region | None:
-        """Take an extent for an image and at most ``records_bytes`` of manifest and commit record; None without room.
+        """Allocate an extent for an image and at most ``records_bytes`` of manifest and commit record; None where no
+        gap or control slot is free.
 
-        ``shard`` says whose image it will be (the arena's, left out), ``replica`` that another node has the original.
-        The bytes of the image are whatever was there before.
+        ``shard`` is the image's (by default the arena's); ``replica``: another node has the original. The bytes of the
+        image are not cleared.
         """
         if image_bytes < 1 or records_bytes < 0:
             raise ValueError(
@@ -190,7 +191,7 @@ class Arena:
             length = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
             start = _first_fit(self._gaps(self.regions()), length)
             slot = next(
-                (slot for slot in range(SLOT_COUNT) if slot not in self._shared.living), None
+                (slot for slot in range(SLOT_COUNT) if slot not in self._shared.regions), None
             )
             if start is None or slot is None:
                 return None
@@ -202,23 +203,23 @@ class Arena:
                 shard=self.shard if shard is None else shard,
                 replica=replica,
             )
-            self._shared.living[slot] = region
+            self._shared.regions[slot] = region
             return region
 
     def would_fit(
         self, *, image_bytes: int, records_bytes: int, without: Collection[object]
     ) -> bool:
-        """Say whether ``allocate`` would find an extent if the regions ``without`` were released."""
+        """Whether ``allocate`` would find an extent if the regions ``without`` were released."""
         length = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
-        gone = {id(region) for region in without}
+        released = {id(region) for region in without}
         with self._shared.guard:
-            left = tuple(region for region in self.regions() if id(region) not in gone)
-            return len(left) < SLOT_COUNT and _first_fit(self._gaps(left), length) is not None
+            rest = tuple(region for region in self.regions() if id(region) not in released)
+            return len(rest) < SLOT_COUNT and _first_fit(self._gaps(rest), length) is not None
 
     def grow(self, capacity_bytes: int, progress: Progress | None = None) -> None:
-        """Raise the capacity. Living regions stay where they are, and views of them stay valid.
+        """Raise the capacity. Regions keep their offsets, and views of them stay valid.
 
-        Raises CapacityError, and changes nothing, where there is no room; ConfigError for less than there is.
+        Raises CapacityError, and changes nothing, where memory is missing; ConfigError for a smaller capacity.
         """
         with self._shared.guard:
             self._shared.require_writable("growing")
@@ -232,20 +233,19 @@ class Arena:
                 self._shared.file.grow(capacity_bytes, progress)
 
     def file_is_there(self) -> bool:
-        """Say whether the path still names the arena's file, or the arena is closed: nobody misses it then.
+        """Whether the path still names the arena's file; True for a closed arena, which needs none.
 
-        Raises BackendError where that cannot be found out.
+        Raises BackendError where that is unknown.
         """
         with self._shared.guard:
             return self._shared.closed or self._shared.file.is_there()
 
     def unlock_pages(self) -> bool:
-        """Unlock the pages, which ``renew_file`` asks for; False while an image is filled, perhaps by a device.
-
-        No device may read an image either.
+        """Unlock the pages, which ``renew_file`` needs; False while an image is being filled, since a device may be
+        writing to it. No device may read an image either.
         """
         with self._shared.guard:
-            if any(region.filling for region in self._shared.living.values()):
+            if any(region.filling for region in self._shared.regions.values()):
                 return False
             if not self._shared.closed:
                 self._shared.file.unlock_pages()
@@ -253,34 +253,34 @@ class Arena:
 
     @property
     def renewing(self) -> bool:
-        """Whether ``renew_file`` is half done."""
+        """Whether ``renew_file`` has begun and not finished."""
         return self._shared.file.renewing
 
     def renew_file(self) -> bool:
-        """Go on making the file anew that somebody has removed: by a few MiB, until ``file_is_there``.
+        """Continue to recreate the removed file, by a few MiB a call, until ``file_is_there``.
 
-        False where what is left has to wait for an image that is being filled. Views stay valid. Raises CapacityError
-        without room, ConfigError where another file has the name, BackendError; all stays usable.
+        False where the rest has to wait for an image that is being filled. Views stay valid. Raises CapacityError where
+        memory is missing, ConfigError where another file has the name, BackendError; the arena stays usable.
         """
         with self._shared.guard:
             if self._shared.closed:
                 return False
             self._shared.require_writable("making its file anew")
-            living = self._shared.living.values()
-            return self._shared.file.renew([r.extent for r in living if r.filling])
+            regions = self._shared.regions.values()
+            return self._shared.file.renew([r.extent for r in regions if r.filling])
 
     def close(self, *, keep: bool) -> None:
-        """Let go of the arena, and delete its file unless ``keep``. May be called twice.
+        """Close the arena, and delete its file unless ``keep``. May be called twice.
 
-        The memory goes with the last view of it. Copies from the device must have ended: the pages are unlocked.
+        The memory is freed with the last view of it. Copies from the device must have ended: the pages are unlocked.
         """
         with self._shared.guard:
             if self._shared.closed:
                 return
             self._shared.closed = True
-            for region in self._shared.living.values():
-                region.let_go()
-            self._shared.living.clear()
+            for region in self._shared.regions.values():
+                region.drop_view()
+            self._shared.regions.clear()
             try:
                 if not keep and self._shared.file.writable:
                     self._shared.file.remove()
@@ -288,7 +288,7 @@ class Arena:
                 self._shared.file.forget()
 
     def _adopt(self) -> None:
-        """Find the sealed regions; on the way, empty the slots that cannot be believed."""
+        """Read the seals; clear the control slots whose seal is damaged or overlaps another."""
         seals: dict[int, Seal] = {}
         damage: dict[int, IntegrityError] = {}
         for slot in range(SLOT_COUNT):
@@ -303,20 +303,20 @@ class Arena:
             del seals[slot]
             what = self._shared.block(slot).what
             damage[slot] = IntegrityError(f"{what}: its extent overlaps another region's")
-        # Only now: a slot that a newer tierfall wrote refuses the arena, and must leave it as it was.
+        # After the loop: a slot of a newer tierfall raises above, and then the arena must not have been changed.
         for slot, reason in sorted(damage.items()):
             self._note_damage(slot, reason)
         for slot, seal in seals.items():
-            self._shared.living[slot] = Region.adopted(self._shared, slot, seal)
+            self._shared.regions[slot] = Region.adopted(self._shared, slot, seal)
 
     def _note_damage(self, slot: int, error: IntegrityError) -> None:
-        logger.warning("%s; its image in host memory is given up", error)
+        logger.warning("%s; its image in host memory is lost", error)
         self._damage.append(error)
         if self._shared.file.writable:
             self._shared.block(slot).clear()
 
     def _gaps(self, regions: tuple[Region, ...]) -> list[ByteRange]:
-        """Return what lies between those regions, and behind the last."""
+        """Return the ranges between those regions, and after the last."""
         with self._shared.guard:
             start = EXTENTS_START
             gaps = []
@@ -336,7 +336,8 @@ def _checked_capacity(path: Path, capacity_bytes: int) -> int:
 
 
 def _first_fit(gaps: list[ByteRange], length: int) -> int | None:
-    """Choose a start: the first gap that takes it at a multiple of 2 MiB (where it is that long), else the first."""
+    """Return the offset of the first gap of that length. An extent of 2 MiB or more gets an offset that is a multiple
+    of 2 MiB if some gap allows it, for large pages."""
     if length >= LARGE_PAGE_BYTES:
         for gap in gaps:
             start = padded(gap.start, LARGE_PAGE_BYTES)

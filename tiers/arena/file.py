@@ -1,14 +1,12 @@
-"""One arena file: created whole or not at all, checked when attached, mapped, page-locked, grown.
+"""One arena file: created atomically, checked when attached, mapped, page-locked, grown, recreated.
 
-Owns the descriptor and the mappings. It must not know regions or what is free: it hands out one memoryview of the whole
-file. Pages are reserved (``posix_fallocate``) before anything is mapped onto them, so a full file system is an error
-here and never a SIGBUS later; they are faulted in here too, because a first touch costs ten times the copy.
+It owns the descriptor and the mappings, and returns one memoryview of the whole file. It must not know regions or free
+space. Pages are reserved (``posix_fallocate``) before they are mapped and faulted in, so that a full file system is an
+error here and never a SIGBUS later.
 
-A mapping is never closed by force: views of it may be alive. It goes when the last view goes. A growth maps the file
-again, so older views keep their addresses, and both mappings are the same pages. Where the file is removed by somebody
-else, the memory stays as it is, and ``renew`` brings it to a new file of the same name (``renewal``).
-
-A forked child does not get the pages (``mapping``): whatever it writes there changes no image.
+A mapping is never closed explicitly, since views of it may be alive: it is unmapped with its last view. A growth maps
+the file again, so that older views keep their addresses; both mappings share the pages. Where the file was removed from
+outside, the memory is unchanged, and ``renew`` moves it to a new file of the same name.
 """
 
 from __future__ import annotations
@@ -38,11 +36,10 @@ from tierfall.core.types.errors import (
     NotSupportedError,
 )
 from tierfall.core.types.values import ByteRange
-from tierfall.tiers.arena import layout as layout
+from tierfall.tiers.arena import layout
 from tierfall.tiers.arena.folder import MORE_ROOM, WHAT_HELPS, room_for_arena, sized
 from tierfall.tiers.arena.layout import EXTENTS_START, PAGE_BYTES, ArenaHeader, EntryList
-from tierfall.tiers.arena.mapping import fault_in, fork_safe_mapping
-from tierfall.tiers.arena.renewal import ArenaRenewal
+from tierfall.tiers.arena.mapping import ArenaRenewal, fault_in, fork_safe_mapping, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +49,8 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 _STEP_BYTES = 256 << 20
-_SAY_FROM_BYTES = 4 << 30
-# Cleaners of temporary files go by age, and stores into a mapping leave a file's times as they are.
+_LOG_FROM_BYTES = 4 << 30
+# Cleaners of temporary files delete by age, and stores into a mapping do not change a file's times.
 _TOUCH_EVERY_S = 3600.0
 _OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -80,7 +77,7 @@ class ArenaFile:
     def create(
         cls, path: Path, header: ArenaHeader, *, page_lock: bool, progress: Progress | None
     ) -> ArenaFile:
-        """Create under another name, reserve and fill in the header, and only then rename."""
+        """Create under a temporary name, reserve the pages, write the header, and only then rename."""
         what = f"arena {path}"
         with _translate_errors(what, "creating it"):
             if os.path.lexists(path):
@@ -105,7 +102,7 @@ class ArenaFile:
 
     @classmethod
     def attach(cls, path: Path, *, run: str, writable: bool, page_lock: bool) -> ArenaFile:
-        """Open and check an arena that an earlier process left."""
+        """Open and check the arena of an earlier process."""
         what = f"arena {path}"
         with _translate_errors(what, "attaching it"):
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | _OPEN_FLAGS)
@@ -126,7 +123,7 @@ class ArenaFile:
         return made
 
     def grow(self, capacity_bytes: int, progress: Progress | None) -> None:
-        """Enlarge the file and map it again; the new capacity counts from the moment it is written down."""
+        """Enlarge the file and map it again; the new capacity is valid once its entry is in the list of growths."""
         what = f"arena {self.path}"
         entry = layout.encode_growth(capacity_bytes)
         growths = self._growths()
@@ -152,7 +149,7 @@ class ArenaFile:
         self.capacity_bytes = capacity_bytes
 
     def is_there(self) -> bool:
-        """Say whether the path still names this file; a file that does not seem to be in use is touched."""
+        """Whether the path still names this file. Its time is updated once an hour, against cleaners."""
         with _translate_errors(f"arena {self.path}", "looking for it"):
             try:
                 named = os.stat(self.path, follow_symlinks=False)
@@ -166,29 +163,29 @@ class ArenaFile:
             return True
 
     def remove(self) -> None:
-        """Delete the file, unless another one bears its name by now."""
+        """Delete the file, unless another one has its name by now."""
         with _translate_errors(f"arena {self.path}", "removing it"):
             if self.is_there():
                 os.unlink(self.path)
 
     @property
     def renewing(self) -> bool:
-        """Whether a part of the memory lies in a new file, and a part in the old one."""
+        """Whether a part of the memory has moved to a new file, and a part has not."""
         return self._renewal is not None
 
     def unlock_pages(self) -> None:
-        """Unlock the pages, so that they can be moved; no copy to or from a device may be under way."""
+        """Unlock the pages, so that they can be moved; no copy to or from a device may be in flight."""
         for lock in self._locks:
             lock.release()
         self._locks.clear()
 
     def renew(self, busy: Sequence[ByteRange]) -> bool:
-        """Make the file anew, where its name is gone: move a few MiB of the memory to the new file, or give that its
-        name where all has moved. ``busy`` are the ranges that are written to at present; False where nothing else is
-        left to move. Views keep their addresses. The pages must be unlocked, and are locked again at the end.
+        """Recreate the removed file: move a few MiB of the memory to a new file, or publish that under the old name
+        once everything has moved. ``busy`` are the ranges that are being written; False where only those are left.
+        Views keep their addresses. The pages must be unlocked, and are locked again at the end.
 
-        Raises CapacityError where there is no room for those MiB, and ConfigError where another file has the name; the
-        memory can be used as before, and a later call goes on.
+        Raises CapacityError where memory is missing, and ConfigError where another file has the name; the memory stays
+        usable, and a later call continues.
         """
         what = f"arena {self.path}"
         with _translate_errors(what, "making its file anew"):
@@ -207,7 +204,7 @@ class ArenaFile:
             return True
 
     def _check_place(self) -> None:
-        """Refuse a name that another file bears, and a folder that lies on a disk where this one lay in memory."""
+        """Raise ConfigError where another file has the name, or where the folder was in memory and is now on disk."""
         if os.path.lexists(self.path):
             raise ConfigError(
                 f"arena {self.path}: its file was removed, and another one has its name by now; it is left as it is"
@@ -215,12 +212,12 @@ class ArenaFile:
         same = os.stat(self.path.parent).st_dev == os.fstat(self._fd).st_dev
         if not same and not room_for_arena(self.path.parent).in_memory:
             raise ConfigError(
-                f"arena {self.path}: the file system that it lay in is not there any more, and what is there now is "
-                "not in memory; mount it again"
+                f"arena {self.path}: its file system was unmounted, and the one that is there now is not in memory; "
+                "mount it again"
             )
 
     def forget(self) -> None:
-        """Unlock the pages, close the descriptor, and let the mappings go with their last views."""
+        """Unlock the pages, close the descriptor, and drop the view; mappings are unmapped with their last views."""
         self.unlock_pages()
         self.view = memoryview(b"")
         if self._renewal is not None:
@@ -238,30 +235,24 @@ class ArenaFile:
         self._mappings.add(mapping)
         for start in range(0, total, _STEP_BYTES):
             end = min(start + _STEP_BYTES, total)
-            self._reserve(start, end, total)
+            reserve(
+                self._fd,
+                ByteRange(start=start, end=end),
+                f"arena {self.path}: reserving memory: needed {sized(total)}, available were {sized(start)} and less "
+                f"than {sized(end - start)} more; {WHAT_HELPS}",
+            )
             fault_in(mapping, start, end)
-            if total >= _SAY_FROM_BYTES:
+            if total >= _LOG_FROM_BYTES:
                 logger.info("arena %s: %s of %s ready", self.path, sized(end), sized(total))
             if progress is not None:
                 progress(end, total)
         self._lock_pages(mapping, total)
         self.view = memoryview(mapping)
 
-    def _reserve(self, start: int, end: int, total: int) -> None:
-        try:
-            os.posix_fallocate(self._fd, start, end - start)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-                raise
-            raise CapacityError(
-                f"arena {self.path}: reserving memory: needed {sized(total)}, available were {sized(start)} and less "
-                f"than {sized(end - start)} more; {WHAT_HELPS}"
-            ) from error
-
     def _lock_pages(self, mapping: mmap.mmap, total: int) -> None:
         if not self._want_lock or not pinned.cuda_available():
             return
-        if self._device is None:  # a later thread may have another one, or none yet
+        if self._device is None:  # once: another thread may have another current device
             self._device = pinned.current()
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         lock = pinned.lock_pages(address, total, self._device)
@@ -270,17 +261,17 @@ class ArenaFile:
             return
         self._want_lock = False
         logger.warning(
-            "arena %s: its %s could not be page-locked: %s; copies from the GPU go on, slower; raise `ulimit -l` (or "
-            "--ulimit memlock=-1 of a container) or set a smaller `capacity`",
+            "arena %s: its %s could not be page-locked: %s; copies from the GPU continue, slower; raise `ulimit -l` "
+            "(or --ulimit memlock=-1 of a container) or set a smaller `capacity`",
             self.path,
             sized(total),
             lock.reason,
         )
 
     def _adopt_size(self, size: int) -> None:
-        """Map an attached file as far as its own record of its capacity says."""
+        """Map an attached file of ``size`` bytes up to its recorded capacity."""
         what = f"arena {self.path}"
-        self._peek_capacity(size)
+        self._read_capacity(size)
         total = EXTENTS_START + self.capacity_bytes
         if size < total:
             raise IntegrityError(
@@ -292,11 +283,11 @@ class ArenaFile:
             )
             return
         if size > total:
-            # A growth that was killed before it counted: nothing lies there.
+            # A growth was killed before its entry was written: no region uses these bytes.
             os.ftruncate(self._fd, total)
         self._map(total, None)
 
-    def _peek_capacity(self, size: int) -> None:
+    def _read_capacity(self, size: int) -> None:
         what = f"arena {self.path}"
         if size < EXTENTS_START:
             raise IntegrityError(
@@ -311,7 +302,7 @@ class ArenaFile:
 
 
 def _partial(path: Path) -> Path:
-    """The name under which an arena is created; its slot's lock makes us the only ones to use it."""
+    """The name under which an arena is created; the lock of its slot excludes other processes."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -338,19 +329,19 @@ def _read_header(fd: int, path: Path, run: str) -> ArenaHeader:
         raise IntegrityError(f"{error}; {_remove(path)}") from error
     if header.run != run:
         raise ConfigError(
-            f"{what}: it holds run {header.run!r}, expected {run!r}; choose another run name or `folder`, or remove "
+            f"{what}: it has run {header.run!r}, expected {run!r}; choose another run name or `folder`, or remove "
             f"{path}"
         )
     return header
 
 
 def _remove(path: Path) -> str:
-    return f"remove {path} (what only it holds is lost) or set another `folder`"
+    return f"remove {path} (images that only it has are lost) or set another `folder`"
 
 
 @contextlib.contextmanager
 def _translate_errors(what: str, doing: str) -> Iterator[None]:
-    """Turn what the operating system refuses into the errors of this project."""
+    """Raise errors of the operating system as errors of this package."""
     try:
         yield
     except FileNotFoundError as error:

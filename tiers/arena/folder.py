@@ -1,7 +1,7 @@
-"""Where arenas lie, and how much room is there: the host tier's folder.
+"""The host tier's folder, and the memory that is free for an arena there.
 
-Owns the choice of the folder, its safe creation and the arithmetic of memory. It must not know what an arena is made
-of. Memory is scarce twice: the file system has a size, and its pages are the machine's (or the container's) memory.
+It owns the choice of the folder, its safe creation and the arithmetic of memory. It must not know an arena's layout.
+Two limits apply: the size of the file system, and the memory of the machine (or the container) that holds its pages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def default_folder() -> Path:
         return SHARED_MEMORY / name
     folder = Path(tempfile.gettempdir()) / name
     logger.warning(
-        "host tier: %s is not there or not writable; arenas are files in %s, which may be on a disk, and slower: set "
+        "host tier: %s does not exist or is not writable; arenas are files in %s, which may be on a disk: set "
         "the host tier's `folder` to a file system in memory",
         SHARED_MEMORY,
         folder,
@@ -45,9 +45,9 @@ def default_folder() -> Path:
 def prepare_folder(path: Path, *, base: Path | None = None) -> Path:
     """Create ``path`` (mode 0700) where it is missing, and check it; return it as an absolute path.
 
-    Every component below ``base`` is opened without following a link, and must belong to this user and be writable by
-    nobody else. ``base`` is trusted; left out, it is /dev/shm or the temporary folder where the path lies below one of
-    them, else the nearest folder above that exists. Raises ConfigError.
+    Every component below ``base`` is opened without following a link, must belong to this user, and must not be
+    writable by others. ``base`` is trusted; by default it is /dev/shm or the temporary folder if the path is below one
+    of them, else the nearest existing folder above. Raises ConfigError.
     """
     path = Path(os.path.abspath(path))
     base = _trusted_base(path) if base is None else Path(os.path.abspath(base))
@@ -83,11 +83,11 @@ def _open_base(base: Path) -> int:
 
 
 def _enter(parent: int, name: str, place: Path) -> int:
-    """Open ``name`` in ``parent``, created where it is missing, never through a link."""
+    """Open ``name`` in ``parent``, created where it is missing; a link is refused."""
     try:
         os.mkdir(name, 0o700, dir_fd=parent)
     except FileExistsError:
-        logger.debug("folder %s is there already", place)
+        logger.debug("folder %s exists already", place)
     except OSError as error:
         raise BackendError(
             f"folder {place}: cannot be created: {error}; set another `folder`"
@@ -123,10 +123,10 @@ def _check_folder(status: os.stat_result, place: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomReport:
-    """What is free for an arena in ``folder``.
+    """The memory that is free for an arena in ``folder``.
 
-    ``memory_free_bytes`` is None where the system does not tell; it bounds an arena only where the folder's file
-    system lies in memory (``in_memory``).
+    ``memory_free_bytes`` is None where the system does not report it. It bounds an arena only if the folder's file
+    system is in memory (``in_memory``).
     """
 
     folder: Path
@@ -136,7 +136,7 @@ class RoomReport:
 
     @property
     def free_bytes(self) -> int:
-        """What a file here can grow to before something breaks."""
+        """The largest file that fits here."""
         if self.in_memory and self.memory_free_bytes is not None:
             return min(self.file_system_free_bytes, self.memory_free_bytes)
         return self.file_system_free_bytes
@@ -144,8 +144,8 @@ class RoomReport:
     def default_capacity_bytes(self, *, image_bytes: int, extent_bytes: int, ranks: int = 1) -> int:
         """Choose a capacity: 2.2 images, at least two extents, at most a rank's share of half the free memory.
 
-        ``extent_bytes`` is what one image takes with its records, ``ranks`` how many ranks of this node choose at the
-        same time. Raises CapacityError where not one extent fits.
+        ``extent_bytes`` is the size of one image with its records, ``ranks`` the number of ranks of this node that
+        choose at the same time. Raises CapacityError where one extent does not fit.
         """
         free = (
             self.free_bytes
@@ -160,13 +160,14 @@ class RoomReport:
                     f"set the host tier's `capacity` to at least {sized(extent_bytes)}, or {helps}"
                 )
             raise CapacityError(
-                f"host tier in {self.folder}: one image takes {sized(extent_bytes)}, and of the {sized(free)} that are "
-                f"free a host tier without a `capacity` takes no more than half ({sized(share)} per rank); {helps}"
+                f"host tier in {self.folder}: one image needs {sized(extent_bytes)}, and of the {sized(free)} that are "
+                f"free a host tier without a `capacity` uses no more than half ({sized(share)} per rank); {helps}"
             )
         return min(max(-(-image_bytes * 11 // 5), 2 * extent_bytes), share)
 
     def require(self, needed_bytes: int, *, what: str, helps: str | None = None) -> None:
-        """Raise CapacityError unless that much is free; ``helps`` says what to do (None: what helps a new arena)."""
+        """Raise CapacityError unless that much is free; ``helps`` is the advice in it (by default that for a new
+        arena)."""
         if needed_bytes <= self.free_bytes:
             return
         memory = "unknown" if self.memory_free_bytes is None else sized(self.memory_free_bytes)
@@ -182,12 +183,12 @@ WHAT_HELPS = f"{_RAISE}, set a smaller `capacity` of the host tier, or set its `
 
 
 def sized(size_bytes: int) -> str:
-    """Write a size for people and exactly."""
+    """Format a size, rounded and exact."""
     return f"{format_size(size_bytes)} ({size_bytes} bytes)"
 
 
 def room_for_arena(folder: Path, *, fd: int | None = None) -> RoomReport:
-    """Measure what is free in ``folder``, which exists, or, given one, where the open file ``fd`` lies."""
+    """Measure the free memory for ``folder``, which exists; with ``fd``, of the file system of that open file."""
     place = folder if fd is None else fd
     try:
         status = os.statvfs(place)
@@ -207,7 +208,7 @@ def _is_in_memory(place: Path | int) -> bool:
 
 
 def file_system_of(place: Path | int) -> str | None:
-    """Name the kind of file system that a folder, or an open file, lies on; None where the kernel does not say. Raises
+    """Return the type of the file system of a folder or open file; None where the kernel does not report it. Raises
     OSError."""
     device = os.stat(place).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
@@ -218,7 +219,7 @@ def file_system_of(place: Path | int) -> str | None:
 
 
 def _memory_free_bytes() -> int | None:
-    """Return the smaller of what the machine has available and what the container may still take."""
+    """Return the available memory of the machine, or what the container may still use if that is less."""
     known = [free for free in (_machine_free_bytes(), _container_free_bytes()) if free is not None]
     return min(known, default=None)
 
@@ -231,7 +232,8 @@ def _machine_free_bytes() -> int | None:
 
 
 def _container_free_bytes() -> int | None:
-    """Return what the tightest limit of this process's control groups (version 2) leaves, None without a limit."""
+    """Return the free bytes under the tightest limit of this process's control groups (version 2); None without a
+    limit."""
     group = next(
         (line[3:] for line in _read(_OWN_GROUP).splitlines() if line.startswith("0::")), "/"
     )
@@ -247,7 +249,7 @@ def _container_free_bytes() -> int | None:
 
 
 def _read(path: Path) -> str:
-    """Read a file that the kernel may or may not offer."""
+    """Read a file of /proc or /sys; '' where the kernel does not have it."""
     try:
         return path.read_text()
     except OSError:

@@ -1,16 +1,16 @@
-"""The arena file's layout: which byte means what, and what a reader believes.
+"""The arena file's layout, and the validation of what is read from it.
 
     0        header block:    page 0 the header (magic, sealed document, zeros); then the list of growths
     32 KiB   control blocks:  63 times one control page (the seal of a region), then the list of its marks
     2 MiB    extents:         image, padded to 4 KiB; manifest; commit record
 
-A control page and a list each begin with a *word* of 8 bytes: how many bytes after it count, and the complement of
-that. What it covers is written first and the word last, by one store, so a process killed at any moment leaves the old
-or the new state, never a torn one; everything covered carries a SHA-256, so damage is found and never taken for
-absence. The header is written once, under another name, and never changed.
+A control page and a list each begin with a *word* of 8 bytes: the number of valid bytes after it, and the complement of
+that number. The valid bytes are written first and the word last, by one store, so a kill at any moment leaves the old
+or the new state, never a torn one. They contain a SHA-256, so that damage is never read as an empty slot. The header is
+written once, under a temporary file name, and never changed.
 
-This module reads and writes through memoryviews of the whole file or of a block. It must not know files, locks,
-allocation or what a manifest says. Integers are native: an arena never leaves the machine that wrote it.
+This module reads and writes memoryviews of the whole file or of a block. It must not know files, locks, allocation or
+the content of a manifest. Integers have native byte order: an arena never leaves the machine that wrote it.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def padded(length_bytes: int, multiple_bytes: int = PAGE_BYTES) -> int:
 
 
 def store(view: memoryview, offset: int, data: bytes) -> None:
-    """Put bytes that no word covers yet."""
+    """Write bytes that no word makes valid yet."""
     view[offset : offset + len(data)] = data
 
 
 def publish(view: memoryview, offset: int, length: int | None) -> None:
-    """Write a word, by one store of 8 aligned bytes: ``length`` bytes after it count; None: nothing is here."""
+    """Write a word, by one store of 8 aligned bytes: ``length`` bytes after it are valid; None: the slot is empty."""
     word = 0 if length is None else length | (length ^ _WORD_MASK) << 32
     view[offset : offset + _WORD_BYTES].cast("Q")[0] = word
 
 
-def _covered(view: memoryview, what: str) -> int | None:
-    """Read the word at the start of ``view``."""
+def _valid_bytes(view: memoryview, what: str) -> int | None:
+    """Read the word at the start of ``view``: the number of valid bytes after it, None for an empty slot."""
     word = view[:_WORD_BYTES].cast("Q")[0]
     if word == 0:
         return None
@@ -66,7 +66,7 @@ def _covered(view: memoryview, what: str) -> int | None:
 
 
 class EntryList:
-    """An append-only list of small entries, each with its digest; a kill while appending harms no older entry."""
+    """An append-only list of small entries, each with its digest; a kill during an append damages no older entry."""
 
     def __init__(self, view: memoryview, *, what: str) -> None:
         self._view = view
@@ -76,13 +76,13 @@ class EntryList:
         publish(self._view, 0, 0)
 
     def room_bytes(self) -> int:
-        """How long the next entry may be."""
+        """The greatest length of the next entry."""
         used = self._used_bytes()
         overhead = _WORD_BYTES + _LENGTH_BYTES + _DIGEST_BYTES
         return len(self._view) - overhead - used
 
     def append(self, data: bytes) -> None:
-        """Add an entry that fits (``room_bytes``)."""
+        """Append an entry of at most ``room_bytes``."""
         used = self._used_bytes()
         length = len(data).to_bytes(_LENGTH_BYTES, "little")
         entry = length + data + hashlib.sha256(length + data).digest()
@@ -107,7 +107,7 @@ class EntryList:
         return tuple(found)
 
     def _used_bytes(self) -> int:
-        used = _covered(self._view, self._what)
+        used = _valid_bytes(self._view, self._what)
         if used is None:
             raise IntegrityError(f"{self._what}: its length word is missing")
         return used
@@ -115,7 +115,7 @@ class EntryList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaHeader:
-    """What an arena is: of which run, for which rank and local slot, how large, since when."""
+    """The header of an arena. ``capacity_bytes`` is that at creation, ``created_wall_s`` in seconds since 1970."""
 
     run: str
     shard: Shard
@@ -139,7 +139,8 @@ class ArenaHeader:
 
 
 def read_header(page: bytes, *, what: str) -> ArenaHeader:
-    """Read the header page; the message of each refusal says what it is, the caller adds what to do."""
+    """Read the header page. Raises ConfigError, NotSupportedError or IntegrityError with the reason; the caller adds
+    advice."""
     if page[: len(MAGIC)] != MAGIC:
         raise ConfigError(f"{what}: its first bytes are not those of a tierfall arena")
     what = f"{what}: header"
@@ -165,7 +166,7 @@ def read_header(page: bytes, *, what: str) -> ArenaHeader:
 
 
 def growths(file_view: memoryview, *, what: str) -> EntryList:
-    """The list of growths in the header block; its last entry holds the arena's capacity."""
+    """Return the list of growths in the header block; its last entry has the arena's capacity."""
     return EntryList(file_view[PAGE_BYTES:BLOCK_BYTES], what=f"{what}: list of growths")
 
 
@@ -184,26 +185,26 @@ def read_capacity(header: ArenaHeader, list_of_growths: EntryList, *, what: str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordPlace:
-    """Where a manifest or a commit record lies in the file, and its SHA-256."""
+class RecordRange:
+    """The byte range of a manifest or a commit record in the file, and its SHA-256."""
 
-    place: ByteRange
+    range: ByteRange
     digest: str
 
     def members(self) -> dict[str, object]:
-        return {"offset": self.place.start, "bytes": self.place.length, "digest": self.digest}
+        return {"offset": self.range.start, "bytes": self.range.length, "digest": self.digest}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """What the control page of a sealed region says: whose image lies where, and what vouches for it."""
+    """The control page of a sealed region: the image's shard and byte ranges, and the digests of its records."""
 
     shard: Shard
     replica: bool
     extent: ByteRange
     image_bytes: int
-    manifest: RecordPlace
-    commit: RecordPlace
+    manifest: RecordRange
+    commit: RecordRange
 
     def encode(self) -> bytes:
         return documents.seal(
@@ -221,7 +222,7 @@ class Seal:
 
 
 class ControlBlock:
-    """One control page and the marks that belong to it."""
+    """One control page and its list of marks."""
 
     def __init__(self, file_view: memoryview, slot: int, *, what: str) -> None:
         start = (slot + 1) * BLOCK_BYTES
@@ -232,20 +233,20 @@ class ControlBlock:
         )
 
     def write(self, seal: Seal) -> None:
-        """Seal: an empty list of marks, the document, and last the word that makes it count."""
+        """Seal: clear the marks, write the document, and last the word that makes it valid."""
         document = seal.encode()
         self.marks.clear()
         store(self._page, _WORD_BYTES, document.ljust(PAGE_BYTES - _WORD_BYTES, b"\0"))
         publish(self._page, 0, len(document))
 
     def clear(self) -> None:
-        """Make the slot empty; the first store decides."""
+        """Clear the slot; it is empty from the first store on."""
         publish(self._page, 0, None)
         store(self._page, _WORD_BYTES, bytes(PAGE_BYTES - _WORD_BYTES))
 
     def read(self, capacity_bytes: int) -> Seal | None:
-        """Return the seal, None in an empty slot; raises IntegrityError for a damaged or impossible one."""
-        length = _covered(self._page, self.what)
+        """Return the seal, None for an empty slot; raises IntegrityError for a damaged or invalid seal."""
+        length = _valid_bytes(self._page, self.what)
         if length is None:
             return None
         data = bytes(self._page[_WORD_BYTES:])
@@ -273,38 +274,39 @@ def _read_seal(document: dict[str, Any], what: str) -> Seal:
     )
 
 
-def _read_record(document: dict[str, Any], name: str, what: str) -> RecordPlace:
+def _read_record(document: dict[str, Any], name: str, what: str) -> RecordRange:
     members = document.get(name)
     if not isinstance(members, dict) or not isinstance(members.get("digest"), str):
         raise IntegrityError(f"{what}: member {name!r} is missing or of a wrong type")
     end = EXTENTS_START + CAPACITY_BYTES_MAX
     start = _number(members, "offset", EXTENTS_START, end, what)
     length = _number(members, "bytes", 0, documents.MAX_DOCUMENT_BYTES, what)
-    return RecordPlace(place=ByteRange(start=start, end=start + length), digest=members["digest"])
+    return RecordRange(range=ByteRange(start=start, end=start + length), digest=members["digest"])
 
 
 def _check_places(seal: Seal, capacity_bytes: int, what: str) -> None:
-    """Refuse an extent outside the arena, and an image or a record outside the extent or upon another."""
+    """Raise IntegrityError for an extent outside of the arena, and for an image or record that is outside of the extent
+    or overlaps another."""
     extent = seal.extent
     order = (
         EXTENTS_START,
         extent.start,
         extent.start + padded(seal.image_bytes),
-        seal.manifest.place.start,
-        seal.manifest.place.end,
-        seal.commit.place.start,
-        seal.commit.place.end,
+        seal.manifest.range.start,
+        seal.manifest.range.end,
+        seal.commit.range.start,
+        seal.commit.range.end,
         extent.end,
         EXTENTS_START + capacity_bytes,
     )
     if list(order) != sorted(order):
-        raise IntegrityError(f"{what}: its extent lies outside the arena, or its parts overlap")
+        raise IntegrityError(f"{what}: its extent is outside of the arena, or its records overlap")
     if extent.start % PAGE_BYTES or extent.end % PAGE_BYTES:
         raise IntegrityError(f"{what}: its extent is not a multiple of {PAGE_BYTES} bytes")
 
 
 def overlapping(seals: dict[int, Seal]) -> set[int]:
-    """Return the slots whose extents share bytes: none of them can be believed."""
+    """Return the slots whose extents overlap: none of them can be trusted."""
     found: set[int] = set()
     last: int | None = None
     for slot in sorted(seals, key=lambda slot: seals[slot].extent.start):

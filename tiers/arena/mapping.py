@@ -1,6 +1,11 @@
-"""Mappings of an arena's file: shared, writable, faulted in, and of one process alone.
+"""Mappings of an arena's file, and moving them to a new file after the old one was removed.
 
-A forked child does not get the pages: whatever it writes there changes no image.
+A mapping is shared, writable and faulted in. The kernel leaves it out of a forked child, so that the child cannot
+change an image.
+
+A removed file cannot get a name again. So its bytes are moved to a new file, range by range: each range is copied, the
+new file's pages are mapped at the addresses of the old ones, and those are freed, so that little more memory is used.
+Views of the memory stay valid, and see the same bytes. No byte of a range may be written while the range is moved.
 """
 
 from __future__ import annotations
@@ -11,25 +16,35 @@ import logging
 import mmap
 import os
 import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tierfall.core.types.errors import CapacityError, ConfigError
+from tierfall.core.types.values import ByteRange
+from tierfall.tiers.arena.folder import MORE_ROOM, sized
 
 logger = logging.getLogger(__name__)
 
-# Python's madvise keeps the interpreter lock: 32 MiB are about 10 ms.
+# Python's madvise holds the interpreter lock: 32 MiB take about 10 ms.
 _FAULT_BYTES = 32 << 20
 # MADV_POPULATE_WRITE of Linux 5.14; the mmap module does not name it.
 _MADV_POPULATE_WRITE = 23
 # Linux on x86, Arm, RISC-V and POWER; the mmap module does not name it.
 _MAP_FIXED = 0x10
 
+_MOVE_BYTES = 4 << 20
+# FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of Linux.
+_PUNCH_HOLE = 0x01 | 0x02
+
 _mappings: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
 """The writable mappings of this process, with their addresses."""
 
 
 def fork_safe_mapping(fd: int, length_bytes: int) -> mmap.mmap:
-    """Map a file, shared and writable, in this process alone.
+    """Map a file, shared and writable, in this process only.
 
-    The kernel leaves the range out of a forked child. A child of ``os.fork`` gets zeros at the same addresses, which it
-    may read and not write.
+    The kernel leaves the range out of a forked child. A child of ``os.fork`` gets read-only zeros at the same
+    addresses.
     """
     mapping = mmap.mmap(fd, length_bytes, flags=mmap.MAP_SHARED)
     mapping.madvise(mmap.MADV_DONTFORK)
@@ -38,7 +53,8 @@ def fork_safe_mapping(fd: int, length_bytes: int) -> mmap.mmap:
 
 
 def remap(mapping: mmap.mmap, fd: int, start: int, end: int) -> None:
-    """Map those bytes of another file, which holds the same, in the place of the mapping's own. Raises OSError."""
+    """Replace the pages ``start`` to ``end`` of a mapping with those of another file, which has the same bytes. Raises
+    OSError."""
     prot = mmap.PROT_READ | mmap.PROT_WRITE
     _map_fixed(_mappings[mapping] + start, end - start, prot, mmap.MAP_SHARED, fd, start)
     mapping.madvise(mmap.MADV_DONTFORK, start, end - start)
@@ -48,16 +64,17 @@ def remap(mapping: mmap.mmap, fd: int, start: int, end: int) -> None:
 def _map_fixed(address: int, length: int, prot: int, flags: int, fd: int, offset: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    where = (ctypes.c_void_p(address), ctypes.c_size_t(length))
-    found = libc.mmap(*where, prot, flags | _MAP_FIXED, fd, ctypes.c_long(offset))
+    target = (ctypes.c_void_p(address), ctypes.c_size_t(length))
+    found = libc.mmap(*target, prot, flags | _MAP_FIXED, fd, ctypes.c_long(offset))
     if found != address:
         number = ctypes.get_errno()
         raise OSError(number, f"mapping {length} bytes: {os.strerror(number)}")
 
 
 def _cover_in_child() -> None:
-    """Put zeros where the mappings of the parent were. Left open, the range could be given to another mapping of the
-    child, which the end of the parent's would then unmap. Read-only memory is never counted as committed."""
+    """Map read-only zeros over the ranges of the parent's mappings. Left free, a range could be used by another mapping
+    of the child, which the deallocation of the inherited mapping object would then unmap. Read-only memory does not
+    count as committed."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     for mapping, address in list(_mappings.items()):
         try:
@@ -70,7 +87,7 @@ os.register_at_fork(after_in_child=_cover_in_child)
 
 
 def fault_in(mapping: mmap.mmap, start: int, end: int) -> None:
-    """Give every page of the range its memory and its place in the page table."""
+    """Allocate every page of the range and enter it in the page table: a first touch costs ten times the copy."""
     for low in range(start, end, _FAULT_BYTES):
         high = min(low + _FAULT_BYTES, end)
         try:
@@ -78,5 +95,107 @@ def fault_in(mapping: mmap.mmap, start: int, end: int) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # A kernel without it: read one byte of each page.
+            # A kernel before 5.14: read one byte of each page.
             memoryview(mapping)[low : high : mmap.PAGESIZE].tobytes()
+
+
+class ArenaRenewal:
+    """The new file, under a temporary name until ``publish``, and the ranges that have not moved there yet."""
+
+    def __init__(self, partial: Path, total_bytes: int, *, what: str) -> None:
+        self._partial = partial
+        self._what = what
+        self._left = [ByteRange(start=0, end=total_bytes)]
+        partial.unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = os.open(partial, flags, 0o600)
+        os.ftruncate(self.fd, total_bytes)
+
+    @property
+    def done(self) -> bool:
+        """Whether every range has moved."""
+        return not self._left
+
+    def move(
+        self,
+        old_fd: int,
+        view: memoryview,
+        mappings: Sequence[mmap.mmap],
+        busy: Sequence[ByteRange],
+    ) -> bool:
+        """Move a few MiB outside of ``busy``, the ranges that are being written; False where none are left. ``view``
+        covers the whole memory."""
+        free = next(iter(_without(self._left, busy)), None)
+        if free is None:
+            return False
+        moved = ByteRange(start=free.start, end=min(free.end, free.start + _MOVE_BYTES))
+        reserve(
+            self.fd,
+            moved,
+            f"{self._what}: making its file anew: there is no room for {sized(moved.length)} more; {MORE_ROOM}",
+        )
+        _write_all(self.fd, view[moved.start : moved.end], moved.start)
+        for mapping in mappings:
+            if moved.start < len(mapping):
+                remap(mapping, self.fd, moved.start, min(moved.end, len(mapping)))
+        self._left = _without(self._left, [moved])
+        _free_pages(old_fd, moved)
+        return True
+
+    def publish(self, path: Path) -> None:
+        """Link the new file to its name. Raises ConfigError where another file has that name by now."""
+        try:
+            os.link(self._partial, path)
+        except FileExistsError as error:
+            raise ConfigError(
+                f"{self._what}: its file was removed, and another one has its name by now; it is left as it is"
+            ) from error
+        finally:
+            self._partial.unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        os.close(self.fd)
+        self._partial.unlink(missing_ok=True)
+
+
+def reserve(fd: int, span: ByteRange, message: str) -> None:
+    """Reserve the pages of a range of a file; raises CapacityError with ``message`` where memory is missing."""
+    try:
+        os.posix_fallocate(fd, span.start, span.length)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            raise
+        raise CapacityError(message) from error
+
+
+def _without(ranges: Iterable[ByteRange], taken: Iterable[ByteRange]) -> list[ByteRange]:
+    """Subtract the ranges ``taken`` from ``ranges``."""
+    left = list(ranges)
+    for out in taken:
+        parts = ((r, max(r.start, out.start), min(r.end, out.end)) for r in left)
+        left = [
+            ByteRange(start=start, end=end)
+            for r, low, high in parts
+            for start, end in (
+                ((r.start, low), (high, r.end)) if low < high else ((r.start, r.end),)
+            )
+            if start < end
+        ]
+    return left
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _free_pages(fd: int, span: ByteRange) -> None:
+    """Free the pages of a range of the old file, which stays open and mapped."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    start, length = ctypes.c_long(span.start), ctypes.c_long(span.length)
+    if libc.fallocate(fd, _PUNCH_HOLE, start, length) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        logger.debug(
+            "arena: %d bytes of the old file are kept until it is closed: %s", span.length, reason
+        )

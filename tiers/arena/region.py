@@ -1,7 +1,7 @@
 """A region of an arena: one image while it is filled, sealed, marked, read and released.
 
-Owns the order of the stores that make a region survive this process, and the checks of what is read back. It must not
-know how space is found, nor how the file came to be.
+It owns the order of the stores that make a region survive this process, and the verification of what is read back. It
+must not know how space is allocated or how the file is created.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING
 from tierfall.core.format import documents
 from tierfall.core.types.errors import CapacityError, IntegrityError
 from tierfall.core.types.values import ByteRange, Shard
-from tierfall.tiers.arena import layout as layout
+from tierfall.tiers.arena import layout
 from tierfall.tiers.arena.file import ArenaFile
-from tierfall.tiers.arena.layout import ControlBlock, RecordPlace, Seal, padded
+from tierfall.tiers.arena.layout import ControlBlock, RecordRange, Seal, padded
 
 if TYPE_CHECKING:
     import torch
 
 
 class ArenaState:
-    """What an arena and its regions have in common: the file, one guard, and the living regions by control slot."""
+    """State shared by an arena and its regions: the file, one lock, and the allocated regions by control slot."""
 
     def __init__(self, file: ArenaFile) -> None:
         self.file = file
         self.guard = threading.RLock()
-        self.living: dict[int, Region] = {}
+        self.regions: dict[int, Region] = {}
         self.closed = False
 
     @property
@@ -51,7 +51,7 @@ class ArenaState:
 class Region:
     """One extent of an arena: filling, then sealed, perhaps unsealed, then released.
 
-    ``extent`` is its place in the file; ``shard`` whose image it is; ``replica`` whether another node has the original.
+    ``extent`` is its byte range in the file, ``shard`` the image's; ``replica``: another node has the original.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Region:
 
     @classmethod
     def adopted(cls, shared: ArenaState, slot: int, seal: Seal) -> Region:
-        """The region that a seal in the file describes."""
+        """Make the region that a seal in the file describes."""
         region = cls(
             shared,
             slot=slot,
@@ -91,8 +91,8 @@ class Region:
 
     @property
     def image(self) -> memoryview:
-        """The image's bytes; their address is a multiple of 4096. Writable where the arena is."""
-        self._require_living("reading the image")
+        """The image's bytes, at an address that is a multiple of 4096. Writable where the arena is."""
+        self._require_allocated("reading the image")
         return self._view[: self.image_bytes]
 
     def tensor(self) -> torch.Tensor:
@@ -100,12 +100,14 @@ class Region:
         import torch
 
         self._shared.require_writable("making a tensor")
-        with torch.inference_mode(False):  # whoever writes there later may be in no such mode
+        with torch.inference_mode(
+            False
+        ):  # an inference tensor could not be written to outside of that mode
             return torch.frombuffer(self.image, dtype=torch.uint8)
 
     @property
     def records_bytes(self) -> int:
-        """How long manifest and commit record may be together."""
+        """The bytes reserved for the manifest and the commit record together."""
         return self.extent.length - padded(self.image_bytes)
 
     @property
@@ -114,18 +116,18 @@ class Region:
 
     @property
     def filling(self) -> bool:
-        """Say whether its image may be written to."""
+        """Whether the image may be written to."""
         return self._seal is None and not self.given_up
 
     @property
     def given_up(self) -> bool:
-        """Say whether it was unsealed or released."""
+        """Whether the region was unsealed or released."""
         return self._released or self._unsealed
 
     def seal(self, *, manifest: bytes, commit: bytes) -> None:
-        """Declare the image complete: from here on it survives this process.
+        """Write the records and the seal: from here on the image survives this process.
 
-        Whatever fills the image has ended. Raises CapacityError where the records are longer than was asked for.
+        All writes to the image must have ended. Raises CapacityError where the records exceed ``records_bytes``.
         """
         with self._changing("sealing") as block:
             if self._seal is not None or self._unsealed:
@@ -151,9 +153,9 @@ class Region:
             self._seal = seal
 
     def unseal(self) -> None:
-        """Take the seal away, by one store: the image does not survive this process any more.
+        """Remove the seal, by one store: the image does not survive this process any more.
 
-        Its bytes stay as they are, for whoever still reads them, until ``release``.
+        Its bytes are kept for readers that have a view, until ``release``.
         """
         self._require_seal("unsealing")
         with self._changing("unsealing") as block:
@@ -173,9 +175,9 @@ class Region:
             return self._verified("commit record", seal.commit)
 
     def add_mark(self, data: bytes) -> None:
-        """Append a mark; it survives this process once this returns, and older marks whatever happens.
+        """Append a mark; it survives this process once this returns. A kill meanwhile harms no older mark.
 
-        Raises CapacityError where the marks of this region take all their room (28 KiB).
+        Raises CapacityError where the marks of this region would exceed 28 KiB.
         """
         self._require_seal("marking")
         with self._changing("marking") as block:
@@ -190,15 +192,15 @@ class Region:
         """Return all marks, oldest first; raises IntegrityError where one is damaged."""
         with self._shared.guard:
             self._shared.require_open("reading the marks")
-            self._require_living("reading the marks")
+            self._require_allocated("reading the marks")
             if self._seal is None:
                 return ()
             return self._shared.block(self._slot).marks.entries()
 
     def release(self) -> None:
-        """Give the extent back: the control slot first, so that no seal ever names reused bytes. May be called twice.
+        """Free the extent: the control slot first, so that no seal ever names reused bytes. May be called twice.
 
-        Views of the image stay mapped but see what is written there next: whoever holds one has a lease.
+        Views of the image stay mapped, but see the bytes that are written there next: readers need a lease.
         """
         with self._shared.guard:
             if self._released or self._shared.closed:
@@ -208,37 +210,37 @@ class Region:
                     block.clear()
                 self._released = True
                 self._view = memoryview(b"")
-                del self._shared.living[self._slot]
+                del self._shared.regions[self._slot]
 
-    def let_go(self) -> None:
-        """The arena is closed: hold its memory no longer. Whoever holds this region may do so for long."""
+    def drop_view(self) -> None:
+        """Drop the view of a closed arena, so that a reference to this region does not keep its memory mapped."""
         self._view = memoryview(b"")
 
     @contextlib.contextmanager
     def _changing(self, doing: str) -> Iterator[ControlBlock]:
-        """Guard a change of this living region's control block."""
+        """Lock the arena for a change of this region's control block."""
         with self._shared.guard:
             self._shared.require_writable(doing)
-            self._require_living(doing)
+            self._require_allocated(doing)
             yield self._shared.block(self._slot)
 
     @property
     def _what(self) -> str:
         return f"{self._shared.what}: region at {self.extent.start}"
 
-    def _require_living(self, doing: str) -> None:
+    def _require_allocated(self, doing: str) -> None:
         if self._released:
             raise ValueError(f"{self._what}: {doing}: it was released")
 
     def _require_seal(self, doing: str) -> Seal:
-        self._require_living(doing)
+        self._require_allocated(doing)
         if self._seal is None:
             raise ValueError(f"{self._what}: {doing}: it is not sealed yet")
         return self._seal
 
-    def _verified(self, name: str, record: RecordPlace) -> bytes:
-        start = record.place.start - self.extent.start
-        data = bytes(self._view[start : start + record.place.length])
+    def _verified(self, name: str, record: RecordRange) -> bytes:
+        start = record.range.start - self.extent.start
+        data = bytes(self._view[start : start + record.range.length])
         if documents.sha256(data) != record.digest:
             raise IntegrityError(
                 f"{self._what}: its {name} differs from the seal's digest: this copy is damaged; restore from another "
@@ -247,6 +249,6 @@ class Region:
         return data
 
 
-def _record(start: int, data: bytes) -> RecordPlace:
-    place = ByteRange(start=start, end=start + len(data))
-    return RecordPlace(place=place, digest=documents.sha256(data))
+def _record(start: int, data: bytes) -> RecordRange:
+    span = ByteRange(start=start, end=start + len(data))
+    return RecordRange(range=span, digest=documents.sha256(data))

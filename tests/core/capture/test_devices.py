@@ -612,7 +612,7 @@ def test_a_device_without_so_much_room_is_said_and_left_out(
 ) -> None:
     made: Any = DeviceSlab.allocate(1 << 60, torch.device("cpu"), name="spare")
     assert made is None
-    assert "open: goes on without tier spare: cpu does not give it" in caplog.text
+    assert "open: goes on without tier spare: cpu cannot allocate" in caplog.text
 
 
 # The slab --------------------------------------------------------------------------------------------

@@ -1,0 +1,123 @@
+"""The two small files of a run beside its checkpoints: the tier record, which identifies the tier, and ``latest``, a
+hint for people."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from tierfall.core.format.records import TierRecord, read_tier
+from tierfall.core.types import keys
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    KeyExistsError,
+    KeyNotFoundError,
+    StorageFullError,
+)
+from tierfall.core.types.values import CheckpointId
+from tierfall.tiers.documents import Documents
+
+logger = logging.getLogger("tierfall")
+
+Recognise = Callable[[str, Callable[[bytes], bool]], None]
+
+
+class TierMarker:
+    """The tier record of one run on one tier."""
+
+    def __init__(self, documents: Documents, recognise: Recognise | None) -> None:
+        self._documents = documents
+        self._recognise = recognise
+        self._key = f"{documents.run}/{keys.TIER_NAME}"
+
+    def read(self) -> TierRecord | None:
+        """Read the tier record; None where there is none yet."""
+        try:
+            return read_tier(self._documents.read(self._key), what=self._documents.what(self._key))
+        except KeyNotFoundError:
+            return None
+
+    def write(self, record: TierRecord, *, again: bool) -> TierRecord:
+        """Create the tier record, or return the one that exists; ``again`` replaces it."""
+        try:
+            (self._documents.replace if again else self._documents.create)(
+                self._key, record.encode()
+            )
+        except KeyExistsError as error:
+            found = self.read()
+            if found is None:
+                raise AccessDeniedError(
+                    f"{self._documents.what(self._key)} is no file, and the record that tells this tier from others is "
+                    f"to be there: move away what is there in {self._documents.backend.place}"
+                ) from error
+            return found
+        return record
+
+    def expect(self, id: str) -> None:
+        """Let a backend whose folder is mounted anew continue with a folder whose tier record has this id."""
+        if self._recognise is not None:
+            what = self._documents.what(self._key)
+            self._recognise(self._key, lambda data: read_tier(data, what=what).id == id)
+
+    def is_visible_to(self, other: Backend) -> bool:
+        """Write a probe, and check whether another backend sees it. Equal ids do not prove one place: one may be a copy
+        of the other."""
+        key = f"{self._documents.run}/{keys.PROBE_FOLDER}/{int(time.time())}-{secrets.token_hex(8)}"
+        self._documents.replace(key, b"\n")
+        try:
+            other.stat(key)
+        except KeyNotFoundError:
+            return False
+        finally:
+            self._documents.backend.delete(key)
+        return True
+
+
+class LatestHint:
+    """The file ``latest``, which names the newest checkpoint for people. Restores read the commit records instead."""
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+        self._key = f"{documents.run}/{keys.LATEST_NAME}"
+
+    def write(self, checkpoint: CheckpointId) -> None:
+        self._documents.replace(self._key, f"{keys.step_folder(checkpoint)}\n".encode())
+
+    def read(self) -> CheckpointId | None:
+        """Read it; None where it is missing or names no checkpoint."""
+        try:
+            text = self._documents.read(self._key)
+        except KeyNotFoundError:
+            return None
+        return keys.parse_step_folder(text.decode("ascii", "replace").strip())
+
+    def delete(self) -> None:
+        self._documents.backend.delete(self._key)
+
+    def write_or_delete(self, checkpoint: CheckpointId) -> bool:
+        """Write the hint; where the tier is full, delete it and return False. A hint must not block a deletion, which
+        is what frees space on a full tier."""
+        try:
+            self.write(checkpoint)
+        except StorageFullError:
+            self.delete()
+            return False
+        return True
+
+    def rewrite(
+        self, checkpoint: CheckpointId, is_committed: Callable[[CheckpointId], bool]
+    ) -> None:
+        """Write the hint that had to be deleted, unless another process has written it meanwhile or the checkpoint is
+        not committed any more. Logs a failure."""
+        try:
+            if self.read() is None and is_committed(checkpoint):
+                self.write(checkpoint)
+        except BackendError as error:
+            logger.warning(
+                "%s: 'latest' is missing until the next commit there: it could not be written: %s",
+                self._documents.tier, error,
+            )  # fmt: skip
