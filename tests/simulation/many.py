@@ -93,7 +93,9 @@ class Many:
     def disk(self, tier: str, node: int) -> MemoryBackend:
         """The disk that a node sees as a tier, at the same place on all nodes."""
         key = (tier, None if tier == SHARED_TIER else node)
-        return self._disks.setdefault(key, MemoryBackend(place=tier))
+        if key not in self._disks:
+            self._disks[key] = MemoryBackend(place=tier)
+        return self._disks[key]
 
     def unsynced(self, tier: str, node: int) -> Unsynced:
         key = (tier, None if tier == SHARED_TIER else node)
@@ -249,10 +251,10 @@ class Many:
         """The commit records on one disk, as a look at its bytes finds them."""
         found = {}
         for key, data in self.disk(tier, node)._objects.items():
-            folder, _, rest = key.removeprefix("run/").partition("/")
-            id = keys.parse_step_folder(folder)
-            if id is not None and rest == keys.COMMIT_NAME:
-                found[id] = self._read(data)
+            if key.endswith(f"/{keys.COMMIT_NAME}"):
+                folder = key.removeprefix("run/").removesuffix(f"/{keys.COMMIT_NAME}")
+                if (id := keys.parse_step_folder(folder)) is not None:
+                    found[id] = self._read(data)
         return found
 
     def committed(self, tier: str) -> set[CheckpointId]:

@@ -535,7 +535,7 @@ class Rank:
 
     def sealed(self) -> set[CheckpointId]:
         """What lies sealed in this rank's memory."""
-        return {copy.id for copy in self._in_memory(self.memory).copies}
+        return {id for id, _ in images_of(self.memory)}
 
     def committed(self, tier: str) -> set[CheckpointId]:
         """What this rank's ledger says is committed on a tier."""
