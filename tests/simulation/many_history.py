@@ -6,7 +6,7 @@ The checks look at disks, memory, handles and what rank 0 has said. The ledgers 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -400,7 +400,8 @@ class ManyHistory:
     def _check_durable(self) -> None:
         """The newest checkpoint on what survives a loss never gets older. What was given up before the last record of
         it came, as where an earlier start had left the others, is none; nor is what rank 0 has begun to drop, or who
-        deletes the others meanwhile would be to blame."""
+        deletes the others meanwhile would be to blame. What was written anew may take the place of another copy, and is
+        not relied on here."""
         known = self.world.ranks[0].coordinator.ledger.entries
         leaving = {
             (tier, id)
@@ -408,20 +409,33 @@ class ManyHistory:
             for tier in self.tiers
             if entry.state(tier) is CopyState.LEAVING
         }
-        here = {
-            tier: {id for id in self.damage.good(tier) if (tier, id) not in self.given_up | leaving}
-            for tier in self.tiers
-        }
-        self.committed |= {(tier, id) for tier, ids in here.items() for id in ids}
-        reach = {"node": here[SHARED_TIER], "process": set().union(*here.values())}
-        for lost, ids in reach.items():
-            newest = max((id for id in ids if self._live(id)), default=None)
+        sure, there = (
+            {
+                tier: {
+                    id
+                    for id in self.damage.good(tier, repaired=repaired)
+                    if (tier, id) not in self.given_up | leaving
+                }
+                for tier in self.tiers
+            }
+            for repaired in (False, True)
+        )
+        self.committed |= {(tier, id) for tier, ids in sure.items() for id in ids}
+        for lost, tiers in (("node", (SHARED_TIER,)), ("process", self.tiers)):
+            newest, sure_newest = self._newest_live(there, tiers), self._newest_live(sure, tiers)
             had = self.durable.get(lost)
             if had is not None and had not in self.person.doomed:
                 assert newest is not None, f"nothing survives the loss of a {lost} any more"
                 assert newest >= had, f"{had} survived the loss of a {lost}, and is gone"
-            if newest is not None:
-                self.durable[lost] = newest
+                sure_newest = max(had, sure_newest or had)
+            if sure_newest is not None:
+                self.durable[lost] = sure_newest
+
+    def _newest_live(
+        self, copies: Mapping[str, Collection[CheckpointId]], tiers: Iterable[str]
+    ) -> CheckpointId | None:
+        ids = {id for tier in tiers for id in copies[tier]}
+        return max(filter(self._live, ids), default=None)
 
     def _live(self, id: CheckpointId) -> bool:
         start = self.world.started_from
