@@ -87,6 +87,8 @@ class Many:
         self._read = CommitReader().read
         self.starts = 0
         self.started_from: CheckpointId | None = None
+        self.lineage: dict[int, CheckpointId | None] = {}
+        """What each attempt went on from, the last one of a number."""
         self.ranks = [Rank(self, number, memory_images) for number in range(len(self.node_of))]
         self.start()
 
@@ -129,6 +131,7 @@ class Many:
         order = [rules.name for rules in self.rules]
         known = {c.id: c.commit for x in merge_ranks(described, order) for c in x.copies}
         self.started_from = self._restore(described, order)
+        self.lineage[self.attempt.number] = self.started_from
         commit = known.get(self.started_from) if self.started_from else None
         self.trace.append(f"attempt {self.attempt.number} goes on from {self.started_from}")
         host = SimpleNamespace(host=SimpleNamespace(name="host"))

@@ -122,7 +122,8 @@ class ManyHistory:
         self.whole: list[CheckpointId] = []
         self.committed: set[tuple[str, CheckpointId]] = set()
         self.given_up: set[tuple[str, CheckpointId]] = set()
-        self.lasting: set[str] = set()
+        self.found: set[tuple[str, CheckpointId]] = set()
+        """What was committed when this start began."""
         self.durable: dict[str, CheckpointId] = {}
         self.counts = {"whole": 0, "there": 0, "given_up": 0, "gone": 0, "crash": 0, "drop": 0}
         self.counts |= {"alike": 0, "unlike": 0}
@@ -169,7 +170,8 @@ class ManyHistory:
             assert self.whole[-1] not in self.unlike, f"{self.whole[-1]} is a mixture"
         if what == "given_up":
             copy = str(tier), CheckpointId(int(step), int(attempt))
-            if copy not in self.damage.ever:  # else it is its repair that is given up
+            # else its repair is given up, or one that could not be seen when this start began
+            if copy not in self.damage.ever | self.found:
                 self.given_up.add(copy)
         if what == "gone":
             id = CheckpointId(int(step), int(attempt))
@@ -340,6 +342,7 @@ class ManyHistory:
         self.given_up.clear()
         self.committed.clear()
         self.change_storage()
+        self.found = {(tier, id) for tier in self.tiers for id in self.world.committed(tier)}
         self.world.start()
         self._begin_loops()
         self.durable = {}
@@ -438,8 +441,16 @@ class ManyHistory:
         return max(filter(self._live, ids), default=None)
 
     def _live(self, id: CheckpointId) -> bool:
-        start = self.world.started_from
-        return id.attempt == self.world.attempt.number or (start is not None and id <= start)
+        """Say whether the line of this start goes through a checkpoint; it may have begun anew above older ones."""
+        attempt = self.world.attempt.number
+        while id.attempt != attempt:
+            start = self.world.lineage[attempt]
+            if start is None:
+                return False
+            attempt = start.attempt
+            if id.attempt == attempt:
+                return id <= start
+        return True
 
     # What must hold once all is done -------------------------------------------------------------
 
