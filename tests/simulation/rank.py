@@ -299,6 +299,7 @@ class Rank:
         ledger.note_partial(x for x in listings if x.tier in start.seen)
         self.inheritance = take_over(ledger, images_of(self.memory), [], start.inherited)
         ledger.note_marks(start.marks)
+        ledger.note_overtaken(start.overtaken)
         attempt = self.attempt
         self.runner = TaskRunner(
             self.stores,
