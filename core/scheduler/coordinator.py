@@ -392,9 +392,12 @@ class Coordinator:
     def _note_owed(self, only: LedgerEntry | None = None) -> None:
         """Work out what is owed of checkpoints that were found, or of one of them."""
         view = self.ledger.view()
-        for checkpoint in view.checkpoints:
+        # nobody flushes what is scattered, and a rank that has its part in memory would take it for one to come
+        flushed = tuple(c for c in view.checkpoints if c.id not in self.ledger.scattered)
+        view = replace(view, checkpoints=flushed)
+        for checkpoint in flushed:
             entry = self.ledger.entries[checkpoint.id]
-            if entry.id in self.ledger.scattered or only not in (None, entry):
+            if only not in (None, entry):
                 continue
             ours = entry.shard == self.ledger.shard or entry.parts is not None
             if entry.commit is not None and (ours or self._tending):

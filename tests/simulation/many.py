@@ -87,13 +87,17 @@ class Many:
         self._read = CommitReader().read
         self.starts = 0
         self.started_from: CheckpointId | None = None
+        self.lineage: dict[int, CheckpointId | None] = {}
+        """What each attempt went on from, the last one of a number."""
         self.ranks = [Rank(self, number, memory_images) for number in range(len(self.node_of))]
         self.start()
 
     def disk(self, tier: str, node: int) -> MemoryBackend:
         """The disk that a node sees as a tier, at the same place on all nodes."""
         key = (tier, None if tier == SHARED_TIER else node)
-        return self._disks.setdefault(key, MemoryBackend(place=tier))
+        if key not in self._disks:
+            self._disks[key] = MemoryBackend(place=tier)
+        return self._disks[key]
 
     def unsynced(self, tier: str, node: int) -> Unsynced:
         key = (tier, None if tier == SHARED_TIER else node)
@@ -127,6 +131,7 @@ class Many:
         order = [rules.name for rules in self.rules]
         known = {c.id: c.commit for x in merge_ranks(described, order) for c in x.copies}
         self.started_from = self._restore(described, order)
+        self.lineage[self.attempt.number] = self.started_from
         commit = known.get(self.started_from) if self.started_from else None
         self.trace.append(f"attempt {self.attempt.number} goes on from {self.started_from}")
         host = SimpleNamespace(host=SimpleNamespace(name="host"))
@@ -249,10 +254,10 @@ class Many:
         """The commit records on one disk, as a look at its bytes finds them."""
         found = {}
         for key, data in self.disk(tier, node)._objects.items():
-            folder, _, rest = key.removeprefix("run/").partition("/")
-            id = keys.parse_step_folder(folder)
-            if id is not None and rest == keys.COMMIT_NAME:
-                found[id] = self._read(data)
+            if key.endswith(f"/{keys.COMMIT_NAME}"):
+                folder = key.removeprefix("run/").removesuffix(f"/{keys.COMMIT_NAME}")
+                if (id := keys.parse_step_folder(folder)) is not None:
+                    found[id] = self._read(data)
         return found
 
     def committed(self, tier: str) -> set[CheckpointId]:

@@ -6,7 +6,7 @@ The checks look at disks, memory, handles and what rank 0 has said. The ledgers 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,7 +122,8 @@ class ManyHistory:
         self.whole: list[CheckpointId] = []
         self.committed: set[tuple[str, CheckpointId]] = set()
         self.given_up: set[tuple[str, CheckpointId]] = set()
-        self.lasting: set[str] = set()
+        self.found: set[tuple[str, CheckpointId]] = set()
+        """What was committed when this start began."""
         self.durable: dict[str, CheckpointId] = {}
         self.counts = {"whole": 0, "there": 0, "given_up": 0, "gone": 0, "crash": 0, "drop": 0}
         self.counts |= {"alike": 0, "unlike": 0}
@@ -169,7 +170,8 @@ class ManyHistory:
             assert self.whole[-1] not in self.unlike, f"{self.whole[-1]} is a mixture"
         if what == "given_up":
             copy = str(tier), CheckpointId(int(step), int(attempt))
-            if copy not in self.damage.ever:  # else it is its repair that is given up
+            # else its repair is given up, or one that could not be seen when this start began
+            if copy not in self.damage.ever | self.found:
                 self.given_up.add(copy)
         if what == "gone":
             id = CheckpointId(int(step), int(attempt))
@@ -340,6 +342,7 @@ class ManyHistory:
         self.given_up.clear()
         self.committed.clear()
         self.change_storage()
+        self.found = {(tier, id) for tier in self.tiers for id in self.world.committed(tier)}
         self.world.start()
         self._begin_loops()
         self.durable = {}
@@ -400,7 +403,8 @@ class ManyHistory:
     def _check_durable(self) -> None:
         """The newest checkpoint on what survives a loss never gets older. What was given up before the last record of
         it came, as where an earlier start had left the others, is none; nor is what rank 0 has begun to drop, or who
-        deletes the others meanwhile would be to blame."""
+        deletes the others meanwhile would be to blame. What was written anew may take the place of another copy, and is
+        not relied on here."""
         known = self.world.ranks[0].coordinator.ledger.entries
         leaving = {
             (tier, id)
@@ -408,24 +412,45 @@ class ManyHistory:
             for tier in self.tiers
             if entry.state(tier) is CopyState.LEAVING
         }
-        here = {
-            tier: {id for id in self.damage.good(tier) if (tier, id) not in self.given_up | leaving}
-            for tier in self.tiers
-        }
-        self.committed |= {(tier, id) for tier, ids in here.items() for id in ids}
-        reach = {"node": here[SHARED_TIER], "process": set().union(*here.values())}
-        for lost, ids in reach.items():
-            newest = max((id for id in ids if self._live(id)), default=None)
+        sure, there = (
+            {
+                tier: {
+                    id
+                    for id in self.damage.good(tier, repaired=repaired)
+                    if (tier, id) not in self.given_up | leaving
+                }
+                for tier in self.tiers
+            }
+            for repaired in (False, True)
+        )
+        self.committed |= {(tier, id) for tier, ids in sure.items() for id in ids}
+        for lost, tiers in (("node", (SHARED_TIER,)), ("process", self.tiers)):
+            newest, sure_newest = self._newest_live(there, tiers), self._newest_live(sure, tiers)
             had = self.durable.get(lost)
             if had is not None and had not in self.person.doomed:
                 assert newest is not None, f"nothing survives the loss of a {lost} any more"
                 assert newest >= had, f"{had} survived the loss of a {lost}, and is gone"
-            if newest is not None:
-                self.durable[lost] = newest
+                sure_newest = max(had, sure_newest or had)
+            if sure_newest is not None:
+                self.durable[lost] = sure_newest
+
+    def _newest_live(
+        self, copies: Mapping[str, Collection[CheckpointId]], tiers: Iterable[str]
+    ) -> CheckpointId | None:
+        ids = {id for tier in tiers for id in copies[tier]}
+        return max(filter(self._live, ids), default=None)
 
     def _live(self, id: CheckpointId) -> bool:
-        start = self.world.started_from
-        return id.attempt == self.world.attempt.number or (start is not None and id <= start)
+        """Say whether the line of this start goes through a checkpoint; it may have begun anew above older ones."""
+        attempt = self.world.attempt.number
+        while id.attempt != attempt:
+            start = self.world.lineage[attempt]
+            if start is None:
+                return False
+            attempt = start.attempt
+            if id.attempt == attempt:
+                return id <= start
+        return True
 
     # What must hold once all is done -------------------------------------------------------------
 

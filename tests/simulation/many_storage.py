@@ -69,15 +69,17 @@ class Damage:
         """Another start begins."""
         self.ever = {(tier, id) for tier, _, id, _ in self.bad}
 
-    def good(self, tier: str) -> set[CheckpointId]:
-        """What is committed on every disk of a tier, so that no power cut takes it away, and not damaged."""
+    def good(self, tier: str, *, repaired: bool = False) -> set[CheckpointId]:
+        """What is committed on every disk of a tier, so that no power cut takes it away, and was not damaged when this
+        start began; ``repaired``: nor is now."""
         unsynced = {
             id_of(key)
             for node, disk in self.world.disks(tier).items()
             for key in self.world.unsynced(tier, node).keys & disk._objects.keys()
             if "/marks/" not in key and not key.endswith(keys.INDEX_NAME)  # no copy needs those
         }
-        return self.world.committed(tier) - self.on(tier) - unsynced
+        bad = {id for name, _, id, _ in self.bad if name == tier} if repaired else self.on(tier)
+        return self.world.committed(tier) - bad - unsynced
 
     def purge(self) -> None:
         """A tier loses an image; its commit record stays."""

@@ -299,6 +299,7 @@ class Rank:
         ledger.note_partial(x for x in listings if x.tier in start.seen)
         self.inheritance = take_over(ledger, images_of(self.memory), [], start.inherited)
         ledger.note_marks(start.marks)
+        ledger.note_overtaken(start.overtaken)
         attempt = self.attempt
         self.runner = TaskRunner(
             self.stores,
@@ -535,7 +536,7 @@ class Rank:
 
     def sealed(self) -> set[CheckpointId]:
         """What lies sealed in this rank's memory."""
-        return {copy.id for copy in self._in_memory(self.memory).copies}
+        return {id for id, _ in images_of(self.memory)}
 
     def committed(self, tier: str) -> set[CheckpointId]:
         """What this rank's ledger says is committed on a tier."""

@@ -143,7 +143,7 @@ class Outage(Weather):
     def striking(
         self, operation: Operation, key: str, size_bytes: int = 0
     ) -> Iterator[Mapping[FaultKind, Fault]]:
-        if self.down:
+        if self.down and self.mounted:  # the empty folder below a mount always answers
             raise UnreachableError(f"{operation} {key!r}: no answer")
         at_work = operation in (Operation.WRITE, Operation.PUBLISH)
         fails = self.cut_off or operation is not Operation.WRITE

@@ -107,6 +107,12 @@ class CommitReader:
         return self._read[id(data)][1]
 
 
+@lru_cache(maxsize=64)
+def commit_in_memory(data: bytes) -> Commit:
+    """Read a commit record in memory, which a simulation looks at after each event."""
+    return read_commit(data, what="memory")
+
+
 class FakeRegion:
     """Host memory for one image, without a file behind it."""
 
@@ -207,10 +213,7 @@ def file_rules(
 def images_of(memory: FakeMemory) -> list[tuple[CheckpointId, Any]]:
     """The sealed images in memory, as tiers.host has them."""
     return [
-        (
-            read_commit(region.commit(), what="memory").line.checkpoint,
-            SimpleNamespace(region=region),
-        )
+        (commit_in_memory(region.commit()).line.checkpoint, SimpleNamespace(region=region))
         for region in memory.regions
         if region.sealed
     ]
@@ -218,7 +221,7 @@ def images_of(memory: FakeMemory) -> list[tuple[CheckpointId, Any]]:
 
 def found_in(region: FakeRegion) -> FoundCopy:
     """What a listing says of a sealed image in memory."""
-    commit = read_commit(region.commit(), what="memory")
+    commit = commit_in_memory(region.commit())
     return FoundCopy(
         id=commit.line.checkpoint,
         state=CopyState.SEALED,

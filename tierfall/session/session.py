@@ -156,6 +156,7 @@ class Session:
             self._held = self.listings
             self._seen: frozenset[str] = frozenset()
             self._scattered: frozenset[CheckpointId] = frozenset()
+            self._overtaken: Mapping[CheckpointId, frozenset[str]] | None = None
             self._inherited: tuple[Commit, ...] = ()
             self._deleted: frozenset[CheckpointId] = frozenset()
             self._marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = {}
@@ -227,6 +228,7 @@ class Session:
         self._held = held_by_all(self, start)
         self._seen = start.seen
         self._scattered = start.scattered
+        self._overtaken = start.overtaken
         self._inherited = start.inherited
         self._deleted = start.deleted
         self._marks = start.marks
@@ -395,6 +397,8 @@ class Session:
         images = images_in(self.hosts())
         self.inheritance = take_over(ledger, images, self.adopted, self._saved_by_others())
         ledger.note_marks(self._marks)
+        if self._overtaken is not None:
+            ledger.note_overtaken(self._overtaken)
         lanes = {
             name: lane_limits(store, self.config)
             for name, store in self.stores.items()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierfall.config import Config, ObjectTierConfig
 from tierfall.config import StoredTierConfig as StoredSection
-from tierfall.core.format.catalog import FoundCopy, Listing, merge, starts_in
+from tierfall.core.format.catalog import FoundCopy, Listing, merge, overtaken, starts_in
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Attempt, Commit, read_commit
 from tierfall.core.ranks.message_tree import Bodies
@@ -41,7 +41,8 @@ class Start:
     there; ``complete`` those whose parts are all somewhere; ``seen`` names the tiers that every rank could read;
     ``first``: no rank found any; ``inherited``: see ``leftovers.committed_in_memory``. ``marks``, per tier, are those
     that any rank found; ``deleted`` bear a tombstone somewhere, and no pin; ``damaged``, per tier, may be repaired,
-    each with what is wrong with it; ``starts`` say how attempts began that have committed something."""
+    each with what is wrong with it; ``starts`` say how attempts began that have committed something. ``overtaken``
+    names the tiers that a checkpoint is still owed to by the record of a newer one on any node."""
 
     attempt: Attempt
     whole: Mapping[str, frozenset[CheckpointId]]
@@ -53,6 +54,7 @@ class Start:
     deleted: frozenset[CheckpointId] = frozenset()
     damaged: Mapping[str, Mapping[CheckpointId, str]] = field(default_factory=dict)
     starts: tuple[AttemptStart, ...] = ()
+    overtaken: Mapping[CheckpointId, frozenset[str]] = field(default_factory=dict)
 
     @property
     def scattered(self) -> frozenset[CheckpointId]:
@@ -130,13 +132,14 @@ def read_start(attempt: Attempt, found: Mapping[str, Any]) -> Start:
             read_commit(text.encode(), what="commit record of an adopted checkpoint")
             for text in found["inherited"]
         ),
-        marks={tier: _marks(said) for tier, said in found["marks"].items()},
+        marks={tier: _names(said) for tier, said in found["marks"].items()},
         deleted=_ids(found["deleted"]),
         damaged={
             tier: {CheckpointId(step, attempt): why for step, attempt, why in said}
             for tier, said in found["damaged"].items()
         },
         starts=read_starts(found["starts"]),
+        overtaken=_names(found["overtaken"]),
     )
 
 
@@ -244,8 +247,17 @@ def decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]
         "damaged": damaged_copies(listings, host=session.config.host.name),
         "deleted": _pairs(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
         "starts": describe_starts(starts_in(listings, found)),
+        "overtaken": [
+            [id.step, id.attempt, sorted(tiers)]
+            for id, tiers in sorted(overtaken(merge(map(_only_whole, listings))).items())
+        ],
         "first": all(body["nothing"] for body in bodies.values()),
     }
+
+
+def _only_whole(listing: Listing) -> Listing:
+    """Leave out what is not on all nodes: its record says nothing for those that lack it."""
+    return replace(listing, copies=tuple(c for c in listing.copies if whole_on(listing, c.id)))
 
 
 def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, list[list[Any]]]:
@@ -280,8 +292,8 @@ def _pairs(ids: Any) -> list[list[int]]:
     return [[id.step, id.attempt] for id in sorted(ids)]
 
 
-def _marks(said: list[list[Any]]) -> dict[CheckpointId, frozenset[str]]:
-    return {CheckpointId(step, attempt): frozenset(marks) for step, attempt, marks in said}
+def _names(said: list[list[Any]]) -> dict[CheckpointId, frozenset[str]]:
+    return {CheckpointId(step, attempt): frozenset(names) for step, attempt, names in said}
 
 
 def _ids(pairs: list[list[int]]) -> frozenset[CheckpointId]:
