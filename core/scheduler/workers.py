@@ -75,7 +75,7 @@ class Workers:
                 )
         except BaseException as error:
             self.failure = error
-            self._coordinator.notes.failed("coordinate", error)
+            self._coordinator.emitter.failed("coordinate", error)
             logger.exception("the coordinator stopped: nothing is flushed any more")
             stopped = TierfallError(
                 f"the coordinator stopped, nothing is flushed any more: {error!r}"

@@ -5,9 +5,8 @@ It remembers, per tier, when that may be next; the policies say when. It reads n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.view import View
 
 LOOK_AGAIN_S = 86400.0
@@ -21,15 +20,15 @@ LATE_S = 0.001
 class AgeTimer:
     """See the module. ``due_s`` says at which wall time a tier's rules may let something go, None where at none."""
 
-    def __init__(self, ledger: Ledger, due_s: Callable[[View, str], float | None]) -> None:
+    def __init__(self, ledger: Ledger, policies: Policies) -> None:
         self._ledger = ledger
-        self._due_s = due_s
+        self._policies = policies
         self._look_s: dict[str, float] = {}
 
     def note(self, view: View, tier: str) -> None:
         """Work out when to look at a tier next, from what is there now."""
         self._look_s.pop(tier, None)
-        due = self._due_s(view, tier)
+        due = self._policies.next_due_s(view, tier)
         if due is not None and due > view.wall_time_s:
             left_s = min(due - view.wall_time_s + LATE_S, LOOK_AGAIN_S)
             self._look_s[tier] = self._ledger.now_s + left_s

@@ -8,43 +8,24 @@ what is to be done as tasks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from tierfall.core.format.records import Commit, stops_drop
 from tierfall.core.scheduler.deletion.age_timer import AgeTimer
+from tierfall.core.scheduler.deletion.planner import DeletionPlanner
+from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry, entry_of
-from tierfall.core.scheduler.ledger.notes import EventEmitter
-from tierfall.core.scheduler.ledger.tasks import DeleteCopy, NotWholeError, Outcome, ReadMarks, Task
+from tierfall.core.scheduler.ledger.policies import Policies
+from tierfall.core.scheduler.ledger.tasks import DeleteCopy, NotWholeError, Outcome, ReadMarks
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
-from tierfall.core.types.view import CheckpointView, CopyView, Decision, TierRules, Verdict, View
+from tierfall.core.types.view import Decision, View
 
 logger = logging.getLogger("tierfall")
 
 RETRY_S = 30.0
-RELIED_ON_MAX = 16
-"""So many copies at most, the newest, are looked at before another one is dropped because of them."""
-ASKED_OF_MAX = 500
-"""Of more copies than these the policy is not asked which a drop relies on: each time it looks at all of them."""
-SAVES_WITHOUT_METRICS = 3
-"""So many saves in a row without any are no accident."""
-PlanDeletions = Callable[[View, str], tuple[Decision, ...]]
-
-
-class MissingMetrics(Protocol):
-    def __call__(self, view: View, *, saves_min: int) -> Mapping[str, str]: ...
-
-
-class VerifiesCopies(Protocol):
-    """Has what nobody has verified on a tier read; False where there is nothing to. ``hurry``: room waits for it."""
-
-    def __call__(self, tier: str, *, hurry: bool = False) -> bool: ...
-
-
-class ReportDamage(Protocol):
-    def __call__(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None: ...
 
 
 class Deleter:
@@ -63,23 +44,15 @@ class Deleter:
         *,
         ledger: Ledger,
         tiers: Iterable[str],
-        plan_drops: PlanDeletions,
-        keeps_all_live: Callable[[TierRules], bool],
-        next_due_s: Callable[[View, str], float | None],
-        missing_metrics: MissingMetrics,
-        dispatch: Callable[[Task], None],
+        policies: Policies,
+        hooks: Hooks,
+        emitter: EventEmitter,
     ) -> None:
         self._ledger = ledger
-        self._plan_drops = plan_drops
-        self._keeps_all_live = {t.name: keeps_all_live(t) for t in ledger.rules}
-        self._missing_metrics = missing_metrics
-        self._said_missing: set[str] = set()
-        self._ageing = AgeTimer(ledger, next_due_s)
-        self._dispatch = dispatch
-        self.alone = True
-        self.notes = EventEmitter()
-        self.delete: Callable[[CheckpointId], None] = lambda id: None
-        self.was_deleted: Callable[[CheckpointId], bool] = lambda id: False
+        self._planner = DeletionPlanner(ledger, policies)
+        self._age_timer = AgeTimer(ledger, policies)
+        self._hooks = hooks
+        self._emitter = emitter
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
         self._due: set[str] = set()
         self._surveying: set[str] = set()
@@ -92,18 +65,13 @@ class Deleter:
         self.dropped = 0
         self.paused = False
         self._trusted: set[str] = set()
-        self.plans = True
-        self.verifies: VerifiesCopies = lambda tier, *, hurry=False: False
-        self.verifies_elsewhere: Callable[[str, Sequence[CheckpointId]], bool] = lambda tier, ids: (
-            False
-        )
-        self.has_dropped: Callable[[DeleteCopy], None] = lambda task: None
-        self.read_marks: Callable[[ReadMarks], None] = dispatch
-        self.asks_first: Callable[[DeleteCopy], bool] = lambda task: False
-        self.is_split: Callable[[str], bool] = lambda tier: False
-        self.found_damage: ReportDamage = lambda tier, id, why, *, repairable: None
-        self._to_tell: set[tuple[str, CheckpointId]] = set()
+        self._to_announce: set[tuple[str, CheckpointId]] = set()
         self._cancelled = False
+
+    @property
+    def plans(self) -> bool:
+        """Return whether this rank works out the retention of tiers; with several ranks, rank 0 does."""
+        return self._hooks.group.decides
 
     def survey(self, tier: str) -> None:
         """Ask for the marks of a tier to be read, and for its retention to be worked out after that."""
@@ -142,7 +110,7 @@ class Deleter:
 
     def retry(self, now_s: float) -> None:
         """Try again what could not be dropped, once its pause is over, and let go what has become too old."""
-        for tier in self._ageing.take_due() if self._looks_by_itself() else ():
+        for tier in self._age_timer.take_due() if self._looks_by_itself() else ():
             if self._plan(tier):
                 self.survey(tier)
         for key, (task, not_before_s) in list(self._failed.items()):
@@ -150,15 +118,15 @@ class Deleter:
                 continue
             del self._failed[key]
             # what a rule let go is decided on again, if its commit record is there; else what is left of it goes
-            ordered = task.tombstoned or task.void or self.is_split(task.tier)
-            self._dispatch(replace(task, unfinished=task.unfinished or not ordered))
+            ordered = task.tombstoned or task.void or self._hooks.is_split(task.tier)
+            self._hooks.dispatch(replace(task, unfinished=task.unfinished or not ordered))
 
     def retry_now(self, id: CheckpointId) -> tuple[str, ...]:
         """Try what could not be dropped of a checkpoint again at once; name the tiers."""
         tiers = tuple(tier for tier, failed in self._failed if failed == id)
         for tier in tiers:
             task, _ = self._failed.pop((tier, id))
-            self._dispatch(task)
+            self._hooks.dispatch(task)
         return tiers
 
     def next_s(self) -> float | None:
@@ -167,7 +135,7 @@ class Deleter:
             return None
         times = [when for _, when in self._failed.values()]
         times += [when for when in self._asks_again_s.values() if when > self._ledger.now_s]
-        if self._looks_by_itself() and (look_s := self._ageing.next_s()) is not None:
+        if self._looks_by_itself() and (look_s := self._age_timer.next_s()) is not None:
             times.append(look_s)
         return min(times, default=None)
 
@@ -197,7 +165,7 @@ class Deleter:
             ids = {decision.checkpoint for decision in self._plan(tier)} | self._to_read[tier]
             self._to_read[tier].clear()
             self._surveying.add(tier)
-            self.read_marks(ReadMarks(tier=tier, ids=tuple(sorted(ids))))
+            self._hooks.read_marks(ReadMarks(tier=tier, ids=tuple(sorted(ids))))
 
     def cancel(self) -> None:
         """Nothing more is dropped by this process of its own accord; a person's order still is."""
@@ -223,7 +191,7 @@ class Deleter:
                 outcome.error,
             )
             self._to_read[task.tier].update(id for id in task.ids if id not in read)
-            self._ageing.look_in(task.tier, RETRY_S)
+            self._age_timer.look_in(task.tier, RETRY_S)
             return
         if self._cancelled:
             return
@@ -233,7 +201,7 @@ class Deleter:
         plan = self._plan(task.tier)
         drops = {d.checkpoint: d.reason for d in plan if d.checkpoint in read}
         newest = self._newest_left(task.tier, without=drops) if drops else None
-        relied = self._relied_on(task.tier, drops)
+        relied = self._planner.relied_on(self._view(task.tier), task.tier, drops)
         for id, reason in drops.items():
             self._delete(task.tier, id, reason, next_latest=newest, relies_on=relied)
         if len(drops) < len(plan):
@@ -264,123 +232,33 @@ class Deleter:
             entry = self._ledger.entries.get(id)
             if entry is not None and _has_record(entry, tier):
                 entry.marks[tier] = marks
-                if entry.tombstoned and self.alone:
+                if entry.tombstoned and not self._hooks.group.land_only:
                     entry.give_up(self._leaving, entry.given_up("it was deleted by a person"))
 
     def _plan(self, tier: str) -> list[Decision]:
-        if self._keeps_all_live[tier] and self._ledger.all_live:
-            return []  # however many lie there
+        if self._planner.keeps_all(tier):
+            return []
         view = self._view(tier)
-        self._ageing.note(view, tier)
-        self._warn_missing_metrics(view)
-        planned = self._planned_deletions(view, tier)
+        self._age_timer.note(view, tier)
+        self._planner.warn_missing_metrics(view)
+        busy = self._busy_on(tier)
+        planned = self._planner.plan(view, tier, busy)
         if self._ledger.has_unverified and len(planned) < len(
-            self._planned_deletions(replace(view, trusting=True), tier)
+            self._planner.plan(replace(view, trusting=True), tier, busy)
         ):
-            self.verifies(tier)
+            self._hooks.verify(tier)
         return planned
 
     def _view(self, tier: str) -> View:
         return replace(self._ledger.view(), trusting=tier in self._trusted)
 
-    def _relied_on(self, tier: str, drops: Collection[CheckpointId]) -> tuple[CheckpointId, ...]:
-        """Name the copies on a tier because of which retention lets others go: its newest one, and each without which
-        one of them would stay. Damaged ones go because of none."""
-        view = self._view(tier)
-        planned = {d.checkpoint for d in self._plan_drops(view, tier)}
-        going = planned.intersection(drops)
-        kept = [
-            c.id
-            for c in view.live
-            if c.state(tier) is CopyState.COMMITTED and c.id not in planned.union(drops)
-        ]
-        if not going or not kept:
-            return ()
-
-        def stay_planned(without: Collection[CheckpointId]) -> bool:
-            left = tuple(_without(c, tier) if c.id in without else c for c in view.checkpoints)
-            plan = self._plan_drops(replace(view, checkpoints=left), tier)
-            return going <= {d.checkpoint for d in plan}
-
-        if len(kept) > ASKED_OF_MAX:
-            return tuple(kept[:RELIED_ON_MAX])
-        found, groups = kept[:1], [kept[1:]]
-        while groups and len(found) < RELIED_ON_MAX:
-            group = groups.pop()
-            if not group or stay_planned(frozenset(group)):
-                continue
-            if len(group) == 1:
-                found += group
-                continue
-            newer = -(-len(group) // 4)  # most rules go by the newest
-            groups += [group[newer:], group[:newer]]
-        return tuple(found)
-
-    def _planned_deletions(self, view: View, tier: str) -> list[Decision]:
-        busy = self._leaving[tier] | self.reserved | self.awaited
-        decisions = (*self._plan_drops(view, tier), *self._plan_damaged(view, tier))
-        return [d for d in decisions if d.checkpoint not in busy]
-
-    def _plan_damaged(self, view: View, tier: str) -> Iterator[Decision]:
-        """Decide on damaged copies that are not written anew: each goes where a whole one in its place would go. Good
-        copies are decided on without them."""
-        left = {e.id: e.bytes.get(tier, 0) for e in self._damaged_entries(tier)}
-        if not left:
-            return
-
-        def as_if_whole(checkpoint: CheckpointView) -> CheckpointView:
-            if checkpoint.id not in left:
-                return checkpoint
-            copy = CopyView(state=CopyState.COMMITTED, bytes=left[checkpoint.id])
-            return replace(checkpoint, copies={**checkpoint.copies, tier: copy})
-
-        whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
-        yield from (d for d in self._plan_drops(whole, tier) if d.checkpoint in left)
-
-    def _damaged_entries(self, tier: str) -> list[LedgerEntry]:
-        """Name the damaged copies on a tier that are not written anew, and that nobody reads."""
-        return [
-            e
-            for e in self._ledger.repairable()
-            if tier in e.repairable and e.state(tier) is CopyState.ABSENT and tier not in e.owed
-            if e.leases.get(tier, 0) <= 0 and self._ledger.reading[e.id] <= 0
-        ]
+    def _busy_on(self, tier: str) -> set[CheckpointId]:
+        """Return the checkpoints that are being deleted from a tier, or that a command is about."""
+        return self._leaving[tier] | self.reserved | self.awaited
 
     def damaged_for_room(self, view: View, tier: str) -> tuple[list[Decision], list[CheckpointId]]:
-        """Return the damaged copies that go first where a tier needs room, in that order, and name those that stay.
-
-        Those go that nothing can come of any more: but for what this run was restored from, what bears a pin, and
-        what may make one whole checkpoint together with a damaged copy on another tier. None goes while no copy that
-        survives as much is known to be good."""
-        survives = view.tier(tier).survives
-        safe_on = tuple(t.name for t in view.tiers if t.survives.covers(survives))
-        good = view.safe_on(safe_on)
-        continued = any(c.started_from == view.restored_from for c in good)
-        busy = self._leaving[tier] | self.reserved | self.awaited
-        views = {checkpoint.id: checkpoint for checkpoint in view.checkpoints}
-        goes, stays = [], []
-        for entry in self._damaged_entries(tier):
-            began = entry.id == view.restored_from and not continued
-            together = not entry.is_whole and len(entry.damage) > 1
-            if not good or began or together or entry.pinned or entry.id in busy:
-                stays.append(entry.id)
-                continue
-            reason = "room is needed, and it is damaged and cannot be repaired"
-            size = entry.bytes.get(tier, 0)
-            goes.append(
-                Decision(
-                    checkpoint=entry.id, tier=tier, verdict=Verdict.DROP, reason=reason, bytes=size
-                )
-            )
-        goes.sort(key=lambda d: (views[d.checkpoint].live, d.checkpoint))
-        return goes, stays
-
-    def _warn_missing_metrics(self, view: View) -> None:
-        """A rule that goes by a metric which no save gives is said once."""
-        missing = self._missing_metrics(view, saves_min=SAVES_WITHOUT_METRICS)
-        for metric in missing.keys() - self._said_missing:
-            self._said_missing.add(metric)
-            logger.warning("%s", missing[metric])
+        """See ``DeletionPlanner.damaged_for_room``."""
+        return self._planner.damaged_for_room(view, tier, self._busy_on(tier))
 
     def drop(
         self,
@@ -411,7 +289,7 @@ class Deleter:
             return False
         entry = self._ledger.entries[id]
         if not ordered and entry.tombstoned:
-            self.delete(id)  # a tombstone is for all copies: it goes with the last
+            self._hooks.finish_deletion(id)  # a tombstone is for all copies: it goes with the last
             return False
         task = DeleteCopy(
             tier=tier,
@@ -421,13 +299,13 @@ class Deleter:
             next_latest=next_latest,
             relies_on=relies_on if entry.state(tier) is CopyState.COMMITTED else (),
         )
-        if ordered and self.is_split(tier):
+        if ordered and self._hooks.is_split(tier):
             self.leave(task)  # each node is told so by the order
-        elif not ordered and self.asks_first(task):
+        elif not ordered and self._hooks.read_marks_first(task):
             entry.set_state(tier, CopyState.LEAVING)
             self._leaving[tier].add(id)
         else:
-            self._to_tell.add((tier, id))
+            self._to_announce.add((tier, id))
             self.leave(task)
         return True
 
@@ -454,7 +332,7 @@ class Deleter:
             logger.info("%s: %s stays after all: it was marked", task.tier, task.id)
             self.survey(task.tier)
             return
-        self.has_dropped(task)
+        self._hooks.group.has_dropped(task)
         self.leave(replace(task, relies_on=()))  # all nodes have looked
 
     def waits_for_marks(self, tier: str) -> bool:
@@ -468,6 +346,13 @@ class Deleter:
         ``leave`` says, False where it is on its way out."""
         return self.leave(DeleteCopy(tier=tier, id=id, reason=reason, unfinished=True, shard=shard))
 
+    def collect_unfinished(self, tier: str, id: CheckpointId, reason: str) -> bool:
+        """Delete this rank's files of a copy that was never committed; return False where that was begun before."""
+        entry = self._ledger.entries.get(id)
+        own = entry is not None and entry.parts is None and self._hooks.group.land_only
+        shard = entry.shard if own and entry is not None else None
+        return self.collect(tier, id, reason, shard=shard)
+
     def leave(self, task: DeleteCopy) -> bool:
         """Let a copy go, whatever was planned; False where it is on its way out already, or that failed."""
         entry = self._ledger.entries.get(task.id)
@@ -477,7 +362,7 @@ class Deleter:
             return False
         self._leaving[task.tier].add(task.id)
         logger.info("%s: %s is dropped: %s", task.tier, task.id, task.reason)
-        self._dispatch(task)
+        self._hooks.dispatch(task)
         return True
 
     def take_dropped(self, task: DeleteCopy, outcome: Outcome, now_s: float) -> bool:
@@ -491,7 +376,7 @@ class Deleter:
             return False
         if outcome.error is not None:
             logger.warning("%s: could not drop %s: %s", task.tier, task.id, outcome.error)
-            self.notes.drop_failed(task, outcome.error)
+            self._emitter.drop_failed(task, outcome.error)
             if self._cancelled:
                 self._leaving[task.tier].discard(task.id)
             else:
@@ -505,7 +390,8 @@ class Deleter:
             return self._took_rest(entry, task, outcome)
         if entry is not None:
             return self._on_gone(entry, task, outcome)
-        if not (self.alone or task.void) and stops_drop(outcome.value, tombstoned=task.tombstoned):
+        is_part = self._hooks.group.land_only and not task.void
+        if is_part and stops_drop(outcome.value, tombstoned=task.tombstoned):
             # a part that a mark keeps, or a deletion is to find
             self._ledger.partial.add((task.tier, task.id))
         return False
@@ -524,13 +410,13 @@ class Deleter:
             return not leaving
         if entry is not None and leaving:
             return self._on_gone(entry, replace(task, unfinished=False), outcome)
-        self.notes.dropped(task, size, outcome.seconds)
+        self._emitter.dropped(task, size, outcome.seconds)
         return True
 
     def _is_kept(self, entry: LedgerEntry | None, task: DeleteCopy, error: NotWholeError) -> None:
         """What a deletion relies on is not whole: the copy is still there, and what may go is planned anew."""
         self._leaving[task.tier].discard(task.id)
-        self._to_tell.discard((task.tier, task.id))
+        self._to_announce.discard((task.tier, task.id))
         logger.warning("%s: %s is not dropped: %s", task.tier, task.id, error)
         if entry is not None and entry.state(task.tier) is CopyState.LEAVING:
             entry.note_kept(task.tier)
@@ -539,49 +425,49 @@ class Deleter:
             self.survey(task.tier)
         else:
             self._asks_again_s[task.tier] = self._ledger.now_s + RETRY_S
-            self._ageing.look_in(task.tier, RETRY_S)
+            self._age_timer.look_in(task.tier, RETRY_S)
 
     def not_whole(self, tier: str, error: NotWholeError) -> None:
         """Copies that a deletion relies on lack files: they count for nothing from now on."""
         for id, (why, has_record) in error.damaged.items():
-            self.found_damage(tier, id, why, repairable=has_record)
+            self._hooks.found_damage(tier, id, why, repairable=has_record)
 
     def _on_still_committed(self, task: DeleteCopy, commit: Commit) -> None:
         """What looked unfinished is a checkpoint: the answer to its commit was lost."""
         entry = self._ledger.entries.get(task.id)
-        if self.is_split(task.tier):  # this node's part of it is
+        if self._hooks.is_split(task.tier):  # this node's part of it is
             self._ledger.partial.add((task.tier, task.id))
-            if self.was_deleted(task.id):
-                self.delete(task.id)
+            if self._hooks.was_deleted(task.id):
+                self._hooks.finish_deletion(task.id)
             return
         if entry is None:
             entry = self._ledger.entries[task.id] = entry_of(task.id, commit, self._ledger.shard)
         if entry.attempt_id != commit.line.attempt_id:
             return
-        self._to_tell.discard((task.tier, task.id))
+        self._to_announce.discard((task.tier, task.id))
         entry.bytes[task.tier] = commit.stored_bytes
         entry.note_kept(task.tier)
         self._to_read[task.tier].add(task.id)
-        if self.was_deleted(task.id):
-            self.delete(task.id)
+        if self._hooks.was_deleted(task.id):
+            self._hooks.finish_deletion(task.id)
 
     def _on_gone(self, entry: LedgerEntry, task: DeleteCopy, outcome: Outcome) -> bool:
-        tells = (task.tier, task.id) in self._to_tell
-        self._to_tell.discard((task.tier, task.id))
+        tells = (task.tier, task.id) in self._to_announce
+        self._to_announce.discard((task.tier, task.id))
         if stops_drop(outcome.value or (), tombstoned=task.tombstoned):
             self._on_kept(entry, task, outcome.value)
             return False
-        self.notes.dropped(task, entry.bytes.get(task.tier, 0), outcome.seconds)
+        self._emitter.dropped(task, entry.bytes.get(task.tier, 0), outcome.seconds)
         entry.note_gone(task.tier)
         self.dropped += 1
         if tells:
-            self.has_dropped(task)
+            self._hooks.group.has_dropped(task)
         self._ledger.forget_if_gone(entry)
         return True
 
     def _on_kept(self, entry: LedgerEntry, task: DeleteCopy, marks: frozenset[str]) -> None:
         logger.info("%s: %s stays after all: it was marked", task.tier, entry.id)
-        if self.is_split(task.tier):  # other nodes' parts are gone, or may be
+        if self._hooks.is_split(task.tier):  # other nodes' parts are gone, or may be
             entry.note_gone(task.tier)
             self._ledger.partial.add((task.tier, entry.id))
             self._ledger.forget_if_gone(entry)
@@ -603,11 +489,6 @@ class Deleter:
             ),
             None,
         )
-
-
-def _without(checkpoint: CheckpointView, tier: str) -> CheckpointView:
-    copies = {name: copy for name, copy in checkpoint.copies.items() if name != tier}
-    return replace(checkpoint, copies=copies)
 
 
 def _is_leaving(entry: LedgerEntry | None, tier: str) -> bool:

@@ -8,15 +8,17 @@ part, and a copy is verified once all have found theirs good. It belongs to the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfall.core.copies.images import Image
 from tierfall.core.format.records import Manifest
 from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage
+from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import CheckChunk, OpenCheck, Outcome, Task
+from tierfall.core.scheduler.ledger.tasks import CheckChunk, OpenCheck, Outcome
 from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, NotSupportedError
 from tierfall.core.types.values import CheckpointId, CopyState
 
@@ -62,22 +64,16 @@ class BackgroundVerifier:
         self,
         *,
         ledger: Ledger,
+        deleter: Deleter,
         council: MessageTree | None,
-        is_split: Callable[[str], bool],
-        dispatch: Callable[[Task], None],
+        hooks: Hooks,
         bytes_per_s: float | None,
-        waits: Callable[[], bool],
-        changed: Callable[[str], None],
-        is_damaged: Callable[[str, CheckpointId, str], None],
     ) -> None:
         self._ledger = ledger
+        self._deleter = deleter
         self._council = council
-        self._is_split = is_split
-        self._dispatch = dispatch
+        self._hooks = hooks
         self._bytes_per_s = bytes_per_s
-        self._waits = waits
-        self._changed = changed
-        self._is_damaged = is_damaged
         self._decides = council is None or council.topology.is_root
         self._asked: dict[str, _VerifyRequest] = {}
         self._checks: dict[str, _RunningCheck] = {}
@@ -100,7 +96,7 @@ class BackgroundVerifier:
     def verify_elsewhere(self, tier: str, ids: Sequence[CheckpointId]) -> bool:
         """Have the other copies of what is to leave a tier read, where it goes because of them, in a hurry. False once
         each has one that is verified, or none that can be read soon. For rank 0."""
-        return not self._waits() and any([self._verify_one_elsewhere(tier, id) for id in ids])
+        return not self._is_paused() and any([self._verify_one_elsewhere(tier, id) for id in ids])
 
     def _verify_one_elsewhere(self, tier: str, id: CheckpointId) -> bool:
         entry = self._ledger.entries.peek(id)
@@ -156,9 +152,11 @@ class BackgroundVerifier:
         turn, of = 0, 1
         if self._council is not None:
             topology = self._council.topology
-            ranks = topology.local_ranks if self._is_split(tier) else range(topology.world_size)
+            ranks = (
+                topology.local_ranks if self._hooks.is_split(tier) else range(topology.world_size)
+            )
             turn, of = list(ranks).index(topology.rank), len(ranks)
-        self._dispatch(OpenCheck(tier=tier, id=id, turn=turn, of=of))
+        self._hooks.dispatch(OpenCheck(tier=tier, id=id, turn=turn, of=of))
 
     def restored(self, id: CheckpointId, tiers: tuple[str, ...]) -> None:
         """A restore of this rank has read all of its part of a checkpoint on these tiers, and found it good."""
@@ -173,29 +171,33 @@ class BackgroundVerifier:
 
     def tick(self, now_s: float) -> None:
         """Read on where it is time."""
-        if self._waits():
+        if self._is_paused():
             return
         for key in [key for key, when in self._later.items() if now_s >= when]:
             del self._later[key]
-            self._changed(key[0])
+            self._deleter.survey_all()
         for tier, check in list(self._checks.items()):
             if not check.reading and (check.hurry or now_s >= check.not_before_s):
                 self._read_on(tier, check)
 
     def next_s(self, now_s: float) -> float | None:
         """Say when to read on."""
-        if self._waits():
+        if self._is_paused():
             return None
         times = [c.not_before_s for c in self._checks.values() if not c.reading]
         times += [s for tier in self._asked if (s := self._room_waits_until_s(tier)) is not None]
         return min((when for when in [*times, *self._later.values()] if when > now_s), default=None)
+
+    def _is_paused(self) -> bool:
+        """A restore or a drain needs the bandwidth."""
+        return self._deleter.paused or self._hooks.is_draining()
 
     def _read_on(self, tier: str, check: _RunningCheck) -> None:
         while check.image < len(check.images):
             image, manifest = check.images[check.image]
             if check.chunk < manifest.chunk_count:
                 check.reading = True
-                self._dispatch(
+                self._hooks.dispatch(
                     CheckChunk(
                         tier=tier, id=check.id, image=image, manifest=manifest, index=check.chunk
                     )
@@ -204,7 +206,7 @@ class BackgroundVerifier:
             check.image, check.chunk = check.image + 1, 0
         self._on_check_read(tier, check, None)
 
-    def took(self, outcome: Outcome, now_s: float) -> None:
+    def took(self, outcome: Outcome) -> None:
         """Take what came of reading records, or a chunk."""
         task = outcome.task
         assert isinstance(task, OpenCheck | CheckChunk)
@@ -220,7 +222,7 @@ class BackgroundVerifier:
             check.chunk += 1
             start, end = task.manifest.chunk_range(task.index)
             if self._bytes_per_s is not None:
-                check.not_before_s = now_s + (end - start) / self._bytes_per_s
+                check.not_before_s = self._ledger.now_s + (end - start) / self._bytes_per_s
 
     def _on_check_read(self, tier: str, check: _RunningCheck, error: BaseException | None) -> None:
         """Say what this rank has found: nothing wrong, damage, or that it could not look."""
@@ -278,12 +280,12 @@ class BackgroundVerifier:
             self._is_good(id, tier)
         elif damage:
             if self._decides:
-                self._is_damaged(tier, id, str(text))
+                self._hooks.found_damage(tier, id, str(text))
         else:
             logger.warning("%s: %s could not be verified, it is tried again: %s", tier, id, text)
             self._later[tier, id] = self._ledger.now_s + RETRY_S
             return
-        self._changed(tier)
+        self._deleter.survey_all()
 
     def _is_good(self, id: CheckpointId, tier: str) -> None:
         entry = self._ledger.entries.get(id)

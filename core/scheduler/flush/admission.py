@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
-from typing import Protocol
 
 from tierfall.core.capture.events import CaptureAdvanced
 from tierfall.core.capture.snapshot import HostMemory, HostRegion
+from tierfall.core.scheduler.flush.backlog import Backlog
+from tierfall.core.scheduler.flush.flusher import Flusher
 from tierfall.core.scheduler.flush.superseding import Superseder
+from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
-from tierfall.core.scheduler.ledger.notes import EventEmitter
+from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, CopyRun, Event, Outcome
 from tierfall.core.types.errors import CapacityError, FlushError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CopyState, SaveOutcome, WhenFull
-from tierfall.core.types.view import Decision, Eviction, View
+from tierfall.core.types.view import Decision
 
 logger = logging.getLogger("tierfall")
-
-
-class PlanEviction(Protocol):
-    def __call__(
-        self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
-    ) -> Eviction: ...
 
 
 class Admissions:
@@ -41,17 +38,23 @@ class Admissions:
         *,
         ledger: Ledger,
         host: HostMemory,
-        plan_eviction: PlanEviction,
-        give_up_copy: Callable[[LedgerEntry, str, BaseException], None],
+        policies: Policies,
+        flusher: Flusher,
         superseder: Superseder,
+        backlog: Backlog,
+        hooks: Hooks,
+        emitter: EventEmitter,
         when_full: WhenFull,
         max_wait_s: float,
     ) -> None:
         self._ledger = ledger
         self._host = host
-        self._plan_eviction = plan_eviction
-        self._give_up_copy = give_up_copy
+        self._policies = policies
+        self._flusher = flusher
         self._superseder = superseder
+        self._backlog = backlog
+        self._hooks = hooks
+        self._emitter = emitter
         self._when_full = when_full
         self._max_wait_s = max_wait_s
         self._bounds_s = {r.name: r.max_wait_s for r in ledger.rules if r.max_wait_s is not None}
@@ -60,9 +63,6 @@ class Admissions:
             for r in ledger.rules
             if r.name != ledger.host
         )
-        self.last_resort: Callable[[], bool] = lambda: False
-        self.answered: Callable[[float], None] = lambda now_s: None
-        self.notes = EventEmitter()
         self._waiting: deque[AdmissionRequest] = deque()
         self._found_no_room = False
         self._refused: AdmissionRequest | None = None
@@ -134,10 +134,10 @@ class Admissions:
                     return
                 if region is None:
                     error = self._no_room(request)
-                    self.notes.save_ended(request.id, SaveOutcome.SKIPPED, error)
+                    self._emitter.save_ended(request.id, SaveOutcome.SKIPPED, error)
             self._waiting.popleft()
             request.answer(region, error)
-            self.answered(now_s)
+            self._backlog.answered(now_s)
 
     def _allocate(self, request: AdmissionRequest, *, may_plan: bool) -> HostRegion | None:
         """Take a region, making room image by image: free bytes may lie in pieces, so it is the try that tells."""
@@ -151,7 +151,7 @@ class Admissions:
     def _make_room(self, request: AdmissionRequest) -> bool:
         """Let one image leave memory, or begin to; False where none may."""
         free = self._host.free_bytes
-        plan = self._plan_eviction(
+        plan = self._policies.plan_eviction(
             self._ledger.view(),
             self._ledger.host,
             need_bytes=max(request.image_bytes + request.records_bytes, free + 1),
@@ -160,7 +160,7 @@ class Admissions:
         if plan.drops:
             self._evict(plan.drops[0])
             return True
-        if self.last_resort():
+        if self._hooks.evict_leftovers():
             return True
         if not self._gives_up:
             return False
@@ -209,12 +209,12 @@ class Admissions:
         if not any(state is CopyState.COMMITTED for state in entry.states.values()):
             for name in tuple(entry.owed):
                 error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")
-                self._give_up_copy(entry, name, error)
+                self._flusher.give_up_for_all(entry, name, error)
         self.free(entry, decision.reason)
 
     def free(self, entry: LedgerEntry, reason: str = "deleted by a person") -> None:
         """Give an image's region back."""
-        self.notes.evicted(self._ledger.host, entry, reason)
+        self._emitter.evicted(self._ledger.host, entry, reason)
         entry.free()
         entry.final_chunks = 0
         entry.note_gone(self._ledger.host)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
-from tierfall.core.scheduler.flush.throughput import TierThroughput
+from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.one_rank import OneRank
+from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.values import CheckpointId, TierKind
 from tierfall.core.types.view import TierRules
@@ -26,32 +25,6 @@ GAPS_REMEMBERED = 16
 DUE_REMEMBERED = 4096
 
 
-class BacklogOutlook(Protocol):
-    """How far a tier will be behind in an hour, in checkpoints, and what is to be said of it."""
-
-    @property
-    def behind(self) -> float: ...
-
-    @property
-    def warning(self) -> str | None: ...
-
-
-class PredictBacklog(Protocol):
-    """The policy that foresees it; see ``policies.forecast``."""
-
-    def __call__(
-        self,
-        tier: TierRules,
-        *,
-        saves: int,
-        every_s: float,
-        bytes: int,
-        bytes_per_s: float | None,
-        stretches: int,
-        waiting: int,
-    ) -> BacklogOutlook: ...
-
-
 class Backlog:
     """See the module. ``behind`` is the forecast of each tier, in checkpoints; ``late`` counts, by tier, how often it
     came to be further behind than ``flush.within``."""
@@ -60,20 +33,17 @@ class Backlog:
         self,
         *,
         ledger: Ledger,
-        rates: TierThroughput,
-        foresee: PredictBacklog,
-        lateness: Callable[[TierRules, float], str | None],
+        policies: Policies,
+        hooks: Hooks,
     ) -> None:
         self._ledger = ledger
-        self._rates = rates
-        self._foresee = foresee
-        self._lateness = lateness
+        self._policies = policies
+        self._hooks = hooks
         self._stored: Mapping[str, TierRules] = {
             rules.name: rules
             for rules in ledger.rules
             if rules.kind not in (TierKind.DEVICE, TierKind.HOST)
         }
-        self.others = OneRank(ledger)
         self.behind: dict[str, float] = {}
         self.late: dict[str, int] = {}
         self._saves = 0
@@ -164,17 +134,17 @@ class Backlog:
             if rules.within_s is None:
                 continue
             behind_s = self._behind_s(tier, now_s)
-            reason = self._lateness(rules, behind_s)
+            reason = self._policies.lateness(rules, behind_s)
             if reason is not None and tier not in self._is_late:
                 behind_s = self.behind_s(tier, now_s)
-                reason = self._lateness(rules, behind_s)
+                reason = self._policies.lateness(rules, behind_s)
             if reason is None and tier in self._is_late:
                 self._is_late.discard(tier)
                 logger.info("%s has caught up: it is %s behind", tier, format_duration(behind_s))
             elif reason is not None and tier not in self._is_late:
                 self._is_late.add(tier)
                 self.late[tier] = self.late.get(tier, 0) + 1
-                if self.others.decides:
+                if self._hooks.group.decides:
                     logger.warning("%s", reason)
 
     def next_s(self, now_s: float) -> float | None:
@@ -200,16 +170,16 @@ class Backlog:
 
     def _update_outlook(self, tier: str) -> None:
         rules = self._stored[tier]
-        seen = self._foresee(
+        seen = self._policies.forecast(
             rules,
             saves=self._saves,
             every_s=self.save_every_s or 0.0,
             bytes=self._bytes,
-            bytes_per_s=self._rates.delivered_bytes_per_s(tier),
-            stretches=self._rates.stretches(tier),
+            bytes_per_s=self._ledger.rates.delivered_bytes_per_s(tier),
+            stretches=self._ledger.rates.stretches(tier),
             waiting=sum(tier in entry.owed for entry in self._ledger.open()),
         )
         self.behind[tier] = seen.behind
-        if seen.warning is not None and tier not in self._warned and self.others.decides:
+        if seen.warning is not None and tier not in self._warned and self._hooks.group.decides:
             self._warned.add(tier)
             logger.warning("%s", seen.warning)

@@ -9,14 +9,14 @@ coordinator's thread, reads no clock and does no I/O.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from tierfall.core.scheduler.flush.lane import FlushLane
-from tierfall.core.scheduler.flush.throughput import TierThroughput
+from tierfall.core.scheduler.flush.throttle import Throttle
+from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
-from tierfall.core.scheduler.ledger.one_rank import OneRank
+from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.drain_outlook import DrainDecision
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -25,12 +25,6 @@ from tierfall.core.types.view import CheckpointView, CopyView, View
 logger = logging.getLogger("tierfall")
 AGAIN_S = 0.5
 """How long a plan holds, in seconds: rates change, and time passes."""
-
-
-class PlanDrain(Protocol):
-    def __call__(
-        self, view: View, *, bytes_per_s: Mapping[str, float | None], left_s: float
-    ) -> tuple[DrainDecision, ...]: ...
 
 
 class PreemptedError(FlushError):
@@ -47,19 +41,19 @@ class DrainSchedule:
         *,
         ledger: Ledger,
         lanes: Mapping[str, FlushLane],
-        rates: TierThroughput,
-        plan_drain: PlanDrain,
+        throttle: Throttle,
+        policies: Policies,
+        hooks: Hooks,
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
-        self._rates = rates
-        self._plan_drain = plan_drain
-        self.others = OneRank(ledger)
+        self._throttle = throttle
+        self._policies = policies
+        self._hooks = hooks
         self.plan: tuple[DrainDecision, ...] = ()
         self._until_s: dict[object, float] = {}
         self._hurried_s: dict[object, float] = {}
         self._planned_at_s = 0.0
-        self.share_of: Callable[[str], float] = lambda tier: 1.0
         self._shares: dict[str, float] = {}
 
     @property
@@ -81,11 +75,11 @@ class DrainSchedule:
 
         A rank that does not decide only hurries: it yields to nobody meanwhile, and nothing is known there.
         """
-        if not self.others.decides:
+        if not self._hooks.group.decides:
             self.hurry(asker, until_s)
             return ()
         if not self.active:
-            self._shares = {tier: self.share_of(tier) for tier in self._lanes}
+            self._shares = {tier: self._throttle.shares.get(tier, 1.0) for tier in self._lanes}
         self._until_s[asker] = until_s
         self._make_plan(now_s)
         return self.plan
@@ -132,19 +126,19 @@ class DrainSchedule:
 
     def _make_plan(self, now_s: float) -> None:
         self._planned_at_s = now_s
-        self.plan = self._plan_drain(
+        self.plan = self._policies.plan_drain(
             self._view(),
             bytes_per_s={tier: self._bytes_per_s(tier) for tier in self._lanes},
             left_s=min(self._until_s.values()) - now_s,
         )
         for decision in self.plan:
-            if decision.gives_way and not self.others.land_only:
+            if decision.gives_way and not self._hooks.group.land_only:
                 self._preempt(decision)
 
     def _bytes_per_s(self, tier: str) -> float | None:
         """How fast copies will come: as they did, but for what the tier was held back by until now."""
-        delivered = self._rates.delivered_bytes_per_s(tier)
-        possible = self._rates.write_bytes_per_s(tier)
+        delivered = self._ledger.rates.delivered_bytes_per_s(tier)
+        possible = self._ledger.rates.write_bytes_per_s(tier)
         if delivered is None or possible is None:
             return delivered
         share = self._shares.get(tier, 1.0)

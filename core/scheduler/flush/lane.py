@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from tierfall.core.format.records import Commit, Geometry, Manifest, Mark, geometry
 from tierfall.core.scheduler.flush.copy_progress import Phase, Transfer
 from tierfall.core.scheduler.flush.sources import CopySources
+from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
@@ -67,22 +68,20 @@ class FlushLane:
         limits: LaneLimits,
         order: Sequence[str],
         host: str,
-        submit: Callable[[Task], None],
+        hooks: Hooks,
     ) -> None:
         """``order`` are all tiers, fastest first."""
         self.tier = tier
         self._limits = limits
         self._sources = CopySources(tier, order=order, host=host)
-        self._submit = submit
+        self._hooks = hooks
         self.active: Transfer | None = None
         self.tries = 0
         self.failing_since_s: float | None = None
         self.not_before_s = 0.0
         self.full = False
         self.spare_memory = False
-        self.land_only = False
         self.stalled: BaseException | None = None
-        self.found_damage: Callable[[str, CheckpointId, str], None] = _ignore_bad_source
         self.edge_bytes: dict[str, int] = {}
         self.arrivals = 0
         self.failed: set[CheckpointId] = set()
@@ -252,7 +251,7 @@ class FlushLane:
             return False
         self._sources.strike(transfer.entry.id, source.tier)
         if isinstance(error, IntegrityError) and source.region is None:
-            self.found_damage(source.tier, transfer.entry.id, str(error))
+            self._hooks.found_damage(source.tier, transfer.entry.id, str(error))
         return self._source(transfer.entry) is not None
 
     # Dispatching -----------------------------------------------------------------------------------
@@ -260,7 +259,7 @@ class FlushLane:
     def _dispatch(self, task: Task) -> None:
         assert self.active is not None
         self.active.in_flight += 1
-        self._submit(task)
+        self._hooks.dispatch(task)
 
     def _dispatch_runs(self, transfer: Transfer, beside: Sequence[CopyRun]) -> None:
         while transfer.in_flight < self._limits.parallel and transfer.error is None:
@@ -368,7 +367,7 @@ class FlushLane:
                 commit=replace(entry.commit, owed=older_owed),
                 marks=tuple(marks),
                 name_latest=name_latest,
-                land_only=self.land_only,
+                land_only=self._hooks.group.land_only,
                 repairs=self.tier in entry.damage,
             )
         )
@@ -430,10 +429,6 @@ class FlushLane:
         self.failing_since_s = None
         self.not_before_s = 0.0
         self.full = False
-
-
-def _ignore_bad_source(tier: str, id: CheckpointId, why: str) -> None:
-    """Nobody asked to hear what a source gave wrong."""
 
 
 def _wait_s(failures: int) -> float:

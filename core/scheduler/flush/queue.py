@@ -7,45 +7,53 @@ whatever comes meanwhile: a tier that is slower than the saves would else never 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tierfall.core.scheduler.flush.deadline import DrainSchedule
+from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
-from tierfall.core.scheduler.ledger.notes import EventEmitter
-from tierfall.core.scheduler.ledger.one_rank import OneRank
+from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.values import CheckpointId
-from tierfall.core.types.view import Decision, Eviction, Verdict, View
+from tierfall.core.types.view import Eviction, Verdict
 
 logger = logging.getLogger("tierfall")
-PlanFlush = Callable[[View, str], tuple[Decision, ...]]
 
 
 class FlushQueue:
     """See the module. ``given_up`` counts, by tier, copies that a rule gave up; ``others`` are the other ranks; by
     ``draining`` the order goes towards a deadline."""
 
-    def __init__(self, *, ledger: Ledger, plan_flush: PlanFlush) -> None:
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        policies: Policies,
+        drain_schedule: DrainSchedule,
+        hooks: Hooks,
+        emitter: EventEmitter,
+    ) -> None:
         self._ledger = ledger
-        self._plan_flush = plan_flush
+        self._policies = policies
+        self._drain_schedule = drain_schedule
+        self._hooks = hooks
+        self._emitter = emitter
         self._in_order = {rules.name for rules in ledger.rules if rules.in_order}
-        self.others = OneRank(ledger)
-        self.notes = EventEmitter()
         self.given_up: dict[str, int] = {}
-        self.draining: DrainSchedule | None = None
         self._announced: set[tuple[str, CheckpointId]] = set()
 
     def waiting(self, tier: str) -> Iterator[LedgerEntry]:
         """Give what a tier is owed and this rank may begin to bring, one after the other, whose turn it is first."""
         owing = (e for e in self._ledger.open() if tier in e.owed and tier not in e.landed)
         waiting = sorted(owing, key=lambda entry: entry.order)
-        admitted = self.others.admitted(tier)
+        admitted = self._hooks.group.admitted(tier)
         if admitted is not None:
             yield from sorted(
                 (entry for entry in waiting if entry.id in admitted),
                 key=lambda entry: admitted.index(entry.id),
             )
-        elif self.draining is not None and self.draining.active:
-            yield from self.draining.turns(tier, waiting)
+        elif self._drain_schedule.active:
+            yield from self._drain_schedule.turns(tier, waiting)
         elif tier in self._in_order or not waiting:  # what is not there yet comes before repairs
             yield from sorted(waiting, key=lambda entry: tier in entry.damage)
         else:
@@ -53,7 +61,7 @@ class FlushQueue:
 
     def _planned(self, tier: str, waiting: dict[object, LedgerEntry]) -> Iterator[LedgerEntry]:
         planned = []
-        for decision in self._plan_flush(self._ledger.view(), tier):
+        for decision in self._policies.plan_flush(self._ledger.view(), tier):
             entry = waiting.pop(decision.checkpoint, None)
             if entry is None:
                 continue
@@ -70,7 +78,7 @@ class FlushQueue:
     def leaves_room(self, tier: str, entry: LedgerEntry, plan: Eviction, *, fits: bool) -> bool:
         """Give a copy up, and say so, that came after newer ones and would have room only in place of these; or, where
         it does not fit as it is, of what may not go at all. What a person has deleted makes room in a moment."""
-        draining = self.draining is not None and self.draining.active
+        draining = self._drain_schedule.active
         in_turn = tier in self._in_order and not draining and tier not in entry.overtaken
         if entry.pinned or in_turn:
             return False
@@ -103,7 +111,7 @@ class FlushQueue:
         if (tier, entry.id) in self._announced:
             return
         logger.log(level, "flush of %s to %s is given up: %s", entry.id, tier, reason)
-        if self.others.gives_up(tier, entry.id, reason):
+        if self._hooks.group.gives_up(tier, entry.id, reason):
             self._announced.add((tier, entry.id))
         else:
             self.give_up_here(entry, tier, reason)
@@ -115,6 +123,6 @@ class FlushQueue:
             return
         self.given_up[tier] = self.given_up.get(tier, 0) + 1
         error = entry.given_up(f"{tier}: {reason}")
-        self.notes.flush_given_up(tier, entry.id, error)
+        self._emitter.flush_given_up(tier, entry.id, error)
         entry.give_up([tier], error)
         self._ledger.forget_if_gone(entry)

@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
 
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.lane import FlushLane
+from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
-from tierfall.core.scheduler.ledger.notes import EventEmitter
-from tierfall.core.scheduler.ledger.one_rank import OneRank
+from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.errors import CapacityError
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
-from tierfall.core.types.view import Decision, Verdict, View
+from tierfall.core.types.view import Verdict
 
 logger = logging.getLogger("tierfall")
-
-
-class PlanSuperseding(Protocol):
-    def __call__(
-        self, view: View, tier_name: str, *, fits: Callable[[frozenset[CheckpointId]], bool]
-    ) -> tuple[Decision, ...]: ...
 
 
 class Superseder:
@@ -38,15 +32,17 @@ class Superseder:
         *,
         ledger: Ledger,
         lanes: Mapping[str, FlushLane],
-        dropper: Deleter,
-        plan_superseding: PlanSuperseding,
+        deleter: Deleter,
+        policies: Policies,
+        hooks: Hooks,
+        emitter: EventEmitter,
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
-        self._dropper = dropper
-        self._plan = plan_superseding
-        self.others = OneRank(ledger)
-        self.notes = EventEmitter()
+        self._deleter = deleter
+        self._policies = policies
+        self._hooks = hooks
+        self._emitter = emitter
         self.superseded = 0
         self.kept: tuple[str, ...] = ()
 
@@ -57,10 +53,10 @@ class Superseder:
 
         ``would_fit`` says whether ``saved`` had room if those regions were free.
         """
-        view = self._ledger.view(settling=self._settling(), restoring=self._dropper.paused)
+        view = self._ledger.view(settling=self._settling(), restoring=self._deleter.paused)
         host = self._ledger.host
         entries = self._ledger.entries
-        decisions = self._plan(
+        decisions = self._policies.plan_superseding(
             view,
             host,
             fits=lambda gone: would_fit([r for id in gone if (r := entries[id].region)]),
@@ -81,7 +77,7 @@ class Superseder:
         doubted = {e.id for e in self._ledger.open() if e.in_doubt}
         copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
         copied |= {e.id for e in self._ledger.open() if e.landed or e.parts is not None}
-        return doubted | copied | self._dropper.reserved | self._dropper.awaited
+        return doubted | copied | self._deleter.reserved | self._deleter.awaited
 
     def _give_up(self, entry: LedgerEntry, reason: str, saved: CheckpointId) -> None:
         host = self._ledger.host
@@ -93,7 +89,7 @@ class Superseder:
             "or flush less"
         )
         self.superseded += 1
-        self.notes.save_ended(entry.id, SaveOutcome.SUPERSEDED, error)
+        self._emitter.save_ended(entry.id, SaveOutcome.SUPERSEDED, error)
         if entry.region.sealed:
             entry.region.unseal()
         entry.owed.clear()
@@ -101,4 +97,4 @@ class Superseder:
         if entry.handle is not None:
             entry.handle.tell_given_up(SaveOutcome.SUPERSEDED, error)
         logger.warning("%s", error)
-        self.others.lost(entry.id, error, SaveOutcome.SUPERSEDED)
+        self._hooks.group.lost(entry.id, error, SaveOutcome.SUPERSEDED)

@@ -10,11 +10,12 @@ import logging
 import queue
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 from tierfall.core.scheduler.flush.backlog import Backlog
-from tierfall.core.scheduler.flush.throughput import TierThroughput
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.units import format_share
 from tierfall.core.types.view import TierRules
 
@@ -28,35 +29,6 @@ STILL_S = 1.0
 CHANGE = 0.01
 
 
-class YieldRules(Protocol):
-    @property
-    def share(self) -> float: ...
-
-    @property
-    def reason(self) -> str: ...
-
-
-class PlanYield(Protocol):
-    """See ``policies.throttle``."""
-
-    def __call__(
-        self, *, idle_s: Sequence[float], busy_s: Sequence[float], share: float, least: float
-    ) -> YieldRules: ...
-
-
-class LeastShare(Protocol):
-    """See ``policies.throttle``."""
-
-    def __call__(
-        self,
-        *,
-        image_bytes: int,
-        every_s: float,
-        within_s: float | None,
-        bytes_per_s: float,
-    ) -> float: ...
-
-
 Flushing = tuple[frozenset[str], int]
 """Which tiers are just being written, and how many copies and runs were begun so far."""
 
@@ -68,21 +40,19 @@ class Throttle:
     def __init__(
         self,
         *,
-        rules: Sequence[TierRules],
-        rates: TierThroughput,
-        pressure: Backlog,
-        plan_yield: PlanYield,
-        least_share: LeastShare,
+        ledger: Ledger,
+        backlog: Backlog,
+        policies: Policies,
+        hooks: Hooks,
         set_pace: Callable[[str, float | None], None],
     ) -> None:
         """``set_pace`` takes a tier, and the bytes per second that it may be written at (None: any)."""
-        self._rules = {r.name: r for r in rules if r.yields or r.bandwidth_share is not None}
-        self._rates = rates
-        self._pressure = pressure
-        self._plan_yield = plan_yield
-        self._least_share = least_share
+        self._rules = {r.name: r for r in ledger.rules if r.yields or r.bandwidth_share is not None}
+        self._rates = ledger.rates
+        self._backlog = backlog
+        self._policies = policies
+        self._hooks = hooks
         self._set_pace = set_pace
-        self.hurries: Callable[[], bool] = lambda: False
         self.flushing: Flushing = (frozenset(), 0)
         self.shares: dict[str, float] = {name: 1.0 for name, r in self._rules.items() if r.yields}
         self._told: queue.SimpleQueue[tuple[float, frozenset[str] | None]] = queue.SimpleQueue()
@@ -146,15 +116,15 @@ class Throttle:
         measured = self._rates.write_bytes_per_s(name)
         while self._idle and self._idle[0][0] < self._steps - IDLE_STEPS_MAX:
             self._idle.popleft()
-        every_s = self._pressure.likely_every_s
+        every_s = self._backlog.likely_every_s
         if measured is None or every_s is None or not busy:
             return
-        told = self._plan_yield(
+        told = self._policies.plan_yield(
             idle_s=[seconds for _, seconds in self._idle],
             busy_s=list(busy),
             share=share,
-            least=self._least_share(
-                image_bytes=self._pressure.image_bytes,
+            least=self._policies.least_share(
+                image_bytes=self._backlog.image_bytes,
                 every_s=every_s * rules.flush_every,
                 within_s=rules.within_s,
                 bytes_per_s=measured,
@@ -164,7 +134,7 @@ class Throttle:
             self._change(name, told.share, told.reason)
 
     def _why_in_full(self, now_s: float) -> str | None:
-        if self.hurries():
+        if self._hooks.is_urgent():
             return "a save waits for room in memory, or there is a deadline"
         if self._last_step_s is None or now_s - self._last_step_s >= self._still_s():
             return "training stands still"

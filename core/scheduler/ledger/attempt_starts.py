@@ -7,11 +7,12 @@ old line would be of the present one again. It belongs to the coordinator's thre
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from tierfall.core.format.records import Commit
+from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import Outcome, RecordStart, Task
+from tierfall.core.scheduler.ledger.tasks import Outcome, RecordStart
 from tierfall.core.types.values import CopyState
 
 logger = logging.getLogger("tierfall")
@@ -20,12 +21,10 @@ logger = logging.getLogger("tierfall")
 class StartRecords:
     """See the module. ``tiers`` are those that this process writes to."""
 
-    def __init__(
-        self, *, ledger: Ledger, tiers: Iterable[str], dispatch: Callable[[Task], None]
-    ) -> None:
+    def __init__(self, *, ledger: Ledger, tiers: Iterable[str], hooks: Hooks) -> None:
         self._ledger = ledger
         self._tiers = frozenset(tiers)
-        self._dispatch = dispatch
+        self._hooks = hooks
         self._recorded: set[tuple[str, int]] = set()
 
     def committed(self, tier: str, commit: Commit | None) -> None:
@@ -45,7 +44,9 @@ class StartRecords:
                 entry.id in left and entry.state(other) is CopyState.COMMITTED
                 for entry in self._ledger.entries.values()
             ):
-                self._dispatch(RecordStart(tier=other, id=commit.line.checkpoint, commit=commit))
+                self._hooks.dispatch(
+                    RecordStart(tier=other, id=commit.line.checkpoint, commit=commit)
+                )
 
     def took(self, outcome: Outcome) -> None:
         """Take what became of it: after a failure it is tried again with the next commit."""

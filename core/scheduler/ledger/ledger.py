@@ -6,7 +6,7 @@ It keeps facts and answers questions; what follows from them is the coordinator'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from tierfall.core.capture.handle import SaveHandle
@@ -16,6 +16,7 @@ from tierfall.core.format.commit_files import plain
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
 from tierfall.core.scheduler.ledger.entries import LedgerEntries, Overview
+from tierfall.core.scheduler.ledger.throughput import TierThroughput
 from tierfall.core.types import keys
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.lineage import AttemptStart
@@ -305,7 +306,7 @@ class Ledger:
         self.wall_offset_s = 0.0
         self.found_pinned: set[CheckpointId] = set()
         """What some rank found a pin of at the start, perhaps where this one has no copy."""
-        self.read_rates: Callable[[], Mapping[str, float]] = dict
+        self.rates = TierThroughput()
 
     def set_clock(self, *, now_s: float, wall_time_s: float) -> None:
         """Say what time it is: on the clock that ``step`` is told of, and on the wall. From here on the first one
@@ -430,7 +431,7 @@ class Ledger:
             restoring=restoring,
             wall_time_s=self.now_s + self.wall_offset_s,
             many_ranks=self.shard.world_size > 1,
-            read_bytes_per_s=self.read_rates(),
+            read_bytes_per_s=self.rates.read_rates(),
         )
 
     def _tiers(self) -> tuple[TierRules, ...]:

@@ -609,7 +609,7 @@ def test_a_save_that_failed_before_it_was_announced_gives_its_region_back() -> N
     world = World([file_rules("nvme")], memory_images=1)
     region, _ = world.ask_for_region(1)
     snapshot = world.begin(1, region)
-    world.coordinator._arrived.get_nowait()  # its announcement is lost
+    world.coordinator.inbox._arrived.get_nowait()  # its announcement is lost
     world.fail_capture(snapshot, FlushError("interrupted"))
     world.step()
     assert world.memory.regions == []

@@ -116,9 +116,11 @@ def test_when_training_stands_still_a_flush_yields_to_nobody() -> None:
     assert trained.world.paces["store"] is None
 
 
-def test_while_a_save_waits_for_memory_a_flush_yields_to_nobody() -> None:
+def test_while_a_save_waits_for_memory_a_flush_yields_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trained = slowed_run()
-    trained.pacing.hurries = lambda: True
+    monkeypatch.setattr(trained.world.coordinator, "is_urgent", lambda: True)
     trained.world.step()
     assert trained.pacing.shares["store"] == 1.0
 
