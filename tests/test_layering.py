@@ -73,11 +73,9 @@ MORE_LINES = {
     "tierfall/session/session.py": 675,
     "core/scheduler/group/commits.py": 670,
     "core/sampling/samples.py": 600,
-    "core/scheduler/ledger/ledger.py": 560,
     "core/state/walk.py": 520,
     "tierfall/run/saver.py": 510,
     "core/scheduler/deletion/deleter.py": 505,
-    "core/scheduler/executor.py": 480,
     "core/load/fill.py": 470,
     "core/format/records.py": 480,
 }

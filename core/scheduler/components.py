@@ -32,8 +32,9 @@ from tierfall.core.scheduler.group.group_commands import GroupCommands, NodeMark
 from tierfall.core.scheduler.inbox import Inbox
 from tierfall.core.scheduler.ledger.attempt_starts import StartRecords
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy, ReadMarks, Task

@@ -23,7 +23,7 @@ from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankM
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.components import Components
 from tierfall.core.scheduler.flush.lane import FlushLane
-from tierfall.core.scheduler.ledger.ledger import LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
     AdmissionRequest,

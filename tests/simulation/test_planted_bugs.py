@@ -15,7 +15,7 @@ from tierfall.core.scheduler.deletion import deleter
 from tierfall.core.scheduler.flush import flusher as flushing
 from tierfall.core.scheduler.flush.flusher import Flusher
 from tierfall.core.scheduler.group.commits import Commits
-from tierfall.core.scheduler.ledger.ledger import CopyFailures
+from tierfall.core.scheduler.ledger.entry import CopyFailures
 from tierfall.core.types.values import CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, eviction, protection

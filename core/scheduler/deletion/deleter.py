@@ -15,8 +15,9 @@ from tierfall.core.format.records import Commit, stops_drop
 from tierfall.core.scheduler.deletion.age_timer import AgeTimer
 from tierfall.core.scheduler.deletion.planner import DeletionPlanner
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry, entry_of
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy, NotWholeError, Outcome, ReadMarks
 from tierfall.core.types.errors import IntegrityError

@@ -17,8 +17,9 @@ from tierfall.core.scheduler.flush.backlog import Backlog
 from tierfall.core.scheduler.flush.flusher import Flusher
 from tierfall.core.scheduler.flush.superseding import Superseder
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, CopyRun, Event, Outcome
 from tierfall.core.types.errors import CapacityError, FlushError

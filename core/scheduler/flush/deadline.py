@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.flush.throttle import Throttle
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.drain_outlook import DrainDecision
 from tierfall.core.types.errors import FlushError

@@ -20,8 +20,9 @@ from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, FlushLane
 from tierfall.core.scheduler.flush.queue import FlushQueue
 from tierfall.core.scheduler.flush.room import TierRoom
 from tierfall.core.scheduler.ledger.emitter import EventEmitter, image_bytes_of
+from tierfall.core.scheduler.ledger.entry import CopyFailures, LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import CopyFailures, Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     CapacityError,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from tierfall.core.format.records import Commit, Geometry, Manifest, Mark, geometry
 from tierfall.core.scheduler.flush.copy_progress import Phase, Transfer
 from tierfall.core.scheduler.flush.sources import CopySources
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
     CopyRun,

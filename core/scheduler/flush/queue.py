@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 from tierfall.core.scheduler.flush.deadline import DrainSchedule
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Eviction, Verdict

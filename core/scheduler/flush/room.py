@@ -13,8 +13,9 @@ from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, FlushLane
 from tierfall.core.scheduler.flush.queue import FlushQueue
 from tierfall.core.scheduler.ledger.emitter import image_bytes_of
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.errors import CapacityError
 from tierfall.core.types.text import few_of

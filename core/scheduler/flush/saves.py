@@ -19,8 +19,9 @@ from tierfall.core.scheduler.flush.backlog import Backlog
 from tierfall.core.scheduler.flush.flusher import Flusher
 from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 
 logger = logging.getLogger("tierfall")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from tierfall.core.scheduler.ledger.ledger import LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import CopySource
 from tierfall.core.types.values import CheckpointId, CopyState
 

@@ -14,8 +14,9 @@ from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.errors import CapacityError
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome

@@ -15,8 +15,9 @@ from tierfall.core.ranks.ranks import RankMessage
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.admission import Admissions
 from tierfall.core.scheduler.flush.lane import FlushLane
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import ChangeMark, Command, CommandKind, Outcome
 from tierfall.core.types import keys
 from tierfall.core.types.errors import FencedError, StepError, TierfallError, UnreachableError

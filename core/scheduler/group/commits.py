@@ -29,8 +29,9 @@ from tierfall.core.scheduler.flush.flusher import Flusher
 from tierfall.core.scheduler.flush.saves import CaptureEvents
 from tierfall.core.scheduler.group.commit_state import PendingCommits
 from tierfall.core.scheduler.group.dedup import Refusal, ReplicaAssigner
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, DeleteCopy, Outcome
 from tierfall.core.types import keys

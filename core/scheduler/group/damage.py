@@ -23,8 +23,9 @@ from tierfall.core.ranks.message_tree import MessageTree, Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import (
     ChangeMark,

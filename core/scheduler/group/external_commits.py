@@ -14,8 +14,9 @@ from tierfall.core.format.records import Commit, read_commit
 from tierfall.core.ranks.message_tree import MessageTree, Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage
 from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.scheduler.ledger.entry import entry_of
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import Ledger, entry_of
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import Outcome, ReadCommit
 from tierfall.core.types.errors import KeyNotFoundError
 from tierfall.core.types.values import CheckpointId, CopyState

@@ -23,8 +23,8 @@ from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankM
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.commands import DELETED, Commands
 from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
-from tierfall.core.scheduler.ledger.ledger import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import (
     Command,
     CommandKind,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from tierfall.core.scheduler.ledger.ledger import LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy
 from tierfall.core.types import events
 from tierfall.core.types.events import Notify

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tierfall.core.scheduler.ledger.ledger import LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy, ReadMarks, Task
 from tierfall.core.types.values import CheckpointId

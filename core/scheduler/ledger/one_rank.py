@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from tierfall.core.format.records import NamedFile
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome

@@ -10,17 +10,14 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.types.lineage import AttemptStart, Key, abandoned_by
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView
 
-if TYPE_CHECKING:
-    from tierfall.core.scheduler.ledger.ledger import LedgerEntry
 
-
-class LedgerEntries(dict[CheckpointId, "LedgerEntry"]):
+class LedgerEntries(dict[CheckpointId, LedgerEntry]):
     """Entries by checkpoint; see the module. Going through ``values`` is no look-up: who changes what it finds there
     does so by the entry's own methods, or finds it open already."""
 
