@@ -14,7 +14,7 @@ from tierfall.core.ranks.message_tree import MessageTree
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.deletion.verifier import BackgroundVerifier
-from tierfall.core.scheduler.flush.admission import Admissions
+from tierfall.core.scheduler.flush.admission import Admissions, Superseder
 from tierfall.core.scheduler.flush.backlog import Backlog
 from tierfall.core.scheduler.flush.deadline import DrainSchedule
 from tierfall.core.scheduler.flush.flusher import Flusher
@@ -22,7 +22,6 @@ from tierfall.core.scheduler.flush.lane import FlushLane, LaneLimits
 from tierfall.core.scheduler.flush.queue import FlushQueue
 from tierfall.core.scheduler.flush.room import TierRoom
 from tierfall.core.scheduler.flush.saves import CaptureEvents
-from tierfall.core.scheduler.flush.superseding import Superseder
 from tierfall.core.scheduler.flush.throttle import Throttle
 from tierfall.core.scheduler.group.commands import Commands
 from tierfall.core.scheduler.group.commits import Commits
@@ -290,7 +289,7 @@ class Components(Hooks):
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
                 )
-                self.pressure.found(entry.id, tuple(entry.owed))
+                self.pressure.on_found(entry.id, tuple(entry.owed))
 
     def found_damage(
         self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True
@@ -310,7 +309,7 @@ class Components(Hooks):
         return self.draining.active
 
     def is_urgent(self) -> bool:
-        return self._admissions.is_short() or self.draining.hurries
+        return self._admissions.is_short() or self.draining.has_deadline
 
     def verify(self, tier: str, *, hurry: bool = False) -> bool:
         return self.verifier.verify(tier, hurry=hurry)

@@ -113,13 +113,13 @@ class Coordinator(Components):
         for event in self.inbox.take():
             handled.append(event)
             _EVENT_HANDLERS[type(event)](self, event)
-        self._admissions.note(handled)
+        self._admissions.observe(handled)
         self.draining.tick(now_s)
         for _ in range(2):  # a change by one of them may be what another waits for
             self._commands.carry_out(now_s)
             for lane in self.lanes.values():
                 self._flusher.drive(lane, now_s, begin=not self._commands_only)
-            self._admissions.admit(now_s, self.fenced)
+            self._admissions.try_admit(now_s, self.fenced)
         for lane in self.lanes.values():  # abort in this step what an admission gave up
             self._flusher.drive(lane, now_s, begin=False)
         self.pressure.tick(now_s)
@@ -156,8 +156,8 @@ class Coordinator(Components):
     # Events ----------------------------------------------------------------------------------------
 
     def _on_admission_request(self, request: AdmissionRequest) -> None:
-        self.pressure.asked(request.image_bytes, self.ledger.now_s)
-        self._admissions.ask(request)
+        self.pressure.on_save_requested(request.image_bytes, self.ledger.now_s)
+        self._admissions.enqueue(request)
 
     def _on_assignment_request(self, request: AssignmentRequest) -> None:
         assert self.commits is not None
@@ -165,7 +165,7 @@ class Coordinator(Components):
 
     def _on_command(self, command: Command) -> None:
         if command.kind is CommandKind.DELETE:
-            self.pressure.gone(command.id)
+            self.pressure.forget(command.id)
         self._commands.give(command)
 
     def _on_message(self, news: RankMessage) -> None:
@@ -197,7 +197,7 @@ class Coordinator(Components):
         task, now_s = outcome.task, self.ledger.now_s
         assert isinstance(task, DeleteCopy)
         if self.dropper.take_dropped(task, outcome, now_s):
-            self._flusher.room_was_made(self.lanes[task.tier], now_s)
+            self._flusher.on_room_made(self.lanes[task.tier], now_s)
         self._commands.done(task.tier, task.id, _why_not_deleted(task, outcome))
 
     def _on_marks_read(self, outcome: Outcome) -> None:
@@ -222,14 +222,14 @@ class Coordinator(Components):
         assert isinstance(task, OpenShard | CopyRun | FinishCopy | AbortShard)
         lane = self.lanes[task.tier]
         active = lane.active
-        done = lane.take(outcome)
+        done = lane.on_outcome(outcome)
         if done is not None and active is not None:
             if isinstance(task, OpenShard):
                 self._mark_existing(lane.tier, active.entry)
             self._on_copied(lane, active.entry, done)
         elif lane.stalled is not None:
             self._flusher.stalled(lane, task.id, lane.stalled, self.ledger.now_s)
-        elif isinstance(task, CopyRun) and outcome.error is None and lane.goes_on():
+        elif isinstance(task, CopyRun) and outcome.error is None and lane.has_resumed():
             logger.info("flush of %s to %s continues where it stopped", task.id, lane.tier)
             self._flusher.recovered(lane.tier)
 

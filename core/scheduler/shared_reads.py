@@ -68,7 +68,7 @@ class SharedReads:
         """``wait_s``: how long a worker waits for another's read."""
         self._pools = pools
         self._wait_s = wait_s
-        self._shared: list[_SharedRun] = []
+        self._ranges: list[_SharedRun] = []
         self._changed = threading.Condition()
 
     @contextmanager
@@ -92,7 +92,7 @@ class SharedReads:
         caller (True). A worker that waits for a read counts as a user of it, so that the buffer stays registered."""
         deadline = time.monotonic() + self._wait_s
         with self._changed:
-            while found := [one for one in self._shared if one.covers(run, buffer)]:
+            while found := [one for one in self._ranges if one.covers(run, buffer)]:
                 shared = next((one for one in found if one.state is _ReadState.READ), found[0])
                 shared.spare.append(buffer)
                 left_s = deadline - time.monotonic()
@@ -102,8 +102,8 @@ class SharedReads:
                 buffer = self._leave(shared)
                 if not _any_settled(found):
                     break
-            self._shared.append(_SharedRun(run, buffer))
-            return self._shared[-1], True
+            self._ranges.append(_SharedRun(run, buffer))
+            return self._ranges[-1], True
 
     def _fill(self, shared: _SharedRun, read: Callable[[memoryview], None]) -> None:
         state = _ReadState.FAILED
@@ -114,7 +114,7 @@ class SharedReads:
             with self._changed:
                 shared.state = state
                 if state is _ReadState.FAILED:
-                    self._shared.remove(shared)
+                    self._ranges.remove(shared)
                 self._changed.notify_all()
 
     def _leave(self, shared: _SharedRun) -> Buffer:
@@ -123,7 +123,7 @@ class SharedReads:
             if shared.spare:
                 return shared.spare.pop()
             if shared.state is not _ReadState.FAILED:
-                self._shared.remove(shared)
+                self._ranges.remove(shared)
             return shared.buffer
 
 

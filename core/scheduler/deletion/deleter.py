@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from tierfall.core.format.records import Commit, stops_drop
-from tierfall.core.scheduler.deletion.age_timer import AgeTimer
-from tierfall.core.scheduler.deletion.planner import DeletionPlanner
+from tierfall.core.scheduler.deletion.planner import AgeTimer, DeletionPlanner
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
 from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.hooks import Hooks

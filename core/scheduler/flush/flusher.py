@@ -1,6 +1,6 @@
-"""Flushing: which copy each lane brings next, room for it, and what follows when one is committed, stalls or fails.
+"""Flushing: which copy each lane begins next, and what follows when one is committed, stalls or fails.
 
-It belongs to the coordinator's thread, decides by the policies that it is handed, and does no I/O.
+Belongs to the coordinator's thread and does no I/O.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from itertools import takewhile
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.backlog import Backlog
-from tierfall.core.scheduler.flush.copy_progress import Transfer
 from tierfall.core.scheduler.flush.deadline import PreemptedError
 from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, FlushLane
 from tierfall.core.scheduler.flush.queue import FlushQueue
 from tierfall.core.scheduler.flush.room import TierRoom
+from tierfall.core.scheduler.flush.transfer import Transfer
 from tierfall.core.scheduler.ledger.emitter import EventEmitter, image_bytes_of
 from tierfall.core.scheduler.ledger.entry import CopyFailures, LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
@@ -38,17 +38,17 @@ from tierfall.core.types.values import CheckpointId, CopyState
 logger = logging.getLogger("tierfall")
 TRIES_BEFORE_REPORT = 3
 ARRIVALS_BEFORE_SET_ASIDE = 8
-"""A copy whose failures may pass is set aside once it failed again after so many others had come."""
+"""A copy with retryable failures is set aside once it failed again after so many others were committed."""
 OLDER_OWED_MAX = 64
-"""So many that are still owed, the newest, are named in a commit record."""
+"""A commit record names at most so many older checkpoints that are still owed, the newest."""
 DURABLE_REMEMBERED = 1024
 _NO_REPAIR = (FlushError, IntegrityError, NotSupportedError, StorageFullError)
-"""What ends the repair of a damaged copy at once: it has no source or no room, or it is not ours to replace."""
+"""Errors that end a repair at once: it has no source or no room, or the copy is another checkpoint's."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """What happened so far, in numbers."""
+    """Numbers of events so far."""
 
     flush_failures: int = 0
     given_up_copies: int = 0
@@ -57,9 +57,8 @@ class Counters:
 
 
 class Flusher:
-    """See the module. ``memory_is_short`` tells whether a save wants room in memory, ``is_unpinning`` whether a pin is
-    just being taken away; ``has_committed`` hears of every commit; ``others`` are the other ranks of the run;
-    ``durable`` names the last copies that came."""
+    """See the module. ``fenced`` is the error that reports a newer attempt; ``errors`` are reported at close;
+    ``durable`` holds the last committed copies (checkpoint, tier), oldest first."""
 
     def __init__(
         self,
@@ -87,10 +86,10 @@ class Flusher:
         self.errors: list[BaseException] = []
         self.counters = Counters()
         self.durable: dict[tuple[CheckpointId, str], None] = {}
-        self._said_failing: dict[str, CheckpointId] = {}
+        self._reported_failing: dict[str, CheckpointId] = {}
 
     def drive(self, lane: FlushLane, now_s: float, *, begin: bool) -> None:
-        """Advance a lane; ``begin`` says whether another copy may be begun."""
+        """Advance a lane; ``begin``: another copy may begin."""
         while True:
             free = lane.active is None and self.fenced is None and now_s >= lane.not_before_s
             if free and begin:
@@ -98,7 +97,7 @@ class Flusher:
             if lane.active is None:
                 return
             entry = lane.active.entry
-            # a save wants room: read from storage what lies there too, so that memory becomes free
+            # a save needs memory: read from a stored tier where possible, so that images can be evicted
             lane.spare_memory = self._hooks.memory_is_short()
             others = (other for other in self._lanes.values() if other is not lane)
             lane.advance(
@@ -106,7 +105,7 @@ class Flusher:
                 self.marks_of(entry),
                 name_latest=partial(self.is_newest, lane.tier, entry),
                 older_owed=partial(self.older_owed, lane.tier, entry),
-                beside=[run for other in others for run in other.reading()],
+                other_reads=[run for other in others for run in other.reading()],
             )
             transfer = lane.aborted()
             if transfer is None:
@@ -115,13 +114,13 @@ class Flusher:
 
     def _begin_next(self, lane: FlushLane, now_s: float) -> None:
         waiting = sorted(self.queue.waiting(lane.tier), key=partial(_rounds_failed, lane))
-        left = self._ledger.abandoned() if waiting else ()
+        abandoned = self._ledger.abandoned() if waiting else ()
         for entry in waiting:
-            if entry.id in left:
-                self.queue.give_up(entry, lane.tier, "its line was left behind")
-            elif (part := entry.next_part(lane.tier)) is not None and lane.hopeless(part):
+            if entry.id in abandoned:
+                self.queue.give_up(entry, lane.tier, "it is abandoned")
+            elif (part := entry.next_part(lane.tier)) is not None and lane.has_no_source(part):
                 error = FlushError(
-                    f"flush of {entry.id} to {lane.tier}: no tier holds a good copy of it any more"
+                    f"flush of {entry.id} to {lane.tier}: no tier has a good copy of it any more"
                 )
                 if not self._hooks.group.cannot(entry, lane.tier, error, for_good=True):
                     self.give_up_copy(entry, lane.tier, error)
@@ -135,7 +134,7 @@ class Flusher:
                     return
 
     def _begin(self, lane: FlushLane, entry: LedgerEntry, part: LedgerEntry | None) -> None:
-        """Begin a copy that has room; of what other ranks saved, this one may have no part to bring."""
+        """Begin a copy that has room. ``part`` is None where this rank has no image of a checkpoint of other ranks."""
         if part is not None:
             self._emitter.flush_begun(lane, part)
             lane.begin(part, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
@@ -150,16 +149,16 @@ class Flusher:
             self.give_up_for_all(entry, lane.tier, error)
             return
         lane.full = False
-        lane.not_before_s = now_s + LONGEST_RETRY_S  # others share the disk, and leave marks there
+        lane.not_before_s = now_s + LONGEST_RETRY_S  # other processes may free room on the disk
         self._deleter.survey(lane.tier)
-        self._is_failing(lane, entry, error, for_good=True)
+        self._report_failing(lane, entry, error, for_good=True)
 
-    def _is_failing(
+    def _report_failing(
         self, lane: FlushLane, entry: LedgerEntry, error: BaseException, *, for_good: bool = False
     ) -> None:
-        """A tier does not take copies at present: whoever waits for one, now or later, is told why."""
-        said, self._said_failing[lane.tier] = self._said_failing.get(lane.tier), entry.id
-        is_news = said != entry.id or lane.tier not in self._ledger.failing
+        """Report that a tier does not accept copies at present; rank 0 decides about a failure ``for_good``."""
+        last, self._reported_failing[lane.tier] = self._reported_failing.get(lane.tier), entry.id
+        is_news = last != entry.id or lane.tier not in self._ledger.failing
         if (for_good or is_news) and self._hooks.group.cannot(
             entry, lane.tier, error, for_good=for_good
         ):
@@ -167,7 +166,8 @@ class Flusher:
         self.is_failing(lane.tier, error)
 
     def is_failing(self, tier: str, error: BaseException) -> None:
-        """A tier does not take copies at present, from this rank or from another."""
+        """A tier does not accept copies at present, of this rank or another: every handle that waits for it reports
+        the error."""
         if tier not in self._ledger.failing:
             self._ledger.failing[tier] = error
             self._emitter.tier_failing(tier, error)
@@ -175,28 +175,29 @@ class Flusher:
             logger.error("%s", error)
         for entry in self._ledger.open():
             if tier in entry.owed:
-                self.tell_failing(entry, tier)
+                self._tell_failing(entry, tier)
 
     def save_begun(self, entry: LedgerEntry) -> None:
-        """Tell a save of tiers that do not take copies at present; where that may be the fault of one, it is tried."""
+        """Report tiers that do not accept copies at present to a new save. Where all failures are of one copy, which
+        may be at fault itself, the new one is tried at once."""
         for tier in entry.owed & self._ledger.failing.keys():
             lane = self._lanes[tier]
-            if self._may_be_one(lane):
+            if self._may_be_one_copy(lane):
                 lane.not_before_s = min(lane.not_before_s, self._ledger.now_s)
             else:
-                self.tell_failing(entry, tier)
+                self._tell_failing(entry, tier)
 
-    def tell_failing(self, entry: LedgerEntry, tier: str) -> None:
+    def _tell_failing(self, entry: LedgerEntry, tier: str) -> None:
         if entry.handle is not None:
             entry.handle.tell_tier_failed(tier, self._ledger.failing[tier])
 
-    def room_was_made(self, lane: FlushLane, now_s: float) -> None:
+    def on_room_made(self, lane: FlushLane, now_s: float) -> None:
         lane.full = False
         lane.not_before_s = min(lane.not_before_s, now_s)
         self.recovered(lane.tier)
 
     def recovered(self, tier: str) -> None:
-        """A tier takes copies from this rank again."""
+        """A tier accepts copies of this rank again."""
         if not self._hooks.group.is_stuck(tier):
             self._accepts_copies(tier)
 
@@ -205,7 +206,7 @@ class Flusher:
             self._emitter.tier_recovered(tier)
 
     def committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
-        """A checkpoint is committed on a tier, where it takes ``stored_bytes``."""
+        """A checkpoint was committed on a tier, where it occupies ``stored_bytes``."""
         entry, lane = self._ledger.entries[id], self._lanes[tier]
         marks = entry.marks.get(tier, frozenset()) if tier in entry.damage else frozenset()
         entry.forget_damage(lane.tier)
@@ -228,18 +229,18 @@ class Flusher:
         if len(self.durable) > DURABLE_REMEMBERED:
             del self.durable[next(iter(self.durable))]
         self._deleter.survey(lane.tier)
-        self._backlog.arrived(lane.tier, id)
+        self._backlog.on_committed(lane.tier, id)
         if entry.handle is not None:
             entry.handle.tell_committed(lane.tier)
         self._hooks.on_committed(lane.tier, entry)
 
     def _on_copy_failed(self, lane: FlushLane, transfer: Transfer, now_s: float) -> None:
-        """A copy ended in an error; it stays owed unless that is hopeless. What may be left of it is noted."""
+        """A copy failed. It is still owed unless no attempt can succeed; files that it may have left are noted."""
         entry, error = transfer.entry, transfer.error
         assert error is not None
         self._emitter.flush_failed(lane.tier, entry.id, error)
         entry.set_state(lane.tier, CopyState.ABSENT)
-        repairs = lane.tier in entry.damage  # what is there stays, and is known
+        repairs = lane.tier in entry.damage  # the damaged copy is still there
         if transfer.published and not repairs:
             self._ledger.unfinished[lane.tier, entry.id] = image_bytes_of(entry)
             entry.in_doubt.add(lane.tier)
@@ -264,12 +265,12 @@ class Flusher:
             self._is_tried_again(lane, entry, error, now_s)
 
     def _ends_the_copy(self, lane: FlushLane, transfer: Transfer, error: BaseException) -> bool:
-        """Give up a repair that fails for good, and set a copy aside that fails while the tier takes others, unless it
-        is its source that does not answer."""
+        """Give up a repair that fails for good; set aside a copy that fails while the tier receives others, unless its
+        source does not respond. Return whether either was done."""
         entry = transfer.entry
         failures = entry.failures.setdefault(lane.tier, CopyFailures())
-        passes = getattr(error, "retryable", False) or isinstance(error, LostWriteError)
-        failures.note(lane.arrivals, lasts=not passes)
+        is_retryable = getattr(error, "retryable", False) or isinstance(error, LostWriteError)
+        failures.note(lane.arrivals, lasts=not is_retryable)
         tried = failures.count >= TRIES_BEFORE_REPORT
         others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
         alone = tried and failures.others_came >= others_needed and not transfer.source_is_silent
@@ -286,19 +287,21 @@ class Flusher:
     def _is_tried_again(
         self, lane: FlushLane, entry: LedgerEntry, error: BaseException, now_s: float
     ) -> None:
-        """Say that a copy failed, and that the tier does where that may be its fault, or has gone on for long."""
+        """Log a failed copy; report the tier as failing where it may be at fault, or has failed for long."""
         failures = entry.failures[lane.tier]
         logger.log(
             logging.WARNING if failures.count == lane.tries == 1 else logging.DEBUG,
             "flush of %s to %s failed (try %d), again in %.1f s: %s",
             entry.id, lane.tier, failures.count, lane.not_before_s - now_s, error,
         )  # fmt: skip
-        lasts = failures.lasts and lane.tries >= TRIES_BEFORE_REPORT and not self._may_be_one(lane)
+        lasts = (
+            failures.lasts and lane.tries >= TRIES_BEFORE_REPORT and not self._may_be_one_copy(lane)
+        )
         if lasts or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
-            self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
+            self._report_failing(lane, entry, _flush_error(entry, lane.tier, error))
 
-    def _may_be_one(self, lane: FlushLane) -> bool:
-        """Say whether all failures since the tier last took a copy are of one, and last, and another waits."""
+    def _may_be_one_copy(self, lane: FlushLane) -> bool:
+        """Return whether all failures since the last commit are of one copy, are not retryable, and another waits."""
         failed = [self._ledger.entries.get(id) for id in lane.failed]
         if len(failed) != 1 or failed[0] is None or not failed[0].failures[lane.tier].lasts:
             return False
@@ -306,17 +309,17 @@ class Flusher:
         return any(lane.tier in e.owed and lane.tier not in e.landed for e in others)
 
     def _set_aside(self, entry: LedgerEntry, tier: str, cause: BaseException) -> None:
-        """Try one copy no more that fails again and again while the tier takes others; no rank does."""
+        """Stop trying a copy, on all ranks, that fails again and again while the tier receives others."""
         error = FlushError(
             f"flush of {entry.id} to {tier} is set aside: it failed {entry.failures[tier].count} times, and {tier} "
-            f"takes others: {cause}. Mend what keeps it from being written there: the next start tries it again"
+            f"accepts others: {cause}. Fix what prevents it from being written there: the next start tries it again"
         )
         error.__cause__ = cause
         if not self._hooks.group.sets_aside(entry, tier, error):
             self.set_aside(entry, tier, error)
 
     def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        """Try a copy no more in this start; the records of those that come after it say that it is still owed."""
+        """Stop trying a copy in this start. Commit records of later ones say that it is still owed."""
         entry.set_aside[tier] = error
         entry.overtaken.add(tier)
         entry.owed.discard(tier)
@@ -328,7 +331,7 @@ class Flusher:
     def stalled(
         self, lane: FlushLane, id: CheckpointId, error: BaseException, now_s: float
     ) -> None:
-        """A copy could not go on, and keeps what has arrived: it is tried again from there."""
+        """A copy could not continue. Its written chunks are kept, and it is retried from there."""
         if not lane.stall(now_s):
             return
         assert lane.active is not None
@@ -336,12 +339,12 @@ class Flusher:
         self.counters.flush_failures += 1
         logger.log(
             logging.WARNING if lane.active.stalls == 1 else logging.DEBUG,
-            "flush of %s to %s stalls, and goes on in %.1f s: %s",
+            "flush of %s to %s stalls, and continues in %.1f s: %s",
             id, lane.tier, lane.not_before_s - now_s, error,
         )  # fmt: skip
         if lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
             entry = lane.active.entry
-            self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
+            self._report_failing(lane, entry, _flush_error(entry, lane.tier, error))
 
     def _report(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         if entry.handle is not None:
@@ -350,13 +353,13 @@ class Flusher:
         logger.error("%s", error)
 
     def note_fence(self, error: BaseException | None) -> None:
-        """Take what a task ended with: where its tier knows a newer attempt, no rank writes any more."""
+        """Stop writing, on all ranks, if a task failed because its tier has a record of a newer attempt."""
         if isinstance(error, FencedError):
             self.fence(error)
             self._hooks.group.is_fenced(error)
 
     def fence(self, error: FencedError) -> None:
-        """A newer attempt exists: nothing more is written by this process."""
+        """A newer attempt exists: this process writes nothing more."""
         if self.fenced is None:
             self.fenced = error
             self._emitter.failed("fence", error)
@@ -369,34 +372,35 @@ class Flusher:
         self._deleter.cancel()
 
     def marks_of(self, entry: LedgerEntry) -> tuple[Mark, ...]:
-        """The marks that go along with a copy."""
+        """Return the marks to write beside a copy."""
         if not entry.pinned or entry.commit is None or self._hooks.is_unpinning(entry.id):
             return ()
         wall_time_s = entry.commit.wall_time_s
         return (Mark(name=keys.PIN_MARK, checkpoint=entry.id, wall_time_s=wall_time_s),)
 
     def is_newest(self, tier: str, entry: LedgerEntry) -> bool:
-        """Say whether ``latest`` of a tier may come to name this one: it never goes back."""
-        left, entries = self._ledger.abandoned(), self._ledger.entries
+        """Return whether ``latest`` of a tier may name this checkpoint: it never goes back."""
+        abandoned, entries = self._ledger.abandoned(), self._ledger.entries
         newer = takewhile(lambda id: id > entry.id, entries.ids(newest_first=True))
         return not any(
-            id not in left and entries.peek(id).state(tier) is CopyState.COMMITTED for id in newer
+            id not in abandoned and entries.peek(id).state(tier) is CopyState.COMMITTED
+            for id in newer
         )
 
     def older_owed(self, tier: str, entry: LedgerEntry) -> tuple[CheckpointId, ...]:
-        """Name the older checkpoints that the tier is still to get, though newer ones come before them."""
-        left = self._ledger.abandoned()
+        """Return the older checkpoints that the tier is still owed while newer ones are committed there."""
+        abandoned = self._ledger.abandoned()
         found = (
             e.id
             for e in self._ledger.overtaken()
             if tier in e.overtaken
             and e.order < entry.order
-            and not (e.id in left or e.tombstoned or e.state(tier) is CopyState.COMMITTED)
+            and not (e.id in abandoned or e.tombstoned or e.state(tier) is CopyState.COMMITTED)
         )
         return tuple(sorted(found)[-OLDER_OWED_MAX:])
 
     def give_up_for_all(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        """Give up a copy that this rank can bring no more; so no rank brings it."""
+        """Give up a copy that this rank can never make, on all ranks."""
         self._hooks.group.cannot(entry, tier, error, for_good=True)
         self.give_up_copy(entry, tier, error)
 
@@ -414,15 +418,15 @@ class Flusher:
             self._ledger.forget_if_gone(entry)
 
     def stop_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
-        """Let a copy that is given up come to no end where it is under way."""
+        """Abort a copy that was given up, if it is in progress."""
         lane = self._lanes[tier]
         if lane.is_at(entry.id):
             lane.give_up(error)
 
 
 def _rounds_failed(lane: FlushLane, entry: LedgerEntry) -> int:
-    """Say how often a copy has let others go first: each time that it failed some times in a row. It is in its turn
-    again once the tier has taken another one."""
+    """Return how many places a copy is moved back: one per so many consecutive failures, none once another copy was
+    committed on the tier."""
     failures = entry.failures.get(lane.tier)
     if failures is None or failures.arrivals != lane.arrivals:
         return 0

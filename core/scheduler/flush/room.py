@@ -118,7 +118,7 @@ class TierRoom:
             return (
                 ADMIT if fits else WAIT
             )  # nothing is evicted before it is known which copies are good
-        if decides and self._queue.leaves_room(tier, entry, plan, fits=fits):
+        if decides and self._queue.give_up_for_newer(tier, entry, plan, fits=fits):
             return WAIT
         if plan.drops and decides and plan.missing_bytes == 0:
             return ADMIT if not self._evict(plan, lane) and fits else WAIT

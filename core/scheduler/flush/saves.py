@@ -1,6 +1,6 @@
-"""Saves: what becomes of each snapshot from the beginning of its capture until its image is sealed, or given up.
+"""Events of captures: a snapshot from the beginning of its capture until its image is sealed or given up.
 
-It belongs to the coordinator's thread, and does no I/O.
+Belongs to the coordinator's thread and does no I/O.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ logger = logging.getLogger("tierfall")
 
 
 class CaptureEvents:
-    """Takes the events of captures. ``others`` are the other ranks of the run; ``pressure`` counts what is to come to
-    each tier: not what was given up before it was a checkpoint."""
+    """See the module."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class CaptureEvents:
         entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
         self._ledger.entries[entry.id] = entry
         self._emitter.save_begun(entry)
-        self._backlog.saved(entry.id, event.tiers, self._ledger.now_s)
+        self._backlog.on_save_begun(entry.id, event.tiers, self._ledger.now_s)
         if (fenced := self._flusher.fenced) is not None:
             entry.give_up(tuple(entry.owed), fenced)
         self._flusher.save_begun(entry)
@@ -96,8 +95,8 @@ class CaptureEvents:
             self._hooks.group.sealed(entry)
 
     def found_damaged(self, id: CheckpointId, why: str) -> None:
-        """A reader of this rank has found that an image in memory is not what was written. Where a tier has the
-        checkpoint, it leaves; where none has, it stays for what is good of it, and is told."""
+        """A reader of this rank has found that an image in memory differs from its digests. It is evicted if a tier has
+        the checkpoint; otherwise it is kept, as some of its tensors may be good, and its handle reports the damage."""
         entry, host = self._ledger.entries.get(id), self._ledger.host
         if entry is None or entry.state(host) is not CopyState.SEALED or host in entry.damage:
             return
@@ -109,18 +108,18 @@ class CaptureEvents:
             entry.tell_damage(host, why)
 
     def _unseal(self, entry: LedgerEntry) -> None:
-        """An image in memory is of no use any more, nor to any later start."""
+        """Evict an image from memory, for later starts as well."""
         if entry.region is not None and entry.region.sealed:
             entry.region.unseal()
         entry.awaits_others = False
         entry.set_state(self._ledger.host, CopyState.LEAVING)
 
     def give_up(self, entry: LedgerEntry, error: BaseException, outcome: SaveOutcome) -> None:
-        """Another rank has lost its part of a checkpoint: this one's is of no use."""
+        """Give up a save because another rank's image of it failed."""
         if entry.lost or entry.state(self._ledger.host) is CopyState.LEAVING:
             return
         entry.lost = True
-        self._backlog.gone(entry.id)
+        self._backlog.forget(entry.id)
         self._emitter.save_ended(entry.id, outcome, error)
         self._flusher.errors.append(error)
         logger.error("%s", error)
@@ -138,9 +137,11 @@ class CaptureEvents:
 
     def on_failed(self, event: CaptureFailed) -> None:
         id, error = event.id, event.error
-        self._backlog.gone(id)
+        self._backlog.forget(id)
         entry = self._ledger.entries.get(id)
-        if entry is None:  # it was interrupted before it was announced, or reported before
+        if (
+            entry is None
+        ):  # the save failed before its capture was announced, or was reported before
             event.region.release()
             self._hooks.group.lost(id, error, SaveOutcome.FAILED)
             return

@@ -9,8 +9,8 @@ import pytest
 from tests.rules import best, last, young
 from tests.simulation.wants import metrics_of
 from tests.simulation.world import World, file_rules
-from tierfall.core.scheduler.deletion.age_timer import LOOK_AGAIN_S, READ_S
 from tierfall.core.scheduler.deletion.deleter import RETRY_S
+from tierfall.core.scheduler.deletion.planner import LOOK_AGAIN_S, READ_S
 from tierfall.core.scheduler.ledger.tasks import ReadMarks
 from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import CheckpointId

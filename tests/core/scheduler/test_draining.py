@@ -106,7 +106,7 @@ def test_a_copy_that_cannot_arrive_gives_way_and_comes_after_the_drain(
         (2, ArrivalOutlook.TOO_LATE, True),
         (3, ArrivalOutlook.ARRIVES, False),
     ]
-    assert "flush of 2@1 to store gives way" in caplog.text
+    assert "flush of 2@1 to store is preempted" in caplog.text
     assert world.steps_on("store") == [1, 3]
     assert world.coordinator.counters.flush_failures == 0
     assert not world.coordinator.errors
