@@ -75,7 +75,6 @@ MORE_LINES = {
     "core/sampling/samples.py": 600,
     "core/state/walk.py": 520,
     "tierfall/run/saver.py": 510,
-    "core/scheduler/deletion/deleter.py": 505,
     "core/load/fill.py": 470,
     "core/format/records.py": 480,
 }

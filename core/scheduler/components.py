@@ -225,7 +225,11 @@ class Components(Hooks):
                 max_wait_s=max_wait_s,
             )
             self._marks = NodeMarks(
-                council=council, shared=shared, dropper=self.dropper, hooks=self
+                council=council,
+                ledger=self.ledger,
+                shared=shared,
+                dropper=self.dropper,
+                hooks=self,
             )
             self._commands = GroupCommands(council=council, commits=self.commits, **alone)
         self.starts = StartRecords(ledger=self.ledger, tiers=self.lanes, hooks=self)

@@ -24,12 +24,12 @@ QUERIED_MAX = 500
 """With more copies than this, the policy is not asked which of them a deletion relies on: each query is linear."""
 SAVES_WITHOUT_METRICS = 3
 """A rule names a metric that so many saves in a row lack: log it."""
-LOOK_AGAIN_S = 86400.0
-"""The longest sleep: a wait of the system's is bounded."""
+WAIT_MAX_S = 86400.0
+"""The longest wait in seconds: system calls bound it."""
 READ_S = 30.0
-"""So long after a copy was kept because somebody reads it, it is looked at again."""
+"""Seconds after which retention is planned again where a copy was kept because it is being read."""
 LATE_S = 0.001
-"""How much later than due it is looked: a sum of clocks may round down."""
+"""Seconds added to a due time, since sums of clocks may round down."""
 
 
 class DeletionPlanner:
@@ -118,19 +118,19 @@ class DeletionPlanner:
         """Return the copies on a tier that the deletion of ``drops`` relies on: the newest one, and each without which
         retention would keep one of ``drops``. The deletion of a damaged copy relies on none."""
         planned = {d.checkpoint for d in self._policies.plan_drops(view, tier)}
-        going = planned.intersection(drops)
+        deleted = planned.intersection(drops)
         kept = [
             c.id
             for c in view.live
             if c.state(tier) is CopyState.COMMITTED and c.id not in planned.union(drops)
         ]
-        if not going or not kept:
+        if not deleted or not kept:
             return ()
 
         def stay_planned(without: Collection[CheckpointId]) -> bool:
             left = tuple(_without(c, tier) if c.id in without else c for c in view.checkpoints)
             plan = self._policies.plan_drops(replace(view, checkpoints=left), tier)
-            return going <= {d.checkpoint for d in plan}
+            return deleted <= {d.checkpoint for d in plan}
 
         if len(kept) > QUERIED_MAX:
             return tuple(kept[:RELIED_ON_MAX])
@@ -142,43 +142,43 @@ class DeletionPlanner:
             if len(group) == 1:
                 found += group
                 continue
-            newer = -(-len(group) // 4)  # most rules go by the newest
+            newer = -(-len(group) // 4)  # most rules depend on the newest
             groups += [group[newer:], group[:newer]]
         return tuple(found)
 
 
 class AgeTimer:
-    """See the module. ``due_s`` says at which wall time a tier's rules may let something go, None where at none."""
+    """When retention may next delete something without a new commit: by age, or after a copy was read."""
 
     def __init__(self, ledger: Ledger, policies: Policies) -> None:
         self._ledger = ledger
         self._policies = policies
-        self._look_s: dict[str, float] = {}
+        self._due_s: dict[str, float] = {}
 
     def note(self, view: View, tier: str) -> None:
-        """Work out when to look at a tier next, from what is there now."""
-        self._look_s.pop(tier, None)
+        """Note when to plan retention on a tier next, by the checkpoints there now."""
+        self._due_s.pop(tier, None)
         due = self._policies.next_due_s(view, tier)
         if due is not None and due > view.wall_time_s:
-            left_s = min(due - view.wall_time_s + LATE_S, LOOK_AGAIN_S)
-            self._look_s[tier] = self._ledger.now_s + left_s
+            left_s = min(due - view.wall_time_s + LATE_S, WAIT_MAX_S)
+            self._due_s[tier] = self._ledger.now_s + left_s
         if self._ledger.is_read_on(tier):
-            self.look_in(tier, READ_S)
+            self.plan_in(tier, READ_S)
 
-    def look_in(self, tier: str, seconds: float) -> None:
-        """Look at a tier so much later, at the latest."""
+    def plan_in(self, tier: str, seconds: float) -> None:
+        """Plan retention on a tier after so many seconds at the latest."""
         at = self._ledger.now_s + seconds
-        self._look_s[tier] = min(self._look_s.get(tier, at), at)
+        self._due_s[tier] = min(self._due_s.get(tier, at), at)
 
     def take_due(self) -> tuple[str, ...]:
-        """Return the tiers to look at now, each once."""
-        due = tuple(tier for tier, at in self._look_s.items() if self._ledger.now_s >= at)
+        """Return the tiers to plan now, each once."""
+        due = tuple(tier for tier, at in self._due_s.items() if self._ledger.now_s >= at)
         for tier in due:
-            del self._look_s[tier]
+            del self._due_s[tier]
         return due
 
     def next_s(self) -> float | None:
-        return min(self._look_s.values(), default=None)
+        return min(self._due_s.values(), default=None)
 
 
 def _without(checkpoint: CheckpointView, tier: str) -> CheckpointView:

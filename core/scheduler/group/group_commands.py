@@ -25,6 +25,7 @@ from tierfall.core.scheduler.group.commands import DELETED, Commands
 from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import (
     Command,
     CommandKind,
@@ -221,11 +222,13 @@ class NodeMarks:
         self,
         *,
         council: MessageTree,
+        ledger: Ledger,
         shared: Mapping[str, bool],
         dropper: Deleter,
         hooks: Hooks,
     ) -> None:
         self._council = council
+        self._ledger = ledger
         self._topology = council.topology
         self._shared = shared
         self._dropper = dropper
@@ -301,7 +304,7 @@ class NodeMarks:
         ]
         read = _merge_nodes(body["marks"] for body in bodies.values() if "marks" in body)
         changed = self._changed[task.tier]
-        changed |= self._dropper.news(task.tier, read)
+        changed |= self._ledger.changed_marks(task.tier, read)
         if not failed:
             changed -= set(task.ids)
         if not failed and changed and number not in self._going:

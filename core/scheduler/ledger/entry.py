@@ -21,19 +21,22 @@ TABLE_DIGITS = 32
 
 @dataclass(slots=True, kw_only=True)
 class LedgerEntry:
-    """One checkpoint; its commit record is the plain one, however tiers pack the image.
+    """One checkpoint. All members that are sets or dicts are by tier.
 
-    ``final_chunks`` counts the leading chunks of its image in memory that will not change; ``damage`` says per tier
-    what is wrong with the copy there: such a copy has no state, and protects nothing. It takes room and bears marks;
-    those ``repairable`` are this checkpoint's own, and are written anew from a good copy. ``verified`` names the tiers
-    whose copy this run has written, or has held against its digests whole. ``in_doubt`` names tiers
-    where a try to commit it ended without an answer. ``awaits_others``: this rank's image is sealed in memory, others'
-    may not be; ``landed`` names tiers that have it, and not all others' yet; ``lost`` says that it was given up while
-    its capture was under way; ``share`` is as its snapshot has it. ``failures`` are by tier; ``set_aside`` names tiers
-    that this start does not try to bring it to any more, as it alone cannot be written there, with the reason;
-    ``overtaken`` names tiers that failed to take it, so that newer ones may be there before it. ``parts``: other ranks
-    than those of now saved it, and these are the images that this rank brings to tiers for them, each an entry that
-    shares what is known of the checkpoint; there may be none.
+    Copies: ``states`` and ``bytes``; ``verified``: this run wrote the copy, or compared all of it with its digests.
+    ``damage`` tells what is wrong with a copy: it has no state and protects nothing, but occupies ``bytes`` and bears
+    ``marks``; a ``repairable`` one is rewritten from a good copy. ``leases`` counts the tasks that read a copy.
+
+    Flushes: ``owed``; ``landed``: this rank's image is there, but the commit waits for other ranks'; ``in_doubt``: a
+    commit ended without a response; ``failures``; ``set_aside``: this start does not try the copy any more, and why;
+    ``overtaken``: a copy failed, so that newer ones may be committed before it.
+
+    This rank's image: ``region`` in memory, of which ``final_chunks`` leading chunks do not change any more; ``share``
+    is the snapshot's. ``awaits_others``: it is sealed, other ranks' may not be. ``lost``: the save was given up during
+    capture. ``deleted``: by command in this start. ``commit`` is the record for uncompressed images.
+
+    ``parts``: a start with other ranks saved the checkpoint, and these are the images that this rank copies, each an
+    entry that shares what is known of the checkpoint; there may be none.
     """
 
     id: CheckpointId
@@ -71,7 +74,7 @@ class LedgerEntry:
 
     @property
     def is_settled(self) -> bool:
-        """Say whether nothing is at work on it, and nothing is to be done: it changes only when it is looked up."""
+        """Return whether no work on it is in progress or owed: it then changes only by lookup."""
         return not (
             self.owed
             or self.set_aside
@@ -91,7 +94,7 @@ class LedgerEntry:
 
     @property
     def is_unverified(self) -> bool:
-        """Say whether a tier holds a committed copy of it that nobody has verified."""
+        """Return whether a tier has a committed copy of it that is not verified."""
         return any(
             state is CopyState.COMMITTED and tier not in self.verified
             for tier, state in self.states.items()
@@ -99,13 +102,13 @@ class LedgerEntry:
 
     @property
     def is_whole(self) -> bool:
-        """Say whether some tier holds it whole."""
+        """Return whether some tier has all of it."""
         return any(
             state in (CopyState.SEALED, CopyState.COMMITTED) for state in self.states.values()
         )
 
     def part(self, shard: Shard, region: HostRegion, manifest: Manifest) -> LedgerEntry:
-        """Make the entry of an image that another rank saved."""
+        """Return the entry of an image that another rank saved."""
         return replace(
             self,
             shard=shard,
@@ -117,17 +120,17 @@ class LedgerEntry:
         )
 
     def next_part(self, tier: str) -> LedgerEntry | None:
-        """Return what this rank is to bring to a tier next; None where it has brought all."""
+        """Return the image that this rank copies to a tier next; None where it has copied all."""
         own = (self,) if self.parts is None else self.parts
         return next((part for part in own if tier not in part.landed), None)
 
     @property
     def regions(self) -> tuple[HostRegion, ...]:
-        """The memory that its images of this rank take."""
+        """The memory regions of its images on this rank."""
         return tuple(e.region for e in (self, *(self.parts or ())) if e.region is not None)
 
     def free(self) -> None:
-        """Give that memory back."""
+        """Release its memory regions."""
         for one in (self, *(self.parts or ())):
             if one.region is not None:
                 one.region.release()
@@ -135,13 +138,13 @@ class LedgerEntry:
 
     @property
     def pieces(self) -> Spliced | None:
-        """The table of its tensors, where it is known."""
+        """The table of its tensors; None while unknown."""
         known = self.manifest or self.snapshot
         return None if known is None else known.pieces
 
     @property
     def table(self) -> str:
-        """A short digest of that table, or an empty one where it is not known."""
+        """A short digest of the table of its tensors; empty while unknown."""
         known = self.manifest or self.snapshot
         return "" if known is None else known.structure.removeprefix("sha256:")[:TABLE_DIGITS]
 
@@ -151,7 +154,7 @@ class LedgerEntry:
 
     @property
     def tombstoned(self) -> bool:
-        """A person deleted it: here, or by a mark that was found."""
+        """Whether it was deleted by command: of this process, or by a mark that was found."""
         return self.deleted or any(keys.TOMBSTONE_MARK in m for m in self.marks.values())
 
     @property
@@ -167,7 +170,7 @@ class LedgerEntry:
 
     @property
     def start(self) -> AttemptStart | None:
-        """How its attempt began; None where every commit record is damaged."""
+        """The start of its attempt; None where every commit record is damaged."""
         if self.attempt_id is None:
             return None
         return AttemptStart(
@@ -179,7 +182,7 @@ class LedgerEntry:
 
     @property
     def order(self) -> tuple[int, int]:
-        """In which order checkpoints came to be, over attempts and rewinds."""
+        """Sorts checkpoints by the time of their saves, over attempts and rewinds."""
         return (self.id.attempt, self.id.step)
 
     def state(self, tier: str) -> CopyState:
@@ -187,6 +190,11 @@ class LedgerEntry:
 
     def readable_on(self, tier: str) -> bool:
         return self.state(tier) in (CopyState.SEALED, CopyState.COMMITTED)
+
+    def has_record_on(self, tier: str) -> bool:
+        """Return whether a commit record is on a tier, of a good copy or of a damaged one."""
+        state = self.state(tier)
+        return state is CopyState.COMMITTED or (state is CopyState.ABSENT and tier in self.damage)
 
     def set_state(self, tier: str, state: CopyState, bytes: int | None = None) -> None:
         self.changed.add(self.id)
@@ -202,34 +210,34 @@ class LedgerEntry:
             self.bytes[tier] = bytes
 
     def note_damage(self, tier: str, why: str, *, repairable: bool) -> None:
-        """The copy on a tier counts for nothing from now on."""
+        """Mark the copy on a tier as damaged: it protects nothing from now on."""
         self.damage[tier] = why
         if repairable:
             self.repairable.add(tier)
         self.set_state(tier, CopyState.ABSENT)
 
     def tell_damage(self, tier: str, why: str) -> None:
-        """The copy on a tier is not what was written, and stays for what is good of it."""
+        """Note that the copy on a tier differs from what was written, but keep it: some of its tensors may be good."""
         self.changed.add(self.id)
         self.damage[tier] = why
 
     def forget_damage(self, tier: str) -> None:
-        """What was damaged on a tier was written anew, or has gone."""
+        """The damaged copy on a tier was repaired or deleted."""
         self.changed.add(self.id)
         self.damage.pop(tier, None)
         self.repairable.discard(tier)
 
     def note_gone(self, tier: str) -> None:
-        """Nothing of it is on a tier any more."""
+        """The tier has no copy of it any more."""
         self.forget_damage(tier)
         self.set_state(tier, CopyState.ABSENT)
 
     def note_kept(self, tier: str) -> None:
-        """What was to leave a tier stays there: a good copy, or what is left of a damaged one."""
+        """A deletion was not carried out: the good or damaged copy is still there."""
         self.set_state(tier, CopyState.ABSENT if tier in self.damage else CopyState.COMMITTED)
 
     def give_up(self, tiers: Iterable[str], error: BaseException) -> None:
-        """These tiers are not owed a copy any more; whoever waits for one is told."""
+        """Owe these tiers no copy any more; the handle reports ``error``."""
         self.changed.add(self.id)
         for tier in self.owed.intersection(tiers):
             self.owed.discard(tier)
@@ -246,10 +254,10 @@ class LedgerEntry:
 
 @dataclass(slots=True, kw_only=True)
 class CopyFailures:
-    """Tries in a row to bring one copy to one tier that failed, all so that it may pass, or all so that it ``lasts``.
+    """Consecutive failures of one copy to one tier, all retryable or all permanent (``lasts``).
 
-    ``others_came`` counts those before which the tier had taken another copy since the try before; ``arrivals`` is how
-    many it had taken by the last one."""
+    ``others_came`` counts the failures since whose predecessor the tier received another copy; ``arrivals`` is how many
+    it had received at the last failure."""
 
     lasts: bool = False
     count: int = 0
@@ -257,7 +265,7 @@ class CopyFailures:
     arrivals: int = 0
 
     def note(self, arrivals: int, *, lasts: bool) -> None:
-        """Note another try that failed, where the tier has taken so many copies by now."""
+        """Count a failure; ``arrivals`` is how many copies the tier has received by now."""
         if lasts is not self.lasts:
             self.lasts, self.count, self.others_came = lasts, 0, 0
         self.others_came += self.count > 0 and arrivals > self.arrivals
@@ -266,8 +274,8 @@ class CopyFailures:
 
 
 def entry_of(id: CheckpointId, commit: Commit | None, shard: Shard) -> LedgerEntry:
-    """Make an entry of what a commit record says; None where every one is damaged. ``shard`` is this rank's part, where
-    the checkpoint is of as many ranks."""
+    """Return the entry of a commit record (None: every one is damaged). ``shard`` is this rank's; it applies where as
+    many ranks saved the checkpoint."""
     return LedgerEntry(
         id=id,
         ordinal=commit.line.ordinal if commit else 0,

@@ -1,6 +1,6 @@
 """The ledger: the one record of every copy of every checkpoint. Only the coordinator's thread writes it.
 
-It keeps facts and answers questions; what follows from them is the coordinator's and the policies' business.
+It contains facts and answers queries; the coordinator and the policies decide what follows.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ ALONE = Shard(0, 1)
 
 
 class Ledger:
-    """Entries by checkpoint, and the picture of them that policies see."""
+    """See the module. ``view`` is what policies see of it."""
 
     def __init__(self, rules: tuple[TierRules, ...], host: str, *, shard: Shard = ALONE) -> None:
-        """``shard`` is this rank's part of every checkpoint that is saved now. ``partial`` is as in ``note_partial``;
-        ``scattered`` are those whose parts are all somewhere, but not on one tier: they can be restored, and no rank
-        flushes its part, as another may have none to bring; ``deleted`` bear a tombstone where any rank looked.
-        ``knows_good``: this start has restored, or has committed a checkpoint of its own; before, no rule drops
-        anything. ``reading`` counts who is about to read a checkpoint: its copies below memory do not go meanwhile, but
-        by a person's order. ``failing`` says of tiers why they take no copies at present, and of memory why what lies
-        there ends with this process. ``now_s`` is the time of the last step; ``read_rates`` says how fast tiers were
-        seen to be read."""
+        """``shard`` is this rank's. ``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as
+        in ``note_partial``. ``scattered`` checkpoints are complete, but not on one tier: they can be restored, and are
+        not flushed, as some rank may have no image of them. ``deleted`` ones bear a tombstone on some tier.
+        ``found_pinned`` ones bear a pin that some rank found at open, perhaps where this rank sees no copy.
+        ``knows_good``: this start has restored, or committed a checkpoint; before, rules delete nothing. ``reading``
+        counts the readers of a checkpoint: meanwhile only a command deletes its copies on stored tiers. ``failing``
+        tells why tiers accept no copies at present, and why host memory does not survive the process. ``now_s`` is the
+        time of the present step."""
         self.shard = shard
         self.rules = rules
         self.host = host
@@ -50,16 +50,15 @@ class Ledger:
         self.now_s = 0.0
         self.wall_offset_s = 0.0
         self.found_pinned: set[CheckpointId] = set()
-        """What some rank found a pin of at the start, perhaps where this one has no copy."""
         self.rates = TierThroughput()
 
     def set_clock(self, *, now_s: float, wall_time_s: float) -> None:
-        """Say what time it is: on the clock that ``step`` is told of, and on the wall. From here on the first one
-        counts alone, so that a wall clock that is set anew makes nothing older."""
+        """Set the time of the clock of ``step``, and the wall time. Later wall times are derived from that clock, so
+        that setting the wall clock changes no checkpoint's age."""
         self.now_s, self.wall_offset_s = now_s, wall_time_s - now_s
 
     def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[Listing]) -> None:
-        """Take over what tiers were found to hold."""
+        """Add the checkpoints that were found on tiers."""
         known = tuple(known)
         late = overtaken(known)
         for checkpoint in known:
@@ -80,7 +79,7 @@ class Ledger:
                 self.unfinished[listing.tier, id] = bytes
 
     def note_marks(self, marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]]) -> None:
-        """Note the marks that ranks together found, by tier: all decide alike, whoever of them read a mark."""
+        """Add the marks that any rank found, by tier, so that all ranks decide by the same marks."""
         for tier, found in marks.items():
             for id, names_of_marks in found.items():
                 if keys.PIN_MARK in names_of_marks:
@@ -90,8 +89,8 @@ class Ledger:
                     entry.marks[tier] = entry.marks.get(tier, frozenset()) | names_of_marks
 
     def note_partial(self, listings: Iterable[Listing]) -> None:
-        """Note what has a commit record on the part of a tier that is seen here, and is not whole on all of it: a start
-        died while it was committed there, or dropped; or a machine is missing."""
+        """Note checkpoints that have a commit record on this node's part of a tier, but are incomplete: a start died
+        during their commit or deletion, or a machine is missing."""
         self.partial = {
             (listing.tier, copy.id)
             for listing in listings
@@ -105,21 +104,21 @@ class Ledger:
         return entry is not None and (tier in entry.states or tier in entry.damage)
 
     def go_on_from(self, checkpoint: CheckpointId | None, *, attempt: int) -> None:
-        """Note what was restored, and as which attempt the line goes on."""
+        """Note what was restored, and the attempt that continues from it."""
         self.restored_from, self.attempt = checkpoint, attempt
         self.least_ordinal = 0
         self.knows_good = True
         entry = None if checkpoint is None else self.entries.get(checkpoint)
         if entry is not None and entry.attempt_id is not None:
-            # of attempts that share its number it is the one that counts now
+            # of attempts that share its number, this one counts from now on
             self._overview.lineage.goes_on_from(entry.id.attempt, entry.attempt_id)
 
     def knows_what_is_good(self) -> None:
-        """Note that copies may be dropped by rule from now on."""
+        """Permit deletions by rule from now on."""
         self.knows_good = True
 
     def ordered(self) -> list[LedgerEntry]:
-        """Entries in the order in which they came to be."""
+        """Return the entries by the time of their saves."""
         return sorted(self.entries.values(), key=lambda entry: entry.order)
 
     def forget_if_gone(self, entry: LedgerEntry) -> None:
@@ -127,35 +126,35 @@ class Ledger:
             self.entries.pop(entry.id)
 
     def whole(self, entry: LedgerEntry) -> bool:
-        """Say whether some tier holds the checkpoint whole."""
+        """Return whether some tier has all of the checkpoint."""
         return entry.is_whole
 
     def settle(self) -> None:
-        """Begin a step: nobody has an entry in hand any more that was looked up before."""
+        """Begin a step: no component refers any more to entries that it looked up before."""
         self._overview.settle()
 
     def open(self) -> list[LedgerEntry]:
-        """Entries that are owed to a tier, lie in memory, or are being saved, copied, dropped or read by a lane."""
+        """Return entries that are owed, are in memory, or are being saved, copied, deleted or read."""
         return self._overview.open()
 
     def is_read_on(self, tier: str) -> bool:
-        """Say whether a lane or somebody else reads a whole copy there."""
+        """Return whether a lane or a reader reads a whole copy there."""
         read = [id for id, count in self.reading.items() if count > 0 and tier != self.host]
         return any(
             id in self.entries and self.entries.peek(id).readable_on(tier) for id in read
         ) or any(entry.readable_on(tier) and entry.leases.get(tier, 0) > 0 for entry in self.open())
 
     def holds_any(self, tier: str) -> bool:
-        """Say whether a whole copy lies on a tier."""
+        """Return whether a tier has a whole copy."""
         return self.count_on(tier) > 0
 
     def count_on(self, tier: str) -> int:
-        """How many whole copies lie on a tier."""
+        """Return the number of whole copies on a tier."""
         return self._overview.whole_on(tier)
 
     def abandoned(self) -> Set[CheckpointId]:
-        """Name what the present line left behind, as it is now and comes to be; an attempt that has committed something
-        counts also when all of that is gone."""
+        """Return the abandoned checkpoints: a live set, which changes with the ledger. An attempt that has committed
+        something counts also when all of that is deleted."""
         return self._overview.abandoned()
 
     def view(
@@ -165,8 +164,8 @@ class Ledger:
         settling: Collection[CheckpointId] = (),
         restoring: bool = False,
     ) -> View:
-        """Make the picture for policies; ``held`` are not to be touched, as if they were being read; ``settling`` and
-        ``restoring`` are as in the view."""
+        """Return the view for policies. ``held`` checkpoints count as being read; ``settling`` and ``restoring`` are as
+        in ``View``."""
         return View(
             tiers=self._tiers(),
             checkpoints=self._views(held, settling),
@@ -180,7 +179,7 @@ class Ledger:
         )
 
     def _tiers(self) -> tuple[TierRules, ...]:
-        """The rules of all tiers; where memory has lost its file, what lies there survives nothing."""
+        """Return the rules of all tiers; if memory does not outlive the process, images there survive no loss."""
         if self.host not in self.failing:
             return self.rules
         return tuple(
@@ -243,39 +242,66 @@ class Ledger:
 
     @property
     def all_live(self) -> bool:
-        """Say whether nothing is left behind, or deleted by a person."""
+        """Whether no checkpoint is abandoned or bears a tombstone."""
         return not self.abandoned() and not self._overview.has_tombstoned()
 
     def overtaken(self) -> list[LedgerEntry]:
-        """Name those that some tier has failed to take."""
+        """Return the entries of which a copy to some tier failed."""
         return self._overview.overtaken()
 
     def repairable(self) -> list[LedgerEntry]:
-        """Name those with a damaged copy that can be written anew, or may have to go."""
+        """Return the entries with a damaged copy that may be repaired or deleted."""
         return self._overview.repairable()
 
     @property
     def has_unverified(self) -> bool:
-        """Say whether a tier holds a committed copy that nobody has verified."""
+        """Whether a tier has a committed copy that is not verified."""
         return self._overview.has_unverified()
 
     def unverified(self, tier: str) -> list[LedgerEntry]:
-        """Name the committed copies on a tier that nobody has verified, newest first; what was left behind, or
-        deleted, is not among them: nothing relies on it."""
-        left = self.abandoned()
+        """Return the committed unverified copies on a tier, newest first, without abandoned and deleted ones: no
+        deletion relies on them."""
+        abandoned = self.abandoned()
         return [
             entry
             for entry in map(self.entries.peek, self.entries.ids(newest_first=True))
             if entry.state(tier) is CopyState.COMMITTED and tier not in entry.verified
-            if entry.id not in left and not entry.tombstoned
+            if entry.id not in abandoned and not entry.tombstoned
         ]
 
+    def changed_marks(
+        self, tier: str, found: Mapping[CheckpointId, frozenset[str]]
+    ) -> set[CheckpointId]:
+        """Return the checkpoints whose marks on a tier differ from those in the ledger."""
+        return {
+            id
+            for id, marks in found.items()
+            if (entry := self.entries.get(id)) is not None
+            and entry.has_record_on(tier)
+            and entry.marks.get(tier, frozenset()) != marks
+        }
+
+    def newest_on(self, tier: str, *, without: Collection[CheckpointId]) -> CheckpointId | None:
+        """Return the newest live checkpoint that is committed on a tier and is not in ``without``."""
+        abandoned, entries = self.abandoned(), self.entries
+        return next(
+            (
+                id
+                for id in entries.ids(newest_first=True)
+                if id not in abandoned
+                and id not in without
+                and entries.peek(id).state(tier) is CopyState.COMMITTED
+                and not entries.peek(id).tombstoned
+            ),
+            None,
+        )
+
     def used_bytes(self, tier: str) -> int:
-        """Bytes that a tier holds of this run, half-done copies included."""
+        """Return the bytes of this run on a tier, unfinished copies included."""
         return self._overview.used_bytes(tier) + sum(
             size for (name, _), size in self.unfinished.items() if name == tier
         )
 
     def leaving_bytes(self, tier: str) -> int:
-        """Bytes of copies that are on their way out of a tier, or are to be tried again."""
+        """Return the bytes of copies whose deletion is in progress or is retried."""
         return self._overview.leaving_bytes(tier)
