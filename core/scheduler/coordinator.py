@@ -347,7 +347,7 @@ _OUTCOME_HANDLERS: dict[type[Any], Callable[[Coordinator, Outcome], None]] = {
     ReadMarks: Coordinator._on_marks_read,
     ChangeMark: Coordinator._on_mark_changed,
     ReadCommit: lambda coordinator, outcome: coordinator.finder.took(outcome),
-    RecordStart: lambda coordinator, outcome: coordinator.starts.took(outcome),
-    OpenCheck: lambda coordinator, outcome: coordinator.verifier.took(outcome),
-    CheckChunk: lambda coordinator, outcome: coordinator.verifier.took(outcome),
+    RecordStart: lambda coordinator, outcome: coordinator.starts.on_outcome(outcome),
+    OpenCheck: lambda coordinator, outcome: coordinator.verifier.on_outcome(outcome),
+    CheckChunk: lambda coordinator, outcome: coordinator.verifier.on_outcome(outcome),
 }

@@ -53,18 +53,18 @@ class DeletionPlanner:
     def _plan_damaged(self, view: View, tier: str) -> Iterator[Decision]:
         """Yield damaged copies that are not under repair and that retention would delete if they were good. They do
         not count when retention decides about good copies."""
-        left = {e.id: e.bytes.get(tier, 0) for e in self._damaged_entries(tier)}
-        if not left:
+        damaged = {e.id: e.bytes.get(tier, 0) for e in self._damaged_entries(tier)}
+        if not damaged:
             return
 
         def as_if_whole(checkpoint: CheckpointView) -> CheckpointView:
-            if checkpoint.id not in left:
+            if checkpoint.id not in damaged:
                 return checkpoint
-            copy = CopyView(state=CopyState.COMMITTED, bytes=left[checkpoint.id])
+            copy = CopyView(state=CopyState.COMMITTED, bytes=damaged[checkpoint.id])
             return replace(checkpoint, copies={**checkpoint.copies, tier: copy})
 
         whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
-        yield from (d for d in self._policies.plan_drops(whole, tier) if d.checkpoint in left)
+        yield from (d for d in self._policies.plan_drops(whole, tier) if d.checkpoint in damaged)
 
     def _damaged_entries(self, tier: str) -> list[LedgerEntry]:
         """Return the damaged copies on a tier that are neither under repair nor being read."""

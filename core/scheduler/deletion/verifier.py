@@ -211,7 +211,7 @@ class BackgroundVerifier:
             check.image, check.chunk = check.image + 1, 0
         self._on_check_read(tier, check, None)
 
-    def took(self, outcome: Outcome) -> None:
+    def on_outcome(self, outcome: Outcome) -> None:
         """Apply the outcome of reading a copy's records, or a chunk."""
         task = outcome.task
         assert isinstance(task, OpenCheck | CheckChunk)

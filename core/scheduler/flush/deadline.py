@@ -108,9 +108,9 @@ class DrainSchedule:
         """Return what a tier is owed in the order of the plan, without copies that the plan holds back. Copies that the
         plan does not contain come last."""
         places = {d.checkpoint: place for place, d in enumerate(self.plan) if d.tier == tier}
-        held = {d.checkpoint for d in self.plan if d.tier == tier and not d.goes}
+        held_back = {d.checkpoint for d in self.plan if d.tier == tier and not d.goes}
         return sorted(
-            (entry for entry in waiting if entry.id not in held),
+            (entry for entry in waiting if entry.id not in held_back),
             key=lambda entry: places.get(entry.id, len(self.plan)),
         )
 

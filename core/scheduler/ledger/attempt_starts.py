@@ -48,7 +48,7 @@ class StartRecords:
                     RecordStart(tier=other, id=commit.line.checkpoint, commit=commit)
                 )
 
-    def took(self, outcome: Outcome) -> None:
+    def on_outcome(self, outcome: Outcome) -> None:
         """Apply an outcome. After a failure the record is written with the next commit."""
         task = outcome.task
         assert isinstance(task, RecordStart)

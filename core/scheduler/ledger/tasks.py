@@ -39,8 +39,9 @@ class OpenShard:
     """Create the writer of an image on ``tier``. A manifest that is not known yet is read from ``source``.
 
     The outcome's value is the writer, and the manifest if it was read; or the commit record, where the checkpoint of
-    ``attempt_id`` is committed there already. ``leftover``: a failed attempt left files, perhaps packed otherwise, which
-    are deleted first. ``repairs``: the committed copy is damaged, and is rewritten unless it is another checkpoint's.
+    ``attempt_id`` is committed there already. ``leftover``: a failed attempt left files, perhaps packed otherwise,
+    which are deleted first. ``repairs``: the committed copy is damaged, and is rewritten unless it is another
+    checkpoint's.
     """
 
     tier: str
@@ -77,9 +78,9 @@ class CopyRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishCopy:
-    """Publish the image, write the manifest and commit, unless a newer attempt exists. The outcome's value is the commit
-    record as written. ``land_only``: do not commit, as other ranks' images are needed; the value is ``Uploaded``.
-    ``repairs``: it replaces a damaged copy."""
+    """Publish the image, write the manifest and commit, unless a newer attempt exists. The outcome's value is the
+    commit record as written. ``land_only``: do not commit, as other ranks' images are needed; the value is
+    ``Uploaded``. ``repairs``: it replaces a damaged copy."""
 
     tier: str
     id: CheckpointId

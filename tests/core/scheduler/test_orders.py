@@ -210,7 +210,7 @@ def test_what_a_failed_commit_left_is_written_over_or_collected() -> None:
     assert world.coordinator.ledger.unfinished == {}
 
 
-@pytest.mark.parametrize("how", ["deleted", "left behind"])
+@pytest.mark.parametrize("how", ["deleted", "abandoned"])
 def test_whoever_waits_for_a_copy_that_is_given_up_is_told(how: str) -> None:
     world = World([file_rules("nvme")])
     first = world.save(1)
