@@ -86,7 +86,7 @@ def test_a_folder_that_was_replaced_keeps_no_other_checkpoint_off_its_tier(
         assert (statistics.set_aside_copies, statistics.given_up_copies) == (1, 0)
         ckpt.drain(10.0)
     assert caplog.text.count("is set aside") == 1
-    assert "could not drop" not in caplog.text
+    assert "could not delete" not in caplog.text
     assert steps_on(tmp_path / "disk") == [1, 2, 3, 4, 5]
     if what == "file":
         assert folder.read_text() == "somebody else's"

@@ -1,6 +1,6 @@
-"""Carrying out tasks: every blocking call that moves a copy, on whatever thread asks.
+"""Carrying out tasks: every blocking call that moves, deletes or checks a copy, on the calling thread.
 
-It decides nothing. Whatever a task raises comes back as its outcome.
+Nothing is decided here. An exception that a task raises is returned as its outcome.
 """
 
 from __future__ import annotations
@@ -8,26 +8,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.frames import frame_bytes_max
-from tierfall.core.copies.image_writes import ImageUpload, WritableStore, publish_image
+from tierfall.core.copies.image_writes import ImageUpload, publish_image
 from tierfall.core.copies.images import (
     Image,
-    ReadableStore,
     StoredImage,
     checked_manifest,
     unpacked,
 )
-from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import files_of, shards_of
 from tierfall.core.format.records import (
     Attempt,
     Commit,
     Manifest,
-    Mark,
     geometry,
     read_manifest,
 )
@@ -55,6 +52,7 @@ from tierfall.core.scheduler.ledger.tasks import (
     Uploaded,
 )
 from tierfall.core.scheduler.shared_reads import SharedReads
+from tierfall.core.scheduler.task_store import TaskStore
 from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
@@ -67,79 +65,19 @@ from tierfall.core.types.values import CheckpointId, Shard
 logger = logging.getLogger("tierfall")
 
 
-class TaskStore(ReadableStore, WritableStore, Protocol):
-    """A stored tier, as workers use it. All methods block."""
-
-    def list(self) -> Listing: ...
-
-    def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
-
-    def holds(self, checkpoint: CheckpointId) -> bool: ...
-
-    def look(self, checkpoint: CheckpointId) -> FoundCopy | None: ...
-
-    def settle(self, checkpoint: CheckpointId) -> None: ...
-
-    def record_start(self, commit: Commit, writer: Attempt | None = None) -> None: ...
-
-    def check_begin(self, attempt: Attempt) -> None: ...
-
-    def check_publish(
-        self, checkpoint: CheckpointId, shard: Shard, *, attempt: Attempt
-    ) -> None: ...
-
-    def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
-
-    def read_index(self, checkpoint: CheckpointId) -> bytes: ...
-
-    def write_index(self, checkpoint: CheckpointId, data: bytes) -> None: ...
-
-    def commit(
-        self,
-        commit: Commit,
-        *,
-        attempt: Attempt,
-        marks: tuple[Mark, ...] = (),
-        repairs: bool = False,
-    ) -> None: ...
-
-    def name_latest(self, checkpoint: CheckpointId) -> None: ...
-
-    def add_mark(self, mark: Mark) -> None: ...
-
-    def remove_mark(self, checkpoint: CheckpointId, name: str) -> None: ...
-
-    def read_marks(
-        self, checkpoints: Iterable[CheckpointId]
-    ) -> dict[CheckpointId, frozenset[str]]: ...
-
-    def drop(
-        self,
-        checkpoint: CheckpointId,
-        *,
-        attempt: Attempt | None,
-        tombstoned: bool = False,
-        next_latest: CheckpointId | None = None,
-        void: bool = False,
-    ) -> frozenset[str]: ...
-
-    def discard(
-        self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
-    ) -> None: ...
-
-
 class _SourceError(Exception):
-    """The failure came from where the bytes were read; the cause is what counts."""
+    """Reading the source failed; ``__cause__`` is the error to report."""
 
 
 class TaskRunner:
-    """Carries out one task at a time, on the calling thread.
+    """Carries out one task at a time.
 
-    What a tier reads from another one goes through a buffer of its own pool, in ``pools``, or through that of a tier
-    which reads the same (``shared_reads``), and stays there while it is written: a slow tier holds up nobody else.
+    Chunks that are read from a stored tier pass through a buffer of the target tier's pool, in ``pools``, or of another
+    tier's that reads the same chunks (``shared_reads``). They stay there until they are written, so that a slow tier
+    blocks no other.
 
-    ``attempt`` says on whose behalf: a task that writes, deletes or marks ends in FencedError where its tier knows a
-    newer one. None: it is a person's order that is carried out, by a process that must not commit.
+    ``attempt`` returns the attempt of this process: a task that writes, deletes or marks raises FencedError where its
+    tier has a record of a newer one. None: this process only carries out commands and must not commit.
     """
 
     def __init__(
@@ -160,13 +98,13 @@ class TaskRunner:
         self._indexer = IndexWriter()
 
     def run(self, task: Task) -> Outcome:
-        """Return what became of a task; never raises what the task raised."""
+        """Carry out a task and return its result or its exception."""
         began, paced = self._clock(), waited_s()
         try:
-            value = self._perform(task)
+            value = _HANDLERS[type(task)](self, task, self._stores[task.tier])
         except _SourceError as error:
             return Outcome(task=task, error=error.__cause__, side=Side.SOURCE)
-        except BaseException as error:  # noqa: BLE001 - every failure is the coordinator's to weigh
+        except BaseException as error:  # noqa: BLE001 - the coordinator decides what follows
             return Outcome(task=task, error=error)
         return Outcome(
             task=task,
@@ -175,44 +113,6 @@ class TaskRunner:
             paced_s=waited_s() - paced,
             read_s=value if isinstance(task, CopyRun) else 0.0,
         )
-
-    def _perform(self, task: Task) -> Any:
-        store = self._stores[task.tier]
-        match task:
-            case OpenShard():
-                return self._open(task, store)
-            case CopyRun():
-                return self._copy(task)
-            case FinishCopy():
-                return self._finish(task, store)
-            case CommitCopy():
-                return self._commit(task, store)
-            case AbortShard():
-                self._forget(task.tier)
-                return task.writer.abort()
-            case DeleteCopy():
-                return self._drop(task, store)
-            case ChangeMark():
-                return self._change_mark(task, store)
-            case RecordStart():
-                store.check_newest(self._writer(), doing=f"record of attempt {task.id.attempt}")
-                return store.record_start(task.commit, self._writer())
-            case _:
-                return self._look(task, store)
-
-    def _look(self, task: ReadMarks | ReadCommit | OpenCheck | CheckChunk, store: TaskStore) -> Any:
-        match task:
-            case ReadMarks():
-                _check_whole(task, store)
-                return store.read_marks(task.ids)
-            case ReadCommit():
-                commit = store.read_commit(task.id)
-                store.settle(task.id)
-                return commit
-            case OpenCheck():
-                return _open_check(task, store)
-            case CheckChunk():
-                return self._check_chunk(task)
 
     def _writer(self) -> Attempt:
         attempt = self._attempt()
@@ -231,7 +131,7 @@ class TaskRunner:
                 void=task.void,
             )
         if store.holds(task.id):
-            commit = store.read_commit(task.id)  # the answer to its commit was lost
+            commit = store.read_commit(task.id)  # the commit succeeded, its response was lost
             store.settle(task.id)
             return commit
         return store.discard(task.id, task.shard, attempt=self._attempt())
@@ -248,9 +148,9 @@ class TaskRunner:
     def _open(
         self, task: OpenShard, store: TaskStore
     ) -> Commit | tuple[ImageUpload, Manifest | None]:
-        """Begin an image; or return the commit record of a copy whose commit succeeded, though its answer was lost.
+        """Create a writer; or return the commit record of a copy whose commit succeeded, but whose response was lost.
 
-        The fence comes first: what another process writes into a folder of that name must not be touched.
+        The fence is checked first: files of that name may be another process's, which must not change.
         """
         store.check_begin(self._writer())
         if task.repairs:
@@ -260,7 +160,7 @@ class TaskRunner:
             if commit.line.attempt_id != task.attempt_id:
                 raise IntegrityError(
                     f"flush of {task.id} to {task.tier}: another checkpoint of that name is committed there; it is "
-                    "left as it is"
+                    "not changed"
                 )
             store.settle(task.id)
             return commit
@@ -286,9 +186,9 @@ class TaskRunner:
         except TierfallError as error:
             raise _SourceError from error
 
-    def _copy(self, task: CopyRun) -> float:
-        """Bring a run; return the seconds that reading it from a stored tier took, without waits for a pace."""
-        if task.writer.took(task.first):  # a try that failed came that far
+    def _copy(self, task: CopyRun, store: TaskStore) -> float:
+        """Copy a chunk range; return the seconds of reading it from a stored tier, rate-limit waits excluded."""
+        if task.writer.took(task.first):  # a failed attempt wrote that far
             task.writer.send()
             return 0.0
         if task.source.region is not None:
@@ -311,7 +211,7 @@ class TaskRunner:
             image = self._image(task, task.manifest)
             for index in range(task.first, task.stop):
                 start = task.manifest.chunk_range(index)[0]
-                # from the medium itself: what a cache says of a copy must not count against it
+                # again=True bypasses caches: a bad cache entry must not make a good copy count as damaged
                 view = image.read(task.manifest, index, buffer[start - task.start :], again=True)
                 self._check(task, index, view)
         except KeyNotFoundError as error:
@@ -320,15 +220,17 @@ class TaskRunner:
             raise _SourceError from error
 
     def _missing(self, task: CopyRun, error: KeyNotFoundError) -> TierfallError:
-        """Return what it means that a file of a source is not there: damage where its commit record still is."""
+        """Return the error for a missing file of a source: it is damage if the commit record is there."""
         try:
-            there = self._stores[task.source.tier].holds(task.id)
+            is_committed = self._stores[task.source.tier].holds(task.id)
         except TierfallError as failure:
             return failure
-        return IntegrityError(f"{error}, and its commit record is there") if there else error
+        if is_committed:
+            return IntegrityError(f"{error}, and its commit record is there")
+        return error
 
     def _image(self, task: CopyRun, manifest: Manifest) -> Image:
-        """Return the image to read from: how it is packed is read once for a copy."""
+        """Return the source image; its seek table is read once per copy."""
         key = (task.tier, task.source.tier, task.id)
         with self._images_lock:
             known = self._images.get(key)
@@ -353,10 +255,36 @@ class TaskRunner:
                 "its digest"
             )
 
-    def _check_chunk(self, task: CheckChunk) -> None:
+    def _abort(self, task: AbortShard, store: TaskStore) -> None:
+        self._forget(task.tier)
+        task.writer.abort()
+
+    def _record_start(self, task: RecordStart, store: TaskStore) -> None:
+        store.check_newest(self._writer(), doing=f"record of attempt {task.id.attempt}")
+        store.record_start(task.commit, self._writer())
+
+    def _read_marks(self, task: ReadMarks, store: TaskStore) -> Any:
+        _check_whole(task, store)
+        return store.read_marks(task.ids)
+
+    def _read_commit(self, task: ReadCommit, store: TaskStore) -> Commit:
+        commit = store.read_commit(task.id)
+        store.settle(task.id)
+        return commit
+
+    def _open_check(self, task: OpenCheck, store: TaskStore) -> tuple[tuple[Image, Manifest], ...]:
+        commit = store.read_commit(task.id)
+        opened = []
+        for shard in shards_of(commit)[task.turn :: task.of]:
+            image = StoredImage(store, task.id, shard)
+            manifest = checked_manifest(image, commit, shard)
+            opened.append((unpacked(image, commit, manifest), manifest))
+        return tuple(opened)
+
+    def _check_chunk(self, task: CheckChunk, store: TaskStore) -> None:
         start, end = task.manifest.chunk_range(task.index)
         with self._pools[task.tier].take(frame_bytes_max(end - start)) as buffer:
-            for _ in range(2):  # a bit that flips on its way is no damage of the copy
+            for _ in range(2):  # a bit flip in transit is no damage of the copy
                 view = task.image.read(task.manifest, task.index, buffer, again=True)
                 if chunk_digest(view) == task.manifest.digests[task.index]:
                     return
@@ -365,7 +293,7 @@ class TaskRunner:
         )
 
     def _finish(self, task: FinishCopy, store: TaskStore) -> Commit | Uploaded:
-        # what is published replaces files of that name, perhaps of what a newer attempt has committed
+        # publishing replaces files of that name, perhaps some that a newer attempt has committed
         store.check_publish(task.id, task.shard, attempt=self._writer())
         try:
             commit = publish_image(
@@ -374,9 +302,10 @@ class TaskRunner:
             if not task.land_only:
                 self._write_commit(commit, task, store)
         except BaseException as error:
+            # after a retryable error the next attempt continues from what is there
             if not (task.repairs or getattr(error, "retryable", False)):
                 self._retract(task, store)
-            raise  # else all that is there serves the next try
+            raise
         self._forget(task.tier)
         if task.land_only:
             return Uploaded(files=files_of(commit, task.shard))
@@ -386,8 +315,8 @@ class TaskRunner:
     def _commit(self, task: CommitCopy, store: TaskStore) -> Commit:
         commit = task.commit
         if task.tables and (task.repairs or not store.holds(task.id)):
-            # an index that is named stays as it is
-            commit = self._indexer.leave(store, commit, task.tables)
+            # where a commit record names an index already, the index must not change
+            commit = self._indexer.write(store, commit, task.tables)
         self._write_commit(commit, task, store)
         self._name_latest(task, store)
         return commit
@@ -402,37 +331,44 @@ class TaskRunner:
             return
         try:
             store.name_latest(task.id)
-        except BackendError as error:  # a hint for people; the checkpoint is committed without it
+        except (
+            BackendError
+        ) as error:  # only a hint for people: the checkpoint is committed without it
             logger.warning("%s: could not write 'latest': %s", task.tier, error)
 
     def _retract(self, task: FinishCopy, store: TaskStore) -> None:
-        """Remove what was published of a copy that could not be committed, so that it takes no room."""
+        """Delete the published files of a copy that could not be committed, to free their room."""
         try:
             if not store.holds(task.id):
                 store.discard(task.id, _own_shard_only(task.shard), attempt=self._writer())
         except TierfallError as error:
-            logger.warning("%s: leftovers of %s stay for now: %s", task.tier, task.id, error)
+            logger.warning(
+                "%s: files of the uncommitted copy of %s remain for now: %s",
+                task.tier,
+                task.id,
+                error,
+            )
 
 
 def _own_shard_only(shard: Shard) -> Shard | None:
-    """Whose files may go from a folder: all, where no other rank writes there."""
+    """Return whose files may be deleted from a checkpoint's folder; None: all, as no other rank writes there."""
     return shard if shard.world_size > 1 else None
 
 
 def _check_whole(task: DeleteCopy | ReadMarks, store: TaskStore) -> None:
-    """Raise NotWholeError where a copy that a deletion relies on lacks files by now, as a person or a purge removed
-    them, or could not be looked at."""
+    """Raise NotWholeError if a copy that a deletion relies on lacks files (a person or a purge removed them) or cannot
+    be checked."""
     damaged = {}
     for id in task.relies_on:
         try:
             found = store.look(id)
         except TierfallError as error:
             raise NotWholeError(
-                {}, f"what that relies on could not be looked at: {error}"
+                {}, f"a copy that the deletion relies on could not be checked: {error}"
             ) from error
         if found is None:
             damaged[id] = (
-                f"{store.name}: {id} is not there any more: its commit record has gone",
+                f"{store.name}: {id} is gone: it has no commit record any more",
                 False,
             )
         elif found.damage is not None:
@@ -441,28 +377,18 @@ def _check_whole(task: DeleteCopy | ReadMarks, store: TaskStore) -> None:
         raise NotWholeError(damaged)
 
 
-def _open_check(task: OpenCheck, store: TaskStore) -> tuple[tuple[Image, Manifest], ...]:
-    commit = store.read_commit(task.id)
-    opened = []
-    for shard in shards_of(commit)[task.turn :: task.of]:
-        image = StoredImage(store, task.id, shard)
-        manifest = checked_manifest(image, commit, shard)
-        opened.append((unpacked(image, commit, manifest), manifest))
-    return tuple(opened)
-
-
 def _check_same(task: OpenShard, store: TaskStore) -> None:
-    """Raise IntegrityError where what is committed there is another checkpoint: by its commit record, or, where that
-    cannot be read, by a manifest that can."""
-    refused = IntegrityError(
-        f"repair of {task.id} on {task.tier}: another checkpoint of that name lies there; it is left as it is"
+    """Raise IntegrityError if the copy to be repaired is another checkpoint's, by its commit record or, if that is
+    unreadable, by its manifest."""
+    other = IntegrityError(
+        f"repair of {task.id} on {task.tier}: another checkpoint of that name is stored there; it is not changed"
     )
     try:
         if store.read_commit(task.id).line.attempt_id != task.attempt_id:
-            raise refused
+            raise other
         return
     except (IntegrityError, KeyNotFoundError) as error:
-        if error is refused:
+        if error is other:
             raise
     try:
         data = store.read_manifest(task.id, task.shard)
@@ -470,4 +396,21 @@ def _check_same(task: OpenShard, store: TaskStore) -> None:
     except (IntegrityError, KeyNotFoundError):
         return
     if line.attempt_id != task.attempt_id or line.checkpoint != task.id:
-        raise refused
+        raise other
+
+
+_HANDLERS: dict[type[Any], Callable[[TaskRunner, Any, TaskStore], Any]] = {
+    OpenShard: TaskRunner._open,
+    CopyRun: TaskRunner._copy,
+    FinishCopy: TaskRunner._finish,
+    CommitCopy: TaskRunner._commit,
+    AbortShard: TaskRunner._abort,
+    DeleteCopy: TaskRunner._drop,
+    ChangeMark: TaskRunner._change_mark,
+    ReadMarks: TaskRunner._read_marks,
+    ReadCommit: TaskRunner._read_commit,
+    RecordStart: TaskRunner._record_start,
+    OpenCheck: TaskRunner._open_check,
+    CheckChunk: TaskRunner._check_chunk,
+}
+"""The method that carries out a type of task; its last argument is the store of the task's tier."""

@@ -1,7 +1,7 @@
 """The merged index of a checkpoint of several ranks, written to a tier before its commit record.
 
-It is derived from the manifests that lie there, and made anew only when a rank's table of tensors is another than it
-was. A checkpoint does without it where it cannot be made: readers go by the manifests then.
+It is derived from the manifests on the tier, and rebuilt only when a rank's table of tensors has changed. Where it
+cannot be built, the checkpoint is committed without one: readers then use the manifests.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ logger = logging.getLogger("tierfall")
 
 
 class IndexedStore(IndexStore, Protocol):
-    """A stored tier that takes an index."""
+    """A stored tier that an index can be written to."""
 
     def write_index(self, checkpoint: CheckpointId, data: bytes) -> None: ...
 
 
 class IndexWriter:
-    """Writes indexes, and keeps the last one made. May be called from several threads."""
+    """Writes indexes and caches the last one. Several threads may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tables: tuple[str, ...] = ()
         self._data = b""
 
-    def leave(self, store: IndexedStore, commit: Commit, tables: tuple[str, ...]) -> Commit:
-        """Write the index of what ``commit`` names, and return the record that names it too; as it is where there can
-        be none. ``tables`` are the digests of the tables of all ranks, an empty one where a rank does not know its own.
+    def write(self, store: IndexedStore, commit: Commit, tables: tuple[str, ...]) -> Commit:
+        """Write the index of the images that ``commit`` names; return the record with the index added, or ``commit``
+        itself if no index can be built. ``tables`` are the digests of all ranks' tensor tables, empty if unknown.
 
-        Raises the retryable error where the tier could not be asked: the commit is tried again.
+        Raises the tier's error if it is retryable: the caller then retries the commit.
         """
         try:
-            data = self._made(store, commit, tables)
+            data = self._index_of(store, commit, tables)
             store.write_index(commit.line.checkpoint, data)
         except TierfallError as error:
             if error.retryable:
@@ -54,7 +54,7 @@ class IndexWriter:
             return commit
         return with_index(commit, data)
 
-    def _made(self, store: IndexedStore, commit: Commit, tables: tuple[str, ...]) -> bytes:
+    def _index_of(self, store: IndexedStore, commit: Commit, tables: tuple[str, ...]) -> bytes:
         with self._lock:
             if tables == self._tables and "" not in tables:
                 return self._data

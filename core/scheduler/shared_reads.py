@@ -1,9 +1,9 @@
-"""One read for several writers: a run of chunks that one worker reads and verifies serves all who want it meanwhile.
+"""One read for several writers: workers of several tiers that need the same chunk range share one buffer.
 
-Whoever wants a run brings a buffer of its own tier's pool. If another worker is just reading the same bytes of the same
-copy, or still writes from them, its buffer is used in place of a read, and the own one is left in exchange: who is done
-takes home any buffer that is not written from any more. So no tier waits for another's writes, and no memory is taken
-beside the pools. What nobody writes from is forgotten: there is no cache. It knows nothing of how bytes are read.
+A worker borrows a buffer of its own tier's pool. If another worker is reading the same bytes of the same copy, or still
+writes from them, the worker uses that buffer and leaves its own one in exchange. A worker that is done returns any
+buffer that is not in use to its pool. So no tier waits for another's writes, and no memory is used beyond the pools. A
+buffer that nobody writes from is reused at once: there is no cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tierfall.core.runtime.buffers import Buffer, BufferPool
 from tierfall.core.scheduler.ledger.tasks import CopyRun
 
 WAIT_S = 5.0
-"""How long a worker waits for another's read before it reads for itself."""
+"""How long a worker waits for another's read before it reads itself."""
 
 
 class _ReadState(StrEnum):
@@ -32,8 +32,8 @@ class _ReadState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class _SharedRun:
-    """A run that somebody reads, or writes from: ``spare`` are the buffers that were left in exchange for its own, one
-    for each who takes part but the first."""
+    """A chunk range that workers read or write from. ``spare`` are the buffers that all workers but the first left in
+    exchange."""
 
     run: CopyRun
     buffer: Buffer
@@ -44,8 +44,8 @@ class _SharedRun:
         return self.state is not _ReadState.READING
 
     def covers(self, run: CopyRun, buffer: Buffer) -> bool:
-        """Say whether ``run`` wants bytes of this one, to be held against the same digests, and may leave ``buffer``
-        in exchange."""
+        """Return whether this buffer contains the bytes of ``run``, checked against the same digests, and ``buffer``
+        has the same length, so that it can be exchanged."""
         mine = self.run
         assert mine.manifest is not None
         assert run.manifest is not None
@@ -62,70 +62,70 @@ class _SharedRun:
 
 
 class SharedReads:
-    """See the module. Each tier in ``pools`` brings its own buffers; only those of the same length are exchanged."""
+    """See the module. ``pools`` are by tier; only buffers of the same length are exchanged."""
 
     def __init__(self, pools: Mapping[str, BufferPool], *, wait_s: float = WAIT_S) -> None:
-        """``wait_s``: the most that a worker waits for another's read of a run."""
+        """``wait_s``: how long a worker waits for another's read."""
         self._pools = pools
         self._wait_s = wait_s
-        self._held: list[_SharedRun] = []
+        self._ranges: list[_SharedRun] = []
         self._changed = threading.Condition()
 
     @contextmanager
     def lend(self, run: CopyRun, read: Callable[[memoryview], None]) -> Iterator[memoryview]:
-        """Lend the bytes of a run that lies on a stored tier: another worker's, or what ``read`` puts into a buffer.
+        """Lend the bytes of a chunk range of a stored tier: another worker's, or what ``read`` fills a buffer with.
 
-        ``read`` verifies what it reads; if it raises, that is raised here, and whoever waited for it reads for itself.
+        ``read`` verifies what it reads. If it raises, so does this method, and workers that waited read themselves.
         """
         pool = self._pools[run.tier]
-        held, is_mine = self._join(run, pool.borrow(frame_bytes_max(run.end - run.start)))
+        shared, is_mine = self._join(run, pool.borrow(frame_bytes_max(run.end - run.start)))
         try:
             if is_mine:
-                self._fill(held, read)
-            start = run.start - held.run.start
-            yield held.buffer.view[start : start + run.end - run.start]
+                self._fill(shared, read)
+            start = run.start - shared.run.start
+            yield shared.buffer.view[start : start + run.end - run.start]
         finally:
-            pool.give_back(self._leave(held))
+            pool.give_back(self._leave(shared))
 
     def _join(self, run: CopyRun, buffer: Buffer) -> tuple[_SharedRun, bool]:
-        """Find the run with somebody else, and leave ``buffer`` in exchange; or hold it anew, and be the one to read it
-        (True). Who waits for a read takes part already, so that it is not given up before he looks."""
+        """Share another worker's buffer and leave ``buffer`` in exchange; or register ``buffer``, to be filled by the
+        caller (True). A worker that waits for a read counts as a user of it, so that the buffer stays registered."""
         deadline = time.monotonic() + self._wait_s
         with self._changed:
-            while found := [held for held in self._held if held.covers(run, buffer)]:
-                held = next((held for held in found if held.state is _ReadState.READ), found[0])
-                held.spare.append(buffer)
+            while found := [one for one in self._ranges if one.covers(run, buffer)]:
+                shared = next((one for one in found if one.state is _ReadState.READ), found[0])
+                shared.spare.append(buffer)
                 left_s = deadline - time.monotonic()
                 self._changed.wait_for(partial(_any_settled, found), max(0.0, left_s))
-                if held.state is _ReadState.READ:
-                    return held, False
-                buffer = self._leave(held)
+                if shared.state is _ReadState.READ:
+                    return shared, False
+                buffer = self._leave(shared)
                 if not _any_settled(found):
                     break
-            self._held.append(_SharedRun(run, buffer))
-            return self._held[-1], True
+            self._ranges.append(_SharedRun(run, buffer))
+            return self._ranges[-1], True
 
-    def _fill(self, held: _SharedRun, read: Callable[[memoryview], None]) -> None:
+    def _fill(self, shared: _SharedRun, read: Callable[[memoryview], None]) -> None:
         state = _ReadState.FAILED
         try:
-            read(held.buffer.view)
+            read(shared.buffer.view)
             state = _ReadState.READ
         finally:
             with self._changed:
-                held.state = state
+                shared.state = state
                 if state is _ReadState.FAILED:
-                    self._held.remove(held)
+                    self._ranges.remove(shared)
                 self._changed.notify_all()
 
-    def _leave(self, held: _SharedRun) -> Buffer:
-        """Return a buffer to take home: while others are at the shared one, that is one of those left for it."""
+    def _leave(self, shared: _SharedRun) -> Buffer:
+        """Return a buffer for the caller's pool: while others use the shared one, one of its spare buffers."""
         with self._changed:
-            if held.spare:
-                return held.spare.pop()
-            if held.state is not _ReadState.FAILED:
-                self._held.remove(held)
-            return held.buffer
+            if shared.spare:
+                return shared.spare.pop()
+            if shared.state is not _ReadState.FAILED:
+                self._ranges.remove(shared)
+            return shared.buffer
 
 
 def _any_settled(found: Sequence[_SharedRun]) -> bool:
-    return any(held.is_settled() for held in found)
+    return any(one.is_settled() for one in found)

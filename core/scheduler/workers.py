@@ -1,6 +1,6 @@
-"""Workers: a few fixed threads per stored tier that run tasks and hand back outcomes, and the coordinator's thread.
+"""Threads: a few workers per stored tier, which run tasks and return outcomes, and the coordinator's thread.
 
-A worker makes blocking calls and decides nothing; no task is lost.
+A worker makes blocking calls and decides nothing. Each task has exactly one outcome.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger("tierfall")
 
 
 class Workers:
-    """Threads that run tasks: per tier a queue and a few threads, and one thread for the coordinator."""
+    """See the module. Each tier has a queue of tasks."""
 
     def __init__(self, runner: TaskRunner, threads: Mapping[str, int], *, name: str) -> None:
         self._runner = runner
@@ -36,7 +36,7 @@ class Workers:
 
     @property
     def running(self) -> bool:
-        """Say whether threads were started."""
+        """Return whether threads were started."""
         return bool(self._running)
 
     def submit(self, task: Task) -> None:
@@ -50,7 +50,7 @@ class Workers:
         self._spawn(self._coordinate, "coordinator")
 
     def _spawn(self, target: Callable[..., None], name: str, *args: object) -> None:
-        # daemon: an exit without close must not hang; what is sealed lies in memory that outlives the process
+        # daemon: an exit without close must not hang; sealed images are in memory that outlives the process
         thread = threading.Thread(
             target=target, args=args, name=f"tierfall-{self._name}-{name}", daemon=True
         )
@@ -61,7 +61,7 @@ class Workers:
         assert self._coordinator is not None
         while (task := self._queues[tier].get()) is not None:
             self._coordinator.post(self._runner.run(task))
-            del task  # a task holds views of memory that may be unmapped while this thread sleeps
+            del task  # its views of memory must not outlive the mapping while this thread sleeps
 
     def _coordinate(self) -> None:
         assert self._coordinator is not None
@@ -75,7 +75,7 @@ class Workers:
                 )
         except BaseException as error:
             self.failure = error
-            self._coordinator.notes.failed("coordinate", error)
+            self._coordinator.emitter.failed("coordinate", error)
             logger.exception("the coordinator stopped: nothing is flushed any more")
             stopped = TierfallError(
                 f"the coordinator stopped, nothing is flushed any more: {error!r}"
@@ -84,9 +84,9 @@ class Workers:
             self._coordinator.stop(stopped)
 
     def stop(self, wake: Callable[[], None], timeout_s: float) -> bool:
-        """End all threads once they are done with the tasks at hand; ``wake`` posts any event.
+        """End all threads once their present tasks are done; ``wake`` posts any event, to wake the coordinator.
 
-        False where one still hangs in a tier that does not answer after ``timeout_s``: it is left behind.
+        Returns False if a thread still waits for an unresponsive tier after ``timeout_s``; it is abandoned.
         """
         self._stopping.set()
         wake()
@@ -98,5 +98,8 @@ class Workers:
             thread.join(max(0.0, deadline - time.monotonic()))
         hanging = [thread.name for thread in self._running if thread.is_alive()]
         if hanging:
-            logger.warning("close: left behind, waiting for a tier: %s", ", ".join(hanging))
+            logger.warning(
+                "close: these threads still wait for a tier and are abandoned: %s",
+                ", ".join(hanging),
+            )
         return not hanging

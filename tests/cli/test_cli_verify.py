@@ -443,7 +443,7 @@ def test_a_living_trainer_hears_of_it_before_it_drops_because_of_that_copy(
         ckpt.save(3, state_of(3), block=True)
         oldest = folder(tmp_path / "disk", 1)
         wait_until(lambda: not (oldest / "commit.json").exists(), "the oldest goes")
-        assert "disk: 1@1 is not dropped: disk: 2@1 was found damaged" in caplog.text
+        assert "disk: 1@1 is not deleted: disk: 2@1 was found damaged" in caplog.text
         wait_until(lambda: marks_of_damage(tmp_path) == [], "the copy is written anew")
     cli("verify")
 

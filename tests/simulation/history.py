@@ -657,7 +657,7 @@ class History:
         ):
             return
         again = any(task is seen for seen in self.seen_drops)
-        if again or self.world.coordinator._orders._unread:
+        if again or self.world.coordinator._commands._unread:
             return  # what lies where it could not look, it cannot count
         self.seen_drops.append(task)
         now = self.look()
@@ -733,7 +733,7 @@ class History:
         for id, tier in left_undone:
             free = not (self._is_full(tier, now) or self.is_blocked(tier, id))
             assert not free, f"{id} is still owed to {tier}, which has room"
-        unread = coordinator._orders._unread  # what lies there is for the next start to see
+        unread = coordinator._commands._unread  # what lies there is for the next start to see
         for tier, disk in world.disks.items():
             for key in disk._objects:
                 folder, _, _rest = key.removeprefix("run/").partition("/")

@@ -344,7 +344,7 @@ class Hour(History):
             assert known == attempt.id or both_blind, f"{tier} has another attempt {attempt.number}"
 
     def _unread(self) -> frozenset[str]:
-        return self.world.coordinator._orders._unread
+        return self.world.coordinator._commands._unread
 
     def _unmount(self) -> None:
         """A tier's file system is unmounted, and mounted again after a while; the process may end meanwhile."""

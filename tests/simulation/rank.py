@@ -323,8 +323,8 @@ class Rank:
             shared=self.world.shared,
             unread=[x.tier for x in listings if x.error is not None],
             notify=life.events.append,
+            leftovers=self.inheritance,
         )
-        self.coordinator.mind(self.inheritance)
         self._listen()
         self.coordinator.start()
 
@@ -513,7 +513,7 @@ class Rank:
     @property
     def is_told(self) -> bool:
         """Something has come that its coordinator has not taken."""
-        return not self.coordinator._arrived.empty()
+        return not self.coordinator.inbox._arrived.empty()
 
     def run_one(self, draw: random.Random) -> bool:
         """Carry out one waiting task; False when none waits."""

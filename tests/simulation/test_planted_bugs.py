@@ -14,7 +14,8 @@ from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.deletion import deleter
 from tierfall.core.scheduler.flush import flusher as flushing
 from tierfall.core.scheduler.flush.flusher import Flusher
-from tierfall.core.scheduler.ledger.ledger import CopyFailures
+from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.scheduler.ledger.entry import CopyFailures
 from tierfall.core.types.values import CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, eviction, protection
@@ -103,16 +104,10 @@ def look_for_newer_attempts_at_commits_only(patch: pytest.MonkeyPatch) -> None:
 
 def decide_per_rank(patch: pytest.MonkeyPatch) -> None:
     """Each rank works out by itself what its tiers retain, and drops it."""
-    real = Coordinator._join
-
-    def join(self: Coordinator, *arguments: Any) -> None:
-        real(self, *arguments)
-        self.dropper.plans = True
-        self.dropper.read_marks = self._dispatch
-        self.dropper.has_dropped = lambda task: None
-        self.dropper.asks_first = lambda task: False
-
-    patch.setattr(Coordinator, "_join", join)
+    patch.setattr(deleter.Deleter, "plans", True)
+    patch.setattr(Coordinator, "read_marks", Coordinator.dispatch)
+    patch.setattr(Coordinator, "read_marks_first", lambda self, task: False)
+    patch.setattr(Commits, "has_dropped", lambda self, task: None)
 
 
 def save_twice_as_often(patch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ from tierfall.core.format.records import Commit, read_commit, read_manifest
 from tierfall.core.restore.agreement import complete, whole_on
 from tierfall.core.restore.inventory import unite_copies
 from tierfall.core.runtime.run_lock import RunLock
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry, entry_of
+from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types import keys
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.text import ranks_named

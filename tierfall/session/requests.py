@@ -6,7 +6,8 @@ import time
 
 from tierfall.config.sections import OnClose
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import Command, CommandKind
 from tierfall.core.types.errors import (
     TierfallError,

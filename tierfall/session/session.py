@@ -425,8 +425,8 @@ class Session:
             set_pace=lambda tier, bytes_per_s: self.stores[tier].keep_to(bytes_per_s),
             verify_bytes_per_s=self.config.verify_bytes_per_s,
             notify=self.journal.notify,
+            leftovers=self.inheritance,
         )
-        self.coordinator.mind(self.inheritance)
         self._status = StatusWriter(self, self._folder)
         self.memory = MemoryFiles(self, self._folder)
 

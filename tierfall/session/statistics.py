@@ -16,8 +16,9 @@ from tierfall.core.format.records import Lineage, chunk_count
 from tierfall.core.image.layout import Layout
 from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.flush.throughput import TierThroughput
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.throughput import TierThroughput
 from tierfall.core.types.errors import CaptureError, ConfigError
 from tierfall.core.types.keys import check_name
 from tierfall.core.types.text import with_article

@@ -1,22 +1,24 @@
-"""Verifying: what earlier starts left on a tier is held against its digests before another copy goes because of it.
+"""Background verification: a copy of an earlier start is compared with its digests before a deletion relies on it.
 
-It is done in the background, a chunk at a time and at a bounded rate, and only where retention or room waits for it:
-the newest copy that nobody has verified comes first. With several ranks rank 0 says which, each reads what is its
-part, and a copy is verified once all have found theirs good. It belongs to the coordinator's thread and does no I/O.
+Copies are read a chunk at a time at a bounded rate, and only where retention or room depends on the result; the newest
+unverified copy comes first. With several ranks, rank 0 chooses it, each rank reads its share of the images, and the
+copy is verified once all ranks have found theirs good. Belongs to the coordinator's thread and does no I/O.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfall.core.copies.images import Image
 from tierfall.core.format.records import Manifest
 from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage
+from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import CheckChunk, OpenCheck, Outcome, Task
+from tierfall.core.scheduler.ledger.tasks import CheckChunk, OpenCheck, Outcome
 from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, NotSupportedError
 from tierfall.core.types.values import CheckpointId, CopyState
 
@@ -24,7 +26,7 @@ logger = logging.getLogger("tierfall")
 
 RETRY_S = 30.0
 ROOM_WAITS_S = 30.0
-"""For so long room waits for a copy on another tier to be read: that tier may not answer."""
+"""Seconds that an eviction waits for a copy on another tier to be read: that tier may be unresponsive."""
 _VERIFY, _HURRY, _FOUND = "verify", "verify: hurry", "verify: found"
 _VERIFIED, _READ = "verified", "restored"
 _TOPICS = frozenset({_VERIFY, _HURRY, _FOUND, _VERIFIED, _READ})
@@ -32,7 +34,7 @@ _TOPICS = frozenset({_VERIFY, _HURRY, _FOUND, _VERIFIED, _READ})
 
 @dataclass(slots=True)
 class _VerifyRequest:
-    """What rank 0 has asked all ranks to read on a tier, and since when room waits for it."""
+    """What rank 0 has requested all ranks to read on a tier, and since when an eviction waits for it."""
 
     id: CheckpointId
     number: int
@@ -41,7 +43,8 @@ class _VerifyRequest:
 
 @dataclass(slots=True)
 class _RunningCheck:
-    """One copy that is being read; ``images`` are this rank's part of it, none before their records are read."""
+    """A copy that is being read. ``images`` are this rank's share of it, empty until their records are read; ``image``
+    and ``chunk`` are the position, ``reading`` that a task is in progress."""
 
     id: CheckpointId
     number: int
@@ -54,42 +57,36 @@ class _RunningCheck:
 
 
 class BackgroundVerifier:
-    """See the module. ``waits`` says that nothing is to be read at present; ``changed`` is told of each tier of which
-    more is known now, ``is_damaged`` of each copy that is not what was written. ``bytes_per_s`` bounds what is read of
-    a tier by this rank (None: nothing does), unless room waits for it."""
+    """See the module. ``bytes_per_s`` bounds this rank's reads per tier (None: no bound); it does not apply while an
+    eviction waits for the result."""
 
     def __init__(
         self,
         *,
         ledger: Ledger,
+        deleter: Deleter,
         council: MessageTree | None,
-        is_split: Callable[[str], bool],
-        dispatch: Callable[[Task], None],
+        hooks: Hooks,
         bytes_per_s: float | None,
-        waits: Callable[[], bool],
-        changed: Callable[[str], None],
-        is_damaged: Callable[[str, CheckpointId, str], None],
     ) -> None:
         self._ledger = ledger
+        self._deleter = deleter
         self._council = council
-        self._is_split = is_split
-        self._dispatch = dispatch
+        self._hooks = hooks
         self._bytes_per_s = bytes_per_s
-        self._waits = waits
-        self._changed = changed
-        self._is_damaged = is_damaged
         self._decides = council is None or council.topology.is_root
-        self._asked: dict[str, _VerifyRequest] = {}
+        self._requested: dict[str, _VerifyRequest] = {}
         self._checks: dict[str, _RunningCheck] = {}
-        self._later: dict[tuple[str, CheckpointId], float] = {}
+        self._retry_s: dict[tuple[str, CheckpointId], float] = {}
         self._count = 0
         self._restores = 0
 
-    # What is to be verified ------------------------------------------------------------------------
+    # Choosing copies -------------------------------------------------------------------------------
 
     def verify(self, tier: str, *, hurry: bool = False) -> bool:
-        """Have read what a drop on a tier may rely on: the newest copy there that nobody has verified, or on another
-        tier that survives as much. False where there is none to read. ``hurry``: room waits for it. For rank 0."""
+        """Request verification of what a deletion on ``tier`` may rely on: the newest unverified copy, there or on
+        another tier that survives as much. Return False where there is none. ``hurry``: an eviction waits. For rank
+        0."""
         return any(self._verify_on(name, hurry) for name in self._relied_on(tier))
 
     def _relied_on(self, tier: str) -> list[str]:
@@ -98,9 +95,9 @@ class BackgroundVerifier:
         return sorted(safe, key=lambda name: name != tier)
 
     def verify_elsewhere(self, tier: str, ids: Sequence[CheckpointId]) -> bool:
-        """Have the other copies of what is to leave a tier read, where it goes because of them, in a hurry. False once
-        each has one that is verified, or none that can be read soon. For rank 0."""
-        return not self._waits() and any([self._verify_one_elsewhere(tier, id) for id in ids])
+        """Request verification, in a hurry, of the copies on other tiers of what is to be evicted. Return False once
+        each has a verified one, or none that can be read soon. For rank 0."""
+        return not self._is_paused() and any([self._verify_one_elsewhere(tier, id) for id in ids])
 
     def _verify_one_elsewhere(self, tier: str, id: CheckpointId) -> bool:
         entry = self._ledger.entries.peek(id)
@@ -113,32 +110,32 @@ class BackgroundVerifier:
         ]
         if entry.verified.intersection(others):
             return False
-        others = [name for name in others if (name, id) not in self._later]
-        return any([self._verify_on(n, True, id) and self._room_waits(n) for n in others])
+        others = [name for name in others if (name, id) not in self._retry_s]
+        return any([self._verify_on(n, True, id) and self._eviction_waits(n) for n in others])
 
-    def _room_waits(self, tier: str) -> bool:
-        until_s = self._room_waits_until_s(tier)
+    def _eviction_waits(self, tier: str) -> bool:
+        until_s = self._eviction_waits_until_s(tier)
         return until_s is not None and self._ledger.now_s < until_s
 
-    def _room_waits_until_s(self, tier: str) -> float | None:
-        asked = self._asked.get(tier)
-        if asked is None or asked.hurry_since_s is None:
+    def _eviction_waits_until_s(self, tier: str) -> float | None:
+        request = self._requested.get(tier)
+        if request is None or request.hurry_since_s is None:
             return None
-        return asked.hurry_since_s + ROOM_WAITS_S
+        return request.hurry_since_s + ROOM_WAITS_S
 
     def _verify_on(self, tier: str, hurry: bool, id: CheckpointId | None = None) -> bool:
-        asked = self._asked.get(tier)
-        if asked is None:
+        request = self._requested.get(tier)
+        if request is None:
             chosen = id or self._next(tier)
             if chosen is None:
                 return False
             self._count += 1
             since_s = self._ledger.now_s if hurry else None
-            self._asked[tier] = _VerifyRequest(chosen, self._count, since_s)
+            self._requested[tier] = _VerifyRequest(chosen, self._count, since_s)
             self._announce(_topic(_VERIFY, self._count, chosen, tier), hurry)
-        elif hurry and asked.hurry_since_s is None:
-            asked.hurry_since_s = self._ledger.now_s
-            self._announce(_topic(_HURRY, asked.number, asked.id, tier), None)
+        elif hurry and request.hurry_since_s is None:
+            request.hurry_since_s = self._ledger.now_s
+            self._announce(_topic(_HURRY, request.number, request.id, tier), None)
         return True
 
     def _announce(self, topic: Topic, body: object) -> None:
@@ -149,53 +146,63 @@ class BackgroundVerifier:
 
     def _next(self, tier: str) -> CheckpointId | None:
         found = (e.id for e in self._ledger.unverified(tier))
-        return next((id for id in found if (tier, id) not in self._later), None)
+        return next((id for id in found if (tier, id) not in self._retry_s), None)
 
     def _begin(self, number: int, id: CheckpointId, tier: str, hurry: bool) -> None:
         self._checks[tier] = _RunningCheck(id, number, hurry)
         turn, of = 0, 1
         if self._council is not None:
             topology = self._council.topology
-            ranks = topology.local_ranks if self._is_split(tier) else range(topology.world_size)
+            ranks = (
+                topology.local_ranks if self._hooks.is_split(tier) else range(topology.world_size)
+            )
             turn, of = list(ranks).index(topology.rank), len(ranks)
-        self._dispatch(OpenCheck(tier=tier, id=id, turn=turn, of=of))
+        self._hooks.dispatch(OpenCheck(tier=tier, id=id, turn=turn, of=of))
 
     def restored(self, id: CheckpointId, tiers: tuple[str, ...]) -> None:
-        """A restore of this rank has read all of its part of a checkpoint on these tiers, and found it good."""
-        self._restores += 1  # all ranks restore together
+        """A restore of this rank has read its whole share of a checkpoint on these tiers, and found it good."""
+        self._restores += 1  # all ranks restore together, so that their counts agree
         if self._council is None:
             for tier in tiers:
                 self._is_good(id, tier)
         else:
             self._council.contribute(_topic(_READ, self._restores, id, ""), list(tiers))
 
-    # Reading it ------------------------------------------------------------------------------------
+    # Reading ---------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
-        """Read on where it is time."""
-        if self._waits():
+        """Dispatch the reads that are due."""
+        if self._is_paused():
             return
-        for key in [key for key, when in self._later.items() if now_s >= when]:
-            del self._later[key]
-            self._changed(key[0])
+        for key in [key for key, when in self._retry_s.items() if now_s >= when]:
+            del self._retry_s[key]
+            self._deleter.survey_all()
         for tier, check in list(self._checks.items()):
             if not check.reading and (check.hurry or now_s >= check.not_before_s):
                 self._read_on(tier, check)
 
     def next_s(self, now_s: float) -> float | None:
-        """Say when to read on."""
-        if self._waits():
+        """Return when the next read is due."""
+        if self._is_paused():
             return None
         times = [c.not_before_s for c in self._checks.values() if not c.reading]
-        times += [s for tier in self._asked if (s := self._room_waits_until_s(tier)) is not None]
-        return min((when for when in [*times, *self._later.values()] if when > now_s), default=None)
+        times += [
+            s for tier in self._requested if (s := self._eviction_waits_until_s(tier)) is not None
+        ]
+        return min(
+            (when for when in [*times, *self._retry_s.values()] if when > now_s), default=None
+        )
+
+    def _is_paused(self) -> bool:
+        """A restore or a drain needs the bandwidth."""
+        return self._deleter.paused or self._hooks.is_draining()
 
     def _read_on(self, tier: str, check: _RunningCheck) -> None:
         while check.image < len(check.images):
             image, manifest = check.images[check.image]
             if check.chunk < manifest.chunk_count:
                 check.reading = True
-                self._dispatch(
+                self._hooks.dispatch(
                     CheckChunk(
                         tier=tier, id=check.id, image=image, manifest=manifest, index=check.chunk
                     )
@@ -204,8 +211,8 @@ class BackgroundVerifier:
             check.image, check.chunk = check.image + 1, 0
         self._on_check_read(tier, check, None)
 
-    def took(self, outcome: Outcome, now_s: float) -> None:
-        """Take what came of reading records, or a chunk."""
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Apply the outcome of reading a copy's records, or a chunk."""
         task = outcome.task
         assert isinstance(task, OpenCheck | CheckChunk)
         check = self._checks.get(task.tier)
@@ -220,10 +227,10 @@ class BackgroundVerifier:
             check.chunk += 1
             start, end = task.manifest.chunk_range(task.index)
             if self._bytes_per_s is not None:
-                check.not_before_s = now_s + (end - start) / self._bytes_per_s
+                check.not_before_s = self._ledger.now_s + (end - start) / self._bytes_per_s
 
     def _on_check_read(self, tier: str, check: _RunningCheck, error: BaseException | None) -> None:
-        """Say what this rank has found: nothing wrong, damage, or that it could not look."""
+        """Report what this rank has found: no error, damage, or that it could not read."""
         del self._checks[tier]
         damage = isinstance(error, IntegrityError | KeyNotFoundError | NotSupportedError)
         body = [None if error is None else str(error), damage]
@@ -232,22 +239,22 @@ class BackgroundVerifier:
         else:
             self._council.contribute(_topic(_FOUND, check.number, check.id, tier), body)
 
-    # What was found --------------------------------------------------------------------------------
+    # Results ---------------------------------------------------------------------------------------
 
     @staticmethod
     def is_about(news: RankMessage) -> bool:
-        """Say whether this is what hears of it."""
+        """Return whether a message is for this component."""
         return news.topic[0] in _TOPICS
 
     def hear(self, news: RankMessage) -> None:
-        """Hear what rank 0 wants verified, what all have found, or what all have read."""
+        """Handle a request of rank 0, the results of all ranks, or what all have restored."""
         what, number, id, tier = _parse(news.topic)
         match news:
             case DecisionAnnounced() if what == _VERIFY:
                 self._begin(number, id, tier, bool(news.body))
             case DecisionAnnounced() if what == _HURRY:
                 if tier in self._checks and self._checks[tier].number == number:
-                    self._checks[tier].hurry = True  # else this rank has read its part
+                    self._checks[tier].hurry = True  # else this rank has read its share
             case MessagesGathered(passed=False) if what == _FOUND:
                 self._announce_result(id, tier, news.bodies)
             case MessagesGathered(passed=False) if what == _READ:
@@ -256,10 +263,12 @@ class BackgroundVerifier:
                 self._on_result(id, tier, news.body)
 
     def _announce_result(self, id: CheckpointId, tier: str, bodies: Bodies) -> None:
-        """Tell all ranks the worst of what any has found; for rank 0."""
+        """Announce the worst result of any rank; for rank 0."""
         assert self._council is not None
-        said = [[f"rank {rank}: {text}", damage] for rank, (text, damage) in bodies.items() if text]
-        worst = max(said, key=lambda body: bool(body[1]), default=[None, False])
+        found = [
+            [f"rank {rank}: {text}", damage] for rank, (text, damage) in bodies.items() if text
+        ]
+        worst = max(found, key=lambda body: bool(body[1]), default=[None, False])
         self._council.announce(_topic(_VERIFIED, 0, id, tier), worst)
 
     def _all_restored(self, id: CheckpointId, bodies: Bodies) -> None:
@@ -269,21 +278,21 @@ class BackgroundVerifier:
 
     def _on_result(self, id: CheckpointId, tier: str, body: Sequence[object]) -> None:
         text, damage = body
-        if tier in self._asked and self._asked[tier].id == id:
-            del self._asked[tier]
+        if tier in self._requested and self._requested[tier].id == id:
+            del self._requested[tier]
         entry = self._ledger.entries.get(id)
         if entry is None or entry.state(tier) is not CopyState.COMMITTED:
-            return  # it went meanwhile
+            return  # it was deleted meanwhile
         if text is None:
             self._is_good(id, tier)
         elif damage:
             if self._decides:
-                self._is_damaged(tier, id, str(text))
+                self._hooks.found_damage(tier, id, str(text))
         else:
-            logger.warning("%s: %s could not be verified, it is tried again: %s", tier, id, text)
-            self._later[tier, id] = self._ledger.now_s + RETRY_S
+            logger.warning("%s: %s could not be verified, it is retried: %s", tier, id, text)
+            self._retry_s[tier, id] = self._ledger.now_s + RETRY_S
             return
-        self._changed(tier)
+        self._deleter.survey_all()
 
     def _is_good(self, id: CheckpointId, tier: str) -> None:
         entry = self._ledger.entries.get(id)

@@ -1,81 +1,162 @@
-"""Room in host memory: saves that ask for a region, images that leave so that one can be had.
+"""Room in host memory: saves that request a region, and the images that are evicted or superseded for them.
 
-A save waits until its deadline, no longer, or not at all; what may leave is the policies' to say. No I/O: a region is
-handed out, or there is none.
+A save waits until its deadline at most, or not at all; the policies decide what may be evicted. No I/O.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Protocol
 
 from tierfall.core.capture.events import CaptureAdvanced
 from tierfall.core.capture.snapshot import HostMemory, HostRegion
-from tierfall.core.scheduler.flush.superseding import Superseder
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
-from tierfall.core.scheduler.ledger.notes import EventEmitter
+from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.flush.backlog import Backlog
+from tierfall.core.scheduler.flush.flusher import Flusher
+from tierfall.core.scheduler.flush.lane import FlushLane
+from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, CopyRun, Event, Outcome
 from tierfall.core.types.errors import CapacityError, FlushError
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CopyState, SaveOutcome, WhenFull
-from tierfall.core.types.view import Decision, Eviction, View
+from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, WhenFull
+from tierfall.core.types.view import Decision, Verdict
 
 logger = logging.getLogger("tierfall")
 
 
-class PlanEviction(Protocol):
-    def __call__(
-        self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
-    ) -> Eviction: ...
+class Superseder:
+    """Gives up a snapshot that is not flushed yet, where memory is full, for a newer save; the policy says which.
+
+    The order survives a crash: first the image is unsealed, by one store, so that no later start uses it; then the
+    handle reports it; its region is freed once no task reads it. What a lane copies is never given up, so no copy has
+    to be aborted. ``superseded`` counts the snapshots given up; ``kept`` says of the others why they were kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        lanes: Mapping[str, FlushLane],
+        deleter: Deleter,
+        policies: Policies,
+        hooks: Hooks,
+        emitter: EventEmitter,
+    ) -> None:
+        self._ledger = ledger
+        self._lanes = lanes
+        self._deleter = deleter
+        self._policies = policies
+        self._hooks = hooks
+        self._emitter = emitter
+        self.superseded = 0
+        self.kept: tuple[str, ...] = ()
+
+    def make_room(
+        self, saved: CheckpointId, would_fit: Callable[[Collection[HostRegion]], bool]
+    ) -> bool:
+        """Give up one snapshot for ``saved``; return False where none may be, with the reasons in ``kept``.
+
+        ``would_fit`` returns whether ``saved`` would fit if the given regions were free.
+        """
+        view = self._ledger.view(settling=self._settling(), restoring=self._deleter.paused)
+        host = self._ledger.host
+        entries = self._ledger.entries
+        decisions = self._policies.plan_superseding(
+            view,
+            host,
+            fits=lambda gone: would_fit([r for id in gone if (r := entries[id].region)]),
+        )
+        self.kept = tuple(f"{d.checkpoint}: {d.reason}" for d in decisions)
+        for decision in decisions:
+            if decision.verdict is Verdict.DROP:
+                self._give_up(entries[decision.checkpoint], decision.reason, saved)
+                return True
+        return False
+
+    def _settling(self) -> set[CheckpointId]:
+        """Return what must be kept: what a lane copies, what may be committed already, what a command is about, and
+        images of other ranks, which are no snapshots of this process.
+
+        A tier that is slower than the saves receives whole copies only because their sources are kept.
+        """
+        uncertain = {e.id for e in self._ledger.open() if e.in_doubt}
+        copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
+        copied |= {e.id for e in self._ledger.open() if e.landed or e.parts is not None}
+        return uncertain | copied | self._deleter.reserved | self._deleter.awaited
+
+    def _give_up(self, entry: LedgerEntry, reason: str, saved: CheckpointId) -> None:
+        host = self._ledger.host
+        assert entry.region is not None
+        error = CapacityError(
+            f"save of step {entry.id.step} is superseded by step {saved.step}: tier {host} had no room for both "
+            f"(when_full), and of what lies there {reason}. It was still owed to "
+            f"{', '.join(sorted(entry.owed))}, and nothing of it is kept. Raise the tier's capacity, save less often, "
+            "or flush less"
+        )
+        self.superseded += 1
+        self._emitter.save_ended(entry.id, SaveOutcome.SUPERSEDED, error)
+        if entry.region.sealed:
+            entry.region.unseal()
+        entry.owed.clear()
+        entry.set_state(host, CopyState.LEAVING)
+        if entry.handle is not None:
+            entry.handle.tell_given_up(SaveOutcome.SUPERSEDED, error)
+        logger.warning("%s", error)
+        self._hooks.group.lost(entry.id, error, SaveOutcome.SUPERSEDED)
 
 
 class Admissions:
-    """Saves that wait for a region, first come, first served. ``last_resort`` lets go of memory that no policy knows
-    of, and says whether there was any; ``answered`` hears when a save goes on."""
+    """Saves that wait for a region, first come, first served."""
 
     def __init__(
         self,
         *,
         ledger: Ledger,
         host: HostMemory,
-        plan_eviction: PlanEviction,
-        give_up_copy: Callable[[LedgerEntry, str, BaseException], None],
+        policies: Policies,
+        flusher: Flusher,
         superseder: Superseder,
+        backlog: Backlog,
+        hooks: Hooks,
+        emitter: EventEmitter,
         when_full: WhenFull,
         max_wait_s: float,
     ) -> None:
         self._ledger = ledger
         self._host = host
-        self._plan_eviction = plan_eviction
-        self._give_up_copy = give_up_copy
+        self._policies = policies
+        self._flusher = flusher
         self._superseder = superseder
+        self._backlog = backlog
+        self._hooks = hooks
+        self._emitter = emitter
         self._when_full = when_full
         self._max_wait_s = max_wait_s
         self._bounds_s = {r.name: r.max_wait_s for r in ledger.rules if r.max_wait_s is not None}
-        self._gives_up = when_full is WhenFull.SUPERSEDE or any(
+        self._may_supersede = when_full is WhenFull.SUPERSEDE or any(
             r.when_full in (WhenFull.SKIP, WhenFull.SUPERSEDE)
             for r in ledger.rules
             if r.name != ledger.host
         )
-        self.last_resort: Callable[[], bool] = lambda: False
-        self.answered: Callable[[float], None] = lambda now_s: None
-        self.notes = EventEmitter()
         self._waiting: deque[AdmissionRequest] = deque()
-        self._found_no_room = False
+        self._is_short = False
         self._refused: AdmissionRequest | None = None
-        self._copies_go_on = False
-        self._said: set[str] = set()
+        self._only_progress = False
+        self._logged: set[str] = set()
 
-    def ask(self, request: AdmissionRequest) -> None:
+    def enqueue(self, request: AdmissionRequest) -> None:
         self._waiting.append(request)
 
-    def note(self, took: Collection[Event]) -> None:
-        """Know what this step has heard. Where copies only go on, nothing may leave memory that could not before, and
-        the plans for a save that waits, which look at every checkpoint, are not worked out again."""
-        self._copies_go_on = bool(took) and all(self._is_progress(event) for event in took)
+    def observe(self, events: Collection[Event]) -> None:
+        """Note the events of this step. If copies only made progress, no image became evictable, and the plans for a
+        waiting save, which are linear in the number of checkpoints, are not made again."""
+        self._only_progress = bool(events) and all(self._is_progress(event) for event in events)
 
     def _is_progress(self, event: Event) -> bool:
         match event:
@@ -90,11 +171,11 @@ class Admissions:
         return bool(self._waiting)
 
     def is_short(self) -> bool:
-        """Say whether the last save that was tried found no room: it waits, or the next one will want it too."""
-        return self._found_no_room
+        """Return whether the last save that requested a region found no room."""
+        return self._is_short
 
     def answer_all(self, error: BaseException) -> None:
-        """No region is handed out any more."""
+        """Refuse all waiting saves."""
         while self._waiting:
             self._waiting.popleft().answer(None, error)
 
@@ -102,7 +183,7 @@ class Admissions:
         return [self._deadline_s(request) for request in self._waiting]
 
     def _deadline_s(self, request: AdmissionRequest) -> float:
-        """How long a save waits: for as long as any tier that memory is held for may be waited for."""
+        """Return when a save stops waiting: after the longest ``max_wait`` of the tiers whose copies occupy memory."""
         if not self._bounds_s:
             return request.deadline_s
         behind = {tier for e in self._ledger.open() if e.region is not None for tier in e.owed}
@@ -112,8 +193,8 @@ class Admissions:
         )
         return request.deadline_s - self._max_wait_s + bound_s
 
-    def admit(self, now_s: float, refusal: BaseException | None) -> None:
-        """Answer every request that has room now, or has waited long enough; ``refusal`` answers them all."""
+    def try_admit(self, now_s: float, refusal: BaseException | None) -> None:
+        """Answer each request that has room now or has waited long enough; with ``refusal``, refuse all."""
         self._release_given_up()
         while self._waiting:
             request = self._waiting[0]
@@ -126,21 +207,22 @@ class Admissions:
                 waits = self._when_full is not WhenFull.SKIP and now_s < self._deadline_s(request)
                 region = self._allocate(
                     request,
-                    may_plan=not (waits and self._copies_go_on and request is self._refused),
+                    may_plan=not (waits and self._only_progress and request is self._refused),
                 )
-                self._found_no_room = region is None
+                self._is_short = region is None
                 if region is None and waits:
                     self._refused = request
                     return
                 if region is None:
                     error = self._no_room(request)
-                    self.notes.save_ended(request.id, SaveOutcome.SKIPPED, error)
+                    self._emitter.save_ended(request.id, SaveOutcome.SKIPPED, error)
             self._waiting.popleft()
             request.answer(region, error)
-            self.answered(now_s)
+            self._backlog.on_save_admitted(now_s)
 
     def _allocate(self, request: AdmissionRequest, *, may_plan: bool) -> HostRegion | None:
-        """Take a region, making room image by image: free bytes may lie in pieces, so it is the try that tells."""
+        """Allocate a region; evict images one by one until it fits: free memory may be fragmented, so only an attempt
+        shows."""
         while True:
             region = self._host.allocate(
                 image_bytes=request.image_bytes, records_bytes=request.records_bytes
@@ -149,9 +231,9 @@ class Admissions:
                 return region
 
     def _make_room(self, request: AdmissionRequest) -> bool:
-        """Let one image leave memory, or begin to; False where none may."""
+        """Evict or supersede one image; return False where none may be."""
         free = self._host.free_bytes
-        plan = self._plan_eviction(
+        plan = self._policies.plan_eviction(
             self._ledger.view(),
             self._ledger.host,
             need_bytes=max(request.image_bytes + request.records_bytes, free + 1),
@@ -160,9 +242,9 @@ class Admissions:
         if plan.drops:
             self._evict(plan.drops[0])
             return True
-        if self.last_resort():
+        if self._hooks.evict_leftovers():
             return True
-        if not self._gives_up:
+        if not self._may_supersede:
             return False
         would_fit = partial(
             self._would_fit, image_bytes=request.image_bytes, records_bytes=request.records_bytes
@@ -180,8 +262,7 @@ class Admissions:
         )
 
     def _no_room(self, request: AdmissionRequest) -> CapacityError:
-        """Say that a save is skipped, and why: always to whoever saves, and in the log, but for ``skip``, where each
-        cause is said once."""
+        """Return the error of a skipped save, and log it; with ``skip``, once per set of tiers that are behind."""
         waiting = sorted({name for e in self._ledger.open() for name in e.owed})
         behind = f"; copies are still owed to {', '.join(waiting)}" if waiting else ""
         kept = ""
@@ -190,7 +271,7 @@ class Admissions:
         else:
             waited_s = self._deadline_s(request) - request.deadline_s + self._max_wait_s
             waited = f"none became free within max_wait ({waited_s:g} s)"
-        if self._gives_up and self._superseder.kept:
+        if self._may_supersede and self._superseder.kept:
             kept = f" (nothing was given up for it: {'; '.join(self._superseder.kept)})"
         error = CapacityError(
             f"save of step {request.id.step}: tier {self._ledger.host} has room for "
@@ -198,30 +279,30 @@ class Admissions:
             f"{format_size(request.image_bytes)}, and {waited}{behind}{kept}: this save is skipped. "
             "Raise the tier's capacity, save less often, or flush less"
         )
-        said_before = self._when_full is WhenFull.SKIP and behind in self._said
-        self._said.add(behind)
-        logger.log(logging.DEBUG if said_before else logging.WARNING, "%s", error)
+        is_repeated = self._when_full is WhenFull.SKIP and behind in self._logged
+        self._logged.add(behind)
+        logger.log(logging.DEBUG if is_repeated else logging.WARNING, "%s", error)
         return error
 
     def _evict(self, decision: Decision) -> None:
         entry = self._ledger.entries[decision.checkpoint]
-        logger.info("%s: %s is dropped: %s", decision.tier, entry.id, decision.reason)
+        logger.info("%s: %s is deleted: %s", decision.tier, entry.id, decision.reason)
         if not any(state is CopyState.COMMITTED for state in entry.states.values()):
             for name in tuple(entry.owed):
                 error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")
-                self._give_up_copy(entry, name, error)
+                self._flusher.give_up_for_all(entry, name, error)
         self.free(entry, decision.reason)
 
     def free(self, entry: LedgerEntry, reason: str = "deleted by a person") -> None:
-        """Give an image's region back."""
-        self.notes.evicted(self._ledger.host, entry, reason)
+        """Free the regions of a checkpoint's images."""
+        self._emitter.evicted(self._ledger.host, entry, reason)
         entry.free()
         entry.final_chunks = 0
         entry.note_gone(self._ledger.host)
         self._ledger.forget_if_gone(entry)
 
     def _release_given_up(self) -> None:
-        """Free the regions of images that failed or were superseded, once no worker reads them."""
+        """Free the regions of failed and superseded images that no worker reads any more."""
         host = self._ledger.host
         for entry in self._ledger.open():
             if entry.state(host) is CopyState.LEAVING and not entry.leases.get(host):

@@ -1,127 +1,120 @@
-"""Draining: towards a deadline, each tier takes first what can still arrive, and does not begin what cannot.
+"""Drains: until a deadline, each tier receives first the copies that can still arrive, and none that cannot.
 
-The plan is a policy's, made afresh as copies come and rates turn out; what is decided here is only how it is carried
-out: in which order lanes take their copies, and which copy that was begun gives way. With other ranks, rank 0 plans for
-all by its own images and rates, and what was begun is finished: the others may be further. It belongs to the
-coordinator's thread, reads no clock and does no I/O.
+A policy makes the plan, again as copies arrive and rates change. This module applies it: it orders the lanes' copies
+and aborts those that the plan preempts. With several ranks, rank 0 plans for all by its own images and rates, and no
+copy is preempted, as other ranks may have finished theirs. Belongs to the coordinator's thread, reads no clock and does
+no I/O.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from tierfall.core.scheduler.flush.lane import FlushLane
-from tierfall.core.scheduler.flush.throughput import TierThroughput
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
-from tierfall.core.scheduler.ledger.one_rank import OneRank
+from tierfall.core.scheduler.flush.throttle import Throttle
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, CopyView, DrainDecision, View
 
 logger = logging.getLogger("tierfall")
 AGAIN_S = 0.5
-"""How long a plan holds, in seconds: rates change, and time passes."""
-
-
-class PlanDrain(Protocol):
-    def __call__(
-        self, view: View, *, bytes_per_s: Mapping[str, float | None], left_s: float
-    ) -> tuple[DrainDecision, ...]: ...
+"""Seconds after which a plan is made anew."""
 
 
 class PreemptedError(FlushError):
-    """A copy was taken back for one that can still arrive before the deadline; it is owed as before."""
+    """A copy was aborted in favour of one that can still arrive before the deadline. It is still owed."""
 
 
 class DrainSchedule:
-    """See the module. Several may ask for a drain at once: the earliest deadline counts. ``others`` are the other
-    ranks; ``share_of`` says at which share of its rate a tier was written, as it yields to training: a drain does
-    not, on any rank."""
+    """See the module. With several drains at once the earliest deadline counts. A drain is not throttled."""
 
     def __init__(
         self,
         *,
         ledger: Ledger,
         lanes: Mapping[str, FlushLane],
-        rates: TierThroughput,
-        plan_drain: PlanDrain,
+        throttle: Throttle,
+        policies: Policies,
+        hooks: Hooks,
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
-        self._rates = rates
-        self._plan_drain = plan_drain
-        self.others = OneRank(ledger)
+        self._throttle = throttle
+        self._policies = policies
+        self._hooks = hooks
         self.plan: tuple[DrainDecision, ...] = ()
         self._until_s: dict[object, float] = {}
-        self._hurried_s: dict[object, float] = {}
+        self._unplanned_s: dict[object, float] = {}
         self._planned_at_s = 0.0
-        self.share_of: Callable[[str], float] = lambda tier: 1.0
         self._shares: dict[str, float] = {}
 
     @property
     def active(self) -> bool:
-        """Say whether lanes go by a drain's plan."""
+        """Return whether lanes follow a drain's plan."""
         return bool(self._until_s)
 
     @property
-    def hurries(self) -> bool:
-        """Say whether there is a deadline, whoever plans for it."""
-        return bool(self._until_s or self._hurried_s)
+    def has_deadline(self) -> bool:
+        """Return whether there is a deadline, on this rank or on rank 0."""
+        return bool(self._until_s or self._unplanned_s)
 
     def hurry(self, asker: object, until_s: float) -> None:
-        """Know of a deadline that rank 0 plans for, until ``asker`` ends it, or it has passed."""
-        self._hurried_s[asker] = until_s
+        """Note a deadline that rank 0 plans for, until ``asker`` ends it or it has passed."""
+        self._unplanned_s[asker] = until_s
 
     def begin(self, asker: object, until_s: float, now_s: float) -> tuple[DrainDecision, ...]:
-        """Work towards a deadline until ``asker`` ends it, or it has passed; return what is to be expected.
+        """Work towards a deadline until ``asker`` ends it or it has passed; return the outlook of each copy.
 
-        A rank that does not decide only hurries: it yields to nobody meanwhile, and nothing is known there.
+        A rank that does not decide only stops throttling, and returns no outlook.
         """
-        if not self.others.decides:
+        if not self._hooks.group.decides:
             self.hurry(asker, until_s)
             return ()
         if not self.active:
-            self._shares = {tier: self.share_of(tier) for tier in self._lanes}
+            self._shares = {tier: self._throttle.shares.get(tier, 1.0) for tier in self._lanes}
         self._until_s[asker] = until_s
         self._make_plan(now_s)
         return self.plan
 
     def end(self, asker: object) -> None:
-        """Go on as before, unless somebody else drains."""
+        """End a drain; the plan ends with the last one."""
         self._until_s.pop(asker, None)
-        self._hurried_s.pop(asker, None)
+        self._unplanned_s.pop(asker, None)
         if not self._until_s:
             self.plan = ()
 
     def tick(self, now_s: float) -> None:
-        """Plan again where the last plan is old or misses something, and let copies give way by it."""
-        known = (*self._until_s.items(), *self._hurried_s.items())
+        """End drains whose deadline has passed; renew a plan that is old or incomplete."""
+        known = (*self._until_s.items(), *self._unplanned_s.items())
         for asker in [asker for asker, until_s in known if until_s <= now_s]:
             self.end(asker)
         if self.active and (now_s >= self._planned_at_s + AGAIN_S or self._is_outdated()):
             self._make_plan(now_s)
 
     def next_s(self) -> float | None:
-        """Say when to plan again at the latest: as long as something is owed."""
+        """Return when to plan again at the latest; None where no copy is owed."""
         if not self.active or not self.plan:
             return None
         return min(self._planned_at_s + AGAIN_S, *self._until_s.values())
 
-    def turns(self, tier: str, waiting: Iterable[LedgerEntry]) -> list[LedgerEntry]:
-        """Put what a tier is owed in the order of the plan, without what is not to begin; what the plan does not speak
-        of comes last."""
+    def in_order(self, tier: str, waiting: Iterable[LedgerEntry]) -> list[LedgerEntry]:
+        """Return what a tier is owed in the order of the plan, without copies that the plan holds back. Copies that the
+        plan does not contain come last."""
         places = {d.checkpoint: place for place, d in enumerate(self.plan) if d.tier == tier}
-        held = {d.checkpoint for d in self.plan if d.tier == tier and not d.goes}
+        held_back = {d.checkpoint for d in self.plan if d.tier == tier and not d.goes}
         return sorted(
-            (entry for entry in waiting if entry.id not in held),
+            (entry for entry in waiting if entry.id not in held_back),
             key=lambda entry: places.get(entry.id, len(self.plan)),
         )
 
     def is_held_back(self, id: CheckpointId, tier: str) -> bool:
-        """Say whether a copy is owed, and not to be begun before the deadline."""
+        """Return whether a copy is owed, but must not begin before the deadline."""
         return any(
             d.checkpoint == id and d.tier == tier and not d.goes and not d.gives_way
             for d in self.plan
@@ -131,33 +124,33 @@ class DrainSchedule:
 
     def _make_plan(self, now_s: float) -> None:
         self._planned_at_s = now_s
-        self.plan = self._plan_drain(
+        self.plan = self._policies.plan_drain(
             self._view(),
             bytes_per_s={tier: self._bytes_per_s(tier) for tier in self._lanes},
             left_s=min(self._until_s.values()) - now_s,
         )
         for decision in self.plan:
-            if decision.gives_way and not self.others.land_only:
+            if decision.gives_way and not self._hooks.group.land_only:
                 self._preempt(decision)
 
     def _bytes_per_s(self, tier: str) -> float | None:
-        """How fast copies will come: as they did, but for what the tier was held back by until now."""
-        delivered = self._rates.delivered_bytes_per_s(tier)
-        possible = self._rates.write_bytes_per_s(tier)
+        """Return the expected write rate: the measured one, without the throttle that applied before the drain."""
+        delivered = self._ledger.rates.delivered_bytes_per_s(tier)
+        possible = self._ledger.rates.write_bytes_per_s(tier)
         if delivered is None or possible is None:
             return delivered
         share = self._shares.get(tier, 1.0)
         return delivered if share == 1.0 else min(possible, delivered / share)
 
     def _is_outdated(self) -> bool:
-        """Say whether a copy has come, or another is owed, since the plan was made."""
+        """Return whether a copy was committed, or another is owed, since the plan was made."""
         known = {(d.checkpoint, d.tier) for d in self.plan}
         owed = {(e.id, tier) for e in self._ledger.open() for tier in e.owed}
-        left = self._ledger.abandoned() if owed - known else frozenset()
-        return bool(known - owed) or any(id not in left for id, _ in owed - known)
+        abandoned = self._ledger.abandoned() if owed - known else frozenset()
+        return bool(known - owed) or any(id not in abandoned for id, _ in owed - known)
 
     def _view(self) -> View:
-        """The ledger's view, with what has arrived of each copy."""
+        """Return the ledger's view with the bytes that have arrived of each copy."""
         view = self._ledger.view()
         return replace(view, checkpoints=tuple(self._with_arrived(one) for one in view.checkpoints))
 
@@ -184,5 +177,5 @@ class DrainSchedule:
         lane, id = self._lanes[decision.tier], decision.checkpoint
         if lane.is_at(id) and not lane.is_ending(id):
             lane.give_up(
-                PreemptedError(f"flush of {id} to {decision.tier} gives way: {decision.reason}")
+                PreemptedError(f"flush of {id} to {decision.tier} is preempted: {decision.reason}")
             )

@@ -1,9 +1,8 @@
-"""A lane: the copies on their way to one stored tier, one at a time and in order, chunk by chunk.
+"""A lane: the copies to one stored tier, one at a time and in order, chunk by chunk.
 
-It is a state machine that the coordinator drives; it does no I/O, reads no clock, and says what is to be done as tasks.
-A chunk is dispatched as soon as its bytes are final somewhere (the watermark, or a whole copy), from where ``sources``
-says; each chunk holds a lease on its source for just as long as it is read, so that a copy may change its source
-between two chunks.
+It is a state machine that the coordinator drives. It does no I/O and reads no clock: it dispatches tasks. A chunk is
+dispatched as soon as its bytes are final in some source (below the watermark, or in a whole copy). A task holds a lease
+on its source only while it reads, so that a copy may change its source between two chunks.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tierfall.core.format.records import Commit, Geometry, Manifest, Mark, geometry
-from tierfall.core.scheduler.flush.copy_progress import Phase, Transfer
-from tierfall.core.scheduler.flush.sources import CopySources
-from tierfall.core.scheduler.ledger.ledger import LedgerEntry
+from tierfall.core.scheduler.flush.transfer import CopySources, Phase, Transfer
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
     CopyRun,
@@ -37,11 +36,11 @@ LONGEST_RETRY_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLimits:
-    """What may be on its way to one tier at once.
+    """What may be in progress to one tier at once.
 
-    ``parallel`` runs of chunks; ``budget_bytes`` in buffers of reads from stored tiers. ``window``: runs go in order,
-    and one may be that far ahead of the oldest that is not done (0: in any order). ``run_bytes_min``: how long a run is
-    at least, where it becomes a part of an object (0: a chunk each).
+    ``parallel`` chunk ranges; ``budget_bytes`` of buffers for reads from stored tiers. ``window``: ranges are copied in
+    order, at most so many ahead of the oldest unfinished one (0: in any order). ``run_bytes_min``: the least length of
+    a range where each becomes a part of a multipart upload (0: one chunk each).
     """
 
     parallel: int
@@ -50,15 +49,16 @@ class LaneLimits:
     run_bytes_min: int = 0
 
     def runs(self, cut: Geometry) -> tuple[tuple[int, int], ...]:
-        """Put the chunks of an image together: first chunk of each run, and the one after its last."""
+        """Divide the chunks of an image into ranges: first chunk, and chunk after the last."""
         least = self.run_bytes_min
         return cut.runs(part_bytes(cut.image_bytes, least) if least else 0)
 
 
 class FlushLane:
-    """What is under way to one stored tier. With ``spare_memory``, host memory is read only where nothing else is;
-    with ``land_only``, copies end before their commit, which is somebody else's to do. ``arrivals`` counts the copies
-    that the tier took; ``failed`` names those that could not be brought since the last of them."""
+    """The state of copies to one stored tier. With ``spare_memory``, host memory is read only if no tier has the bytes.
+    ``arrivals`` counts the copies that the tier has received; ``failed`` are the checkpoints whose copy failed since
+    the last of them; ``edge_bytes`` counts bytes by source; ``stalled`` is the error of the last outcome, if the copy
+    can continue."""
 
     def __init__(
         self,
@@ -67,22 +67,20 @@ class FlushLane:
         limits: LaneLimits,
         order: Sequence[str],
         host: str,
-        submit: Callable[[Task], None],
+        hooks: Hooks,
     ) -> None:
         """``order`` are all tiers, fastest first."""
         self.tier = tier
         self._limits = limits
         self._sources = CopySources(tier, order=order, host=host)
-        self._submit = submit
+        self._hooks = hooks
         self.active: Transfer | None = None
         self.tries = 0
         self.failing_since_s: float | None = None
         self.not_before_s = 0.0
         self.full = False
         self.spare_memory = False
-        self.land_only = False
         self.stalled: BaseException | None = None
-        self.found_damage: Callable[[str, CheckpointId, str], None] = _ignore_bad_source
         self.edge_bytes: dict[str, int] = {}
         self.arrivals = 0
         self.failed: set[CheckpointId] = set()
@@ -90,7 +88,7 @@ class FlushLane:
     # Driving ---------------------------------------------------------------------------------------
 
     def begin(self, entry: LedgerEntry, *, leftover: bool) -> None:
-        """Start the copy of ``entry``; the caller has made room for it. ``leftover``: an earlier try left something."""
+        """Start a copy, for which there is room. ``leftover``: a failed attempt left files of it."""
         self.active = Transfer(entry=entry)
         entry.set_state(self.tier, CopyState.ARRIVING)
         source = self._source(entry)
@@ -122,30 +120,30 @@ class FlushLane:
         *,
         name_latest: Callable[[], bool],
         older_owed: Callable[[], tuple[CheckpointId, ...]],
-        beside: Sequence[CopyRun],
+        other_reads: Sequence[CopyRun],
     ) -> None:
-        """Dispatch what can be done now; ``beside`` is what other lanes are reading, ``older_owed`` what the commit
-        record is to say of older ones."""
+        """Dispatch what can begin now. ``other_reads`` are reads of other lanes in progress; ``marks``, ``name_latest``
+        and ``older_owed`` are for the commit."""
         transfer = self.active
         if transfer is None:
             return
         ready = now_s >= self.not_before_s
         if transfer.phase is Phase.COPYING and ready:
-            self._dispatch_runs(transfer, beside)
+            self._dispatch_runs(transfer, other_reads)
         if transfer.phase is Phase.COPYING and ready and self._all_copied(transfer):
             self._finish(transfer, marks, name_latest(), older_owed())
         if transfer.error is not None and transfer.phase is not Phase.ABORTING:
             self._stop(transfer)
 
     def reading(self) -> Sequence[CopyRun]:
-        """What is just brought from a stored tier, the latest first."""
+        """Return the reads from stored tiers in progress, latest first."""
         return () if self.active is None else tuple(reversed(self.active.reading.values()))
 
     def is_at(self, id: CheckpointId) -> bool:
         return self.active is not None and self.active.entry.id == id
 
     def is_ending(self, id: CheckpointId) -> bool:
-        """Say whether the end of this checkpoint's copy was begun: it may be committed already, whatever comes now."""
+        """Return whether publishing this checkpoint's copy was begun: it may be committed already."""
         active = self.active
         if active is None or active.entry.id != id:
             return False
@@ -157,7 +155,7 @@ class FlushLane:
             self.active.error = error
 
     def aborted(self) -> Transfer | None:
-        """Return the active transfer if it has ended in an error and no worker is on it, and let go of it."""
+        """Return the active transfer once it has failed and no task of it is in progress; the lane is then free."""
         transfer = self.active
         if transfer is None or transfer.phase is not Phase.ABORTING or transfer.in_flight:
             return None
@@ -170,9 +168,9 @@ class FlushLane:
 
     # Outcomes --------------------------------------------------------------------------------------
 
-    def take(self, outcome: Outcome) -> Commit | Uploaded | None:
-        """Take a worker's outcome; returns the tier's commit record when the copy has just been committed, or what has
-        landed when that is all."""
+    def on_outcome(self, outcome: Outcome) -> Commit | Uploaded | None:
+        """Apply a task's outcome. Returns the commit record if the copy is committed now, or the uploaded files where
+        the commit is left to the group; else None."""
         transfer = self.active
         if transfer is None or transfer.entry.id != outcome.task.id:  # type: ignore[union-attr]
             raise AssertionError(f"lane {self.tier}: an outcome of a copy that is not active")
@@ -201,7 +199,7 @@ class FlushLane:
     def _not_finished(self, transfer: Transfer, error: BaseException) -> None:
         transfer.published = True
         if getattr(error, "retryable", False):
-            transfer.phase = Phase.COPYING  # all is copied: it is finished again
+            transfer.phase = Phase.COPYING  # all chunks are there: only publishing is retried
             self.stalled = error
         else:
             transfer.error = error
@@ -211,11 +209,11 @@ class FlushLane:
             transfer.error = outcome.error
             transfer.source_is_silent = _is_silent_source(outcome)
             if outcome.side is Side.SOURCE:
-                self._blame(transfer, task.source, outcome.error)
+                self._exclude_source(transfer, task.source, outcome.error)
             return
         transfer.writer, manifest = outcome.value
         entry = transfer.entry
-        entry.in_doubt.discard(self.tier)  # the worker looked: it is not committed there
+        entry.in_doubt.discard(self.tier)  # the task has checked that it is not committed there
         if manifest is not None:
             entry.manifest = manifest
             entry.geometry = geometry(manifest)
@@ -236,23 +234,27 @@ class FlushLane:
             transfer.outstanding.discard(task.number)
             source = task.source.tier
             self.edge_bytes[source] = self.edge_bytes.get(source, 0) + task.end - task.start
-        elif outcome.side is Side.SOURCE and self._blame(transfer, task.source, outcome.error):
+        elif outcome.side is Side.SOURCE and self._exclude_source(
+            transfer, task.source, outcome.error
+        ):
             insort(transfer.waiting, task.number)
         elif outcome.side is not Side.SOURCE and getattr(outcome.error, "retryable", False):
-            # what has arrived stays, and it goes on from there
+            # written chunks are kept, and the copy continues from there
             insort(transfer.waiting, task.number)
             self.stalled = outcome.error
         else:
             transfer.error = outcome.error
             transfer.source_is_silent = _is_silent_source(outcome)
 
-    def _blame(self, transfer: Transfer, source: CopySource | None, error: BaseException) -> bool:
-        """Strike a source whose bytes are wrong, not one that only does not answer; say whether another is left."""
+    def _exclude_source(
+        self, transfer: Transfer, source: CopySource | None, error: BaseException
+    ) -> bool:
+        """Exclude a source that returned wrong bytes, not one that did not respond; return whether another is left."""
         if source is None or getattr(error, "retryable", False):
             return False
-        self._sources.strike(transfer.entry.id, source.tier)
+        self._sources.exclude(transfer.entry.id, source.tier)
         if isinstance(error, IntegrityError) and source.region is None:
-            self.found_damage(source.tier, transfer.entry.id, str(error))
+            self._hooks.found_damage(source.tier, transfer.entry.id, str(error))
         return self._source(transfer.entry) is not None
 
     # Dispatching -----------------------------------------------------------------------------------
@@ -260,11 +262,11 @@ class FlushLane:
     def _dispatch(self, task: Task) -> None:
         assert self.active is not None
         self.active.in_flight += 1
-        self._submit(task)
+        self._hooks.dispatch(task)
 
-    def _dispatch_runs(self, transfer: Transfer, beside: Sequence[CopyRun]) -> None:
+    def _dispatch_runs(self, transfer: Transfer, other_reads: Sequence[CopyRun]) -> None:
         while transfer.in_flight < self._limits.parallel and transfer.error is None:
-            number = self._next_run(transfer, beside)
+            number = self._next_run(transfer, other_reads)
             if number is None or self._is_far_ahead(transfer, number):
                 return
             source = self._source(transfer.entry, chunk=transfer.runs[number][1] - 1)
@@ -278,11 +280,11 @@ class FlushLane:
             if not self._dispatch_run(transfer, number, source):
                 return
 
-    def _next_run(self, transfer: Transfer, beside: Sequence[CopyRun]) -> int | None:
-        """Choose what another lane is just reading from the same place, so that it is read once; else the first."""
+    def _next_run(self, transfer: Transfer, other_reads: Sequence[CopyRun]) -> int | None:
+        """Prefer a range that another lane reads now from the same source, so that it is read once; else the first."""
         if not self._limits.window:
             source = self._source(transfer.entry)
-            for run in beside:
+            for run in other_reads:
                 if (run.id, run.source) == (transfer.entry.id, source):
                     number = transfer.waiting_within(run)
                     if number is not None:
@@ -294,7 +296,7 @@ class FlushLane:
         return bool(window) and number - oldest >= window
 
     def _dispatch_run(self, transfer: Transfer, number: int, source: CopySource) -> bool:
-        """Hand a run to a worker; False where its bytes are too many for now."""
+        """Dispatch a range; return False where that would exceed the buffer budget."""
         entry, (first, stop) = transfer.entry, transfer.runs[number]
         assert entry.geometry is not None
         assert transfer.writer is not None
@@ -326,7 +328,7 @@ class FlushLane:
         return True
 
     def _manifest(self, entry: LedgerEntry, source: CopySource) -> Manifest | None:
-        """What to read and check a run by: not needed for what this process has just captured and hashed itself."""
+        """Return the manifest to check a range by; None for an image that this process captured and hashed."""
         if source.region is not None and not entry.adopted:
             return None
         assert entry.manifest is not None
@@ -368,7 +370,7 @@ class FlushLane:
                 commit=replace(entry.commit, owed=older_owed),
                 marks=tuple(marks),
                 name_latest=name_latest,
-                land_only=self.land_only,
+                land_only=self._hooks.group.land_only,
                 repairs=self.tier in entry.damage,
             )
         )
@@ -380,7 +382,7 @@ class FlushLane:
     # Failing ---------------------------------------------------------------------------------------
 
     def stall(self, now_s: float) -> bool:
-        """Wait, longer after each failure in a row, before the copy goes on; False where it waits already."""
+        """Delay the copy, longer after each consecutive failure; return False where it is delayed already."""
         assert self.active is not None
         self.stalled = None
         if now_s < self.not_before_s:
@@ -391,24 +393,26 @@ class FlushLane:
             self.failing_since_s = now_s
         return True
 
-    def goes_on(self) -> bool:
-        """Say, once, that copies advance again after one had stalled, and the tier has no other trouble."""
+    def has_resumed(self) -> bool:
+        """Return, once, whether copies advance again after a stall and the tier has no other failure."""
         if self.active is None or self.failing_since_s is None:
             return False
         self.active.stalls = 0
-        if self.tries:  # copies that are begun again and again do fail, however far each comes
+        if (
+            self.tries
+        ):  # a copy that restarts again and again is failing, however far each attempt gets
             return False
         self.failing_since_s = None
         return True
 
     def forget_stall(self) -> None:
-        """The copy that stalled is deleted by a person: the next one need not wait."""
+        """The stalled copy was deleted by command: the next one need not wait."""
         if not self.tries:
             self.failing_since_s = None
             self.not_before_s = 0.0
 
     def back_off(self, entry: LedgerEntry, now_s: float) -> None:
-        """Wait longer after each failure in a row."""
+        """Delay the next copy, longer after each consecutive failure."""
         self.tries += 1
         self.failed.add(entry.id)
         self.not_before_s = now_s + _wait_s(self.tries)
@@ -418,8 +422,8 @@ class FlushLane:
     def failing_for_s(self, now_s: float) -> float:
         return 0.0 if self.failing_since_s is None else now_s - self.failing_since_s
 
-    def hopeless(self, entry: LedgerEntry) -> bool:
-        """Say whether no place is left that the copy could be read from."""
+    def has_no_source(self, entry: LedgerEntry) -> bool:
+        """Return whether no source is left that the copy could be read from."""
         return entry.snapshot is None and self._source(entry) is None
 
     def succeeded(self, entry: LedgerEntry) -> None:
@@ -432,12 +436,8 @@ class FlushLane:
         self.full = False
 
 
-def _ignore_bad_source(tier: str, id: CheckpointId, why: str) -> None:
-    """Nobody asked to hear what a source gave wrong."""
-
-
 def _wait_s(failures: int) -> float:
-    """How long to wait after so many failures in a row."""
+    """Return the delay after so many consecutive failures."""
     return min(FIRST_RETRY_S * 2.0 ** min(failures - 1, 30), LONGEST_RETRY_S)
 
 

@@ -1,6 +1,6 @@
-"""Saves: what becomes of each snapshot from the beginning of its capture until its image is sealed, or given up.
+"""Events of captures: a snapshot from the beginning of its capture until its image is sealed or given up.
 
-It belongs to the coordinator's thread, and does no I/O.
+Belongs to the coordinator's thread and does no I/O.
 """
 
 from __future__ import annotations
@@ -18,47 +18,36 @@ from tierfall.core.capture.events import (
 from tierfall.core.scheduler.flush.backlog import Backlog
 from tierfall.core.scheduler.flush.flusher import Flusher
 from tierfall.core.scheduler.flush.lane import FlushLane
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
-from tierfall.core.scheduler.ledger.notes import EventEmitter
-from tierfall.core.scheduler.ledger.one_rank import OneRank
+from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 
 logger = logging.getLogger("tierfall")
 
 
 class CaptureEvents:
-    """Takes the events of captures. ``others`` are the other ranks of the run; ``pressure`` counts what is to come to
-    each tier: not what was given up before it was a checkpoint."""
+    """See the module."""
 
     def __init__(
-        self, *, ledger: Ledger, lanes: Mapping[str, FlushLane], flusher: Flusher, pressure: Backlog
+        self,
+        *,
+        ledger: Ledger,
+        lanes: Mapping[str, FlushLane],
+        flusher: Flusher,
+        backlog: Backlog,
+        hooks: Hooks,
+        emitter: EventEmitter,
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
         self._flusher = flusher
-        self._pressure = pressure
-        self.others = OneRank(ledger)
-        self.notes = EventEmitter()
+        self._backlog = backlog
+        self._hooks = hooks
+        self._emitter = emitter
 
-    def take(
-        self,
-        event: CaptureBegun | CaptureAdvanced | CaptureSealed | CaptureFailed | SaveGivenUp,
-    ) -> None:
-        match event:
-            case CaptureBegun():
-                self._on_begun(event)
-            case CaptureAdvanced():
-                if entry := self._ledger.entries.get(event.id):
-                    entry.final_chunks = event.final_chunks
-            case CaptureSealed():
-                self._on_sealed(event.id)
-            case CaptureFailed():
-                self._on_failed(event)
-            case SaveGivenUp():
-                self.others.has_begun_save(event.id)
-                self.others.lost(event.id, event.error, event.outcome)
-
-    def _on_begun(self, event: CaptureBegun) -> None:
+    def on_begun(self, event: CaptureBegun) -> None:
         snapshot = event.snapshot
         entry = LedgerEntry(
             id=snapshot.id,
@@ -72,23 +61,27 @@ class CaptureEvents:
             handle=snapshot.handle,
             share=snapshot.share,
         )
-        self.others.has_begun_save(entry.id)
+        self._hooks.group.has_begun_save(entry.id)
         entry.owed.update(name for name in event.tiers if name in self._lanes)
         entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
         self._ledger.entries[entry.id] = entry
-        self.notes.save_begun(entry)
-        self._pressure.saved(entry.id, event.tiers, self._ledger.now_s)
+        self._emitter.save_begun(entry)
+        self._backlog.on_save_begun(entry.id, event.tiers, self._ledger.now_s)
         if (fenced := self._flusher.fenced) is not None:
             entry.give_up(tuple(entry.owed), fenced)
         self._flusher.save_begun(entry)
-        for tier, error in self.others.was_given_up(entry.id).items():
+        for tier, error in self._hooks.group.was_given_up(entry.id).items():
             entry.give_up([tier], error)
-        if (lost := self.others.was_lost(entry.id)) is not None:
+        if (lost := self._hooks.group.was_lost(entry.id)) is not None:
             self.give_up(entry, *lost)
-            self.others.saved_in_vain(entry)
+            self._hooks.group.saved_in_vain(entry)
 
-    def _on_sealed(self, id: CheckpointId) -> None:
-        entry = self._ledger.entries[id]
+    def on_advanced(self, event: CaptureAdvanced) -> None:
+        if entry := self._ledger.entries.get(event.id):
+            entry.final_chunks = event.final_chunks
+
+    def on_sealed(self, event: CaptureSealed) -> None:
+        entry = self._ledger.entries[event.id]
         assert entry.snapshot is not None
         entry.manifest = entry.snapshot.manifest
         entry.commit = entry.snapshot.commit
@@ -98,12 +91,12 @@ class CaptureEvents:
         if entry.lost:
             self._unseal(entry)
         else:
-            self.notes.captured(entry)
-            self.others.sealed(entry)
+            self._emitter.captured(entry)
+            self._hooks.group.sealed(entry)
 
     def found_damaged(self, id: CheckpointId, why: str) -> None:
-        """A reader of this rank has found that an image in memory is not what was written. Where a tier has the
-        checkpoint, it leaves; where none has, it stays for what is good of it, and is told."""
+        """A reader of this rank has found that an image in memory differs from its digests. It is evicted if a tier has
+        the checkpoint; otherwise it is kept, as some of its tensors may be good, and its handle reports the damage."""
         entry, host = self._ledger.entries.get(id), self._ledger.host
         if entry is None or entry.state(host) is not CopyState.SEALED or host in entry.damage:
             return
@@ -115,19 +108,19 @@ class CaptureEvents:
             entry.tell_damage(host, why)
 
     def _unseal(self, entry: LedgerEntry) -> None:
-        """An image in memory is of no use any more, nor to any later start."""
+        """Evict an image from memory, for later starts as well."""
         if entry.region is not None and entry.region.sealed:
             entry.region.unseal()
         entry.awaits_others = False
         entry.set_state(self._ledger.host, CopyState.LEAVING)
 
     def give_up(self, entry: LedgerEntry, error: BaseException, outcome: SaveOutcome) -> None:
-        """Another rank has lost its part of a checkpoint: this one's is of no use."""
+        """Give up a save because another rank's image of it failed."""
         if entry.lost or entry.state(self._ledger.host) is CopyState.LEAVING:
             return
         entry.lost = True
-        self._pressure.gone(entry.id)
-        self.notes.save_ended(entry.id, outcome, error)
+        self._backlog.forget(entry.id)
+        self._emitter.save_ended(entry.id, outcome, error)
         self._flusher.errors.append(error)
         logger.error("%s", error)
         if entry.handle is not None:
@@ -137,18 +130,25 @@ class CaptureEvents:
         if entry.snapshot is None:
             self._unseal(entry)
 
-    def _on_failed(self, event: CaptureFailed) -> None:
+    def on_not_begun(self, event: SaveGivenUp) -> None:
+        """A save ended before its capture began."""
+        self._hooks.group.has_begun_save(event.id)
+        self._hooks.group.lost(event.id, event.error, event.outcome)
+
+    def on_failed(self, event: CaptureFailed) -> None:
         id, error = event.id, event.error
-        self._pressure.gone(id)
+        self._backlog.forget(id)
         entry = self._ledger.entries.get(id)
-        if entry is None:  # it was interrupted before it was announced, or reported before
+        if (
+            entry is None
+        ):  # the save failed before its capture was announced, or was reported before
             event.region.release()
-            self.others.lost(id, error, SaveOutcome.FAILED)
+            self._hooks.group.lost(id, error, SaveOutcome.FAILED)
             return
         if entry.snapshot is None:
             return
         if not entry.lost:
-            self.notes.save_ended(id, SaveOutcome.FAILED, error)
+            self._emitter.save_ended(id, SaveOutcome.FAILED, error)
         self._flusher.errors.append(error)
         logger.error("save: step %d is given up: %s", id.step, error)
         if entry.handle is not None:
@@ -158,7 +158,7 @@ class CaptureEvents:
         entry.set_state(self._ledger.host, CopyState.LEAVING)
         self._stop_lanes(entry, error)
         if not entry.lost:
-            self.others.lost(id, error, SaveOutcome.FAILED)
+            self._hooks.group.lost(id, error, SaveOutcome.FAILED)
 
     def _stop_lanes(self, entry: LedgerEntry, error: BaseException) -> None:
         for lane in self._lanes.values():

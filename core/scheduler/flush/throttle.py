@@ -1,7 +1,8 @@
-"""Pacing: at which share of its rate each tier is written, by configuration and by what a flush does to training.
+"""The share of its measured write rate at which each tier is written: configured, and reduced while flushes slow
+training.
 
-It belongs to the coordinator's thread, reads no clock and does no I/O; how long steps took it is told by the thread
-that trains. A pace is a matter of each rank by itself: nothing that ranks decide together hangs on it.
+Belongs to the coordinator's thread, reads no clock and does no I/O; the training thread reports the duration of each
+step. Each rank throttles by itself: nothing that ranks decide together depends on it.
 """
 
 from __future__ import annotations
@@ -10,126 +11,99 @@ import logging
 import queue
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 from tierfall.core.scheduler.flush.backlog import Backlog
-from tierfall.core.scheduler.flush.throughput import TierThroughput
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.units import format_share
 from tierfall.core.types.view import TierRules
 
 logger = logging.getLogger("tierfall")
 IDLE_REMEMBERED = 32
 IDLE_STEPS_MAX = 1000
-"""A step without a flush that was so many steps ago is none to compare with: training changes."""
+"""Steps without a flush that are older than so many steps are not compared with: training changes."""
 STILL_STEPS = 5.0
 STILL_S = 1.0
-"""When no step has come for so many usual ones, and so long, training stands still, and a flush yields to nobody."""
+"""Training counts as idle, and flushes run unthrottled, after so many median step times and so many seconds."""
 CHANGE = 0.01
-
-
-class YieldRules(Protocol):
-    @property
-    def share(self) -> float: ...
-
-    @property
-    def reason(self) -> str: ...
-
-
-class PlanYield(Protocol):
-    """See ``policies.throttle``."""
-
-    def __call__(
-        self, *, idle_s: Sequence[float], busy_s: Sequence[float], share: float, least: float
-    ) -> YieldRules: ...
-
-
-class LeastShare(Protocol):
-    """See ``policies.throttle``."""
-
-    def __call__(
-        self,
-        *,
-        image_bytes: int,
-        every_s: float,
-        within_s: float | None,
-        bytes_per_s: float,
-    ) -> float: ...
+"""Relative change of a rate limit below which it is not set again."""
 
 
 Flushing = tuple[frozenset[str], int]
-"""Which tiers are just being written, and how many copies and runs were begun so far."""
+"""The tiers that are written to now, and the number of tasks that were begun so far."""
 
 
 class Throttle:
-    """See the module. ``shares`` says how much of its rate each tier that yields may take now; ``flushing`` may be read
-    by any thread, and ``step_took`` be called by any."""
+    """See the module. ``shares`` are the present shares of the tiers that yield to training. Any thread may read
+    ``flushing`` and call ``step_took``."""
 
     def __init__(
         self,
         *,
-        rules: Sequence[TierRules],
-        rates: TierThroughput,
-        pressure: Backlog,
-        plan_yield: PlanYield,
-        least_share: LeastShare,
+        ledger: Ledger,
+        backlog: Backlog,
+        policies: Policies,
+        hooks: Hooks,
         set_pace: Callable[[str, float | None], None],
     ) -> None:
-        """``set_pace`` takes a tier, and the bytes per second that it may be written at (None: any)."""
-        self._rules = {r.name: r for r in rules if r.yields or r.bandwidth_share is not None}
-        self._rates = rates
-        self._pressure = pressure
-        self._plan_yield = plan_yield
-        self._least_share = least_share
+        """``set_pace`` limits the write rate of a tier, in bytes per second (None: no limit)."""
+        self._rules = {r.name: r for r in ledger.rules if r.yields or r.bandwidth_share is not None}
+        self._rates = ledger.rates
+        self._backlog = backlog
+        self._policies = policies
+        self._hooks = hooks
         self._set_pace = set_pace
-        self.hurries: Callable[[], bool] = lambda: False
         self.flushing: Flushing = (frozenset(), 0)
         self.shares: dict[str, float] = {name: 1.0 for name, r in self._rules.items() if r.yields}
-        self._told: queue.SimpleQueue[tuple[float, frozenset[str] | None]] = queue.SimpleQueue()
+        self._step_times: queue.SimpleQueue[tuple[float, frozenset[str] | None]] = (
+            queue.SimpleQueue()
+        )
         self._steps = 0
         self._last_step_s: float | None = None
-        self._lately_s: deque[float] = deque(maxlen=IDLE_REMEMBERED)
+        self._recent_s: deque[float] = deque(maxlen=IDLE_REMEMBERED)
         self._idle: deque[tuple[int, float]] = deque(maxlen=IDLE_REMEMBERED)
         self._busy: dict[str, deque[float]] = {
             name: deque(maxlen=IDLE_REMEMBERED) for name in self.shares
         }
-        self._paces: dict[str, float | None] = {}
+        self._limits: dict[str, float | None] = {}
 
     def step_took(self, seconds: float, began: Flushing) -> None:
-        """A training step took so long; ``began`` is what ``flushing`` was when it began. Where a flush began or ended
-        in it, it tells nothing of either."""
+        """Report the duration of a training step; ``began`` is what ``flushing`` was when it began. A step in which a
+        flush began or ended counts for neither."""
         tiers, count = self.flushing
         if began == (tiers, count):
-            self._told.put((seconds, tiers))
+            self._step_times.put((seconds, tiers))
         else:
             both = began[0] & tiers
-            self._told.put((seconds, both or None))
+            self._step_times.put((seconds, both or None))
 
     def adjust(self, now_s: float) -> None:
-        """Take what was told, and set the pace of each tier that has one."""
+        """Evaluate the reported steps, and set the rate limit of each throttled tier."""
         self.flushing = self._rates.flushing()
-        self._take_steps(now_s)
+        self._evaluate_steps(now_s)
         for name, rules in self._rules.items():
             if rules.yields:
                 self._adjust_share(rules, now_s)
-            self._keep(name, rules)
+            self._apply(name, rules)
 
     def next_s(self, now_s: float) -> float | None:
-        """Say when a tier that yields is to be let go because no step has come."""
+        """Return when training counts as idle if no further step is reported; None where no tier is throttled."""
         if self._last_step_s is None or all(share == 1.0 for share in self.shares.values()):
             return None
-        when = self._last_step_s + self._still_s()
+        when = self._last_step_s + self._idle_after_s()
         return when if when > now_s else None
 
-    def _take_steps(self, now_s: float) -> None:
+    def _evaluate_steps(self, now_s: float) -> None:
         while True:
             try:
-                seconds, tiers = self._told.get_nowait()
+                seconds, tiers = self._step_times.get_nowait()
             except queue.Empty:
                 return
             self._steps += 1
             self._last_step_s = now_s
-            self._lately_s.append(seconds)
+            self._recent_s.append(seconds)
             if tiers is not None and not tiers:
                 self._idle.append((self._steps, seconds))
             for tier in tiers or ():
@@ -139,52 +113,52 @@ class Throttle:
     def _adjust_share(self, rules: TierRules, now_s: float) -> None:
         name, share = rules.name, self.shares[rules.name]
         busy = self._busy[name]
-        if (still := self._why_in_full(now_s)) is not None:
+        if (reason := self._why_unthrottled(now_s)) is not None:
             if share < 1.0:
-                self._change(name, 1.0, still)
+                self._change(name, 1.0, reason)
             return
         measured = self._rates.write_bytes_per_s(name)
         while self._idle and self._idle[0][0] < self._steps - IDLE_STEPS_MAX:
             self._idle.popleft()
-        every_s = self._pressure.likely_every_s
+        every_s = self._backlog.likely_every_s
         if measured is None or every_s is None or not busy:
             return
-        told = self._plan_yield(
+        decision = self._policies.plan_yield(
             idle_s=[seconds for _, seconds in self._idle],
             busy_s=list(busy),
             share=share,
-            least=self._least_share(
-                image_bytes=self._pressure.image_bytes,
+            least=self._policies.least_share(
+                image_bytes=self._backlog.image_bytes,
                 every_s=every_s * rules.flush_every,
                 within_s=rules.within_s,
                 bytes_per_s=measured,
             ),
         )
-        if told.share != share:
-            self._change(name, told.share, told.reason)
+        if decision.share != share:
+            self._change(name, decision.share, decision.reason)
 
-    def _why_in_full(self, now_s: float) -> str | None:
-        if self.hurries():
+    def _why_unthrottled(self, now_s: float) -> str | None:
+        if self._hooks.is_urgent():
             return "a save waits for room in memory, or there is a deadline"
-        if self._last_step_s is None or now_s - self._last_step_s >= self._still_s():
-            return "training stands still"
+        if self._last_step_s is None or now_s - self._last_step_s >= self._idle_after_s():
+            return "training is idle"
         return None
 
-    def _still_s(self) -> float:
-        usual_s = statistics.median(self._lately_s) if self._lately_s else 0.0
+    def _idle_after_s(self) -> float:
+        usual_s = statistics.median(self._recent_s) if self._recent_s else 0.0
         return max(STILL_S, STILL_STEPS * usual_s)
 
     def _change(self, tier: str, share: float, reason: str) -> None:
         self.shares[tier] = share
-        self._busy[tier].clear()  # what follows is at another pace
-        logger.info("flush to %s takes %s of its rate: %s", tier, format_share(share), reason)
+        self._busy[tier].clear()  # those steps ran beside another share
+        logger.info("flush to %s uses %s of its rate: %s", tier, format_share(share), reason)
 
-    def _keep(self, tier: str, rules: TierRules) -> None:
+    def _apply(self, tier: str, rules: TierRules) -> None:
         share = min(self.shares.get(tier, 1.0), rules.bandwidth_share or 1.0)
         measured = self._rates.write_bytes_per_s(tier)
         pace = None if share == 1.0 or measured is None else share * measured
-        before = self._paces.get(tier)
+        before = self._limits.get(tier)
         alike = pace is not None and before is not None and abs(pace / before - 1.0) < CHANGE
         if pace != before and not alike:
-            self._paces[tier] = pace
+            self._limits[tier] = pace
             self._set_pace(tier, pace)

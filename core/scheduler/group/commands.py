@@ -11,10 +11,14 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from tierfall.core.format.records import Mark
+from tierfall.core.ranks.ranks import RankMessage
 from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.flush.admission import Admissions
 from tierfall.core.scheduler.flush.lane import FlushLane
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
-from tierfall.core.scheduler.ledger.tasks import ChangeMark, Command, CommandKind, Outcome, Task
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.tasks import ChangeMark, Command, CommandKind, Outcome
 from tierfall.core.types import keys
 from tierfall.core.types.errors import FencedError, StepError, TierfallError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -35,8 +39,8 @@ class Commands:
         ledger: Ledger,
         lanes: Iterable[FlushLane],
         dropper: Deleter,
-        free_region: Callable[[LedgerEntry], None],
-        dispatch: Callable[[Task], None],
+        admissions: Admissions,
+        hooks: Hooks,
         unread: Collection[str],
         owns: Callable[[str], bool] = lambda tier: True,
     ) -> None:
@@ -46,11 +50,19 @@ class Commands:
         self._ledger = ledger
         self._lanes = list(lanes)
         self._dropper = dropper
-        self._free_region = free_region
-        self._dispatch = dispatch
+        self._admissions = admissions
+        self._hooks = hooks
         self._open: list[Command] = []
         self._again: dict[CheckpointId, float] = {}
         self._deleted: set[CheckpointId] = set()
+
+    @staticmethod
+    def is_about(news: RankMessage) -> bool:
+        """Say whether this is what hears of it: with one rank, nothing."""
+        return False
+
+    def hear(self, news: RankMessage) -> None:
+        raise AssertionError(f"a run of one rank has no messages: {news}")
 
     def give(self, order: Command) -> None:
         self._open.append(order)
@@ -175,7 +187,7 @@ class Commands:
                 entry.set_mark(tier, name, there=True)
             if self._owns(tier):
                 order.waiting.add(tier)
-                self._dispatch(ChangeMark(tier=tier, mark=mark, remove=removing))
+                self._hooks.dispatch(ChangeMark(tier=tier, mark=mark, remove=removing))
         order.dropping = order.kind is CommandKind.DELETE
         if order.dropping and self._unread:  # one of those may have a copy, without the mark
             order.unmarked = True
@@ -196,7 +208,7 @@ class Commands:
         for tier in held:
             self._release_memory(tier, order.id)
         if (entry := self._ledger.entries.get(order.id)) is not None:
-            self._free_region(entry)
+            self._admissions.free(entry)
 
     def _release_memory(self, tier: str, id: CheckpointId) -> None:
         self._dropper.drop(tier, id, DELETED, ordered=True)

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tierfall.core.scheduler.ledger.tasks import CommitCopy, Task
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.tasks import CommitCopy
 from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
@@ -30,18 +31,18 @@ class PendingCommits:
     def __init__(
         self,
         *,
-        dispatch: Callable[[Task], None],
+        hooks: Hooks,
         is_stuck: Callable[[CommitCopy, BaseException], None],
         max_wait_s: float,
     ) -> None:
-        self._dispatch = dispatch
+        self._hooks = hooks
         self._is_stuck = is_stuck
         self._max_wait_s = max_wait_s
         self._tries: dict[tuple[str, CheckpointId], _CommitAttempt] = {}
 
     def begin(self, task: CommitCopy) -> None:
         self._tries[task.tier, task.id] = _CommitAttempt(task)
-        self._dispatch(task)
+        self._hooks.dispatch(task)
 
     def ended(self, tier: str, id: CheckpointId) -> bool:
         """Try it no more; return whether a try is under way, of which it is not known yet what became."""
@@ -67,7 +68,7 @@ class PendingCommits:
         for one in self._tries.values():
             if one.not_before_s is not None and now_s >= one.not_before_s:
                 one.not_before_s = None
-                self._dispatch(one.task)
+                self._hooks.dispatch(one.task)
 
     def due_s(self) -> list[float]:
         """Return when each that waits is to be tried again."""

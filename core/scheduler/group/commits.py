@@ -16,7 +16,7 @@ an answer. It belongs to the coordinator's thread and does no I/O: messages go b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -24,12 +24,16 @@ from tierfall.core.format.records import Commit, NamedFile
 from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.flush.deadline import DrainSchedule
 from tierfall.core.scheduler.flush.flusher import Flusher
+from tierfall.core.scheduler.flush.saves import CaptureEvents
 from tierfall.core.scheduler.group.commit_state import PendingCommits
 from tierfall.core.scheduler.group.dedup import Refusal, ReplicaAssigner
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.one_rank import OneRank
-from tierfall.core.scheduler.ledger.tasks import CommitCopy, DeleteCopy, Outcome, Task
+from tierfall.core.scheduler.ledger.tasks import CommitCopy, DeleteCopy, Outcome
 from tierfall.core.types import keys
 from tierfall.core.types.errors import CapacityError, CaptureError, FencedError, FlushError
 from tierfall.core.types.text import ranks_named
@@ -72,8 +76,9 @@ class Commits(OneRank):
         shared: Mapping[str, bool],
         flusher: Flusher,
         dropper: Deleter,
-        give_up_save: Callable[[LedgerEntry, BaseException, SaveOutcome], None],
-        dispatch: Callable[[Task], None],
+        saves: CaptureEvents,
+        draining: DrainSchedule,
+        hooks: Hooks,
         max_wait_s: float,
     ) -> None:
         super().__init__(ledger)
@@ -83,9 +88,10 @@ class Commits(OneRank):
         self._shared = shared
         self._flusher = flusher
         self._dropper = dropper
-        self._give_up_save = give_up_save
+        self._saves = saves
+        self._draining = draining
         self._committing = PendingCommits(
-            dispatch=dispatch, is_stuck=self._commit_is_stuck, max_wait_s=max_wait_s
+            hooks=hooks, is_stuck=self._commit_is_stuck, max_wait_s=max_wait_s
         )
         self._max_wait_s = max_wait_s
         self.divider = ReplicaAssigner(council, max_wait_s=max_wait_s, refuse=self._refuse)
@@ -99,8 +105,6 @@ class Commits(OneRank):
         self._given_up_on: dict[tuple[str, CheckpointId], FlushError] = {}
         self._waits: dict[CheckpointId, _RankWait] = {}
         self._lost: dict[CheckpointId, tuple[BaseException, SaveOutcome]] = {}
-        self.wants_drain: Callable[[int, float], None] = lambda rank, left_s: None
-        self.drains: Callable[[float], None] = lambda left_s: None
 
     # What this rank asks ---------------------------------------------------------------------------
 
@@ -210,13 +214,10 @@ class Commits(OneRank):
     def is_fenced(self, error: FencedError) -> None:
         self._council.tell(("fenced",), str(error))
 
-    def ask_for_drain(self, left_s: float) -> None:
-        """Ask rank 0 to let all ranks work towards a deadline that this one has."""
-        self._council.tell(_DRAIN, left_s)
-
-    def announce_drain(self, left_s: float) -> None:
-        """Let all ranks know that rank 0 works towards a deadline; for rank 0."""
-        self._council.announce(_DRAIN, left_s)
+    def share_deadline(self, left_s: float) -> None:
+        """Let all ranks work towards a deadline that this rank knows: rank 0 plans for all."""
+        send = self._council.announce if self.decides else self._council.tell
+        send(_DRAIN, left_s)
 
     def has_dropped(self, task: DeleteCopy) -> None:
         latest = task.next_latest
@@ -227,9 +228,11 @@ class Commits(OneRank):
 
     def hear(self, news: RankMessage) -> None:
         if isinstance(news, RankReported) and news.topic == _DRAIN:
-            self.wants_drain(news.rank, float(news.body))
+            now_s, left_s = self._ledger.now_s, float(news.body)
+            self._draining.begin(f"rank {news.rank}", now_s + left_s, now_s)
+            self.share_deadline(left_s)
         elif isinstance(news, DecisionAnnounced) and news.topic == _DRAIN:
-            self.drains(float(news.body))
+            self._draining.hurry("rank 0", self._ledger.now_s + float(news.body))
         elif not self.divider.hear(news):
             self._dispatch_message(news)
 
@@ -302,13 +305,7 @@ class Commits(OneRank):
             case "given_up":
                 reason, complete, by_rule, set_aside = body
                 self._given_up(
-                    id,
-                    entry,
-                    tier,
-                    reason,
-                    complete=complete,
-                    by_rule=by_rule,
-                    set_aside=set_aside,
+                    id, entry, tier, reason, complete=complete, by_rule=by_rule, set_aside=set_aside
                 )
             case _ if entry is None:
                 logger.debug("%s of %s: this rank does not have it", what, id)
@@ -399,7 +396,7 @@ class Commits(OneRank):
             if entry is not None:
                 self._clear(entry, tier, reason, complete=False)
         if entry is not None:
-            self._give_up_save(entry, error, outcome)
+            self._saves.give_up(entry, error, outcome)
 
     # On a tier -------------------------------------------------------------------------------------
 
@@ -478,14 +475,14 @@ class Commits(OneRank):
     def _commit_is_stuck(self, task: CommitCopy, error: BaseException) -> None:
         self._council.tell(_topic("stuck", task.id, task.tier), str(error))
 
-    def took(self, outcome: Outcome, now_s: float) -> None:
+    def took(self, outcome: Outcome) -> None:
         """Take what became of a commit."""
         task = outcome.task
         assert isinstance(task, CommitCopy)
         wanted = self._committing.is_wanted(task) and not self.has_ended(task.tier, task.id)
         if wanted and getattr(outcome.error, "retryable", False):
             assert outcome.error is not None
-            self._committing.again(task, outcome.error, now_s)
+            self._committing.again(task, outcome.error, self._ledger.now_s)
             return
         self._committing.ended(task.tier, task.id)
         if not wanted and not task.repairs:
@@ -571,7 +568,7 @@ class Commits(OneRank):
             return  # it is told once it comes to save this
         self._clear(entry, tier, str(error), complete=complete)
         if by_rule:
-            self._flusher.turns.give_up_here(entry, tier, reason)
+            self._flusher.queue.give_up_here(entry, tier, reason)
             self._flusher.stop_copy(entry, tier, error)
         elif set_aside and tier in entry.owed:
             self._flusher.set_aside(entry, tier, error)

@@ -15,15 +15,18 @@ until the mark is written. One that came after them would say of a good copy tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Iterable
 
 from tierfall.core.format.commit_files import damage_mark
 from tierfall.core.format.records import Mark
 from tierfall.core.ranks.message_tree import MessageTree, Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
+from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.commits import Commits
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import (
     ChangeMark,
     CommitCopy,
@@ -34,39 +37,31 @@ from tierfall.core.scheduler.ledger.tasks import (
 )
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.core.types.view import CheckpointView, View
 
 logger = logging.getLogger("tierfall")
 _FOUND, _REPAIR = "damage_found", "damage_repaired"
 
 
-class NeedsRepair(Protocol):
-    def __call__(self, view: View, checkpoint: CheckpointView, tier_name: str) -> bool: ...
-
-
 class DamageReports:
     """See the module. ``tiers`` are those that copies are brought to. Other ranks are reached by ``council``, and
-    ``commits`` says what all of them have given up. ``has_lost`` is told of a tier that has a good copy less,
-    and ``dispatch`` has it recorded there; ``may_write`` says whether this process may bring copies at all."""
+    ``commits`` says what all of them have given up."""
 
     def __init__(
         self,
         *,
         ledger: Ledger,
         tiers: Iterable[str],
-        needs_repair: NeedsRepair,
-        has_lost: Callable[[str], None],
-        may_write: Callable[[], bool],
-        dispatch: Callable[[Task], None],
+        policies: Policies,
+        dropper: Deleter,
+        hooks: Hooks,
         council: MessageTree | None = None,
         commits: Commits | None = None,
     ) -> None:
         self._ledger = ledger
         self._tiers = frozenset(tiers)
-        self._needs_repair = needs_repair
-        self._has_lost = has_lost
-        self._may_write = may_write
-        self._dispatch = dispatch
+        self._policies = policies
+        self._dropper = dropper
+        self._hooks = hooks
         self._council = council
         self._commits = commits
         self._tried: set[tuple[str, CheckpointId]] = set()
@@ -87,7 +82,7 @@ class DamageReports:
     def plan_repairs(self, only: LedgerEntry | None = None) -> None:
         """Owe the tiers what can be repaired now, of all checkpoints or of one; for rank 0. A repair that failed is not
         tried again by this process."""
-        if not self._may_write() or not (self._commits is None or self._commits.decides):
+        if not self._hooks.may_write() or not (self._commits is None or self._commits.decides):
             return
         entries = self._ledger.repairable() if only is None else (only,)
         wanted = [(e, tier) for e in entries for tier in e.repairable if self._may_repair(e, tier)]
@@ -96,7 +91,7 @@ class DamageReports:
         view = self._ledger.view()
         views = {checkpoint.id: checkpoint for checkpoint in view.checkpoints}
         for entry, tier in sorted(wanted, key=lambda one: (one[0].id, one[1])):
-            if self._needs_repair(view, views[entry.id], tier):
+            if self._policies.needs_repair(view, views[entry.id], tier):
                 self._tried.add((tier, entry.id))
                 self._begin(entry, tier)
 
@@ -147,7 +142,7 @@ class DamageReports:
         entry.note_damage(tier, why, repairable=repairable)
         if not repairable:
             entry.bytes.pop(tier, None)  # it has gone: it takes no room that could be made
-        self._has_lost(tier)
+        self._dropper.survey(tier)
         if repairable:
             self._leave_mark(entry, tier, why)
         self.plan_repairs(entry)
@@ -156,12 +151,12 @@ class DamageReports:
         """Let whoever lists the tier later know it too; a repair takes the mark away."""
         if entry.commit is None or tier not in self._tiers:
             return
-        if self._may_write() and (self._commits is None or self._commits.owns(tier)):
+        if self._hooks.may_write() and (self._commits is None or self._commits.owns(tier)):
             name = damage_mark(entry.commit.line)
             wall_time_s = self._ledger.now_s + self._ledger.wall_offset_s
             mark = Mark(name=name, checkpoint=entry.id, wall_time_s=wall_time_s, reason=why)
             self._marking[tier, entry.id] = []
-            self._dispatch(ChangeMark(tier=tier, mark=mark))
+            self._hooks.dispatch(ChangeMark(tier=tier, mark=mark))
 
     def is_marking(self, task: ChangeMark) -> bool:
         """Say whether a task records damage, and is no person's order."""
@@ -185,7 +180,7 @@ class DamageReports:
                 "%s: that %s is damaged is not recorded there: %s", task.tier, id, outcome.error
             )
         for waiting in self._marking.pop((task.tier, id)):
-            self._dispatch(waiting)
+            self._hooks.dispatch(waiting)
 
     def _repair_together(
         self, entry: LedgerEntry | None, id: CheckpointId, tier: str, why: str

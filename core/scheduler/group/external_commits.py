@@ -8,14 +8,16 @@ retained. It belongs to the coordinator's thread: workers read the records.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from tierfall.core.format.records import Commit, read_commit
 from tierfall.core.ranks.message_tree import MessageTree, Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry, entry_of
-from tierfall.core.scheduler.ledger.tasks import Outcome, ReadCommit, Task
+from tierfall.core.scheduler.ledger.entry import entry_of
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.tasks import Outcome, ReadCommit
 from tierfall.core.types.errors import KeyNotFoundError
 from tierfall.core.types.values import CheckpointId, CopyState
 
@@ -25,21 +27,18 @@ _UNWRITTEN: Topic = ("unwritten",)
 
 
 class ExternalCommits:
-    """See the module. ``council`` reaches the other ranks, where there are any; ``found`` is told of every checkpoint
-    that has been entered into the ledger, and of its tier."""
+    """See the module. ``council`` reaches the other ranks, where there are any."""
 
     def __init__(
         self,
         *,
         ledger: Ledger,
         council: MessageTree | None,
-        found: Callable[[LedgerEntry, str], None],
-        dispatch: Callable[[Task], None],
+        hooks: Hooks,
     ) -> None:
         self._ledger = ledger
         self._council = council
-        self._found = found
-        self._dispatch = dispatch
+        self._hooks = hooks
         self._looks_itself = council is None or council.topology.is_root
         self._expected: dict[CheckpointId, str] = {}
         self._under_way: dict[CheckpointId, CheckpointId | None] = {}
@@ -64,9 +63,9 @@ class ExternalCommits:
     def _read(self, ids: Iterable[CheckpointId]) -> None:
         for id in [id for id in ids if id not in self._under_way]:
             self._under_way[id] = self._newest
-            self._dispatch(ReadCommit(tier=self._expected[id], id=id))
+            self._hooks.dispatch(ReadCommit(tier=self._expected[id], id=id))
 
-    def took(self, outcome: Outcome, now_s: float) -> None:
+    def took(self, outcome: Outcome) -> None:
         """Take what came of a look at one commit record."""
         task = outcome.task
         assert isinstance(task, ReadCommit)
@@ -147,4 +146,4 @@ class ExternalCommits:
         entry.verified.add(tier)  # this start has it written
         self._ledger.knows_what_is_good()
         self._ledger.entries[id] = entry
-        self._found(entry, tier)
+        self._hooks.on_external_commit(tier, entry)

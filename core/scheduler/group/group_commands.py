@@ -14,7 +14,7 @@ one on any of them (``NodeMarks``). All of it belongs to the coordinator's threa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,9 @@ from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankM
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.commands import DELETED, Commands
 from tierfall.core.scheduler.group.commits import Commits
-from tierfall.core.scheduler.ledger.ledger import LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import (
     Command,
     CommandKind,
@@ -31,7 +33,6 @@ from tierfall.core.scheduler.ledger.tasks import (
     NotWholeError,
     Outcome,
     ReadMarks,
-    Task,
 )
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError, error_class
@@ -138,7 +139,7 @@ class GroupCommands(Commands):
                 self._dropper.leave(DeleteCopy(tier=tier, id=id, reason=DELETED, tombstoned=True))
         elif self._owns(tier):
             super()._release_memory(tier, id)
-        elif self._dropper.is_split(tier):  # else rank 0 says so once it is gone
+        elif self._hooks.is_split(tier):  # else rank 0 says so once it is gone
             entry = self._ledger.entries[id]
             entry.note_gone(tier)
 
@@ -221,15 +222,17 @@ class NodeMarks:
         self,
         *,
         council: MessageTree,
+        ledger: Ledger,
         shared: Mapping[str, bool],
         dropper: Deleter,
-        dispatch: Callable[[Task], None],
+        hooks: Hooks,
     ) -> None:
         self._council = council
+        self._ledger = ledger
         self._topology = council.topology
         self._shared = shared
         self._dropper = dropper
-        self._dispatch = dispatch
+        self._hooks = hooks
         self._count = 0
         self._asked: dict[int, ReadMarks] = {}
         self._changed: dict[str, set[CheckpointId]] = {tier: set() for tier in shared}
@@ -246,7 +249,7 @@ class NodeMarks:
             ids = self._changed[task.tier].union(task.ids)
             self._ask(replace(task, ids=tuple(sorted(ids))))
         else:
-            self._dispatch(task)
+            self._hooks.dispatch(task)
 
     def asks_first(self, task: DeleteCopy) -> bool:
         """Have the marks of a copy that is to go read on all nodes first; False where this node sees all of it."""
@@ -272,7 +275,7 @@ class NodeMarks:
             case DecisionAnnounced() if self._topology.is_leader:
                 ids, relied = (tuple(CheckpointId(*pair) for pair in pairs) for pairs in news.body)
                 task = ReadMarks(tier=str(tier), ids=ids, number=int(number), relies_on=relied)
-                self._dispatch(task)
+                self._hooks.dispatch(task)
             case MessagesGathered(passed=False):
                 self._on_answers(int(number), news.bodies)
 
@@ -301,7 +304,7 @@ class NodeMarks:
         ]
         read = _merge_nodes(body["marks"] for body in bodies.values() if "marks" in body)
         changed = self._changed[task.tier]
-        changed |= self._dropper.news(task.tier, read)
+        changed |= self._ledger.changed_marks(task.tier, read)
         if not failed:
             changed -= set(task.ids)
         if not failed and changed and number not in self._going:

@@ -1,7 +1,7 @@
-"""What the scheduler asks and tells the other ranks of a run; and the answers where there are none.
+"""What the scheduler asks of and reports to the other ranks, and the answers in a run of one rank.
 
-Rank 0 decides for all: which copy a tier takes next, when all that belongs to a checkpoint is there, whether it is
-given up, what leaves a tier. ``commits`` is the part of a rank that has others.
+With several ranks, rank 0 decides which copy a tier receives next, when a checkpoint is complete, what is given up and
+what is deleted. ``group/commits.py:Commits`` then takes the place of ``OneRank``.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from tierfall.core.format.records import NamedFile
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 
 
 class OneRank:
-    """The one rank of a run: it decides by itself, and a copy of its image is the checkpoint.
+    """A run of one rank: it decides itself, and a copy of its image is a checkpoint.
 
-    ``decides``: what a tier takes and what leaves it is planned here. ``land_only``: a copy here is a part of a
+    ``decides``: this rank plans copies and deletions. ``land_only``: a copy of this rank is one of several images of a
     checkpoint, and is not committed by itself.
     """
 
@@ -29,62 +30,61 @@ class OneRank:
         self._ledger = ledger
 
     def ranks_on(self, tier: str) -> int:
-        """How many ranks bring images to what this rank sees of a tier."""
+        """Return how many ranks' images this rank sees on a tier."""
         return 1
 
     def admitted(self, tier: str) -> Sequence[CheckpointId] | None:
-        """Name the copies that rank 0 has begun to bring to a tier, in that order; None where that is decided here."""
+        """Return the copies that rank 0 has admitted to a tier, in their order; None on the rank that decides."""
         return None
 
     def gives_up(self, tier: str, id: CheckpointId, reason: str) -> bool:
-        """A rule gives a copy up; True where all ranks, this one among them, hear of it as a message."""
+        """A rule gives up a copy. Return True if a message will report that to all ranks, this one included."""
         return False
 
     def has_begun(self, tier: str, entry: LedgerEntry) -> None:
-        """A copy has been admitted to a tier."""
+        """A copy was admitted to a tier."""
 
     def has_begun_save(self, id: CheckpointId) -> None:
-        """A save has begun, or failed to."""
+        """The capture of a save has begun, or failed to begin."""
 
     def has_dropped(self, task: DeleteCopy) -> None:
-        """A committed copy is to leave a tier."""
+        """A committed copy is being deleted from a tier."""
 
     def sealed(self, entry: LedgerEntry) -> None:
-        """This rank's image is whole in memory, and outlives the process."""
+        """This rank's image is sealed in memory."""
         entry.set_state(self._ledger.host, CopyState.SEALED)
 
     def landed(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
-        """An image that this rank brings lies on a tier: ``files`` are it and what belongs to it. There may be none."""
+        """This rank has uploaded an image to a tier, as ``files``; there may be none."""
 
     def cannot(
         self, entry: LedgerEntry, tier: str, error: BaseException, *, for_good: bool
     ) -> bool:
-        """A tier does not take a copy from this rank, and has not for long; True where that ends it for all ranks, as
-        what lasts ``for_good`` does."""
+        """A tier has not accepted a copy of this rank for long, or ``for_good``. Return True if all ranks give up."""
         return False
 
     def sets_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> bool:
-        """This rank cannot bring one copy to a tier that takes others; True where all ranks, this one among them, hear
-        of it as a message."""
+        """A tier accepts other copies of this rank, but not this one. Return True if a message will report that to all
+        ranks, this one included."""
         return False
 
     def is_stuck(self, tier: str) -> bool:
-        """Say whether a tier does not take a copy from some other rank at present."""
+        """Return whether a tier accepts no copy of some other rank at present."""
         return False
 
     def lost(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
-        """A save will never be whole on this rank."""
+        """A save failed on this rank."""
 
     def was_lost(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
-        """Say why other ranks have given up a checkpoint that this one only begins to save."""
+        """Return why the ranks have given up a checkpoint that this one only begins to save."""
         return None
 
     def was_given_up(self, id: CheckpointId) -> Mapping[str, BaseException]:
-        """Name the tiers where other ranks have given up a checkpoint that this one only begins to save, and why."""
+        """Return the tiers, with errors, where the ranks have given up a checkpoint that this rank begins to save."""
         return {}
 
     def saved_in_vain(self, entry: LedgerEntry) -> None:
-        """This rank has saved what others had given up; its line counts that, theirs may not."""
+        """This rank has saved what others had given up: its lineage counts that save, theirs may not."""
 
     def is_fenced(self, error: FencedError) -> None:
-        """This process must not commit any more."""
+        """A newer attempt exists: no rank may commit any more."""

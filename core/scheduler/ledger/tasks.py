@@ -1,4 +1,4 @@
-"""What the coordinator hands to workers, what comes back, and what else can happen to it: values only."""
+"""Tasks of the workers, their outcomes, and the other events that the coordinator handles: values only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierfall.core.types.values import CheckpointId, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySource:
-    """Where a chunk is read: a region of host memory, or a stored tier (``region`` None)."""
+    """Where chunks are read from: a region of host memory, or a stored tier (``region`` None)."""
 
     tier: str
     region: HostRegion | None = None
@@ -36,11 +36,13 @@ class CopySource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenShard:
-    """Begin the image of a copy on ``tier``; a manifest that is not known yet is read from ``source``. ``attempt_id``
-    tells whether what is committed there already is this very checkpoint: its commit record is the outcome's value
-    then, else the writer, and the manifest if it was read. ``leftover``: an earlier try left something in its folder,
-    perhaps packed otherwise, which goes first. ``repairs``: the copy that is committed there is damaged, and is to be
-    written anew, unless it is another checkpoint's."""
+    """Create the writer of an image on ``tier``. A manifest that is not known yet is read from ``source``.
+
+    The outcome's value is the writer, and the manifest if it was read; or the commit record, where the checkpoint of
+    ``attempt_id`` is committed there already. ``leftover``: a failed attempt left files, perhaps packed otherwise,
+    which are deleted first. ``repairs``: the committed copy is damaged, and is rewritten unless it is another
+    checkpoint's.
+    """
 
     tier: str
     id: CheckpointId
@@ -55,10 +57,10 @@ class OpenShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRun:
-    """Bring a run of chunks, ``first`` to before ``stop``, from ``source`` to ``writer``; bytes ``start`` to ``end``.
+    """Copy the chunks from ``first`` to before ``stop``, bytes ``start`` to ``end``, from ``source`` to ``writer``.
 
-    ``manifest`` tells how to read and check them; without one they lie in memory, captured by this process just now.
-    ``number`` is the run's own.
+    They are checked against ``manifest``; None for an image in memory that this process captured. ``number`` is that of
+    the chunk range.
     """
 
     tier: str
@@ -76,10 +78,9 @@ class CopyRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishCopy:
-    """Publish the image, write the manifest, and commit, unless a newer attempt exists. The outcome's value is the
-    commit record as it stands on the tier. ``land_only``: the commit is left to whoever knows that all ranks' images
-    are there, and the value is what this rank's came to be (``Uploaded``). ``repairs``: it takes the place of a damaged
-    copy."""
+    """Publish the image, write the manifest and commit, unless a newer attempt exists. The outcome's value is the
+    commit record as written. ``land_only``: do not commit, as other ranks' images are needed; the value is
+    ``Uploaded``. ``repairs``: it replaces a damaged copy."""
 
     tier: str
     id: CheckpointId
@@ -95,16 +96,16 @@ class FinishCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uploaded:
-    """One rank's image and records are on a tier, under these names; the checkpoint is not committed yet."""
+    """The files of one rank's image on a tier; the checkpoint is not committed yet."""
 
     files: tuple[NamedFile, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitCopy:
-    """Commit what all ranks have brought, unless a newer attempt exists. The outcome's value is the commit record as it
-    stands on the tier. ``tables``: the digests of all ranks' tables of tensors, of which an index is left beside it;
-    none where the tier has the images of some ranks alone. ``repairs`` is as in ``FinishCopy``."""
+    """Commit the images of all ranks, unless a newer attempt exists. The outcome's value is the commit record as
+    written. ``tables``: the digests of all ranks' tensor tables, of which an index is written beside it; empty where
+    the tier has only some ranks' images. ``repairs`` is as in ``FinishCopy``."""
 
     tier: str
     id: CheckpointId
@@ -123,8 +124,8 @@ class AbortShard:
 
 
 class NotWholeError(IntegrityError):
-    """Nothing was dropped, as copies that the deletion relies on are not whole. ``damaged`` says of each what is wrong,
-    and whether its commit record is there; it is empty where one could not be looked at, as ``why`` says."""
+    """Nothing was deleted, as copies that the deletion relies on are damaged. ``damaged`` tells of each what is wrong,
+    and whether its commit record is there; it is empty where one could not be checked, for the reason ``why``."""
 
     def __init__(self, damaged: Mapping[CheckpointId, tuple[str, bool]], why: str = "") -> None:
         super().__init__(why or "; ".join(why for why, _ in damaged.values()))
@@ -133,14 +134,12 @@ class NotWholeError(IntegrityError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteCopy:
-    """Take a committed copy apart, or collect what is left of an unfinished one.
+    """Delete a committed copy, or the files of an ``unfinished`` one: all, or those of ``shard``.
 
-    ``tombstoned`` says that all other copies are to go too; ``next_latest`` is what ``latest`` is to name if it named
-    this one. The value of its outcome is the marks that were there, or the commit record by which an unfinished copy
-    was found to be committed. Of an unfinished one only what belongs to ``shard``, where that is given. ``void``: what
-    is committed there is given up by all ranks, and is no checkpoint: no mark keeps it. ``relies_on``: other copies on
-    the tier because of which this one may go; nothing is dropped where the files of one are not there any more
-    (NotWholeError).
+    The outcome's value is the marks that were there, or the commit record of an unfinished copy that turned out to be
+    committed. ``tombstoned``: all other copies are deleted, too. ``next_latest`` is what ``latest`` names afterwards if
+    it named this one. ``void``: all ranks have given it up, and no mark keeps it. ``relies_on``: other copies on the
+    tier because of which this one may be deleted; NotWholeError if one of them lacks files.
     """
 
     tier: str
@@ -156,9 +155,9 @@ class DeleteCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadMarks:
-    """Read the marks beside the given checkpoints afresh, and of all others too where a person has changed any since
-    they were last read: the outcome's value. ``number`` tells which question of rank 0 that answers. ``relies_on`` is
-    as in ``DeleteCopy``, before all nodes drop their parts of a copy."""
+    """Read the marks of the given checkpoints, and of all others if a person has changed any since the last read: the
+    outcome's value. ``number`` identifies a request of rank 0. ``relies_on`` is as in ``DeleteCopy``: it is checked
+    before all nodes delete their parts of a copy."""
 
     tier: str
     ids: tuple[CheckpointId, ...]
@@ -168,7 +167,7 @@ class ReadMarks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeMark:
-    """Leave a mark, or take it away."""
+    """Write a mark, or remove it."""
 
     tier: str
     mark: Mark
@@ -177,7 +176,7 @@ class ChangeMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCommit:
-    """Read the commit record of a checkpoint that another process writes; the outcome's value is the record."""
+    """Read the commit record of a checkpoint that another process writes: the outcome's value."""
 
     tier: str
     id: CheckpointId
@@ -185,7 +184,7 @@ class ReadCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordStart:
-    """Record on a tier how the attempt of a checkpoint began that is committed elsewhere, as ``commit`` says."""
+    """Record on a tier the start of the attempt of ``commit``, a checkpoint that is committed on another tier."""
 
     tier: str
     id: CheckpointId
@@ -194,8 +193,8 @@ class RecordStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenCheck:
-    """Read the records of a committed copy that is to be verified. Of the images that its commit record names, sorted
-    by rank, each ``of``th from ``turn`` on is read: they are the outcome's value, each with its manifest."""
+    """Read the records of a committed copy that is to be verified. Of its images, sorted by rank, every ``of``th from
+    ``turn`` on is this rank's share: these are the outcome's value, each with its manifest."""
 
     tier: str
     id: CheckpointId
@@ -205,7 +204,7 @@ class OpenCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckChunk:
-    """Hold one chunk of a copy against its digest."""
+    """Compare one chunk of a copy with its digest."""
 
     tier: str
     id: CheckpointId
@@ -231,7 +230,7 @@ Task = (
 
 
 class Side(StrEnum):
-    """Whose failure it was."""
+    """Which tier of a copy failed."""
 
     SOURCE = "source"
     TARGET = "target"
@@ -239,10 +238,10 @@ class Side(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a task: a value, or the exception itself.
+    """The result of a task: a value or the exception.
 
-    ``seconds`` is what a worker spent on it; of these ``paced_s`` went by in waiting for a pace, and ``read_s`` in
-    reading from a stored tier, waits for a pace left out.
+    ``seconds`` is the worker's time; it includes ``paced_s`` of rate-limit waits, and ``read_s`` of reading from a
+    stored tier without such waits.
     """
 
     task: Task
@@ -255,13 +254,13 @@ class Outcome:
     bytes: int = 0
 
 
-# Events: all that can happen to the coordinator.
+# The other events that the coordinator handles.
 
 
 @dataclass(slots=True, kw_only=True)
 class AdmissionRequest:
-    """A save asks for a region; ``answer`` is called once, with the region or the error. Once ``cancelled`` is set, by
-    any thread, nothing is done for it any more, and it may never be called."""
+    """A save requests a region. ``answer`` is called once, with the region or the error. After any thread has set
+    ``cancelled``, the request is dropped, and ``answer`` may never be called."""
 
     id: CheckpointId
     image_bytes: int
@@ -273,7 +272,7 @@ class AdmissionRequest:
 
 @dataclass(slots=True, kw_only=True)
 class AssignmentRequest:
-    """A save has a structure that no division knows; ``answer`` is called once."""
+    """A save has a structure without a replica assignment. ``answer`` is called once."""
 
     id: CheckpointId
     shareable: ReplicatedTensors
@@ -291,7 +290,7 @@ class CommandKind(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Command:
-    """A person's order about one checkpoint; ``answer`` is called once, with the tiers that failed."""
+    """A person's command about one checkpoint. ``answer`` is called once, with the tiers that failed."""
 
     kind: CommandKind
     id: CheckpointId
@@ -307,7 +306,7 @@ class Command:
 
 @dataclass(slots=True, kw_only=True)
 class LedgerQuery:
-    """Run a function on the coordinator's thread, where the ledger may be read."""
+    """Run a function on the coordinator's thread, which may read the ledger."""
 
     function: Callable[[], Any]
     answer: Callable[[Any, BaseException | None], None]

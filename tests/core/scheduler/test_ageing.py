@@ -9,8 +9,8 @@ import pytest
 from tests.rules import best, last, young
 from tests.simulation.wants import metrics_of
 from tests.simulation.world import World, file_rules
-from tierfall.core.scheduler.deletion.age_timer import LOOK_AGAIN_S, READ_S
 from tierfall.core.scheduler.deletion.deleter import RETRY_S
+from tierfall.core.scheduler.deletion.planner import READ_S, WAIT_MAX_S
 from tierfall.core.scheduler.ledger.tasks import ReadMarks
 from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import CheckpointId
@@ -69,10 +69,10 @@ def test_a_sleep_of_years_is_cut_into_days() -> None:
     world = aged(seconds=10_000 * DAY_S)
     due = world.step()
     assert due is not None
-    assert due == pytest.approx(20 + LOOK_AGAIN_S, abs=1)
+    assert due == pytest.approx(20 + WAIT_MAX_S, abs=1)
     world.now_s = due
     assert not world.tasks
-    assert world.step() == pytest.approx(due + LOOK_AGAIN_S, abs=1)
+    assert world.step() == pytest.approx(due + WAIT_MAX_S, abs=1)
     assert not any(isinstance(task, ReadMarks) for task in world.tasks)
 
 

@@ -612,7 +612,7 @@ def test_a_damaged_copy_that_something_may_come_of_stays_and_the_error_names_it(
     assert SECOND.step in world.steps_on("pfs")
     (error,) = world.coordinator.errors
     assert "tierfall rm ID" in str(error)
-    assert "not dropped without a person's order: " in str(error)
+    assert "not deleted without a command: " in str(error)
     assert "2@1" in str(error)
 
 

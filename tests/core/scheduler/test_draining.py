@@ -106,7 +106,7 @@ def test_a_copy_that_cannot_arrive_gives_way_and_comes_after_the_drain(
         (2, ArrivalOutlook.TOO_LATE, True),
         (3, ArrivalOutlook.ARRIVES, False),
     ]
-    assert "flush of 2@1 to store gives way" in caplog.text
+    assert "flush of 2@1 to store is preempted" in caplog.text
     assert world.steps_on("store") == [1, 3]
     assert world.coordinator.counters.flush_failures == 0
     assert not world.coordinator.errors
@@ -220,20 +220,20 @@ def test_a_deadline_that_one_rank_knows_of_lets_the_flushes_of_all_yield_to_nobo
     if signalled == 0:  # it plans for itself as well
         run.ranks[0].coordinator.begin_drain("signal", run.now_s + 30.0)
     talk(run)
-    assert [rank.coordinator.pacing.hurries() for rank in run.ranks] == [True, True]
+    assert [rank.coordinator.is_urgent() for rank in run.ranks] == [True, True]
     assert [rank.coordinator.draining.active for rank in run.ranks] == [True, False]
     run.now_s += 31.0
     run.step()
-    assert [rank.coordinator.pacing.hurries() for rank in run.ranks] == [False, False]
+    assert [rank.coordinator.is_urgent() for rank in run.ranks] == [False, False]
 
 
 def test_a_rank_that_does_not_decide_hurries_until_its_drain_has_ended() -> None:
     run = Many((0, 1), [file_rules(SHARED_TIER, shared=True, yields=True)], max_wait_s=10.0)
     follower = run.ranks[1].coordinator
     assert follower.begin_drain("test", run.now_s + 30.0) == ()
-    assert follower.pacing.hurries()
+    assert follower.is_urgent()
     follower.draining.end("test")
-    assert not follower.pacing.hurries()
+    assert not follower.is_urgent()
 
 
 def test_room_is_not_taken_from_a_newer_copy_for_an_older_one() -> None:
@@ -264,11 +264,11 @@ def test_a_tier_that_yielded_to_training_is_planned_for_at_its_full_rate() -> No
     world.save(2)
     world.settle()
     world.paces.clear()
-    world.coordinator.draining.share_of = lambda tier: 0.25
+    world.coordinator.pacing.shares["store"] = 0.25
     for step in (3, 4):
         world.save(step)
     forecast = drained(world, 21.0)
     assert [d.prospect for d in forecast] == [ArrivalOutlook.ARRIVES] * 2
-    assert world.coordinator.pacing.hurries(), "a drain yields to nobody"
+    assert world.coordinator.is_urgent(), "a drain yields to nobody"
     world.go_on(20.5)
     assert world.steps_on("store") == [1, 2, 3, 4]

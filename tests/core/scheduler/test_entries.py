@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.lineage import AttemptStart, Key, abandoned
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard, TierKind
 from tierfall.core.types.view import TierRules

@@ -111,7 +111,7 @@ def test_what_a_save_gives_up_is_aborted_in_the_same_step(monkeypatch: pytest.Mo
     coordinator = world.coordinator
     assert not world.tasks
     passes: list[float] = []
-    admit = coordinator._admissions.admit
+    admit = coordinator._admissions.try_admit
 
     def give_up_in_the_second(now_s: float, refusal: BaseException | None) -> None:
         admit(now_s, refusal)
@@ -120,7 +120,7 @@ def test_what_a_save_gives_up_is_aborted_in_the_same_step(monkeypatch: pytest.Mo
             entry = coordinator.ledger.entries[FIRST]
             coordinator._flusher.give_up_copy(entry, "nvme", FlushError("on purpose"))
 
-    monkeypatch.setattr(coordinator._admissions, "admit", give_up_in_the_second)
+    monkeypatch.setattr(coordinator._admissions, "try_admit", give_up_in_the_second)
     world.step()
     assert [type(task) for task in world.tasks] == [AbortShard]
     assert coordinator.busy()

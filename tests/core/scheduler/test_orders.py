@@ -210,7 +210,7 @@ def test_what_a_failed_commit_left_is_written_over_or_collected() -> None:
     assert world.coordinator.ledger.unfinished == {}
 
 
-@pytest.mark.parametrize("how", ["deleted", "left behind"])
+@pytest.mark.parametrize("how", ["deleted", "abandoned"])
 def test_whoever_waits_for_a_copy_that_is_given_up_is_told(how: str) -> None:
     world = World([file_rules("nvme")])
     first = world.save(1)
@@ -609,7 +609,7 @@ def test_a_save_that_failed_before_it_was_announced_gives_its_region_back() -> N
     world = World([file_rules("nvme")], memory_images=1)
     region, _ = world.ask_for_region(1)
     snapshot = world.begin(1, region)
-    world.coordinator._arrived.get_nowait()  # its announcement is lost
+    world.coordinator.inbox._arrived.get_nowait()  # its announcement is lost
     world.fail_capture(snapshot, FlushError("interrupted"))
     world.step()
     assert world.memory.regions == []

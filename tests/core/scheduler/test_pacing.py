@@ -116,9 +116,11 @@ def test_when_training_stands_still_a_flush_yields_to_nobody() -> None:
     assert trained.world.paces["store"] is None
 
 
-def test_while_a_save_waits_for_memory_a_flush_yields_to_nobody() -> None:
+def test_while_a_save_waits_for_memory_a_flush_yields_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trained = slowed_run()
-    trained.pacing.hurries = lambda: True
+    monkeypatch.setattr(trained.world.coordinator, "is_urgent", lambda: True)
     trained.world.step()
     assert trained.pacing.shares["store"] == 1.0
 
@@ -130,7 +132,7 @@ def test_until_a_deadline_steps_that_take_longer_slow_no_flush_for_a_moment(
     trained.world.coordinator.begin_drain("test", trained.world.now_s + 1000.0)
     with caplog.at_level("INFO", logger="tierfall"):
         trained.train(200, save_every=20)
-    changes = [r.getMessage() for r in caplog.records if "flush to store takes" in r.message]
+    changes = [r.getMessage() for r in caplog.records if "flush to store uses" in r.message]
     assert len(changes) == 1, changes
     assert "there is a deadline" in changes[0]
     trained.world.coordinator.draining.end("test")

@@ -10,7 +10,6 @@ import torch
 import tierfall
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.scheduler.flush.throughput import STRETCHES, TierThroughput
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
     CopyRun,
@@ -18,6 +17,7 @@ from tierfall.core.scheduler.ledger.tasks import (
     FinishCopy,
     Outcome,
 )
+from tierfall.core.scheduler.ledger.throughput import STRETCHES, TierThroughput
 from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
 

@@ -106,7 +106,7 @@ class Tiers:
 
     def waiting(self) -> int:
         """How many take part in a run that somebody else has in hand."""
-        return sum(len(held.spare) for held in self.shared._held)
+        return sum(len(held.spare) for held in self.shared._ranges)
 
     def check_buffers(self) -> None:
         """Every pool has all its buffers again, and no two have the same one."""
@@ -380,5 +380,5 @@ def test_many_at_once_get_their_bytes_and_leave_every_buffer(seed: int, wait_s: 
     for task in bringing:
         task.result()
     assert len(tiers.reads) < len(runs), "nothing was shared"
-    assert tiers.shared._held == []
+    assert tiers.shared._ranges == []
     tiers.check_buffers()

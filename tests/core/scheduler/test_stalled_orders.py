@@ -8,8 +8,8 @@ from tests.core.scheduler.test_stalls import failing, opened, world_with
 from tests.simulation.world import World, file_rules
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.wrappers.retry import Retrying
-from tierfall.core.scheduler.flush.copy_progress import Phase
 from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S
+from tierfall.core.scheduler.flush.transfer import Phase
 from tierfall.core.scheduler.ledger.tasks import Command, CommandKind, DeleteCopy
 from tierfall.core.types import keys as names
 from tierfall.core.types.backend import Backend

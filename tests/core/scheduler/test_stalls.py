@@ -113,7 +113,7 @@ def test_an_outage_is_said_once_and_its_end_too(caplog: pytest.LogCaptureFixture
     faulty.heal()
     world.settle()
     assert {h.outcome for h in (first, second)} == {SaveOutcome.SAVED}
-    assert any("goes on where it was" in r.message for r in caplog.records)
+    assert any("continues where it stopped" in r.message for r in caplog.records)
     assert world.coordinator.ledger.failing == {}
     assert opened(world) == 2, "one for each checkpoint"
 

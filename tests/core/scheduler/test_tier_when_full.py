@@ -11,9 +11,12 @@ from tests.core.scheduler.test_commits import talk
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
+from tierfall.core.scheduler import executor
+from tierfall.core.scheduler.executor import TaskRunner
 from tierfall.core.scheduler.ledger.tasks import CopyRun
 from tierfall.core.types.errors import CapacityError, FlushError, UnreachableError
 from tierfall.core.types.values import SaveOutcome, WhenFull
+from tierfall.tiers.stored import StoredTier
 
 COPY_S = 10.0
 
@@ -151,18 +154,17 @@ def test_a_tier_that_fails_is_reported_after_its_own_max_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = behind(None, members={"max_wait_s": 3.0}, max_wait_s=600.0)
-    run = world.runner._copy
 
-    def refuse(task: CopyRun) -> float:
+    def refuse(runner: TaskRunner, task: CopyRun, store: StoredTier) -> float:
         raise UnreachableError("on purpose")
 
-    monkeypatch.setattr(world.runner, "_copy", refuse)
-    world.save_soon(1)
-    world.go_on(2.0)
-    assert not world.coordinator.ledger.failing
-    world.go_on(8.0)
-    assert "store" in world.coordinator.ledger.failing
-    monkeypatch.setattr(world.runner, "_copy", run)
+    with monkeypatch.context() as patch:
+        patch.setitem(executor._HANDLERS, CopyRun, refuse)
+        world.save_soon(1)
+        world.go_on(2.0)
+        assert not world.coordinator.ledger.failing
+        world.go_on(8.0)
+        assert "store" in world.coordinator.ledger.failing
     world.go_on(100.0)
     assert world.steps_on("store") == [1]
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tierfall.config import Config
 from tierfall.core.format.catalog import Listing, merge
-from tierfall.core.scheduler.flush.throughput import Throughput
+from tierfall.core.scheduler.ledger.throughput import Throughput
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import DrainDecision
 from tierfall.ops.commands import unread, view_of

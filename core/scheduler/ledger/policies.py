@@ -1,12 +1,11 @@
-"""What the coordinator asks of policies: pure functions, handed in."""
+"""The policies that the coordinator's components ask: pure functions, passed in. The built-in ones are
+``policies/defaults.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from tierfall.core.scheduler.flush.backlog import PredictBacklog
-from tierfall.core.scheduler.flush.throttle import LeastShare, PlanYield
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import (
     CheckpointView,
@@ -18,16 +17,28 @@ from tierfall.core.types.view import (
 )
 
 
+class BacklogOutlook(Protocol):
+    """How many checkpoints a tier will be behind in an hour, and the warning to log, if any."""
+
+    @property
+    def behind(self) -> float: ...
+
+    @property
+    def warning(self) -> str | None: ...
+
+
+class ShareDecision(Protocol):
+    """The share of a tier's write rate that a flush may use, and why."""
+
+    @property
+    def share(self) -> float: ...
+
+    @property
+    def reason(self) -> str: ...
+
+
 class Policies(Protocol):
-    """The decisions that it asks for."""
-
-    @property
-    def plan_yield(self) -> PlanYield: ...
-
-    @property
-    def least_share(self) -> LeastShare: ...
-
-    def tiers_owed(self, tiers: tuple[TierRules, ...], ordinal: int) -> tuple[str, ...]: ...
+    """See the module; each function is documented where it is defined."""
 
     def still_owed(self, view: View, checkpoint: CheckpointView) -> tuple[str, ...]: ...
 
@@ -39,10 +50,27 @@ class Policies(Protocol):
         self, view: View, *, bytes_per_s: Mapping[str, float | None], left_s: float
     ) -> tuple[DrainDecision, ...]: ...
 
-    @property
-    def forecast(self) -> PredictBacklog: ...
+    def forecast(
+        self,
+        tier: TierRules,
+        *,
+        saves: int,
+        every_s: float,
+        bytes: int,
+        bytes_per_s: float | None,
+        stretches: int,
+        waiting: int,
+    ) -> BacklogOutlook: ...
 
     def lateness(self, tier: TierRules, behind_s: float) -> str | None: ...
+
+    def plan_yield(
+        self, *, idle_s: Sequence[float], busy_s: Sequence[float], share: float, least: float
+    ) -> ShareDecision: ...
+
+    def least_share(
+        self, *, image_bytes: int, every_s: float, within_s: float | None, bytes_per_s: float
+    ) -> float: ...
 
     def keeps_all_live(self, tier: TierRules) -> bool: ...
 

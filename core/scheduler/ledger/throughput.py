@@ -1,9 +1,9 @@
-"""Rates: how many bytes a second each tier was seen to write, and to be read, while copies really ran.
+"""Measured read and write rates of each tier, in bytes per second, while copies are in progress.
 
-It belongs to the coordinator's thread and reads no clock: it is told when a worker's task begins and what became of it.
-What is measured is a *stretch*: what one lane brought until its copy was there, or for ``STRETCH_S``. Its time is what
-the workers spent at it, waits for a pace left out, but never more than the time in which any of them was at work at
-all: so several at once count as what they bring together, and one that mostly waits for its pace as what it could do.
+The unit is a *stretch*: the bytes that one lane copied until its copy was complete, or for ``STRETCH_S``. Its time is
+the workers' time without rate-limit waits, but at most the time during which any worker was busy: so parallel tasks
+count by their joint rate, and throttled ones by the rate that they could have had. Belongs to the coordinator's thread
+and reads no clock.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from tierfall.core.scheduler.ledger.tasks import CopyRun, FinishCopy, OpenShard, Outcome, Task
 
 STRETCHES = 8
-"""The estimate is over so many stretches: machines change, and one stretch says little."""
+"""A rate is the mean of so many stretches."""
 STRETCH_S = 5.0
 PACED = 0.05
-"""A stretch of which the workers waited more than this share for a pace shows what was asked, not what is possible."""
+"""A stretch with a larger share of rate-limit waits counts as throttled: it shows the limit, not the tier's rate."""
 
 
 @dataclass(slots=True)
 class FlushStretch:
-    """What one lane brings: ``write_s``, ``read_s`` and ``paced_s`` are seconds summed over workers, ``busy_s`` the
-    time in which any was at work."""
+    """What one lane copied. ``write_s``, ``read_s`` and ``paced_s`` (rate-limit waits) are summed over workers;
+    ``busy_s`` is the time during which any was busy."""
 
     bytes: int = 0
     busy_s: float = 0.0
@@ -38,7 +38,7 @@ class FlushStretch:
 
 
 class Throughput:
-    """Bytes over seconds, of the last stretches that were noted."""
+    """Bytes over seconds of the last stretches."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[int, float]] = deque(maxlen=STRETCHES)
@@ -59,7 +59,7 @@ class Throughput:
         return self.per_s_with(0, 0.0)
 
     def per_s_with(self, more: int, more_s: float) -> float | None:
-        """Return the rate with what is not noted yet; None before there are bytes, and time."""
+        """Return the rate including bytes that are not noted yet; None while unknown."""
         count = more + sum(count for count, _ in self._last)
         seconds = more_s + sum(seconds for _, seconds in self._last)
         return count / seconds if count and seconds else None
@@ -67,7 +67,7 @@ class Throughput:
 
 @dataclass(slots=True)
 class _LaneActivity:
-    """What is under way to one tier: tasks out, since when, and what the present stretch has so far."""
+    """The tasks in progress to one tier, since when, and the present stretch."""
 
     out: int = 0
     since_s: float = 0.0
@@ -75,56 +75,53 @@ class _LaneActivity:
 
 
 class TierThroughput:
-    """See the module. Bytes are those of images, before a tier packs them; with several ranks, those of this one."""
+    """See the module. Bytes are those of this rank's images, uncompressed."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, _LaneActivity] = {}
         self._begun = 0
         self._free: dict[str, Throughput] = {}
         self._paced: dict[str, Throughput] = {}
-        self._given: dict[str, Throughput] = {}
+        self._delivered: dict[str, Throughput] = {}
         self._reads: dict[str, Throughput] = {}
 
-    # Asking ----------------------------------------------------------------------------------------
+    # Rates -----------------------------------------------------------------------------------------
 
     def write_bytes_per_s(self, tier: str) -> float | None:
-        """Return how fast a tier can be written, as far as was seen; None before the first copy.
-
-        A pace does not lower it: stretches under one count for no less than they show, and those without one tell.
-        """
+        """Return how fast a tier can be written; None before the first copy. Throttling does not lower it."""
         seen = [_rate(self._free, tier), _rate(self._paced, tier)]
         return max((rate for rate in seen if rate is not None), default=None)
 
     def delivered_bytes_per_s(self, tier: str) -> float | None:
-        """Return how fast copies come to a tier while they run, with all waits for a pace; None before the first."""
-        return _rate(self._given, tier)
+        """Return the rate of copies to a tier, rate-limit waits included; None before the first."""
+        return _rate(self._delivered, tier)
 
     def arriving_bytes_per_s(self, tier: str, now_s: float) -> float | None:
-        """Return the same with what the stretch under way has brought by now, for whoever watches; None where no worker
-        writes to the tier, or nothing has come yet."""
+        """Return the delivered rate including the stretch in progress, for display; None where no worker writes to the
+        tier, or before the first byte."""
         lane = self._lanes.get(tier)
         if lane is None or not lane.out:
             return None
         busy_s = lane.stretch.busy_s + max(0.0, now_s - lane.since_s)
-        return self._given.get(tier, Throughput()).per_s_with(lane.stretch.bytes, busy_s)
+        return self._delivered.get(tier, Throughput()).per_s_with(lane.stretch.bytes, busy_s)
 
     def read_rates(self) -> dict[str, float]:
-        """Return how fast each tier was read, in bytes per second, by flushes to other tiers and by restores."""
-        found = {tier: moving.per_s for tier, moving in self._reads.items()}
+        """Return how fast each tier was read, by flushes to other tiers and by restores."""
+        found = {tier: reads.per_s for tier, reads in self._reads.items()}
         return {tier: rate for tier, rate in found.items() if rate is not None}
 
     def stretches(self, tier: str) -> int:
-        """Return how many stretches the estimate of what comes to a tier is over, ``STRETCHES`` at most."""
-        return len(self._given.get(tier, ()))
+        """Return the number of stretches in the delivered rate, at most ``STRETCHES``."""
+        return len(self._delivered.get(tier, ()))
 
     def flushing(self) -> tuple[frozenset[str], int]:
-        """Name the tiers that workers are just writing to, and say how many tasks were begun so far."""
+        """Return the tiers that workers write to now, and the number of tasks begun so far."""
         return frozenset(tier for tier, lane in self._lanes.items() if lane.out), self._begun
 
-    # Being told ------------------------------------------------------------------------------------
+    # Measurements ----------------------------------------------------------------------------------
 
     def began(self, task: Task, now_s: float) -> None:
-        """A task of a copy is handed to a worker."""
+        """A task was dispatched."""
         if not isinstance(task, OpenShard | CopyRun | FinishCopy):
             return
         lane = self._lanes.setdefault(task.tier, _LaneActivity())
@@ -134,7 +131,7 @@ class TierThroughput:
         self._begun += 1
 
     def ended(self, outcome: Outcome, now_s: float) -> None:
-        """A task has come back: what failed says nothing of how fast a tier is, nor what went on beside it."""
+        """A task has ended. After a failure the stretch is discarded: it does not show the tier's rate."""
         task = outcome.task
         if not isinstance(task, OpenShard | CopyRun | FinishCopy):
             return
@@ -161,7 +158,7 @@ class TierThroughput:
             self._note(task.tier, stretch)
 
     def was_read(self, tier: str, count: int, seconds: float) -> None:
-        """A restore has read so many bytes of a tier in so many seconds."""
+        """A restore has read ``count`` bytes of a tier in ``seconds``."""
         self._reads.setdefault(tier, Throughput()).note(count, seconds)
 
     def _note(self, tier: str, stretch: FlushStretch) -> None:
@@ -171,12 +168,12 @@ class TierThroughput:
             paced.note(stretch.bytes, written_s)
         else:
             free.note(stretch.bytes, written_s)
-            paced.forget_oldest()  # what was shown under a pace long ago may not be so any more
-        self._given.setdefault(tier, Throughput()).note(stretch.bytes, stretch.busy_s)
+            paced.forget_oldest()  # measured under a limit, perhaps long ago
+        self._delivered.setdefault(tier, Throughput()).note(stretch.bytes, stretch.busy_s)
         for source, count in stretch.read_bytes.items():
             self.was_read(source, count, min(stretch.busy_s, stretch.read_s[source]))
 
 
 def _rate(of: dict[str, Throughput], tier: str) -> float | None:
-    moving = of.get(tier)
-    return None if moving is None else moving.per_s
+    throughput = of.get(tier)
+    return None if throughput is None else throughput.per_s

@@ -1,6 +1,6 @@
-"""Noting: what the coordinator's parts say of what happens, as events at the clock's time.
+"""Events of the coordinator's components, for the event log and statistics, with the time of the coordinator's clock.
 
-It belongs to the coordinator's thread, decides nothing and does no I/O: whoever is told takes events at once.
+Belongs to the coordinator's thread and does no I/O: the receiver must return at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from tierfall.core.scheduler.ledger.ledger import LedgerEntry
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy
 from tierfall.core.types import events
 from tierfall.core.types.events import Notify
@@ -19,7 +19,7 @@ REMEMBERED = 1024
 
 
 class FlushInFlight(Protocol):
-    """A copy to a tier that is under way: how often it was tried, and what was read of each source so far."""
+    """A copy in progress: how often it was tried, and the bytes read from each source so far."""
 
     @property
     def tier(self) -> str: ...
@@ -33,14 +33,14 @@ class FlushInFlight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Copying:
-    """A copy that has begun, and what its lane had read from each source by then."""
+    """When a copy began, and what its lane had read from each source by then."""
 
     since_s: float
     read: dict[str, int]
 
 
 class EventEmitter:
-    """See the module. ``now_s`` is the coordinator's time; it is set before anything happens."""
+    """See the module. The coordinator sets ``now_s`` at the start of each step."""
 
     def __init__(self, notify: Notify = events.ignore) -> None:
         self._notify = notify
@@ -76,7 +76,7 @@ class EventEmitter:
         )
 
     def save_ended(self, id: CheckpointId, outcome: SaveOutcome, error: BaseException) -> None:
-        """Say so once, whoever finds it out first."""
+        """Emit it once, whichever component reports it first."""
         self._saves.pop(id, None)
         if id in self._ended:
             return
@@ -209,7 +209,7 @@ class EventEmitter:
 
 
 def image_bytes_of(entry: LedgerEntry) -> int:
-    """The bytes of this rank's image, where they are known by now."""
+    """Return the bytes of this rank's image; 0 while unknown."""
     if entry.geometry is not None:
         return entry.geometry.image_bytes
     return entry.commit.image_bytes if entry.commit is not None else 0

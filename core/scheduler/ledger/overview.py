@@ -1,7 +1,7 @@
-"""The ledger's entries, and what follows from all of them: worked out anew for those alone that may have changed.
+"""The ledger's entries, and summaries of all of them, updated only for entries that may have changed.
 
-A run may have thousands of checkpoints on its tiers, of which a save changes one. Whoever looks an entry up may change
-it, so a look-up counts as a change; and what copies, saves or orders are at work on is *open*, and looked at each time.
+A run may have thousands of checkpoints, of which a save changes one. A component that looks an entry up may change it,
+so a lookup counts as a change. Entries on which saves, copies or commands work are *open*, and updated each time.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.types.lineage import AttemptStart, Key, abandoned_by
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView
 
-if TYPE_CHECKING:
-    from tierfall.core.scheduler.ledger.ledger import LedgerEntry
 
-
-class LedgerEntries(dict[CheckpointId, "LedgerEntry"]):
-    """Entries by checkpoint; see the module. Going through ``values`` is no look-up: who changes what it finds there
-    does so by the entry's own methods, or finds it open already."""
+class LedgerEntries(dict[CheckpointId, LedgerEntry]):
+    """Entries by checkpoint; see the module. Iterating over ``values`` is no lookup: an entry found there is changed by
+    its own methods, which report the change, or is open already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,18 +50,18 @@ class LedgerEntries(dict[CheckpointId, "LedgerEntry"]):
         return self[id]
 
     def pop(self, id: CheckpointId) -> LedgerEntry | None:  # type: ignore[override]
-        """Forget an entry, if it is there."""
+        """Remove an entry, if it is there."""
         if id in self:
             del self._sorted[bisect_left(self._sorted, _key(id), key=_key)]
             self.changed.add(id)
         return super().pop(id, None)
 
     def peek(self, id: CheckpointId) -> LedgerEntry:
-        """Look an entry up that is not to be changed."""
+        """Return an entry that the caller does not change."""
         return super().__getitem__(id)
 
     def ids(self, *, newest_first: bool = False) -> Iterator[CheckpointId]:
-        """Name all, by step and attempt."""
+        """Yield all checkpoints, sorted by step and attempt."""
         return reversed(self._sorted) if newest_first else iter(self._sorted)
 
 
@@ -73,10 +70,10 @@ def _key(id: CheckpointId) -> tuple[int, int]:
 
 
 class AbandonedLines:
-    """What the lines of saving have left behind: kept from one question to the next, while checkpoints come and go.
+    """The abandoned checkpoints, updated as checkpoints are added and removed.
 
-    An attempt that has committed something counts also when all of that is gone; one that has only saved something
-    into memory counts while that is there.
+    An attempt that has committed something counts also when all of that is deleted; one that has only saved into memory
+    counts while such an image is there.
     """
 
     def __init__(self) -> None:
@@ -90,19 +87,19 @@ class AbandonedLines:
         self._outdated = False
 
     def know(self, starts: Mapping[Key, AttemptStart]) -> None:
-        """Know how attempts began that have committed something, and of no others."""
+        """Set the starts of the attempts that have committed something."""
         self._starts = dict(starts)
         self._outdated = True
 
     def goes_on_from(self, number: int, attempt_id: str) -> None:
-        """Of attempts that share a number, the one of this id counts."""
+        """Of attempts that share a number, count the one with this id."""
         for key, start in self._starts.items():
             if key[0] == number:
                 self._starts[key] = replace(start, passed_over=key[1] != attempt_id)
         self._outdated = True
 
     def note(self, id: CheckpointId, entry: LedgerEntry | None) -> None:
-        """Know what there is of a checkpoint now."""
+        """Update a checkpoint; None: it was removed."""
         self._forget(id)
         if entry is None or not entry.is_whole:
             return
@@ -136,7 +133,7 @@ class AbandonedLines:
             self._flipped.add(id)
 
     def abandoned(self) -> Set[CheckpointId]:
-        """Name the abandoned ones, as it is now and comes to be."""
+        """Return the abandoned checkpoints: a live set."""
         if self._outdated:
             self._outdated = False
             self._is_left = abandoned_by([*self._starts.values(), *self._of_memory.values()])
@@ -146,13 +143,13 @@ class AbandonedLines:
         return self._abandoned
 
     def take_flipped(self) -> Set[CheckpointId]:
-        """Name those that were abandoned, or are no longer, since this was asked for last."""
+        """Return the checkpoints whose membership has changed since the last call."""
         flipped, self._flipped = self._flipped, set()
         return flipped
 
 
 class Overview:
-    """What follows from all entries. ``look`` makes the view of one, of which it is said whether it is abandoned."""
+    """Summaries of all entries. ``look`` returns the view of an entry, given whether it is abandoned."""
 
     def __init__(
         self, entries: LedgerEntries, look: Callable[[LedgerEntry, bool], CheckpointView]
@@ -174,18 +171,17 @@ class Overview:
         self._whole: Counter[str] = Counter()
 
     def settle(self) -> None:
-        """Nobody has an entry in hand any more that was looked up until now. Before, it may still be changed."""
+        """Entries that were looked up until now do not change any more; update the summaries once more for them."""
         self._past |= self._recent
         self._recent.clear()
 
     def open(self) -> list[LedgerEntry]:
-        """Those that are owed to a tier, lie in memory, or are being saved, copied, dropped or read by a lane; and some
-        that were."""
+        """Return the entries that are owed, in memory, or being saved, copied, deleted or read; and some that were."""
         self._refresh()
         return list(self._open.values())
 
     def abandoned(self) -> Set[CheckpointId]:
-        """Name what lines have left behind, as it is now and comes to be."""
+        """Return the abandoned checkpoints: a live set."""
         self._refresh()
         return self.lineage.abandoned()
 
@@ -198,34 +194,34 @@ class Overview:
         return self._leaving[tier]
 
     def whole_on(self, tier: str) -> int:
-        """How many copies can be read whole there."""
+        """Return the number of whole copies on a tier."""
         self._refresh()
         return self._whole[tier]
 
     def overtaken(self) -> list[LedgerEntry]:
-        """Those of which a tier has failed to take a copy, so that newer ones may be there before it."""
+        """Return the entries of which a copy failed, so that newer ones may be committed before it."""
         self._refresh()
         return [self._entries[id] for id in self._overtaken]
 
     def repairable(self) -> list[LedgerEntry]:
-        """Those with a copy that was found damaged, and is not forgotten: looked up, as they may be owed one again."""
+        """Return the entries with a damaged copy. This is a lookup, as a repair may be owed to them."""
         self._refresh()
         return [self._entries[id] for id in sorted(self._repairable, key=_key)]
 
     def has_tombstoned(self) -> bool:
-        """Say whether a person has deleted one that is there yet."""
+        """Return whether some entry bears a tombstone."""
         self._refresh()
         return bool(self._tombstoned)
 
     def has_unverified(self) -> bool:
-        """Say whether a tier holds a committed copy that nobody has verified."""
+        """Return whether a tier has a committed copy that is not verified."""
         self._refresh()
         return bool(self._unverified)
 
     def views(self) -> tuple[CheckpointView, ...]:
-        """Views of all, by step and attempt. Those of open ones are made anew each time."""
+        """Return the views of all entries, by step and attempt. Those of open entries are never cached."""
         self._refresh()
-        left = self.lineage.abandoned()
+        abandoned = self.lineage.abandoned()
         for id in self.lineage.take_flipped():
             self._views.pop(id, None)
         for id, entry in list(self._open.items()):
@@ -235,7 +231,7 @@ class Overview:
         for id in self._entries.ids():
             view = self._views.get(id)
             if view is None:
-                view = self._look(self._entries.peek(id), id in left)
+                view = self._look(self._entries.peek(id), id in abandoned)
                 if id not in self._open and id not in self._recent:
                     self._views[id] = view
             found.append(view)

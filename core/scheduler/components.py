@@ -1,0 +1,346 @@
+"""The coordinator's components: built in the order in which their constructors need one another.
+
+Where a component calls one that is built after it, it does so by ``Hooks``, which this class implements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from tierfall.core.capture.snapshot import HostMemory
+from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.deletion.verifier import BackgroundVerifier
+from tierfall.core.scheduler.flush.admission import Admissions, Superseder
+from tierfall.core.scheduler.flush.backlog import Backlog
+from tierfall.core.scheduler.flush.deadline import DrainSchedule
+from tierfall.core.scheduler.flush.flusher import Flusher
+from tierfall.core.scheduler.flush.lane import FlushLane, LaneLimits
+from tierfall.core.scheduler.flush.queue import FlushQueue
+from tierfall.core.scheduler.flush.room import TierRoom
+from tierfall.core.scheduler.flush.saves import CaptureEvents
+from tierfall.core.scheduler.flush.throttle import Throttle
+from tierfall.core.scheduler.group.commands import Commands
+from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.scheduler.group.damage import DamageReports
+from tierfall.core.scheduler.group.external_commits import ExternalCommits
+from tierfall.core.scheduler.group.group_commands import GroupCommands, NodeMarks
+from tierfall.core.scheduler.inbox import Inbox
+from tierfall.core.scheduler.ledger.attempt_starts import StartRecords
+from tierfall.core.scheduler.ledger.emitter import EventEmitter
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.one_rank import OneRank
+from tierfall.core.scheduler.ledger.policies import Policies
+from tierfall.core.scheduler.ledger.tasks import DeleteCopy, ReadMarks, Task
+from tierfall.core.types.errors import FencedError
+from tierfall.core.types.events import Notify, ignore
+from tierfall.core.types.values import CheckpointId, WhenFull
+
+
+class LeftoverMemory(Protocol):
+    """Memory that ranks of an earlier start left."""
+
+    def committed(self, tier: str, newer: LedgerEntry) -> None: ...
+
+    def make_room(self) -> bool: ...
+
+
+class Components(Hooks):
+    """See the module. Belongs to the coordinator's thread, but for ``inbox``."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        lanes: Mapping[str, LaneLimits],
+        host: HostMemory,
+        policies: Policies,
+        submit: Callable[[Task], None],
+        max_wait_s: float,
+        when_full: WhenFull = WhenFull.WAIT,
+        unread: Collection[str] = (),
+        council: MessageTree | None = None,
+        shared: Mapping[str, bool] | None = None,
+        set_pace: Callable[[str, float | None], None] = lambda tier, bytes_per_s: None,
+        verify_bytes_per_s: float | None = None,
+        notify: Notify = ignore,
+        leftovers: LeftoverMemory | None = None,
+    ) -> None:
+        """``lanes`` are the stored tiers that this process writes to. ``unread`` names the tiers that could not be
+        listed when the run was opened. With several ranks, ``council`` sends their messages, and ``shared`` tells for
+        each tier whether all ranks see the same files. ``set_pace`` limits a tier's write rate (None: no limit);
+        ``verify_bytes_per_s`` limits background verification per tier (None: no limit)."""
+        self.inbox = Inbox()
+        self.steps = 0
+        self._idle_events: list[InterruptibleEvent] = []
+        self._commands_only = False
+        self._tasks_out = 0
+        self._submit = submit
+        self._leftovers = leftovers
+        self.ledger = ledger
+        self.rates = ledger.rates
+        self._policies = policies
+        self.emitter = EventEmitter(notify)
+        self.lanes = {
+            tier: FlushLane(
+                tier,
+                limits=limits,
+                order=[rules.name for rules in ledger.rules],
+                host=ledger.host,
+                hooks=self,
+            )
+            for tier, limits in lanes.items()
+        }
+        self.dropper = Deleter(
+            ledger=ledger, tiers=self.lanes, policies=policies, hooks=self, emitter=self.emitter
+        )
+        self.verifier = BackgroundVerifier(
+            ledger=ledger,
+            deleter=self.dropper,
+            council=council,
+            hooks=self,
+            bytes_per_s=verify_bytes_per_s,
+        )
+        self._build_flush(host, policies, max_wait_s, when_full, set_pace)
+        self._build_group(council, shared or {}, policies, max_wait_s, unread)
+
+    def _build_flush(
+        self,
+        host: HostMemory,
+        policies: Policies,
+        max_wait_s: float,
+        when_full: WhenFull,
+        set_pace: Callable[[str, float | None], None],
+    ) -> None:
+        """Build what copies checkpoints from memory to stored tiers."""
+        self.pressure = Backlog(ledger=self.ledger, policies=policies, hooks=self)
+        self.pacing = Throttle(
+            ledger=self.ledger,
+            backlog=self.pressure,
+            policies=policies,
+            hooks=self,
+            set_pace=set_pace,
+        )
+        self.draining = DrainSchedule(
+            ledger=self.ledger,
+            lanes=self.lanes,
+            throttle=self.pacing,
+            policies=policies,
+            hooks=self,
+        )
+        self.turns = FlushQueue(
+            ledger=self.ledger,
+            policies=policies,
+            drain_schedule=self.draining,
+            hooks=self,
+            emitter=self.emitter,
+        )
+        self._flusher = Flusher(
+            ledger=self.ledger,
+            lanes=self.lanes,
+            deleter=self.dropper,
+            queue=self.turns,
+            room=TierRoom(
+                ledger=self.ledger,
+                lanes=self.lanes,
+                deleter=self.dropper,
+                queue=self.turns,
+                policies=policies,
+                hooks=self,
+            ),
+            backlog=self.pressure,
+            hooks=self,
+            emitter=self.emitter,
+            max_wait_s=max_wait_s,
+        )
+        self.errors = self._flusher.errors
+        self.counters = self._flusher.counters
+        self.durable = self._flusher.durable
+        self.superseder = Superseder(
+            ledger=self.ledger,
+            lanes=self.lanes,
+            deleter=self.dropper,
+            policies=policies,
+            hooks=self,
+            emitter=self.emitter,
+        )
+        self._admissions = Admissions(
+            ledger=self.ledger,
+            host=host,
+            policies=policies,
+            flusher=self._flusher,
+            superseder=self.superseder,
+            backlog=self.pressure,
+            hooks=self,
+            emitter=self.emitter,
+            when_full=when_full,
+            max_wait_s=max_wait_s,
+        )
+        self._saves = CaptureEvents(
+            ledger=self.ledger,
+            lanes=self.lanes,
+            flusher=self._flusher,
+            backlog=self.pressure,
+            hooks=self,
+            emitter=self.emitter,
+        )
+
+    def _build_group(
+        self,
+        council: MessageTree | None,
+        shared: Mapping[str, bool],
+        policies: Policies,
+        max_wait_s: float,
+        unread: Collection[str],
+    ) -> None:
+        """Build what ranks decide together, and what one rank decides in its place."""
+        self.commits: Commits | None = None
+        self._marks: NodeMarks | None = None
+        alone: dict[str, Any] = {
+            "ledger": self.ledger,
+            "lanes": self.lanes.values(),
+            "dropper": self.dropper,
+            "admissions": self._admissions,
+            "hooks": self,
+            "unread": unread,
+        }
+        if council is None:
+            self._group = OneRank(self.ledger)
+            self._commands = Commands(**alone)
+        else:
+            self.commits = self._group = Commits(
+                council=council,
+                ledger=self.ledger,
+                shared=shared,
+                flusher=self._flusher,
+                dropper=self.dropper,
+                saves=self._saves,
+                draining=self.draining,
+                hooks=self,
+                max_wait_s=max_wait_s,
+            )
+            self._marks = NodeMarks(
+                council=council,
+                ledger=self.ledger,
+                shared=shared,
+                dropper=self.dropper,
+                hooks=self,
+            )
+            self._commands = GroupCommands(council=council, commits=self.commits, **alone)
+        self.starts = StartRecords(ledger=self.ledger, tiers=self.lanes, hooks=self)
+        self.finder = ExternalCommits(ledger=self.ledger, council=council, hooks=self)
+        self.damages = DamageReports(
+            ledger=self.ledger,
+            tiers=self.lanes,
+            policies=policies,
+            dropper=self.dropper,
+            hooks=self,
+            council=council,
+            commits=self.commits,
+        )
+
+    @property
+    def fenced(self) -> FencedError | None:
+        """The error that reports a newer attempt: this process writes nothing more."""
+        return self._flusher.fenced
+
+    # Hooks -----------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> OneRank:
+        return self._group
+
+    def dispatch(self, task: Task) -> None:
+        if self.damages.holds_back(task):
+            return
+        self._tasks_out += 1
+        self.rates.began(task, self.ledger.now_s)
+        self._submit(task)
+
+    def may_write(self) -> bool:
+        return self.fenced is None and not self._commands_only
+
+    def on_committed(self, tier: str, entry: LedgerEntry) -> None:
+        if self.group.decides and self.may_write():
+            self.starts.committed(tier, entry.commit)
+        if entry.repairable:  # the new copy may be the source of a repair
+            self.damages.plan_repairs(entry)
+        if self._leftovers is not None and not self.dropper.paused:
+            self._leftovers.committed(tier, entry)
+
+    def on_external_commit(self, tier: str, entry: LedgerEntry) -> None:
+        if self.fenced is None:
+            self._note_owed(entry)
+        self.dropper.survey_found(tier, entry.id)
+        self.on_committed(tier, entry)
+
+    def _note_owed(self, only: LedgerEntry | None = None) -> None:
+        """Determine which tiers are owed a copy of the checkpoints that were found, or of one of them."""
+        view = self.ledger.view()
+        # No rank flushes what is scattered; a rank that holds its shard in memory would count it as owed.
+        flushed = tuple(c for c in view.checkpoints if c.id not in self.ledger.scattered)
+        view = replace(view, checkpoints=flushed)
+        for checkpoint in flushed:
+            entry = self.ledger.entries[checkpoint.id]
+            if only not in (None, entry):
+                continue
+            ours = entry.shard == self.ledger.shard or entry.parts is not None
+            if entry.commit is not None and (ours or self._commands_only):
+                pinned = checkpoint.pinned or checkpoint.id in self.ledger.found_pinned
+                owed = self._policies.still_owed(view, replace(checkpoint, pinned=pinned))
+                entry.owed.update(
+                    name for name in owed if name in self.lanes and name not in entry.damage
+                )
+                self.pressure.on_found(entry.id, tuple(entry.owed))
+
+    def found_damage(
+        self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True
+    ) -> None:
+        if tier == self.ledger.host:
+            self._saves.found_damaged(id, why)
+        else:
+            self.damages.found(tier, id, why, repairable=repairable)
+
+    def evict_leftovers(self) -> bool:
+        return self._leftovers is not None and self._leftovers.make_room()
+
+    def memory_is_short(self) -> bool:
+        return self._admissions.is_short()
+
+    def is_draining(self) -> bool:
+        return self.draining.active
+
+    def is_urgent(self) -> bool:
+        return self._admissions.is_short() or self.draining.has_deadline
+
+    def verify(self, tier: str, *, hurry: bool = False) -> bool:
+        return self.verifier.verify(tier, hurry=hurry)
+
+    def verify_elsewhere(self, tier: str, ids: Sequence[CheckpointId]) -> bool:
+        return self.verifier.verify_elsewhere(tier, ids)
+
+    def finish_deletion(self, id: CheckpointId) -> None:
+        self._commands.finish_deletion(id)
+
+    def was_deleted(self, id: CheckpointId) -> bool:
+        return self._commands.was_deleted(id)
+
+    def is_unpinning(self, id: CheckpointId) -> bool:
+        return self._commands.is_unpinning(id)
+
+    def is_split(self, tier: str) -> bool:
+        return self._marks is not None and self._marks.is_split(tier)
+
+    def read_marks(self, task: ReadMarks) -> None:
+        if self._marks is None:
+            self.dispatch(task)
+        else:
+            self._marks.read(task)
+
+    def read_marks_first(self, task: DeleteCopy) -> bool:
+        return self._marks is not None and self._marks.asks_first(task)

@@ -1,0 +1,186 @@
+"""What retention or a lack of room deletes from a tier, and which other copies such a deletion relies on.
+
+The policies decide; here their decisions are combined with what the ledger knows of damaged copies. Nothing is deleted
+here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.policies import Policies
+from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.core.types.view import CheckpointView, CopyView, Decision, Verdict, View
+
+logger = logging.getLogger("tierfall")
+
+RELIED_ON_MAX = 16
+"""At most so many copies, the newest, are checked right before a deletion that relies on them."""
+QUERIED_MAX = 500
+"""With more copies than this, the policy is not asked which of them a deletion relies on: each query is linear."""
+SAVES_WITHOUT_METRICS = 3
+"""A rule names a metric that so many saves in a row lack: log it."""
+WAIT_MAX_S = 86400.0
+"""The longest wait in seconds: system calls bound it."""
+READ_S = 30.0
+"""Seconds after which retention is planned again where a copy was kept because it is being read."""
+LATE_S = 0.001
+"""Seconds added to a due time, since sums of clocks may round down."""
+
+
+class DeletionPlanner:
+    """See the module. ``busy`` checkpoints, which are being deleted or are subject to a command, are left out."""
+
+    def __init__(self, ledger: Ledger, policies: Policies) -> None:
+        self._ledger = ledger
+        self._policies = policies
+        self._keeps_all_live = {t.name: policies.keeps_all_live(t) for t in ledger.rules}
+        self._warned_metrics: set[str] = set()
+
+    def keeps_all(self, tier: str) -> bool:
+        """Return whether the rules of a tier keep every checkpoint that the ledger has, whatever their number."""
+        return self._keeps_all_live[tier] and self._ledger.all_live
+
+    def plan(self, view: View, tier: str, busy: Collection[CheckpointId]) -> list[Decision]:
+        """Return what retention deletes from a tier now, damaged copies included."""
+        decisions = (*self._policies.plan_drops(view, tier), *self._plan_damaged(view, tier))
+        return [d for d in decisions if d.checkpoint not in busy]
+
+    def _plan_damaged(self, view: View, tier: str) -> Iterator[Decision]:
+        """Yield damaged copies that are not under repair and that retention would delete if they were good. They do
+        not count when retention decides about good copies."""
+        damaged = {e.id: e.bytes.get(tier, 0) for e in self._damaged_entries(tier)}
+        if not damaged:
+            return
+
+        def as_if_whole(checkpoint: CheckpointView) -> CheckpointView:
+            if checkpoint.id not in damaged:
+                return checkpoint
+            copy = CopyView(state=CopyState.COMMITTED, bytes=damaged[checkpoint.id])
+            return replace(checkpoint, copies={**checkpoint.copies, tier: copy})
+
+        whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
+        yield from (d for d in self._policies.plan_drops(whole, tier) if d.checkpoint in damaged)
+
+    def _damaged_entries(self, tier: str) -> list[LedgerEntry]:
+        """Return the damaged copies on a tier that are neither under repair nor being read."""
+        return [
+            e
+            for e in self._ledger.repairable()
+            if tier in e.repairable and e.state(tier) is CopyState.ABSENT and tier not in e.owed
+            if e.leases.get(tier, 0) <= 0 and self._ledger.reading[e.id] <= 0
+        ]
+
+    def damaged_for_room(
+        self, view: View, tier: str, busy: Collection[CheckpointId]
+    ) -> tuple[list[Decision], list[CheckpointId]]:
+        """Return the damaged copies to delete first where a tier needs room, in this order, and the others.
+
+        Kept are: the checkpoint that this run was restored from, pinned ones, and those of which copies on several
+        tiers are damaged, since these may together contain all good bytes. All are kept until a good copy is known
+        that survives the same losses."""
+        survives = view.tier(tier).survives
+        safe_on = tuple(t.name for t in view.tiers if t.survives.covers(survives))
+        good = view.safe_on(safe_on)
+        continued = any(c.started_from == view.restored_from for c in good)
+        views = {checkpoint.id: checkpoint for checkpoint in view.checkpoints}
+        deleted, kept = [], []
+        for entry in self._damaged_entries(tier):
+            began = entry.id == view.restored_from and not continued
+            together = not entry.is_whole and len(entry.damage) > 1
+            if not good or began or together or entry.pinned or entry.id in busy:
+                kept.append(entry.id)
+                continue
+            reason = "room is needed, and it is damaged and cannot be repaired"
+            size = entry.bytes.get(tier, 0)
+            deleted.append(
+                Decision(
+                    checkpoint=entry.id, tier=tier, verdict=Verdict.DROP, reason=reason, bytes=size
+                )
+            )
+        deleted.sort(key=lambda d: (views[d.checkpoint].live, d.checkpoint))
+        return deleted, kept
+
+    def warn_missing_metrics(self, view: View) -> None:
+        """Log, once per metric, that a rule depends on a metric which recent saves lack."""
+        missing = self._policies.missing_metrics(view, saves_min=SAVES_WITHOUT_METRICS)
+        for metric in missing.keys() - self._warned_metrics:
+            self._warned_metrics.add(metric)
+            logger.warning("%s", missing[metric])
+
+    def relied_on(
+        self, view: View, tier: str, drops: Collection[CheckpointId]
+    ) -> tuple[CheckpointId, ...]:
+        """Return the copies on a tier that the deletion of ``drops`` relies on: the newest one, and each without which
+        retention would keep one of ``drops``. The deletion of a damaged copy relies on none."""
+        planned = {d.checkpoint for d in self._policies.plan_drops(view, tier)}
+        deleted = planned.intersection(drops)
+        kept = [
+            c.id
+            for c in view.live
+            if c.state(tier) is CopyState.COMMITTED and c.id not in planned.union(drops)
+        ]
+        if not deleted or not kept:
+            return ()
+
+        def stay_planned(without: Collection[CheckpointId]) -> bool:
+            left = tuple(_without(c, tier) if c.id in without else c for c in view.checkpoints)
+            plan = self._policies.plan_drops(replace(view, checkpoints=left), tier)
+            return deleted <= {d.checkpoint for d in plan}
+
+        if len(kept) > QUERIED_MAX:
+            return tuple(kept[:RELIED_ON_MAX])
+        found, groups = kept[:1], [kept[1:]]
+        while groups and len(found) < RELIED_ON_MAX:
+            group = groups.pop()
+            if not group or stay_planned(frozenset(group)):
+                continue
+            if len(group) == 1:
+                found += group
+                continue
+            newer = -(-len(group) // 4)  # most rules depend on the newest
+            groups += [group[newer:], group[:newer]]
+        return tuple(found)
+
+
+class AgeTimer:
+    """When retention may next delete something without a new commit: by age, or after a copy was read."""
+
+    def __init__(self, ledger: Ledger, policies: Policies) -> None:
+        self._ledger = ledger
+        self._policies = policies
+        self._due_s: dict[str, float] = {}
+
+    def note(self, view: View, tier: str) -> None:
+        """Note when to plan retention on a tier next, by the checkpoints there now."""
+        self._due_s.pop(tier, None)
+        due = self._policies.next_due_s(view, tier)
+        if due is not None and due > view.wall_time_s:
+            left_s = min(due - view.wall_time_s + LATE_S, WAIT_MAX_S)
+            self._due_s[tier] = self._ledger.now_s + left_s
+        if self._ledger.is_read_on(tier):
+            self.plan_in(tier, READ_S)
+
+    def plan_in(self, tier: str, seconds: float) -> None:
+        """Plan retention on a tier after so many seconds at the latest."""
+        at = self._ledger.now_s + seconds
+        self._due_s[tier] = min(self._due_s.get(tier, at), at)
+
+    def take_due(self) -> tuple[str, ...]:
+        """Return the tiers to plan now, each once."""
+        due = tuple(tier for tier, at in self._due_s.items() if self._ledger.now_s >= at)
+        for tier in due:
+            del self._due_s[tier]
+        return due
+
+    def next_s(self) -> float | None:
+        return min(self._due_s.values(), default=None)
+
+
+def _without(checkpoint: CheckpointView, tier: str) -> CheckpointView:
+    copies = {name: copy for name, copy in checkpoint.copies.items() if name != tier}
+    return replace(checkpoint, copies=copies)

@@ -1,0 +1,222 @@
+"""Room on a stored tier for the next copy: what is evicted or given up for it, and when a copy has to wait.
+
+The policies decide; rank 0 decides for all ranks. No I/O: the deleter dispatches evictions as tasks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, FlushLane
+from tierfall.core.scheduler.flush.queue import FlushQueue
+from tierfall.core.scheduler.ledger.emitter import image_bytes_of
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.policies import Policies
+from tierfall.core.types.errors import CapacityError
+from tierfall.core.types.text import few_of
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CopyState
+from tierfall.core.types.view import Decision, Eviction, View
+
+
+@dataclass(frozen=True, slots=True)
+class RoomDecision:
+    """Whether a copy may begin now. If not: ``error`` says that no room can be made; without one, the copy waits."""
+
+    admitted: bool
+    error: CapacityError | None = None
+
+
+ADMIT, WAIT = RoomDecision(True), RoomDecision(False)
+
+
+class TierRoom:
+    """See the module."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        lanes: Mapping[str, FlushLane],
+        deleter: Deleter,
+        queue: FlushQueue,
+        policies: Policies,
+        hooks: Hooks,
+    ) -> None:
+        self._ledger = ledger
+        self._lanes = lanes
+        self._deleter = deleter
+        self._queue = queue
+        self._policies = policies
+        self._hooks = hooks
+        self._source_of_repairs: set[str] = set()
+
+    def try_admit(self, lane: FlushLane, entry: LedgerEntry) -> RoomDecision:
+        """Decide whether a copy may begin; start the evictions that it needs."""
+        if self._deleter.paused or self._deleter.busy(lane.tier):
+            return WAIT
+        if not self._hooks.group.decides and (not lane.full or lane.tier in entry.damage):
+            return ADMIT  # rank 0 has made room already
+        rules = next(r for r in self._ledger.rules if r.name == lane.tier)
+        capacity = rules.capacity_bytes
+        need, free = self._need_and_free(lane, entry, capacity)
+        if lane.tier in entry.damage:
+            return self._admit_repair(lane, entry, need=need, free=free)
+        if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
+            return ADMIT
+        # commands move these themselves
+        view = self._ledger.view(self._deleter.reserved | self._deleter.awaited)
+        damaged = self._damaged_for_room(view, lane, need - free)
+        plan = self._policies.plan_eviction(
+            view, lane.tier, need_bytes=need, free_bytes=free + sum(d.bytes for d in damaged)
+        )
+        plan = replace(plan, drops=(*damaged, *plan.drops))
+        if lane.full and plan.drops:
+            # a full disk does not say how much is missing: evict one copy, then try again
+            plan = Eviction(drops=plan.drops[:1], missing_bytes=0)
+        return self._apply(plan, lane, entry, need=need, free=free)
+
+    def _damaged_for_room(self, view: View, lane: FlushLane, short_bytes: int) -> list[Decision]:
+        """Return the damaged copies to evict where ``short_bytes`` are missing, before any good copy."""
+        chosen: list[Decision] = []
+        for decision in self._deleter.damaged_for_room(view, lane.tier)[0]:
+            if short_bytes <= 0:
+                break
+            chosen.append(decision)
+            short_bytes -= decision.bytes
+        return chosen
+
+    def _admit_repair(
+        self, lane: FlushLane, entry: LedgerEntry, *, need: int, free: int
+    ) -> RoomDecision:
+        """A repair may use the room of the damaged copy and free room; it evicts nothing."""
+        free += entry.bytes.get(lane.tier, 0)  # it is overwritten
+        if free >= need:
+            return ADMIT
+        return RoomDecision(
+            False,
+            CapacityError(
+                f"repair of {entry.id} on {lane.tier}: it needs {format_size(need)}, there is room for "
+                f"{format_size(max(free, 0))}, and no other copy is deleted for it"
+            ),
+        )
+
+    def _apply(
+        self, plan: Eviction, lane: FlushLane, entry: LedgerEntry, *, need: int, free: int
+    ) -> RoomDecision:
+        """Carry out an eviction plan. A copy that fits is admitted beside evictions that only respect a watermark."""
+        tier, decides = lane.tier, self._hooks.group.decides
+        fits = free >= need
+        if not fits and not self._hooks.group.land_only and self._collect_unfinished(lane, entry):
+            return WAIT
+        if self._deleter.gated and plan.drops:
+            return (
+                ADMIT if fits else WAIT
+            )  # nothing is evicted before it is known which copies are good
+        if decides and self._queue.give_up_for_newer(tier, entry, plan, fits=fits):
+            return WAIT
+        if plan.drops and decides and plan.missing_bytes == 0:
+            return ADMIT if not self._evict(plan, lane) and fits else WAIT
+        if fits:
+            return ADMIT  # above the high watermark, and nothing more may be evicted
+        if decides and (self._hooks.verify(tier, hurry=True) or self._is_source_of_repairs(tier)):
+            return WAIT  # once that is verified or repaired, others may be evicted
+        if decides and self._relieve(lane, plan.missing_bytes):
+            return WAIT
+        return RoomDecision(False, self._no_room(lane, entry, need, max(free, 0)))
+
+    def _evict(self, plan: Eviction, lane: FlushLane) -> bool:
+        """Start the evictions; return False where they have to wait. A copy that is damaged on another tier is
+        repaired from this one first."""
+        ids = [decision.checkpoint for decision in plan.drops]
+        if self._deleter.waits_for_marks(lane.tier) or self._hooks.verify_elsewhere(lane.tier, ids):
+            return False
+        lane.full = False
+        for decision in plan.drops:
+            self._deleter.drop(lane.tier, decision.checkpoint, decision.reason, beside=ids)
+        return True
+
+    def _is_source_of_repairs(self, tier: str) -> bool:
+        """Return whether a copy on this tier is the source of a repair in progress. The repaired tier must take copies
+        and must not itself wait for room by this rule."""
+        self._source_of_repairs.discard(tier)
+        idle = self._ledger.failing.keys() | self._source_of_repairs
+        if any(
+            entry.owed.intersection(entry.damage) - idle
+            for entry in self._ledger.open()
+            if entry.state(tier) is CopyState.COMMITTED
+        ):
+            self._source_of_repairs.add(tier)
+        return tier in self._source_of_repairs
+
+    def _need_and_free(
+        self, lane: FlushLane, entry: LedgerEntry, capacity: int | None
+    ) -> tuple[int, int]:
+        """Return the bytes that a copy of all ranks is expected to occupy, and those available to it."""
+        need = self._expected_bytes(lane.tier, entry)
+        free = need if capacity is None else capacity - self._ledger.used_bytes(lane.tier)
+        free += self._ledger.unfinished.get((lane.tier, entry.id), 0)  # it is overwritten
+        if lane.full:
+            free = min(free, 0)
+        if free >= need and capacity is not None:
+            free += self._ledger.leaving_bytes(lane.tier)  # a deletion that failed counts as done
+        return need, free
+
+    def _expected_bytes(self, tier: str, entry: LedgerEntry) -> int:
+        """Return the bytes that a copy is expected to occupy: on a tier that compresses, scaled by the ratio of the
+        newest copy there; before there is one, those of its images."""
+        raw_bytes, entries = self._raw_bytes(tier, entry), self._ledger.entries
+        newest_first = map(entries.peek, entries.ids(newest_first=True))
+        committed = (e for e in newest_first if e.state(tier) is CopyState.COMMITTED)
+        newest = next(committed, None)
+        if newest is None or not (newest_bytes := newest.bytes.get(tier, 0)):
+            return raw_bytes
+        return min(raw_bytes, -(-raw_bytes * newest_bytes // self._raw_bytes(tier, newest)))
+
+    def _raw_bytes(self, tier: str, entry: LedgerEntry) -> int:
+        """Return the bytes of all images of a checkpoint that this rank sees on a tier."""
+        if entry.parts is not None:
+            return image_bytes_of(entry)
+        return image_bytes_of(entry) * self._hooks.group.ranks_on(tier)
+
+    def _collect_unfinished(self, lane: FlushLane, entry: LedgerEntry) -> bool:
+        """Delete what failed attempts left of other checkpoints; return whether any deletion began. Without this the
+        later copy would wait for this one, and this one for its room."""
+        unfinished = [id for tier, id in self._ledger.unfinished if tier == lane.tier]
+        why = "it was left unfinished, and room is needed"
+        others = [id for id in unfinished if id != entry.id]
+        return any([self._deleter.collect_unfinished(lane.tier, id, why) for id in others])
+
+    def _relieve(self, lane: FlushLane, missing_bytes: int) -> bool:
+        """Give up what slower tiers are owed of one checkpoint, where their rules permit it and that makes room."""
+        entries = self._ledger.entries
+        settling = {e.id for e in self._ledger.open() if e.in_doubt or e.landed}
+        settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
+        settling |= self._deleter.reserved | self._deleter.awaited
+        view = self._ledger.view(settling=settling, restoring=self._deleter.paused)
+        decisions = self._policies.plan_relief(view, lane.tier, missing_bytes=missing_bytes)
+        for decision in decisions:
+            entry, reason = entries[decision.checkpoint], decision.reason
+            self._queue.give_up(entry, decision.tier, reason, level=logging.WARNING)
+        return bool(decisions)
+
+    def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
+        then = f"it is tried again when room is made, and every {LONGEST_RETRY_S:g} s"
+        if self._hooks.group.land_only:
+            then = "all ranks give it up there"
+        found = "the disk is full" if lane.full else f"there is room for {format_size(free)}"
+        _, damaged = self._deleter.damaged_for_room(self._ledger.view(), lane.tier)
+        kept = ""
+        if damaged:
+            named = few_of([str(id) for id in damaged])
+            kept = f" Damaged, and not deleted without a command: {named}."
+        return CapacityError(
+            f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, {found}, and nothing more may be "
+            f"deleted there; {then}.{kept} Raise the capacity, keep fewer checkpoints (retain), unpin some, free "
+            "the disk, or remove one ('tierfall rm ID')"
+        )

@@ -1,0 +1,293 @@
+"""One checkpoint in the ledger: what is known of it and of each of its copies. Facts only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.capture.snapshot import HostRegion, Share, Snapshot
+from tierfall.core.format.commit_files import plain
+from tierfall.core.format.documents import Spliced
+from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
+from tierfall.core.types import keys
+from tierfall.core.types.errors import FlushError
+from tierfall.core.types.lineage import AttemptStart
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
+
+TABLE_DIGITS = 32
+"""128 bits: ranks compare their tables by this digest."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LedgerEntry:
+    """One checkpoint. All members that are sets or dicts are by tier.
+
+    Copies: ``states`` and ``bytes``; ``verified``: this run wrote the copy, or compared all of it with its digests.
+    ``damage`` tells what is wrong with a copy: it has no state and protects nothing, but occupies ``bytes`` and bears
+    ``marks``; a ``repairable`` one is rewritten from a good copy. ``leases`` counts the tasks that read a copy.
+
+    Flushes: ``owed``; ``landed``: this rank's image is there, but the commit waits for other ranks'; ``in_doubt``: a
+    commit ended without a response; ``failures``; ``set_aside``: this start does not try the copy any more, and why;
+    ``overtaken``: a copy failed, so that newer ones may be committed before it.
+
+    This rank's image: ``region`` in memory, of which ``final_chunks`` leading chunks do not change any more; ``share``
+    is the snapshot's. ``awaits_others``: it is sealed, other ranks' may not be. ``lost``: the save was given up during
+    capture. ``deleted``: by command in this start. ``commit`` is the record for uncompressed images.
+
+    ``parts``: a start with other ranks saved the checkpoint, and these are the images that this rank copies, each an
+    entry that shares what is known of the checkpoint; there may be none.
+    """
+
+    id: CheckpointId
+    ordinal: int
+    started_from: CheckpointId | None
+    shard: Shard
+    attempt_id: str | None = None
+    commit: Commit | None = None
+    manifest: Manifest | None = None
+    geometry: Geometry | None = None
+    region: HostRegion | None = None
+    snapshot: Snapshot | None = None
+    handle: SaveHandle | None = None
+    share: Share | None = None
+    final_chunks: int = 0
+    adopted: bool = False
+    awaits_others: bool = False
+    lost: bool = False
+    deleted: bool = False
+    marks: dict[str, frozenset[str]] = field(default_factory=dict)
+    states: dict[str, CopyState] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    damage: dict[str, str] = field(default_factory=dict)
+    verified: set[str] = field(default_factory=set)
+    repairable: set[str] = field(default_factory=set)
+    leases: dict[str, int] = field(default_factory=dict)
+    owed: set[str] = field(default_factory=set)
+    landed: set[str] = field(default_factory=set)
+    in_doubt: set[str] = field(default_factory=set)
+    failures: dict[str, CopyFailures] = field(default_factory=dict)
+    set_aside: dict[str, BaseException] = field(default_factory=dict)
+    overtaken: set[str] = field(default_factory=set)
+    parts: tuple[LedgerEntry, ...] | None = None
+    changed: set[CheckpointId] = field(default_factory=set, repr=False, compare=False)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether no work on it is in progress or owed: it then changes only by lookup."""
+        return not (
+            self.owed
+            or self.set_aside
+            or self.landed
+            or self.in_doubt
+            or self.awaits_others
+            or self.lost
+            or self.snapshot is not None
+            or self.region is not None
+            or self.parts is not None
+            or any(self.leases.values())
+            or any(
+                state not in (CopyState.COMMITTED, CopyState.LEAVING)
+                for state in self.states.values()
+            )
+        )
+
+    @property
+    def is_unverified(self) -> bool:
+        """Return whether a tier has a committed copy of it that is not verified."""
+        return any(
+            state is CopyState.COMMITTED and tier not in self.verified
+            for tier, state in self.states.items()
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether some tier has all of it."""
+        return any(
+            state in (CopyState.SEALED, CopyState.COMMITTED) for state in self.states.values()
+        )
+
+    def part(self, shard: Shard, region: HostRegion, manifest: Manifest) -> LedgerEntry:
+        """Return the entry of an image that another rank saved."""
+        return replace(
+            self,
+            shard=shard,
+            region=region,
+            manifest=manifest,
+            geometry=geometry(manifest),
+            adopted=True,
+            landed=set(),
+        )
+
+    def next_part(self, tier: str) -> LedgerEntry | None:
+        """Return the image that this rank copies to a tier next; None where it has copied all."""
+        own = (self,) if self.parts is None else self.parts
+        return next((part for part in own if tier not in part.landed), None)
+
+    @property
+    def regions(self) -> tuple[HostRegion, ...]:
+        """The memory regions of its images on this rank."""
+        return tuple(e.region for e in (self, *(self.parts or ())) if e.region is not None)
+
+    def free(self) -> None:
+        """Release its memory regions."""
+        for one in (self, *(self.parts or ())):
+            if one.region is not None:
+                one.region.release()
+                one.region = None
+
+    @property
+    def pieces(self) -> Spliced | None:
+        """The table of its tensors; None while unknown."""
+        known = self.manifest or self.snapshot
+        return None if known is None else known.pieces
+
+    @property
+    def table(self) -> str:
+        """A short digest of the table of its tensors; empty while unknown."""
+        known = self.manifest or self.snapshot
+        return "" if known is None else known.structure.removeprefix("sha256:")[:TABLE_DIGITS]
+
+    @property
+    def pinned(self) -> bool:
+        return any(keys.PIN_MARK in marks for marks in self.marks.values())
+
+    @property
+    def tombstoned(self) -> bool:
+        """Whether it was deleted by command: of this process, or by a mark that was found."""
+        return self.deleted or any(keys.TOMBSTONE_MARK in m for m in self.marks.values())
+
+    @property
+    def tags(self) -> frozenset[str]:
+        given = self.commit.tags if self.commit else ()
+        marks = {mark for marks in self.marks.values() for mark in marks}
+        return keys.tags_of(given, marks) if marks else frozenset(given)
+
+    def set_mark(self, tier: str, name: str, *, there: bool) -> None:
+        self.changed.add(self.id)
+        old = self.marks.get(tier, frozenset())
+        self.marks[tier] = old | {name} if there else old - {name}
+
+    @property
+    def start(self) -> AttemptStart | None:
+        """The start of its attempt; None where every commit record is damaged."""
+        if self.attempt_id is None:
+            return None
+        return AttemptStart(
+            attempt=self.id.attempt,
+            attempt_id=self.attempt_id,
+            started_from=self.started_from,
+            began_s=self.commit.wall_time_s if self.commit else 0.0,
+        )
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts checkpoints by the time of their saves, over attempts and rewinds."""
+        return (self.id.attempt, self.id.step)
+
+    def state(self, tier: str) -> CopyState:
+        return self.states.get(tier, CopyState.ABSENT)
+
+    def readable_on(self, tier: str) -> bool:
+        return self.state(tier) in (CopyState.SEALED, CopyState.COMMITTED)
+
+    def has_record_on(self, tier: str) -> bool:
+        """Return whether a commit record is on a tier, of a good copy or of a damaged one."""
+        state = self.state(tier)
+        return state is CopyState.COMMITTED or (state is CopyState.ABSENT and tier in self.damage)
+
+    def set_state(self, tier: str, state: CopyState, bytes: int | None = None) -> None:
+        self.changed.add(self.id)
+        if state is CopyState.ABSENT:
+            self.states.pop(tier, None)
+            self.verified.discard(tier)
+            if tier not in self.damage:
+                self.bytes.pop(tier, None)
+                self.marks.pop(tier, None)
+            return
+        self.states[tier] = state
+        if bytes is not None:
+            self.bytes[tier] = bytes
+
+    def note_damage(self, tier: str, why: str, *, repairable: bool) -> None:
+        """Mark the copy on a tier as damaged: it protects nothing from now on."""
+        self.damage[tier] = why
+        if repairable:
+            self.repairable.add(tier)
+        self.set_state(tier, CopyState.ABSENT)
+
+    def tell_damage(self, tier: str, why: str) -> None:
+        """Note that the copy on a tier differs from what was written, but keep it: some of its tensors may be good."""
+        self.changed.add(self.id)
+        self.damage[tier] = why
+
+    def forget_damage(self, tier: str) -> None:
+        """The damaged copy on a tier was repaired or deleted."""
+        self.changed.add(self.id)
+        self.damage.pop(tier, None)
+        self.repairable.discard(tier)
+
+    def note_gone(self, tier: str) -> None:
+        """The tier has no copy of it any more."""
+        self.forget_damage(tier)
+        self.set_state(tier, CopyState.ABSENT)
+
+    def note_kept(self, tier: str) -> None:
+        """A deletion was not carried out: the good or damaged copy is still there."""
+        self.set_state(tier, CopyState.ABSENT if tier in self.damage else CopyState.COMMITTED)
+
+    def give_up(self, tiers: Iterable[str], error: BaseException) -> None:
+        """Owe these tiers no copy any more; the handle reports ``error``."""
+        self.changed.add(self.id)
+        for tier in self.owed.intersection(tiers):
+            self.owed.discard(tier)
+            if self.handle is not None:
+                self.handle.tell_tier_failed(tier, error)
+
+    def given_up(self, why: str) -> FlushError:
+        return FlushError(f"flush of {self.id} is given up: {why}")
+
+    def lease(self, tier: str, change: int) -> None:
+        self.changed.add(self.id)
+        self.leases[tier] = self.leases.get(tier, 0) + change
+
+
+@dataclass(slots=True, kw_only=True)
+class CopyFailures:
+    """Consecutive failures of one copy to one tier, all retryable or all permanent (``lasts``).
+
+    ``others_came`` counts the failures since whose predecessor the tier received another copy; ``arrivals`` is how many
+    it had received at the last failure."""
+
+    lasts: bool = False
+    count: int = 0
+    others_came: int = 0
+    arrivals: int = 0
+
+    def note(self, arrivals: int, *, lasts: bool) -> None:
+        """Count a failure; ``arrivals`` is how many copies the tier has received by now."""
+        if lasts is not self.lasts:
+            self.lasts, self.count, self.others_came = lasts, 0, 0
+        self.others_came += self.count > 0 and arrivals > self.arrivals
+        self.count += 1
+        self.arrivals = arrivals
+
+
+def entry_of(id: CheckpointId, commit: Commit | None, shard: Shard) -> LedgerEntry:
+    """Return the entry of a commit record (None: every one is damaged). ``shard`` is this rank's; it applies where as
+    many ranks saved the checkpoint."""
+    return LedgerEntry(
+        id=id,
+        ordinal=commit.line.ordinal if commit else 0,
+        started_from=commit.line.started_from if commit else None,
+        shard=_shard(commit, shard),
+        attempt_id=commit.line.attempt_id if commit else None,
+        commit=plain(commit) if commit else None,
+    )
+
+
+def _shard(commit: Commit | None, own: Shard) -> Shard:
+    if commit is None or commit.world_size == own.world_size:
+        return own
+    named = (keys.parse_shard(file.name) for file in commit.files)
+    return next((shard for shard in named if shard is not None), own)
