@@ -46,9 +46,9 @@ from tierfall.core.scheduler.ledger.tasks import (
     RecordStart,
     Uploaded,
 )
-from tierfall.core.types.view import DrainDecision
 from tierfall.core.types.errors import StepError
 from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.view import DrainDecision
 
 logger = logging.getLogger("tierfall")
 
