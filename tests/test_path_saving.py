@@ -23,7 +23,7 @@ from tierfall.core.types.errors import (
 from tierfall.integrations.path_names import parse
 from tierfall.integrations.path_reading import CheckpointFiles, tiers_of
 from tierfall.run.by_path import PathSaves
-from tierfall.run.checkpointer import Checkpointer
+from tierfall.run.checkpointer import Checkpointer, open_run_of
 
 
 class SharedOpener(Opener):
@@ -48,12 +48,12 @@ class SharedOpener(Opener):
 @pytest.fixture
 def opener(tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch) -> SharedOpener:
     # Here the ranks of a job are in one process, which else has one Checkpointer of a run.
-    monkeypatch.setattr("tierfall.run.checkpointer._check_first", lambda config, run: None)
+    monkeypatch.setattr("tierfall.run.open_run._check_first", lambda config, run: None)
     return SharedOpener(tmp_path, ranks)
 
 
 def saves_of(both: list[Checkpointer]) -> list[PathSaves]:
-    return [ckpt._by_path for ckpt in both]
+    return [open_run_of(ckpt).by_path for ckpt in both]
 
 
 def write(saves: PathSaves, step: int, name: str, data: bytes = b"") -> None:
@@ -199,8 +199,8 @@ def test_a_line_that_has_not_begun_goes_on_on_all_ranks_from_what_rank_0_loaded(
         with pytest.raises(StepError, match="goes on from step 10"):
             zero.begin(10)
         commit(zero, 15)
-        assert [ckpt._line.started_from for ckpt in both] == [first.id] * 2
-        assert [ckpt._line.ordinal for ckpt in both] == [2, 2]
+        assert [ckpt._lineage.started_from for ckpt in both] == [first.id] * 2
+        assert [ckpt._lineage.ordinal for ckpt in both] == [2, 2]
         close_all(both)
 
 

@@ -20,7 +20,8 @@ from tierfall.core.restore.restore import RestoreRequest, restore
 from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.reader import RunReader, moved, open_place, resolve_path
-from tierfall.run.checkpointer import Checkpointer, damage_reporter
+from tierfall.run.checkpointer import Checkpointer
+from tierfall.run.open_run import damage_reporter
 from tierfall.setup.launcher import find_ranks, find_transport
 from tierfall.setup.lineage import as_step
 from tierfall.setup.tiers import SHARD

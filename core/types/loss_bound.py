@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.values import CheckpointId, LossClass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,3 +23,8 @@ class LossBound:
     steps_lost: int | None = None
     seconds_lost: float | None = None
     restore_s: float | None = None
+
+
+def newest_surviving(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, int | None]:
+    """Return the newest step that survives each loss."""
+    return {lost: b.survives.step if b.survives else None for lost, b in bounds.items()}

@@ -25,7 +25,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.path_names import METADATA, PROTOCOL, TierPath, folder_of, parse
 from tierfall.integrations.path_reading import CheckpointFiles, PathFile, ReadableTiers, tiers_of
 from tierfall.run.by_path import PathSaves
-from tierfall.run.checkpointer import opened_runs
+from tierfall.run.open_run import opened_runs
 
 logger = logging.getLogger("tierfall")
 CONFIG = "TIERFALL_CONFIG"

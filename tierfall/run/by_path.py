@@ -33,7 +33,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, OnError
 from tierfall.run.restorer import log_abandoned
 from tierfall.run.saver import Saver
-from tierfall.run.stages import PathStages
+from tierfall.run.staging import PathStages
 from tierfall.session.session import Session
 from tierfall.setup.lineage import SavingLineage
 from tierfall.setup.tiers import run_folder
@@ -90,7 +90,6 @@ class PathSaves:
         self._todo: queue.SimpleQueue[DecisionAnnounced | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._closed = False
-        session.listeners[TOPIC] = self._on_message
 
     # What a rank writes ------------------------------------------------------------------------------
 
@@ -142,7 +141,7 @@ class PathSaves:
 
     def close(self, timeout_s: float) -> None:
         """Free what was never committed."""
-        self._stages.let_go("the run was closed")
+        self._stages.free("the run was closed")
         with self._lock:
             self._closed = True
             worker, self._worker = self._worker, None
@@ -237,8 +236,8 @@ class PathSaves:
         assert asked.handle is not None
         return asked.handle
 
-    def _on_message(self, news: RankMessage) -> None:
-        """Hear what concerns saves by path; never waits."""
+    def on_message(self, news: RankMessage) -> None:
+        """Handle a message about saves by path; never waits."""
         match news:
             case RankReported(topic=(_, what, int(step), _)):
                 body = news.body

@@ -24,7 +24,7 @@ from tierfall.policies.cadence import (
     should_save,
     tier_cadences,
 )
-from tierfall.run.announced_steps import TOPIC, AnnouncedSteps, LeaveOut
+from tierfall.run.announced_steps import AnnouncedSteps
 from tierfall.session.session import Session
 from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.meter import StepMeter
@@ -62,12 +62,8 @@ def flush_cycle(tiers: Sequence[TierRules]) -> int:
     return alike if alike <= 3 * longest else longest
 
 
-def cadence_of(config: Config, session: Session, leave_out: LeaveOut) -> CadenceClock:
-    """Make the cadence of a run that is about to begin; rank 0's announcements are listened to from then on."""
-    others = None
-    if session.ranks.many:
-        others = AnnouncedSteps(session.ranks.council, tell=session.tell, leave_out=leave_out)
-        session.listeners[TOPIC] = others.hear
+def cadence_of(config: Config, session: Session, others: AnnouncedSteps | None) -> CadenceClock:
+    """Make the cadence of a run that is about to begin."""
     return CadenceClock(
         rules_of(config.interval, tier_rules(config)),
         clock=time.monotonic,

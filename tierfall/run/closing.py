@@ -161,7 +161,7 @@ def log_left(session: Session, report: DrainReport) -> None:
     """Log what close leaves undone, and who finishes it; what ``log_lost`` names is not."""
     if not report.left:
         return
-    held, gone = {id for id, _ in images_in(session.hosts())}, set[CheckpointId]()
+    held, gone = {id for id, _ in images_in(session.tiers.hosts())}, set[CheckpointId]()
     if session.memory.problem is not None:
         held, gone = set(), _only_in_memory(session)
     entries = session.coordinator.ledger.entries

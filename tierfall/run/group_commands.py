@@ -22,30 +22,56 @@ from tierfall.policies.defaults import plan_retention
 from tierfall.session.drain_forecast import end_drain, from_json, start_drain, to_json
 from tierfall.session.requests import submit
 from tierfall.session.session import Session
-from tierfall.telemetry.reports import DrainForecast, DrainReport
+from tierfall.session.statistics import infos
+from tierfall.telemetry.reports import CheckpointInfo, DrainForecast, DrainReport
 
 logger = logging.getLogger("tierfall")
-Find = Callable[[], CheckpointId]
 
 
-def run_command(session: Session, kind: CommandKind, named: Mapping[str, Any], find: Find) -> None:
-    """Carry out an order on all ranks. ``find`` says what is meant; of rank 0 it is asked.
+def known_checkpoints(session: Session) -> list[CheckpointInfo]:
+    """Return every known checkpoint, oldest first, those that another process committed for this start included."""
+    session.look()
+    return session.ask(lambda: infos(session.coordinator.ledger, time.time()))
 
-    Raises what kept a tier from it: the same on every rank.
+
+def run_command(session: Session, kind: CommandKind, step: int, attempt: int | None) -> None:
+    """Carry out a command, on all ranks. Rank 0 decides which checkpoint it names.
+
+    Raises StepError where there is none, and what kept a tier from it: the same on every rank.
     """
+    ranks = session.ranks
+    if not ranks.many:
+        id = _find(session, kind, step, attempt)
+        check(kind, id, submit(session, kind, id))
+        return
 
     def decide(bodies: Bodies) -> list[int]:
         check_same(kind, bodies)
-        id = find()
+        id = _find(session, kind, step, attempt)
         return [id.step, id.attempt]
 
-    id = CheckpointId(*session.ranks.agree(kind, dict(named), decide))
+    id = CheckpointId(*ranks.agree(kind, {"step": step, "attempt": attempt}, decide))
     failed: dict[str, BaseException] = {}
-    if session.ranks.topology.is_root:
+    if ranks.topology.is_root:
         failed = _submit(session, kind, id)
-    session.ranks.agree(
+    ranks.agree(
         f"{kind}: end", None, lambda bodies: check(kind, id, failed), timeout_s=_patience_s(session)
     )
+
+
+def _find(session: Session, kind: CommandKind, step: int, attempt: int | None) -> CheckpointId:
+    """Return the newest checkpoint of that step, of the live lineage unless ``attempt`` is given."""
+    known = known_checkpoints(session)
+    fitting = [
+        c
+        for c in known
+        if c.step == step and (not c.abandoned if attempt is None else c.attempt == attempt)
+    ]
+    if not fitting:
+        which = f"step {step}" + ("" if attempt is None else f" of attempt {attempt}")
+        there = ", ".join(f"{c.step}@{c.attempt}" for c in known[-8:]) or "none"
+        raise StepError(f"{kind}: {which} is not known; the newest there are: {there}")
+    return CheckpointId(fitting[-1].step, fitting[-1].attempt)
 
 
 def _submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
@@ -95,8 +121,15 @@ def plan(session: Session) -> list[Decision]:
 
 
 def prune(session: Session, *, dry_run: bool) -> list[Decision]:
-    """Return what rank 0 decides, and carry it out on all ranks unless ``dry_run``."""
+    """Return what retention decides, on rank 0, and carry it out on all ranks unless ``dry_run``."""
     ranks = session.ranks
+    session.look()
+    if not ranks.many:
+        planned = plan(session)
+        if not dry_run:  # other processes' marks are read first, so that more may go, or less
+            session.ask(session.coordinator.dropper.trust)
+            session.wait_idle(session.config.max_wait_s)
+        return planned
 
     def decide(bodies: Bodies) -> list[Any]:
         check_same("prune", bodies)

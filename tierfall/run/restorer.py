@@ -32,31 +32,40 @@ from tierfall.core.types.text import few_of
 from tierfall.core.types.values import CheckpointId
 from tierfall.session.leftovers import regions_in
 from tierfall.session.session import Session
-from tierfall.session.start import is_shared, reported_tiers
 from tierfall.setup.lineage import SavingLineage, as_step
+from tierfall.setup.tiers import is_shared, reported_tiers
 
 logger = logging.getLogger("tierfall")
 SLOWER = 10
-"""A rank that has taken its memory, or has filled its part of a restore, waits for the others for so many times
-``max_wait``: how long either takes is a matter of bytes."""
+"""Factor of ``max_wait`` for waits on other ranks that move bytes: how long those take depends on the size of the
+state."""
+
+
+def patience_s(config: Config) -> float:
+    """Return how many seconds one rank waits for another where bytes are moved."""
+    return SLOWER * config.max_wait_s
 
 
 class Restorer:
-    """See the module. ``connect`` makes what ranks exchange bytes over; without it each reads for itself."""
+    """See the module."""
 
     def __init__(
-        self, config: Config, session: Session, line: SavingLineage, *, connect: Connect | None
+        self,
+        config: Config,
+        session: Session,
+        lineage: SavingLineage,
+        *,
+        connect: Connect | None,
+        on_continued: Callable[[int], None],
     ) -> None:
+        """``connect`` makes what ranks exchange bytes over; without it each rank reads for itself. ``on_continued`` is
+        called with the step that the lineage continues from."""
         self._config = config
         self._session = session
-        self._line = line
+        self._lineage = lineage
         self._connect = connect
-        self.has_gone_on: Callable[[int], None] = _ignore_step
-
-    @property
-    def slower_s(self) -> float:
-        """How long one rank waits for another where bytes are moved."""
-        return SLOWER * self._config.max_wait_s
+        self._on_continued = on_continued
+        self.patience_s = patience_s(config)
 
     @contextmanager
     def nothing_dropped(self) -> Iterator[None]:
@@ -78,7 +87,7 @@ class Restorer:
             yield lambda: begun.append(True)
         except BaseException as error:
             if HALF_FILLED in str(error) or (begun and not isinstance(error, Exception)):
-                self._line.half_filled.add(only)
+                self._lineage.half_filled.add(only)
             raise
 
     def request(
@@ -105,18 +114,18 @@ class Restorer:
         none. Raises RestoreError."""
         session, tally = self._session, self._session.tally()
         listings = session.list_now()
-        hosts = session.hosts()
+        hosts = session.tiers.hosts()
         ranks, many = session.ranks, session.ranks.many
         with ExitStack() as seen:
 
             def look_again() -> Sequence[Listing]:
-                hosts[:] = seen.enter_context(session.looking_at_node())
-                return session.with_memory(listings, hosts)
+                hosts[:] = seen.enter_context(session.tiers.looking_at_node())
+                return session.tiers.with_memory(listings, hosts)
 
             candidates = self.candidates(listings, request, tally, look_again)
             if not candidates:
                 return None
-            open_image = session.opener(regions_in(hosts))
+            open_image = session.tiers.opener(regions_in(hosts))
             where = (candidates, listings, request, open_image, ranks.shard)
             return fill_first(
                 candidates,
@@ -128,7 +137,7 @@ class Restorer:
                 shard=ranks.shard,
                 ring=session.ring,
                 resize=resize,
-                together=make_barrier(ranks, timeout_s=self.slower_s) if many else None,
+                together=make_barrier(ranks, timeout_s=self.patience_s) if many else None,
                 exchange=self.exchange(),
                 nowhere=self.nowhere,
             )
@@ -147,7 +156,7 @@ class Restorer:
             connect=self._connect,
             order=[tier.name for tier in self._config.chain],
             shared=[tier.name for tier in self._config.stored if is_shared(tier)],
-            timeout_s=self.slower_s,
+            timeout_s=self.patience_s,
         )
 
     def candidates(
@@ -159,7 +168,7 @@ class Restorer:
     ) -> list[KnownCheckpoint]:
         """What may be restored, newest first, the same on all ranks."""
         ranks = self._session.ranks
-        if not self._session.puts_together:
+        if not self._session.tiers.agrees:
             return choose(listings, request, tally)
         told = reported_tiers(self._config, ranks)
         return agree_to_restore(
@@ -168,7 +177,8 @@ class Restorer:
 
     def opener(self) -> OpenImage:
         """What opens images, those in the memory of this process too."""
-        return self._session.opener(regions_in(self._session.hosts()))
+        tiers = self._session.tiers
+        return tiers.opener(regions_in(tiers.hosts()))
 
     def continue_from(
         self, checkpoint: KnownCheckpoint, any_saved: bool, *, verified: tuple[str, ...] = ()
@@ -177,11 +187,10 @@ class Restorer:
         rank's part was read, and was good, on the tiers ``verified``."""
         id, commit = checkpoint.id, checkpoint.commit
         assert commit is not None
-        attempt = self._line.attempt
+        attempt = self._lineage.attempt
         if any_saved:
-            self._session.listings = self._session.list_now()
-            attempt = self._session.take_attempt()
-        self._line.continue_from(commit, attempt)
+            attempt = self._session.begin_attempt()
+        self._lineage.continue_from(commit, attempt)
         log_abandoned(self._session.run, self._session.known(), id)
         coordinator = self._session.coordinator
 
@@ -190,11 +199,7 @@ class Restorer:
             coordinator.ledger.go_on_from(id, attempt=attempt.number)
 
         self._session.ask(go_on)
-        self.has_gone_on(id.step)
-
-
-def _ignore_step(step: int) -> None:
-    """Nobody asked to hear from which step the line goes on."""
+        self._on_continued(id.step)
 
 
 def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:

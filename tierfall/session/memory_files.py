@@ -11,16 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.types.errors import LockError, TierfallError
+from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.host import HostTier
-
-if TYPE_CHECKING:
-    from tierfall.session.session import Session
 
 logger = logging.getLogger("tierfall")
 
@@ -37,9 +35,19 @@ class MemoryFiles:
     """See the module. ``problem`` says why what lies in memory ends with this process; None: it does not. ``start``
     once the coordinator runs; ``close`` before it ends."""
 
-    def __init__(self, session: Session, folder: Path) -> None:
-        self._session = session
-        self._folder = folder
+    def __init__(
+        self,
+        tiers: OpenedTiers,
+        coordinator: Coordinator,
+        *,
+        ask: Callable[[Callable[[], bool]], bool],
+        tell: Callable[[Callable[[], object]], None],
+    ) -> None:
+        """``ask`` and ``tell`` run a function on the coordinator's thread: see ``Session``."""
+        self._tiers = tiers
+        self._coordinator = coordinator
+        self._ask = ask
+        self._tell = tell
         self._one_repair = threading.Lock()
         self._state = threading.Lock()
         self._closing = threading.Event()
@@ -50,7 +58,7 @@ class MemoryFiles:
     def start(self) -> None:
         # daemon: an exit without close must not hang
         self._thread = threading.Thread(
-            target=self._run, name=f"tierfall-{self._session.run}-memory", daemon=True
+            target=self._run, name=f"tierfall-{self._tiers.run}-memory", daemon=True
         )
         self._thread.start()
 
@@ -68,7 +76,7 @@ class MemoryFiles:
         """Find out at once whether what lies in memory outlives this process."""
         with self._state:
             try:
-                gone = [host for _, host in self._session.slots() if not host.file_is_there()]
+                gone = [host for _, host in self._tiers.slots() if not host.file_is_there()]
             except TierfallError as error:
                 self._log_once(f"it is not known whether its file is still there: {error}")
                 return
@@ -101,18 +109,18 @@ class MemoryFiles:
     def are_ours(self) -> bool:
         """Say whether no other process can have taken the place of the files; False where that is not known."""
         try:
-            return all(lock.is_there() for lock, _ in self._session.slots())
+            return all(lock.is_there() for lock, _ in self._tiers.slots())
         except TierfallError as error:
             logger.warning("close: what lies in memory stays: %s", error)
             return False
 
     def _renew_all(self, until_s: float) -> bool:
-        slots = self._session.slots()
+        slots = self._tiers.slots()
         locks = [lock for lock, _ in slots if not lock.is_there()]
         hosts = [host for _, host in slots if not host.file_is_there()]
         if locks or hosts:
-            prepare_folder(self._folder)
-            self._session.identities.remember_again()
+            prepare_folder(self._tiers.folder)
+            self._tiers.identities.remember_again()
         for lock in locks:
             lock.take_again()
             level = (
@@ -122,7 +130,7 @@ class MemoryFiles:
         return all(self._renew(host, until_s) for host in hosts)
 
     def _renew(self, host: HostTier, until_s: float) -> bool:
-        while not self._session.ask(partial(self._unlock, host)):
+        while not self._ask(partial(self._unlock, host)):
             if self._wait(until_s):
                 return False
         while not host.file_is_there():
@@ -133,7 +141,7 @@ class MemoryFiles:
 
     def _unlock(self, host: HostTier) -> bool:
         """Unlock the memory's pages, on the coordinator's thread: no save and no restore can begin meanwhile."""
-        return not self._session.coordinator.dropper.paused and host.unlock_pages()
+        return not self._coordinator.dropper.paused and host.unlock_pages()
 
     def _wait(self, until_s: float) -> bool:
         """Wait a moment; say whether there is no time left."""
@@ -143,7 +151,7 @@ class MemoryFiles:
 
     def _on_lost(self, why: str) -> None:
         if self.problem is None:
-            host = self._session.host.name
+            host = self._tiers.host.name
             self.problem = TierfallError(
                 f"{host}: what lies in memory ends with this process: {why}"
             )
@@ -157,15 +165,14 @@ class MemoryFiles:
                 self.problem = None
                 logger.warning(
                     "%s: its files are made anew: what lies in memory outlives this process again",
-                    self._session.host.name,
+                    self._tiers.host.name,
                 )
                 self._report()
 
     def _report(self) -> None:
-        coordinator = self._session.coordinator
-        self._session.tell(partial(coordinator.memory_outlives_process, self.problem))
+        self._tell(partial(self._coordinator.memory_outlives_process, self.problem))
 
     def _log_once(self, what: str) -> None:
         if what != self._said:
             self._said = what
-            logger.warning("%s: %s; that is tried again", self._session.host.name, what)
+            logger.warning("%s: %s; that is tried again", self._tiers.host.name, what)

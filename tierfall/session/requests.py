@@ -1,19 +1,65 @@
-"""Requests to the coordinator of a live session: a person's command, and what host memory is still needed for."""
+"""Requests to the coordinator of a session: a region for a save, a person's command, what must stay in memory."""
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
 
 from tierfall.config.sections import OnClose
+from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
-from tierfall.core.scheduler.ledger.tasks import Command, CommandKind
+from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, Command, CommandKind
 from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.session.session import Session
+
+
+class RegionRequest:
+    """A request for a region of host memory. It is waited for, or cancelled."""
+
+    def __init__(
+        self, session: Session, id: CheckpointId, *, image_bytes: int, records_bytes: int
+    ) -> None:
+        self._session = session
+        self._done = InterruptibleEvent()
+        self._lock = threading.Lock()
+        self._answer: list[Any] = []
+        self._request = AdmissionRequest(
+            id=id,
+            image_bytes=image_bytes,
+            records_bytes=records_bytes,
+            deadline_s=time.monotonic() + session.config.max_wait_s,
+            answer=self._on_answer,
+        )
+        session.coordinator.post(self._request)
+
+    def _on_answer(self, region: HostRegion | None, error: BaseException | None) -> None:
+        with self._lock:
+            self._answer.extend((region, error))
+            if self._request.cancelled.is_set() and region is not None:
+                region.release()
+        self._done.ring()
+
+    def wait(self) -> tuple[HostRegion | None, BaseException | None]:
+        """Return the region, or None and the reason."""
+        try:
+            self._session.wait(self._done)
+        except BaseException:  # Ctrl-C, for example
+            self.cancel()
+            raise
+        return self._answer[0], self._answer[1]
+
+    def cancel(self) -> None:
+        """Release the region, now or when it comes; no other image is evicted for it any more."""
+        with self._lock:
+            self._request.cancelled.set()
+            if self._answer and self._answer[0] is not None:
+                self._answer[0].release()
 
 
 def submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.format.commit_files import named_shards
@@ -27,11 +27,9 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.text import ranks_named
+from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.tiers.arena.folder import file_system_of
 from tierfall.tiers.stored import StoredTier
-
-if TYPE_CHECKING:
-    from tierfall.session.session import Session
 
 logger = logging.getLogger("tierfall")
 
@@ -43,44 +41,44 @@ _SHARED = "open: shared"
 Tiers = Sequence[FileTierConfig | ObjectTierConfig]
 
 
-def tiers_to_probe(session: Session) -> Tiers:
+def tiers_to_probe(opened: OpenedTiers) -> Tiers:
     """Name the tiers of which it is to be found out: the folders, where there are several nodes."""
-    if len(session.ranks.topology.nodes) == 1:
+    if len(opened.ranks.topology.nodes) == 1:
         return ()
-    return tuple(tier for tier in session.config.written if tier.folder is not None)
+    return tuple(tier for tier in opened.config.written if tier.folder is not None)
 
 
-def probe(session: Session, said: Mapping[str, Any]) -> tuple[Config, Mapping[str, str]]:
+def probe(opened: OpenedTiers, said: Mapping[str, Any]) -> tuple[Config, Mapping[str, str]]:
     """Return the configuration with what all ranks have found, after rank 0 has ``said`` where it wrote its files
     (``FolderProbe.write``); and the tiers that some rank could not look at, with why.
 
     Raises ConfigError, on all ranks, where some nodes see a tier's files and others do not, and where a set value
     disagrees.
     """
-    topology = session.ranks.topology
+    topology = opened.ranks.topology
     looks = topology.is_leader and topology.node != 0
     tiers = [
-        tier for tier in tiers_to_probe(session) if tier.name in (*said["written"], *said["full"])
+        tier for tier in tiers_to_probe(opened) if tier.name in (*said["written"], *said["full"])
     ]
     written = [tier for tier in tiers if tier.name in said["written"]]
-    body = look(session, written, said["token"]) if looks else {"seen": {}, "failed": {}}
-    body["left_out"] = [t.name for t in tiers if t.name not in session.stores]
-    body["ids"] = {t.name: session.identities.id_of(t.name) for t in tiers}
-    body["shared_before"] = {t.name: why for t in tiers if (why := _shared_before(session, t))}
-    body["empty"] = [t.name for t in tiers if _is_empty(session, t)]
+    body = look(opened, written, said["token"]) if looks else {"seen": {}, "failed": {}}
+    body["left_out"] = [t.name for t in tiers if t.name not in opened.stores]
+    body["ids"] = {t.name: opened.identities.id_of(t.name) for t in tiers}
+    body["shared_before"] = {t.name: why for t in tiers if (why := _shared_before(opened, t))}
+    body["empty"] = [t.name for t in tiers if _is_empty(opened, t)]
     body["lies_on"] = {t.name: _file_system(t) for t in tiers} if topology.is_leader else {}
-    found = session.ranks.agree(_SHARED, body, lambda bodies: _decide(tiers, said["full"], bodies))
+    found = opened.ranks.agree(_SHARED, body, lambda bodies: _decide(tiers, said["full"], bodies))
     shared: Mapping[str, bool] = found["shared"]
     for tier in tiers:
         if tier.shared is None and tier.name in shared and isinstance(tier, FileTierConfig):
             logger.info("tier %s: all nodes see the same files: %s", tier.name, shared[tier.name])
-    config = session.config.model_copy(
+    config = opened.config.model_copy(
         update={
             "tiers": tuple(
                 tier.model_copy(update={"shared": shared[tier.name]})
                 if isinstance(tier, FileTierConfig) and tier.name in shared
                 else tier
-                for tier in session.config.tiers
+                for tier in opened.config.tiers
             )
         }
     )
@@ -95,9 +93,9 @@ def _setting(tier: FileTierConfig | ObjectTierConfig) -> bool | None:
 
 
 @contextmanager
-def files_of_probe(session: Session) -> Iterator[FolderProbe]:
+def files_of_probe(opened: OpenedTiers) -> Iterator[FolderProbe]:
     """Remove, at the end, what was written."""
-    written = FolderProbe(session)
+    written = FolderProbe(opened)
     try:
         yield written
     finally:
@@ -107,8 +105,8 @@ def files_of_probe(session: Session) -> Iterator[FolderProbe]:
 class FolderProbe:
     """The files that rank 0 leaves."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, opened: OpenedTiers) -> None:
+        self._opened = opened
         self._written: list[StoredTier] = []
         self.token = f"{int(time.time())}-{secrets.token_hex(8)}"
 
@@ -120,8 +118,8 @@ class FolderProbe:
         """
         failed: dict[str, str] = {}
         full: list[str] = []
-        for tier in tiers_to_probe(self._session):
-            store = self._session.stores.get(tier.name)
+        for tier in tiers_to_probe(self._opened):
+            store = self._opened.stores.get(tier.name)
             if store is None:
                 continue
             try:
@@ -147,10 +145,10 @@ class FolderProbe:
         }
 
     def _write(self, store: StoredTier) -> None:
-        prefix = _prefix(self._session.run)
+        prefix = _prefix(self._opened.run)
         for stale in [s.key for s in store.backend.scan(prefix) if _is_stale(s.key)]:
             store.backend.delete(stale)
-        key = _key(self._session.run, self.token)
+        key = _key(self._opened.run, self.token)
         with store.backend.create(key, length=1, publish=Publish.REPLACE) as writer:
             writer.write(0, memoryview(b"\n"))
             writer.publish()
@@ -158,7 +156,7 @@ class FolderProbe:
     def remove(self) -> None:
         for store in self._written:
             try:
-                store.backend.delete(_key(self._session.run, self.token))
+                store.backend.delete(_key(self._opened.run, self.token))
             except BackendError as error:
                 logger.warning("open: tier %s: a file of the probe stays: %s", store.name, error)
 
@@ -248,19 +246,19 @@ def _check_doubt(tier: FileTierConfig | ObjectTierConfig, bodies: Bodies, doubt:
         )
 
 
-def _is_empty(session: Session, tier: FileTierConfig | ObjectTierConfig) -> bool:
-    listing = next(x for x in session.listings if x.tier == tier.name)
+def _is_empty(opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig) -> bool:
+    listing = next(x for x in opened.listings if x.tier == tier.name)
     return not (listing.copies or listing.unfinished or listing.attempts or listing.error)
 
 
 def _shared_before(
-    session: Session, tier: FileTierConfig | ObjectTierConfig
+    opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig
 ) -> tuple[str, bool] | None:
     """Say by what this rank knows that all nodes saw a tier's files at an earlier start, and whether that is certain:
     ranks that were all on one node leave such records, too."""
-    if session.identities.is_shared(tier.name):
+    if opened.identities.is_shared(tier.name):
         return "all nodes saw the same files there before", True
-    listing = next(x for x in session.listings if x.tier == tier.name)
+    listing = next(x for x in opened.listings if x.tier == tier.name)
     for copy in listing.copies:
         if copy.commit is None:
             continue
@@ -281,19 +279,19 @@ def _file_system(tier: FileTierConfig | ObjectTierConfig) -> str:
 # The first rank of each other node -------------------------------------------------------------------
 
 
-def look(session: Session, tiers: Tiers, token: str) -> dict[str, Any]:
+def look(opened: OpenedTiers, tiers: Tiers, token: str) -> dict[str, Any]:
     """Look for the files of rank 0, for a while; say where they are seen, and what could not be looked at."""
     seen: dict[str, bool] = {}
     failed: dict[str, str] = {}
     began = time.monotonic()
-    key = _key(session.run, token)
-    waiting = [tier for tier in tiers if tier.name in session.stores]
+    key = _key(opened.run, token)
+    waiting = [tier for tier in tiers if tier.name in opened.stores]
     while waiting:
         for tier in list(waiting):
             try:
-                session.stores[tier.name].backend.stat(key)
+                opened.stores[tier.name].backend.stat(key)
             except KeyNotFoundError:
-                if time.monotonic() - began < _patience_s(session, tier):
+                if time.monotonic() - began < _patience_s(opened, tier):
                     continue
                 seen[tier.name] = False
             except BackendError as error:
@@ -306,5 +304,5 @@ def look(session: Session, tiers: Tiers, token: str) -> dict[str, Any]:
     return {"seen": seen, "failed": failed}
 
 
-def _patience_s(session: Session, tier: FileTierConfig | ObjectTierConfig) -> float:
-    return min(PATIENCE_S[_setting(tier)], session.config.max_wait_s / 2)
+def _patience_s(opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig) -> float:
+    return min(PATIENCE_S[_setting(tier)], opened.config.max_wait_s / 2)

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tierfall.config import Config, ObjectTierConfig
-from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.format.catalog import FoundCopy, Listing, merge, starts_in
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Attempt, Commit, read_commit
@@ -26,10 +24,9 @@ from tierfall.core.types.text import ranks_named
 from tierfall.core.types.values import CheckpointId
 from tierfall.session import shared_folders
 from tierfall.session.leftovers import committed_in_memory
-from tierfall.setup.tiers import bounds_s
-
-if TYPE_CHECKING:
-    from tierfall.session.session import Session
+from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.setup.attempts import warn_of_two_lives
+from tierfall.setup.tiers import bounds_s, reported_tiers
 
 TRIES = 8
 _OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
@@ -60,54 +57,91 @@ class Start:
         return self.complete - frozenset().union(*self.whole.values())
 
 
-def is_shared(tier: StoredSection) -> bool:
-    """Say whether all nodes see the same files there."""
-    return isinstance(tier, ObjectTierConfig) or bool(tier.shared)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierContents:
+    """What a session begins with: what the tiers hold, as far as it counts for all ranks.
+
+    ``listings`` are this rank's, without checkpoints of which other ranks lack their images. The other fields are those
+    of ``Start``.
+    """
+
+    listings: tuple[Listing, ...]
+    first: bool = False
+    seen: frozenset[str] = frozenset()
+    scattered: frozenset[CheckpointId] = frozenset()
+    inherited: tuple[Commit, ...] = ()
+    marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = field(default_factory=dict)
+    deleted: frozenset[CheckpointId] = frozenset()
 
 
-def reported_tiers(config: Config, ranks: Ranks) -> tuple[str, ...]:
-    """Name the tiers that this rank tells the others of."""
-    owned = (tier.name for tier in config.stored if is_owner(tier, ranks))
-    return (config.host.name, *owned)
+def begin_attempt(tiers: OpenedTiers) -> TierContents:
+    """Take an attempt, together with the other ranks, and return what the tiers hold."""
+    if tiers.agrees:
+        start = agree_on_start(tiers)
+        contents = TierContents(
+            listings=held_by_all(tiers, start),
+            first=start.first,
+            seen=start.seen,
+            scattered=start.scattered,
+            inherited=start.inherited,
+            marks=start.marks,
+            deleted=start.deleted,
+        )
+    else:
+        tiers.settle()
+        tiers.take_number(tiers.next_number())
+        contents = TierContents(listings=tiers.listings, first=tiers.knows_of_nothing())
+    if tiers.ranks.topology.is_root:
+        held = contents.listings
+        warn_of_two_lives(tiers.run, starts_in(held), merge(held), tiers.warned_starts)
+    return contents
 
 
-def is_owner(tier: StoredSection, ranks: Ranks) -> bool:
-    """Say whether this rank commits, collects and deletes there."""
-    return ranks.topology.is_root if is_shared(tier) else ranks.topology.is_leader
+def tend(tiers: OpenedTiers) -> TierContents:
+    """Return what the tiers hold, for a process that only carries out commands and takes no attempt.
+
+    What several ranks saved and left in memory is its own: all of their images are in the slots of this process.
+    """
+    tiers.settle()
+    memory = next(x for x in tiers.listings if x.tier == tiers.host.name)
+    commits = (copy.commit for copy in memory.copies)
+    return TierContents(
+        listings=tiers.listings, inherited=tuple(c for c in commits if c and c.world_size > 1)
+    )
 
 
-def agree_on_start(session: Session) -> Start:
+def agree_on_start(tiers: OpenedTiers) -> Start:
     """Take one attempt for all ranks. Raises, on every rank, what kept one of them from starting.
 
     A tier that one rank cannot reach is left out by all: nothing would ever be whole there.
     """
-    ranks = session.ranks
-    _find_shared(session)
-    session.settle()
-    config = session.config
+    ranks = tiers.ranks
+    _find_shared(tiers)
+    tiers.settle()
+    config = tiers.config
     order = [tier.name for tier in config.chain]
-    number = session.next_number()
+    number = tiers.next_number()
     for _ in range(TRIES):
         found = ranks.agree(
             _OPEN,
             {
                 "number": number,
-                "unreachable": {tier: str(error) for tier, error in session.errors.items()},
-                "read_only": session.found_read_only,
-                "tiers": describe(session.listings, mine=reported_tiers(config, ranks)),
-                "nothing": session.knows_of_nothing(),
+                "unreachable": {tier: str(error) for tier, error in tiers.errors.items()},
+                "read_only": tiers.found_read_only,
+                "tiers": describe(tiers.listings, mine=reported_tiers(config, ranks)),
+                "nothing": tiers.knows_of_nothing(),
             },
-            lambda bodies: decide(session, bodies, order),
-            timeout_s=_patience_s(session),
+            lambda bodies: decide(tiers, bodies, order),
+            timeout_s=_patience_s(tiers),
         )
-        session.leave_out(found["unreachable"])
-        session.go_on_reading(found["read_only"])
-        attempt = Attempt(run=session.run, **found["attempt"])
+        tiers.leave_out(found["unreachable"])
+        tiers.go_on_reading(found["read_only"])
+        attempt = Attempt(run=tiers.run, **found["attempt"])
         with _report_error(ranks, _ATTEMPT):
-            taken = session.adopt_attempt(attempt)
-        body = {"taken": taken, "read_only": session.found_read_only}
+            taken = tiers.adopt_attempt(attempt)
+        body = {"taken": taken, "read_only": tiers.found_read_only}
         answer = ranks.agree(_ATTEMPT, body, _read_attempt)
-        session.go_on_reading(answer["read_only"])
+        tiers.go_on_reading(answer["read_only"])
         refused = answer["refused"]
         if not refused:
             return read_start(attempt, found)
@@ -140,28 +174,27 @@ def read_start(attempt: Attempt, found: Mapping[str, Any]) -> Start:
     )
 
 
-def _find_shared(session: Session) -> None:
-    """Find out, once, which folders all nodes see. It is the first that ranks do together."""
-    if session.probed or not shared_folders.tiers_to_probe(session):
+def _find_shared(tiers: OpenedTiers) -> None:
+    """Find out, at the first attempt, which folders all nodes see. No agreement of the ranks comes before it."""
+    if tiers.attempt is not None or not shared_folders.tiers_to_probe(tiers):
         return
-    with shared_folders.files_of_probe(session) as files:
+    with shared_folders.files_of_probe(tiers) as files:
 
         def write(bodies: Bodies) -> dict[str, Any]:
             _check_started(bodies)
             return files.write()
 
-        said = session.ranks.agree(_OPEN, {}, write, timeout_s=_patience_s(session))
-        session.config, failed = shared_folders.probe(session, said)
-    session.leave_out({**said["failed"], **failed})
-    session.probed = True
+        said = tiers.ranks.agree(_OPEN, {}, write, timeout_s=_patience_s(tiers))
+        tiers.config, failed = shared_folders.probe(tiers, said)
+    tiers.leave_out({**said["failed"], **failed})
 
 
-def _patience_s(session: Session) -> float:
+def _patience_s(tiers: OpenedTiers) -> float:
     """How much longer than the fastest rank the slowest may take to come: it may have waited for a tier that did not
     answer, to be opened and to be listed."""
-    bounds = bounds_s(session.config)
-    slowest_s = max((bounds[tier.name] for tier in session.config.stored), default=0.0)
-    return session.config.max_wait_s + 2 * slowest_s
+    bounds = bounds_s(tiers.config)
+    slowest_s = max((bounds[tier.name] for tier in tiers.config.stored), default=0.0)
+    return tiers.config.max_wait_s + 2 * slowest_s
 
 
 @contextmanager
@@ -201,21 +234,21 @@ def _check_started(bodies: Bodies) -> None:
             raise RanksError(f"open: rank {rank}: {body['error']}")
 
 
-def decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]:
+def decide(tiers: OpenedTiers, bodies: Bodies, order: list[str]) -> dict[str, Any]:
     """Decide, as rank 0, on the attempt of all ranks and on what the tiers, listed in ``order``, hold for all of them;
     ``bodies`` say what each rank found. The answer is made of what JSON holds."""
     _check_started(bodies)
     told = {rank: body["tiers"] for rank, body in bodies.items()}
     listings = merge_ranks(told, order)
     found, _ = complete(listings)
-    attempt = session.take_number(max(body["number"] for body in bodies.values()))
+    attempt = tiers.take_number(max(body["number"] for body in bodies.values()))
     unreachable: dict[str, str] = {}
     for rank, body in bodies.items():
         for tier, why in body["unreachable"].items():
             unreachable.setdefault(tier, f"rank {rank}: {why}")
     return {
         "unreachable": unreachable,
-        "read_only": {**_read_only(bodies), **session.found_read_only},
+        "read_only": {**_read_only(bodies), **tiers.found_read_only},
         "attempt": {
             "number": attempt.number,
             "id": attempt.id,
@@ -232,8 +265,8 @@ def decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]
         "inherited": committed_in_memory(
             listings,
             told,
-            host=session.config.host.name,
-            world_size=session.ranks.topology.world_size,
+            host=tiers.config.host.name,
+            world_size=tiers.ranks.topology.world_size,
         ),
         "marks": {
             listing.tier: [
@@ -241,7 +274,7 @@ def decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]
             ]
             for listing in listings
         },
-        "damaged": damaged_copies(listings, host=session.config.host.name),
+        "damaged": damaged_copies(listings, host=tiers.config.host.name),
         "deleted": _pairs(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
         "starts": describe_starts(starts_in(listings, found)),
         "first": all(body["nothing"] for body in bodies.values()),
@@ -288,14 +321,14 @@ def _ids(pairs: list[list[int]]) -> frozenset[CheckpointId]:
     return frozenset(CheckpointId(step, attempt) for step, attempt in pairs)
 
 
-def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
+def held_by_all(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
     """Leave out, of what this rank found, what other ranks do not have their parts of.
 
     What lies in memory counts as long as the other parts are on some tier: it is read first; but not where it is
     another rank's part, whose record says nothing of this one's. A mark that any rank found counts for all, and so does
     damage that may be repaired.
     """
-    host, shard = session.config.host.name, session.ranks.shard
+    host, shard = tiers.config.host.name, tiers.ranks.shard
 
     def counts(tier: str, copy: FoundCopy) -> bool:
         if tier != host:
@@ -321,5 +354,5 @@ def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
                 if counts(listing.tier, copy)
             ),
         )
-        for listing in session.listings
+        for listing in tiers.listings
     )

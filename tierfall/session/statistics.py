@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,10 +20,10 @@ from tierfall.core.scheduler.flush.throughput import TierThroughput
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry
 from tierfall.core.types.errors import CaptureError, ConfigError
 from tierfall.core.types.keys import check_name
-from tierfall.core.types.loss_bound import LossBound
+from tierfall.core.types.loss_bound import LossBound, newest_surviving
 from tierfall.core.types.text import with_article
 from tierfall.core.types.values import LossClass, SaveOutcome
-from tierfall.policies.forecast import loss_bounds
+from tierfall.session.session import Session
 from tierfall.telemetry.reports import (
     CheckpointInfo,
     Compression,
@@ -32,9 +32,6 @@ from tierfall.telemetry.reports import (
     Statistics,
 )
 from tierfall.telemetry.step_timer import StepTimer
-
-if TYPE_CHECKING:
-    from tierfall.session.session import Session
 
 METRIC_BYTES = 64
 CHUNK_DIGEST_BYTES = 48
@@ -118,7 +115,7 @@ def records_bytes(
     layout: Layout,
     chunk_bytes: int,
     metrics: Mapping[str, Any],
-    tags: tuple[str, ...],
+    tags: Sequence[str],
     line: Lineage,
 ) -> int:
     """Bound what manifest and commit record of an image take together."""
@@ -202,7 +199,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
             for source, count in lane.edge_bytes.items()
         }
         flow = _flow(coordinator, time.monotonic())
-        return edges, bounds_of(session), flow
+        return edges, session.loss_bounds(), flow
 
     edges, bounds, flow = session.ask(inner)
     counters = coordinator.counters
@@ -236,20 +233,6 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         },
         **flow,
     )
-
-
-def bounds_of(session: Session) -> dict[LossClass, LossBound]:
-    """Say what each loss would cost now; on the coordinator's thread."""
-    return loss_bounds(
-        session.coordinator.ledger.view(),
-        step=session.step_timer.last,
-        step_s=session.step_timer.step_s,
-    )
-
-
-def newest_surviving(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, int | None]:
-    """Name the newest step that survives each loss."""
-    return {lost: b.survives.step if b.survives else None for lost, b in bounds.items()}
 
 
 def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:

@@ -76,6 +76,10 @@ class SavingLineage:
         """Say whether ``step`` is the last that was saved, or restored."""
         return step == self._last_step
 
+    def has_saved(self, step: int) -> bool:
+        """Return whether ``step`` is the last step that was saved since the last restore."""
+        return self.saved_any and self.is_at(step)
+
     def has_passed(self, step: int) -> bool:
         """Say whether a step above ``step`` was saved, or restored."""
         return self._last_step is not None and self._last_step > step

@@ -22,6 +22,7 @@ from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.copies.bounded_store import BoundedStore
 from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import BoundedCalls, run_in_parallel
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import RateLimiter
@@ -99,6 +100,22 @@ def _survives(tier: Tier) -> LossClass:
             return LossClass.NONE
         kind = kind if is_remote(tier.url) else TierKind.FILE
     return survives(kind, shared=bool(tier.shared))
+
+
+def is_shared(tier: StoredSection) -> bool:
+    """Return whether all nodes see the same files there."""
+    return isinstance(tier, ObjectTierConfig) or bool(tier.shared)
+
+
+def is_owner(tier: StoredSection, ranks: Ranks) -> bool:
+    """Return whether this rank commits, collects and deletes there."""
+    return ranks.topology.is_root if is_shared(tier) else ranks.topology.is_leader
+
+
+def reported_tiers(config: Config, ranks: Ranks) -> tuple[str, ...]:
+    """Return the tiers whose listings this rank reports to the others: its memory, and those that it owns."""
+    owned = (tier.name for tier in config.stored if is_owner(tier, ranks))
+    return (config.host.name, *owned)
 
 
 def run_folder(config: Config, run: str) -> Path:
