@@ -77,13 +77,14 @@ class Checkpointer:
         tags: Sequence[str] = (),
         block: bool = False,
     ) -> SaveHandle:
-        """Save ``state`` as ``step`` without asking the cadence; returns once nothing large is left to copy here.
+        """Save ``state`` as ``step``, whatever the cadence; returns once nothing large is left to copy on this thread.
 
-        ``metrics`` are numbers or 0-dim tensors, as they are at this call; ``block`` waits until the last tier of this
-        step has it, and raises what keeps it from it, as the handle's ``wait`` does. Raises CaptureError for a state
-        that cannot be saved, StepError for a step that does not follow, CapacityError where a tier cannot hold one
-        checkpoint, FencedError where a newer attempt of the run exists, and under ``on_error: raise`` what failed since
-        the last call.
+        ``metrics`` are numbers or 0-dim tensors, read as of this call. ``block`` waits until the last tier of this step
+        has it, and raises what prevents that, as the handle's ``wait`` does.
+
+        Raises CaptureError for a state that cannot be saved, StepError for a step that is not above the last one,
+        CapacityError where a tier cannot hold one checkpoint, FencedError where a newer attempt of the run exists, and
+        under ``on_error: raise`` what failed since the last call.
         """
         handle = self._opened.save_state(step, state, metrics, tags)
         if block:
@@ -99,10 +100,10 @@ class Checkpointer:
         tags: Sequence[str] = (),
         block: bool = False,
     ) -> SaveHandle | None:
-        """Save if the cadence (``interval``) asks for this step, else return None; see ``save``.
+        """Save if the cadence (``interval``) selects this step, else return None; see ``save``.
 
-        It is called at the end of every step: the time from call to call is what the cadence goes by. A step that
-        ``save`` was called for is not saved again.
+        Call it at the end of every step: the cadence measures the time between calls. A step that ``save`` has saved is
+        not saved again.
         """
         self._opened.check_usable()
         self._lineage.check_begun(step)
@@ -118,9 +119,9 @@ class Checkpointer:
     # The barrier -------------------------------------------------------------------------------------
 
     def wait_captured(self, timeout: float | None = None) -> None:
-        """Wait, helping, until everything of the last save is copied: after it the state may change.
+        """Wait until the last save is copied, and help to copy: after this the state may change.
 
-        For loops whose updates no torch optimizer makes; a torch optimizer's step calls it by itself. After ``timeout``
+        For updates that no torch optimizer makes; the step of a torch optimizer calls it by itself. After ``timeout``
         seconds (default: ``max_wait``) the snapshot is given up. Raises CaptureError where the capture failed.
         """
         timeout = as_seconds(timeout, what="wait_captured: timeout")
@@ -153,16 +154,17 @@ class Checkpointer:
     ) -> RestoreReport | None:
         """Fill ``state`` in place from the newest restorable checkpoint, each chunk from its fastest good copy.
 
-        ``step`` (and ``attempt``) name an older one, ``tier`` the only tier to read; ``only`` dotted prefixes of names
-        to restore, which begins no new line. ``strict`` compares the names of tensors, objects and plain values both
-        ways. By name it may be otherwise: what ``skip`` names stays as it is in the state (``*`` stands for one
-        component: ``"optimizer.param_groups.*.lr"``), ``rename`` maps names in the checkpoint to those in the state,
-        and ``retype`` names optimizers and objects whose class is another one now. Gradients of restored parameters are
-        set to None.
+        ``step`` (and ``attempt``) select another checkpoint than the newest, ``tier`` the only tier to read. ``only``
+        are dotted prefixes of the names to restore; the lineage does not change then.
+
+        ``strict`` requires the same names of tensors, objects and plain values in checkpoint and state. Exceptions are
+        named: what ``skip`` names is left unchanged (``*`` matches one component: ``"optimizer.param_groups.*.lr"``),
+        ``rename`` maps names in the checkpoint to names in the state, and ``retype`` names optimizers and objects whose
+        class has changed. Gradients of restored parameters are set to None.
 
         Returns None where every tier answered and none has a checkpoint. Raises RestoreError where the state does not
-        fit, where nothing can be read whole, and where a tier could not be asked that may hold something newer
-        (``unreachable="ignore"`` goes on).
+        match, where no checkpoint can be read whole, and where a tier did not answer that may have a newer one
+        (``unreachable="ignore"`` continues without it).
         """
         began = time.monotonic()
         self._opened.check_usable()
@@ -220,20 +222,20 @@ class Checkpointer:
     # Looking, and a person's commands ----------------------------------------------------------------
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Return every known step and attempt, oldest first: on which tiers, in what state, and why it matters."""
+        """Return every known checkpoint, oldest first, with the state of its copies on each tier."""
         self._opened.check_usable()
         return group_commands.known_checkpoints(self._session)
 
     def pin(self, step: int, *, attempt: int | None = None) -> None:
-        """Keep a checkpoint on every tier that holds it, whatever the rules say, until ``unpin``."""
+        """Keep a checkpoint on every tier that has it until ``unpin``, whatever retention and eviction decide."""
         self._command(CommandKind.PIN, step, attempt)
 
     def unpin(self, step: int, *, attempt: int | None = None) -> None:
-        """Take a pin away on every tier."""
+        """Remove a checkpoint's pin on every tier."""
         self._command(CommandKind.UNPIN, step, attempt)
 
     def delete(self, step: int, *, attempt: int | None = None) -> None:
-        """Delete a checkpoint from every tier; a pinned one is refused."""
+        """Delete a checkpoint from every tier. Raises StepError for a pinned one."""
         self._command(CommandKind.DELETE, step, attempt)
 
     def _command(self, kind: CommandKind, step: int, attempt: int | None) -> None:
@@ -246,7 +248,7 @@ class Checkpointer:
     def prune(self, *, dry_run: bool = False) -> list[Decision]:
         """Return what retention decides for every copy on every tier, and carry it out unless ``dry_run``.
 
-        It goes by the commit records: copies that nobody has verified count as good, as for ``tierfall prune``.
+        A copy with a commit record counts as good, verified or not, as for ``tierfall prune``.
         """
         self._opened.check_usable()
         return group_commands.prune(self._session, dry_run=dry_run)
@@ -264,11 +266,11 @@ class Checkpointer:
     # The end -----------------------------------------------------------------------------------------
 
     def drain(self, deadline: float | None = None) -> DrainReport:
-        """Wait until every owed copy is durable, for ``deadline`` seconds at most (None: as long as it goes on).
+        """Wait until every owed copy is durable, for ``deadline`` seconds at most (None: without a bound).
 
-        With a deadline, what is half done goes first, then the newest; what cannot arrive in time by measured rates is
-        not begun before the end, and the report's ``forecast`` says so. A tier that does not take copies at present is
-        not waited for; what is left stands in the report, and what was given up meanwhile. With several ranks all call
+        With a deadline, half-written copies come first, then the newest. Copies that cannot arrive in time, by measured
+        rates, are not begun; the report's ``forecast`` names them. A tier that accepts no copies at present is not
+        waited for. The report also names what is left, and what was given up meanwhile. With several ranks, all call
         it, and the report is the same on all.
         """
         deadline = as_seconds(deadline, what="drain: deadline")
@@ -282,11 +284,11 @@ class Checkpointer:
         return replace(drain(self._session, deadline), seconds=time.monotonic() - began)
 
     def close(self) -> None:
-        """Finish what can be made durable within ``max_wait``, and let go of everything. May be called twice.
+        """Flush what can become durable within ``max_wait``, and release everything. May be called twice.
 
-        Under ``at_end`` it first saves the last step that ``maybe_save`` was given, unless an exception is being
-        handled, and raises what keeps it from that. What is still owed in the end stays in host memory: the next start,
-        or ``tierfall drain``, finishes it. Raises, under ``on_error: raise``, what failed.
+        With ``at_end``, it first saves the last step that ``maybe_save`` was called for, unless an exception is being
+        handled, and raises what prevents that. What is still owed then stays in host memory: the next start, or
+        ``tierfall drain``, flushes it. Raises, under ``on_error: raise``, what failed.
         """
         self._opened.close("" if sys.exc_info()[0] is None else "it ended by an exception")
 
@@ -311,7 +313,7 @@ class Checkpointer:
             error.add_note(f"tierfall: closing failed too: {failure}")
             if error.__context__ is None and error.__cause__ is None:
                 error.__context__ = failure
-            logger.exception("closing failed while another exception was on its way")
+            logger.exception("closing failed while another exception was being raised")
 
 
 def open_run_of(ckpt: Checkpointer) -> OpenRun:

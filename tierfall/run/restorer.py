@@ -1,7 +1,6 @@
-"""How one process restores: what may be restored, agreed on with the other ranks; where its parts lie; and what the
-line goes on from.
+"""How one process restores: the candidates, agreed on with the other ranks, their images, and the lineage after it.
 
-It knows no state: whoever calls plans where the bytes go.
+It knows no state: the caller plans where the bytes go.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Restorer:
 
     @contextmanager
     def nothing_dropped(self) -> Iterator[None]:
-        """Keep every copy where it is, until what was read is known to be what this run goes on from."""
+        """Pause deletions until it is known whether the run continues from what was read."""
         session = self._session
         dropper = session.coordinator.dropper
         try:
@@ -80,8 +79,10 @@ class Restorer:
 
     @contextmanager
     def half_filled_noted(self, only: tuple[str, ...] | None) -> Iterator[Callable[[], None]]:
-        """Let nothing be saved after an error that left the state, or this part of it, half filled, until a restore of
-        it succeeds. Yield what is called before the state is written to: an interrupt after that is such an error."""
+        """Refuse saves after an error that left the state, or the part ``only``, half filled, until a restore succeeds.
+
+        Yields a function to call before the state is written: an interrupt after that is such an error.
+        """
         begun: list[bool] = []
         try:
             yield lambda: begun.append(True)
@@ -93,7 +94,7 @@ class Restorer:
     def request(
         self, step: int | None, attempt: int | None, tier: str | None, unreachable: str
     ) -> RestoreRequest:
-        """Check what a caller asked for; ConfigError for what cannot be."""
+        """Return a request made of the arguments of ``restore``; ConfigError for invalid ones."""
         if unreachable not in ("raise", "ignore"):
             raise ConfigError(
                 f"restore: unreachable must be 'raise' or 'ignore', not {unreachable!r}"
@@ -110,8 +111,10 @@ class Restorer:
     def fill(
         self, request: RestoreRequest, make_plan: Callable[[Any], Any], resize: ResizeRules
     ) -> RestoreResult | None:
-        """Fill what ``make_plan`` plans from the newest checkpoint that is good, on all ranks; None where there is
-        none. Raises RestoreError."""
+        """Fill what ``make_plan`` plans from the newest good checkpoint, on all ranks; None where there is none.
+
+        Raises RestoreError where no candidate can be read whole.
+        """
         session, tally = self._session, self._session.tally()
         listings = session.list_now()
         hosts = session.tiers.hosts()
@@ -144,11 +147,11 @@ class Restorer:
 
     @property
     def nowhere(self) -> str:
-        """What it means that no tier here holds a part."""
+        """Return what an error adds where no tier of this rank holds an image."""
         return NOT_SENT if self._session.ranks.many and self._connect is None else NOWHERE
 
     def exchange(self) -> Exchange | None:
-        """Return how ranks exchange bytes; None where each reads for itself."""
+        """Return what exchanges bytes between ranks; None where each rank reads for itself."""
         if self._connect is None:
             return None
         return Exchange(
@@ -166,7 +169,7 @@ class Restorer:
         tally: ReadTally,
         look_again: Callable[[], Sequence[Listing]] | None = None,
     ) -> list[KnownCheckpoint]:
-        """What may be restored, newest first, the same on all ranks."""
+        """Return the checkpoints that may be restored, newest first, the same on all ranks."""
         ranks = self._session.ranks
         if not self._session.tiers.agrees:
             return choose(listings, request, tally)
@@ -176,15 +179,15 @@ class Restorer:
         )
 
     def opener(self) -> OpenImage:
-        """What opens images, those in the memory of this process too."""
+        """Return what opens images, those in the memory of this process included."""
         tiers = self._session.tiers
         return tiers.opener(regions_in(tiers.hosts()))
 
     def continue_from(
         self, checkpoint: KnownCheckpoint, any_saved: bool, *, verified: tuple[str, ...] = ()
     ) -> None:
-        """The line goes on from here; what this start saved before, on any rank, belongs to another one. All of this
-        rank's part was read, and was good, on the tiers ``verified``."""
+        """Let the lineage continue from a restored checkpoint, as a new attempt where ``any_saved``: where any rank has
+        saved since the last restore. This rank's image was read whole, and was good, on the tiers ``verified``."""
         id, commit = checkpoint.id, checkpoint.commit
         assert commit is not None
         attempt = self._lineage.attempt
@@ -203,8 +206,8 @@ class Restorer:
 
 
 def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:
-    """Say which checkpoints the line that begins here leaves behind, and which an earlier start did, that may not have
-    seen them: they go once it is as safe."""
+    """Log which checkpoints are abandoned by the lineage that begins here, and which an earlier start abandoned, as it
+    may not have seen them."""
     loose = [c for c in known if not (c.tombstoned or c.pinned)]
     begins = "anew" if from_id is None else f"at {from_id}"
     newer = [c for c in loose if from_id is None or c.id.step > from_id.step]

@@ -1,7 +1,7 @@
 """Saving: from a state to a snapshot under capture, on the training thread.
 
-It finds the layout, asks the coordinator for room, decides whether the capture may be lazy, and begins it. What becomes
-of the snapshot afterwards is the capture thread's and the coordinator's business.
+It finds the layout, requests a region from the coordinator, decides whether the capture is lazy, and begins it. From
+then on the snapshot belongs to the capture thread and the coordinator.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ logger = logging.getLogger("tierfall")
 TRIALS_REMEMBERED = 300
 CUTTINGS_REMEMBERED = 4
 DIGEST_SHARE = 0.01
-"""Of a training step, the share that digests of whole ranges of the state may take at a save."""
+"""The fraction of a training step that digests of whole ranges of the state may take at a save."""
 DIGEST_UNKNOWN_S = 2e-4
-"""What they may take while it is not known how long a step takes."""
+"""The seconds that they may take while the time of a step is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,8 +296,8 @@ class Saver:
         places: Sequence[int],
         lazy: Sequence[bool] | None,
     ) -> tuple[Segmentation, CheckPlan | None]:
-        """Return the segments of a layout, and how an image of it is checked; both are kept for the next saves."""
-        if lazy is None:  # all is copied before save returns, by two threads at once
+        """Return the segments of a layout, and how an image of it is checked; both are cached for the next saves."""
+        if lazy is None:  # all is copied before save returns, by two threads
             lazy = tuple(changes is Changes.ON_STEP for changes in view.changes)
         known = (both for both in self._cuttings if both[0].serves(layout, view, places, lazy))
         found = next(known, None)
@@ -308,7 +308,7 @@ class Saver:
         return found[0], None if self._config.capture.verify is Verify.OFF else found[1]
 
     def _check_s(self) -> float | None:
-        """How long digests of the state may take at this save; None where all is to be digested."""
+        """Return how many seconds digests of the state may take at this save; None where all is digested."""
         if self._config.capture.verify is Verify.FULL:
             return None
         step_s = self._step_s()
@@ -389,8 +389,8 @@ def _as_capture_errors(id: CheckpointId, undo: Callable[[], object]) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class _CapturePlan:
-    """How one state is captured: the ``places`` of its tensors, and of these what is cut into which segments; what its
-    image is compared with; and whether anything of it is captured lazily."""
+    """How one state is captured: the ``places`` of its tensors, their segments, what the image is compared with
+    (``check``), and whether any of it is captured lazily."""
 
     places: Sequence[int]
     cutting: Segmentation
@@ -400,7 +400,7 @@ class _CapturePlan:
 
 
 class _LazyMode:
-    """Decides for each save whether it is to be lazy; in mode auto by what the saves before have cost."""
+    """Decides for each save whether it is lazy; in mode auto by the measured cost of earlier saves."""
 
     def __init__(self, mode: CaptureMode) -> None:
         self._mode = mode
@@ -413,7 +413,7 @@ class _LazyMode:
         return self._mode is not CaptureMode.BLOCKING
 
     def is_lazy(self, step: int, began_s: float, *, may_be: bool) -> bool:
-        """``may_be`` says that this save can be captured lazily; else it tells nothing about what a choice costs."""
+        """Return whether a save is lazy. Without ``may_be`` it cannot be, and its cost is not measured."""
         if self._mode is not CaptureMode.AUTO:
             return may_be and self.wants_lazy
         if self._last is not None and step > self._last[1]:
@@ -428,12 +428,12 @@ class _LazyMode:
         return lazy
 
     def skipped(self) -> None:
-        """The save that was decided on did not begin: what follows tells nothing about its cost."""
+        """Discard the measurement of the present save: it did not begin."""
         self._last = None
 
 
 def _open_slab(config: Config) -> Slab | None:
-    """Take the device tier's memory on the GPU that is current here; None, once said, where it cannot be had."""
+    """Allocate the device tier's memory on the current GPU; None, with a log line, where that fails."""
     if config.device is None:
         return None
     if not cuda_available():
