@@ -455,7 +455,7 @@ def test_a_full_disk_keeps_nobody_from_opening_what_may_be_one_folder(
         state = blank()
         assert ckpt.restore(state).step == step_in(state) == 2
         assert [t.read_only for t in ckpt._config.stored] == [False, True]
-        assert "may be the same folder" in ckpt._session.found_read_only["two"]
+        assert "may be the same folder" in ckpt._session.tiers.found_read_only["two"]
     assert sorted(p.name for p in two.iterdir()) == ["run"]
 
 

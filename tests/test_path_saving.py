@@ -183,7 +183,7 @@ def test_a_line_that_has_not_begun_goes_on_on_all_ranks_from_what_rank_0_loaded(
 ) -> None:
     both = opener.all_open()
     for step in (10, 20):
-        commit(both[0]._by_path, step)
+        commit(open_run_of(both[0]).by_path, step)
     close_all(both)
     with network(["a", "b"]) as again:
         both = SharedOpener(opener.folder, again).all_open()

@@ -63,33 +63,33 @@ class RegionRequest:
 
 
 def submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
-    """Give an order to the coordinator, and wait for ``max_wait`` at most; returns the tiers that could not do it.
+    """Send a command to the coordinator, wait for ``max_wait`` at most, and return the error of each tier that failed.
 
-    What a tier has not done by then goes on behind.
+    After that, the command continues in the background.
     """
     done = InterruptibleEvent()
     failed: dict[str, BaseException] = {}
 
-    def tell(failures: dict[str, BaseException]) -> None:
+    def on_done(failures: dict[str, BaseException]) -> None:
         failed.update(failures)
         done.ring()
 
-    order = Command(kind=kind, id=id, wall_time_s=time.time(), answer=tell)
-    session.coordinator.post(order)
+    command = Command(kind=kind, id=id, wall_time_s=time.time(), answer=on_done)
+    session.coordinator.post(command)
     if session.wait(done, session.config.max_wait_s):
         return failed
     waited = f"{session.config.max_wait_s:g} s (max_wait)"
-    late = session.ask(lambda: tuple(order.waiting))
-    if done.rung:  # just now
+    late = session.ask(lambda: tuple(command.waiting))
+    if done.rung:  # since the wait has ended
         return failed
     if not late:
-        why = f"{id} is noted; something is still being read, written or dropped after {waited}, and it goes on then"
+        why = f"{id} is noted; something is still being read, written or deleted after {waited}, and it goes on then"
         return {"tierfall": TierfallError(f"{kind}: {why}")}
     return {tier: UnreachableError(f"no answer within {waited}; it goes on") for tier in late}
 
 
 def must_keep_memory(session: Session) -> bool:
-    """Say whether host memory holds something that no stored tier has, or that one is still owed."""
+    """Return whether host memory has something that no stored tier has, or that one is still owed."""
     if session.config.host.on_close is OnClose.KEEP or session.inheritance.parts:
         return True
 
@@ -103,7 +103,8 @@ def must_keep_memory(session: Session) -> bool:
 
 
 def images_needed(ledger: Ledger) -> list[LedgerEntry]:
-    """Name what lies in memory, and must not be lost with it: the newest of the line, and what a person wants kept."""
+    """Return the images in memory that must not be lost with it: the newest of the live lineage, those that are pinned,
+    and those set aside."""
     left = ledger.abandoned()
     held = [
         e
