@@ -1,8 +1,8 @@
-"""Which folders all nodes see: rank 0 leaves a file in each, and the first rank of every other node looks for it.
+"""The probe for shared folders: rank 0 writes a file to each, and the first rank of every other node looks for it.
 
-What is found is put into the configuration of the session, where it says nothing, and held against what it says, and
-against what the tier's own records say of earlier starts: a node on which a shared file system is not mounted finds an
-empty folder there. With one node there is nothing to find out.
+The result sets ``shared`` in the configuration where that is not set, and is compared with it where it is. It is also
+compared with the tier's records of earlier starts: on a node where a shared file system is not mounted, its folder is
+empty. With one node there is no probe.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tierfall.tiers.stored import StoredTier
 logger = logging.getLogger("tierfall")
 
 PATIENCE_S = {True: 10.0, None: 1.5, False: 0.5}
-"""How long a file is looked for, by what the configuration says of the tier: a network file system may show it late."""
+"""Seconds that a file is looked for, by ``shared`` of the tier: a network file system may show it late."""
 PAUSE_S = 0.1
 STALE_S = 3600.0
 _SHARED = "open: shared"
@@ -42,18 +42,17 @@ Tiers = Sequence[FileTierConfig | ObjectTierConfig]
 
 
 def tiers_to_probe(opened: OpenedTiers) -> Tiers:
-    """Name the tiers of which it is to be found out: the folders, where there are several nodes."""
+    """Return the tiers to probe: the folders, where there are several nodes."""
     if len(opened.ranks.topology.nodes) == 1:
         return ()
     return tuple(tier for tier in opened.config.written if tier.folder is not None)
 
 
 def probe(opened: OpenedTiers, said: Mapping[str, Any]) -> tuple[Config, Mapping[str, str]]:
-    """Return the configuration with what all ranks have found, after rank 0 has ``said`` where it wrote its files
-    (``FolderProbe.write``); and the tiers that some rank could not look at, with why.
+    """Return the configuration with the result of all ranks, and the tiers that some rank could not read, with why.
 
-    Raises ConfigError, on all ranks, where some nodes see a tier's files and others do not, and where a set value
-    disagrees.
+    ``said`` names the files that rank 0 has written (``FolderProbe.write``). Raises ConfigError, on all ranks, where
+    some nodes see a tier's files and others do not, and where the result contradicts a configured value.
     """
     topology = opened.ranks.topology
     looks = topology.is_leader and topology.node != 0
@@ -94,7 +93,7 @@ def _setting(tier: FileTierConfig | ObjectTierConfig) -> bool | None:
 
 @contextmanager
 def files_of_probe(opened: OpenedTiers) -> Iterator[FolderProbe]:
-    """Remove, at the end, what was written."""
+    """Return what writes rank 0's files; they are removed at the end."""
     written = FolderProbe(opened)
     try:
         yield written
@@ -103,7 +102,7 @@ def files_of_probe(opened: OpenedTiers) -> Iterator[FolderProbe]:
 
 
 class FolderProbe:
-    """The files that rank 0 leaves."""
+    """The files that rank 0 writes."""
 
     def __init__(self, opened: OpenedTiers) -> None:
         self._opened = opened
@@ -111,10 +110,9 @@ class FolderProbe:
         self.token = f"{int(time.time())}-{secrets.token_hex(8)}"
 
     def write(self) -> dict[str, Any]:
-        """Leave a file in each folder; say where, and what kept the others from it.
+        """Write a file to each folder; return where, and the error of each other tier.
 
-        A tier that is full is not probed: it is taken for what is set, or for what its records say. Raises what a tier
-        refuses for good.
+        A full tier is not probed: the configured value counts, or else its records. Raises a tier's permanent refusal.
         """
         failed: dict[str, str] = {}
         full: list[str] = []
@@ -127,8 +125,8 @@ class FolderProbe:
             except StorageFullError as error:
                 full.append(store.name)
                 logger.warning(
-                    "open: tier %s is full, and no file shows whether all nodes see it: it is taken for what its "
-                    "records say, or else for %s. Say so by 'shared', or free the disk: %s",
+                    "open: tier %s is full, and no file shows whether all nodes see it: by its records, or else by "
+                    "default, it is %s. Set 'shared', or free the disk: %s",
                     tier.name,
                     "shared" if _setting(tier) else "a folder of each node",
                     error,
@@ -170,7 +168,7 @@ def _key(run: str, token: str) -> str:
 
 
 def _is_stale(key: str) -> bool:
-    """Say whether a start that was killed has left it: long ago, as another may just be looking for its own."""
+    """Return whether a killed start has left this file. Only old ones count: another start may be probing now."""
     written = key.rpartition("/")[2].partition("-")[0]
     return written.isdecimal() and time.time() - int(written) > STALE_S
 
@@ -198,7 +196,7 @@ def _decide(tiers: Tiers, full: Sequence[str], bodies: Bodies) -> dict[str, Any]
 
 
 def _has_one_id(tier: FileTierConfig | ObjectTierConfig, bodies: Bodies) -> bool:
-    """Say whether all nodes find the id of one tier there, of which it is known that all nodes see it."""
+    """Return whether all nodes find the same id there, of a tier that all nodes are known to see."""
     ids = {body["ids"].get(tier.name) for body in bodies.values()}
     known = (body["shared_before"].get(tier.name) for body in bodies.values())
     return len(ids) == 1 and None not in ids and any(why and why[1] for why in known)
@@ -217,7 +215,7 @@ def _found(tier: FileTierConfig | ObjectTierConfig, seen: Mapping[int, bool]) ->
     if setting is True and not found:
         what = "a tier of kind file" if isinstance(tier, ObjectTierConfig) else "shared: false"
         raise ConfigError(
-            f"{where} is said to be shared, and the nodes of {ranks_named(without)} do not see what rank 0 writes "
+            f"{where} is set to be shared, and the nodes of {ranks_named(without)} do not see what rank 0 writes "
             f"there: mount it on all nodes, or make it {what}"
         )
     if setting is False and found:
@@ -229,7 +227,7 @@ def _found(tier: FileTierConfig | ObjectTierConfig, seen: Mapping[int, bool]) ->
 
 
 def _check_doubt(tier: FileTierConfig | ObjectTierConfig, bodies: Bodies, doubt: str) -> None:
-    """Raise ConfigError where something says that a tier is shared, and ``doubt`` that it is not."""
+    """Raise ConfigError where records indicate that a tier is shared; ``doubt`` is why it may not be."""
     where = f"open: tier {tier.name} ({tier.folder})"
     advice = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
     for rank, body in bodies.items():
@@ -241,8 +239,8 @@ def _check_doubt(tier: FileTierConfig | ObjectTierConfig, bodies: Bodies, doubt:
     others = [rank for rank, kind in lies_on.items() if kind != lies_on[0]]
     if others:
         raise ConfigError(
-            f"{where}: on rank 0 it lies on {lies_on[0]}, on {ranks_named(others)} on {lies_on[others[0]]}: whether "
-            f"that is wanted cannot be told. {advice}"
+            f"{where}: on rank 0 it is on {lies_on[0]}, on {ranks_named(others)} on {lies_on[others[0]]}: that may be "
+            f"a missing mount. {advice}"
         )
 
 
@@ -254,8 +252,10 @@ def _is_empty(opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig) -> b
 def _shared_before(
     opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig
 ) -> tuple[str, bool] | None:
-    """Say by what this rank knows that all nodes saw a tier's files at an earlier start, and whether that is certain:
-    ranks that were all on one node leave such records, too."""
+    """Return how this rank knows that all nodes saw a tier's files at an earlier start, and whether that is certain.
+
+    It is not certain where all ranks may have been on one node.
+    """
     if opened.identities.is_shared(tier.name):
         return "all nodes saw the same files there before", True
     listing = next(x for x in opened.listings if x.tier == tier.name)
@@ -268,19 +268,19 @@ def _shared_before(
 
 
 def _file_system(tier: FileTierConfig | ObjectTierConfig) -> str:
-    """Name the kind of file system that a folder lies on, as this machine's kernel calls it."""
+    """Return the kernel's name of the file system that a folder is on."""
     assert tier.folder is not None
     try:
         return file_system_of(tier.folder) or "an unknown file system"
     except OSError as error:
-        return f"what cannot be looked at ({error.strerror})"
+        return f"a file system that cannot be examined ({error.strerror})"
 
 
 # The first rank of each other node -------------------------------------------------------------------
 
 
 def look(opened: OpenedTiers, tiers: Tiers, token: str) -> dict[str, Any]:
-    """Look for the files of rank 0, for a while; say where they are seen, and what could not be looked at."""
+    """Look for the files of rank 0 for a limited time; return where they are seen, and each tier's error."""
     seen: dict[str, bool] = {}
     failed: dict[str, str] = {}
     began = time.monotonic()

@@ -1,7 +1,7 @@
-"""How the ranks of a start come to one attempt, and to one picture of what the tiers hold.
+"""The start of a run: all ranks agree on one attempt, and on what the tiers hold.
 
-Every rank looks at its own memory, the leader of each node at what its node alone sees, rank 0 at what all see. Rank 0
-puts that together: a checkpoint is there when every rank's part of it is.
+Every rank reports its own memory, the leader of each node the tiers that only its node sees, and rank 0 the shared
+tiers. Rank 0 merges the reports: a checkpoint exists where the images of all ranks do.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ _OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What all ranks know after they have met. ``whole`` names, per tier, the checkpoints of which every rank's part is
-    there; ``complete`` those whose parts are all somewhere; ``seen`` names the tiers that every rank could read;
-    ``first``: no rank found any; ``inherited``: see ``leftovers.committed_in_memory``. ``marks``, per tier, are those
-    that any rank found; ``deleted`` bear a tombstone somewhere, and no pin; ``damaged``, per tier, may be repaired,
-    each with what is wrong with it; ``starts`` say how attempts began that have committed something."""
+    """What all ranks know after the agreement.
+
+    ``whole`` has, per tier, the checkpoints whose images are all on it; ``complete`` those whose images are all on some
+    tier; ``seen`` the tiers that every rank could read. ``first``: no rank found a checkpoint. ``inherited``: see
+    ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any rank found; ``deleted`` the
+    checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies that may be repaired, with
+    their damage; ``starts`` how the attempts began that have committed a checkpoint.
+    """
 
     attempt: Attempt
     whole: Mapping[str, frozenset[CheckpointId]]
@@ -53,7 +56,7 @@ class Start:
 
     @property
     def scattered(self) -> frozenset[CheckpointId]:
-        """Whose parts are all somewhere, but on no tier together."""
+        """The checkpoints whose images are all on some tier, but on no tier together."""
         return self.complete - frozenset().union(*self.whole.values())
 
 
@@ -113,7 +116,7 @@ def tend(tiers: OpenedTiers) -> TierContents:
 def agree_on_start(tiers: OpenedTiers) -> Start:
     """Take one attempt for all ranks. Raises, on every rank, what kept one of them from starting.
 
-    A tier that one rank cannot reach is left out by all: nothing would ever be whole there.
+    All ranks exclude a tier that one rank cannot reach: no checkpoint would ever be whole there.
     """
     ranks = tiers.ranks
     _find_shared(tiers)
@@ -153,7 +156,7 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
 
 
 def read_start(attempt: Attempt, found: Mapping[str, Any]) -> Start:
-    """Return what all ranks know by what rank 0 has decided, which ``found`` is."""
+    """Return what all ranks know, from the decision ``found`` of rank 0."""
     return Start(
         attempt=attempt,
         whole={tier: _ids(ids) for tier, ids in found["whole"].items()},
@@ -190,8 +193,8 @@ def _find_shared(tiers: OpenedTiers) -> None:
 
 
 def _patience_s(tiers: OpenedTiers) -> float:
-    """How much longer than the fastest rank the slowest may take to come: it may have waited for a tier that did not
-    answer, to be opened and to be listed."""
+    """Return how many seconds later than the first rank the last may call: it may have waited for a tier that did not
+    answer, once to open it and once to list it."""
     bounds = bounds_s(tiers.config)
     slowest_s = max((bounds[tier.name] for tier in tiers.config.stored), default=0.0)
     return tiers.config.max_wait_s + 2 * slowest_s
@@ -199,16 +202,14 @@ def _patience_s(tiers: OpenedTiers) -> float:
 
 @contextmanager
 def opened_by_each(ranks: Ranks) -> Iterator[None]:
-    """What is done inside is done by each rank before it meets the others in ``agree_on_start``, who wait for it: they
-    are to know why it does not come."""
+    """Report an error in this block to the other ranks: they wait for this rank in ``agree_on_start``."""
     with _report_error(ranks, _OPEN):
         yield
 
 
 @contextmanager
 def ready_on_all_ranks(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
-    """What is done inside is done by all ranks, or no rank starts. ``timeout_s`` is how much longer than the fastest
-    rank the slowest may take."""
+    """Start no rank unless all ranks complete this block, the last within ``timeout_s`` seconds of the first."""
     with _report_error(ranks, _READY, timeout_s):
         yield
     if ranks.many:
@@ -217,12 +218,12 @@ def ready_on_all_ranks(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def _report_error(ranks: Ranks, what: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Tell the other ranks, at their next agreement, what kept this one from coming to it."""
+    """Report an error in this block to the other ranks, at their next agreement."""
     try:
         yield
     except BaseException as error:
         if ranks.many:
-            with suppress(TierfallError):  # it says the same: this rank raises its own
+            with suppress(TierfallError):  # it has the same reason: this rank raises its own error
                 body = {"error": str(error) or repr(error)}
                 ranks.agree(what, body, _check_started, timeout_s=timeout_s)
         raise
@@ -235,8 +236,10 @@ def _check_started(bodies: Bodies) -> None:
 
 
 def decide(tiers: OpenedTiers, bodies: Bodies, order: list[str]) -> dict[str, Any]:
-    """Decide, as rank 0, on the attempt of all ranks and on what the tiers, listed in ``order``, hold for all of them;
-    ``bodies`` say what each rank found. The answer is made of what JSON holds."""
+    """Decide, on rank 0, which attempt all ranks take and which checkpoints of the tiers count for all of them.
+
+    ``bodies`` are the reports of the ranks, ``order`` are the tiers' names. Returns a JSON object.
+    """
     _check_started(bodies)
     told = {rank: body["tiers"] for rank, body in bodies.items()}
     listings = merge_ranks(told, order)
@@ -282,7 +285,7 @@ def decide(tiers: OpenedTiers, bodies: Bodies, order: list[str]) -> dict[str, An
 
 
 def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, list[list[Any]]]:
-    """Say what is wrong with the copies on each tier that may be repaired; what lies in memory is not."""
+    """Return, per tier, the copies that may be repaired, with their damage; images in memory are never repaired."""
     found: dict[str, list[list[Any]]] = {}
     for checkpoint in merge(listings):
         for tier, copy in checkpoint.copies.items():
@@ -301,7 +304,7 @@ def _read_attempt(bodies: Bodies) -> dict[str, Any]:
 
 
 def _read_only(bodies: Bodies) -> dict[str, str]:
-    """Say which tiers any rank may not write to: none does then, as nothing would ever be whole there."""
+    """Return the tiers that some rank cannot write to: no rank writes there, since no checkpoint would be whole."""
     found: dict[str, str] = {}
     for rank, body in bodies.items():
         for tier, why in body["read_only"].items():
@@ -322,10 +325,10 @@ def _ids(pairs: list[list[int]]) -> frozenset[CheckpointId]:
 
 
 def held_by_all(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
-    """Leave out, of what this rank found, what other ranks do not have their parts of.
+    """Return this rank's listings, without the checkpoints of which other ranks lack their images.
 
-    What lies in memory counts as long as the other parts are on some tier: it is read first; but not where it is
-    another rank's part, whose record says nothing of this one's. A mark that any rank found counts for all, and so does
+    An image in memory counts where the other images are on some tier, since it is read first; but not where it is
+    another rank's, whose record does not name this rank's files. A mark that any rank found counts for all, and so does
     damage that may be repaired.
     """
     host, shard = tiers.config.host.name, tiers.ranks.shard

@@ -1,4 +1,7 @@
-"""How a run's inner records become reports: pure functions, apart from the counters of saves."""
+"""Reports made of a session's records, and the checks of what a caller passes to ``save``.
+
+Pure functions, apart from the counters of saves.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ SAVES_REMEMBERED = 1000
 
 @dataclass(slots=True)
 class SaveCounts:
-    """What this process has saved so far."""
+    """Counts the saves of this process. ``settled`` are those of files, ``capture`` is the reason for the last mode."""
 
     begun: int = 0
     settled: int = 0
@@ -53,7 +56,7 @@ class SaveCounts:
 
     @property
     def tried(self) -> int:
-        """Those that were begun, and those that found no room."""
+        """Saves that have begun, and saves that found no room."""
         return self.begun + self.skipped
 
     def note(self, handle: SaveHandle, *, lazy: bool) -> None:
@@ -64,8 +67,10 @@ class SaveCounts:
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Read metrics as floats, and refuse, before anything is written, what is no number. A tensor on a device is
-    returned out of its graph, for the capture to read in the order of the device's work."""
+    """Return metrics as floats; raise CaptureError for what is not a number.
+
+    A tensor on a device is returned detached: the capture reads it in the order of the device's work.
+    """
     if not isinstance(metrics, Mapping):
         raise CaptureError(
             f"save: metrics is {with_article(type(metrics).__name__)}, expected a mapping of names to numbers"
@@ -83,14 +88,14 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_metric(name: str, value: Any) -> Any:
-    """Read a metric now: the loop may change it right after save."""
+    """Return a metric's present value: the loop may change it after save."""
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if not (value.is_cpu or value.is_meta or value.is_complex()):
             return value
     try:
         read = float(value)
-        if math.isinf(read) and value != read:  # a Decimal becomes one without a word
+        if math.isinf(read) and value != read:  # float() of a large Decimal raises nothing
             raise OverflowError(f"it is larger than {sys.float_info.max:.2g}")
         return read
     except OverflowError as error:
@@ -105,7 +110,7 @@ def _read_metric(name: str, value: Any) -> Any:
 
 
 def checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
-    """Refuse, before anything is written, tags that are not a list of usable names."""
+    """Return tags as a tuple; raise ConfigError unless they are a list of valid names."""
     if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
         raise ConfigError(f"save: tags must be a list of names, such as ['best'], not {tags!r}")
     return tuple(check_name(tag, what="save: tags") for tag in tags)
@@ -118,7 +123,7 @@ def records_bytes(
     tags: Sequence[str],
     line: Lineage,
 ) -> int:
-    """Bound what manifest and commit record of an image take together."""
+    """Return an upper bound of the bytes of an image's manifest and commit record together."""
     chunks = chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
     named = sum(6 * len(name) + METRIC_BYTES for name in (*metrics, *tags))
     return (
@@ -149,14 +154,14 @@ def restore_report(restored: RestoreResult, seconds: float) -> RestoreReport:
 
 
 def note_reads(rates: TierThroughput, report: RestoreReport) -> None:
-    """Note how fast this rank read tiers: no slower than by all of the restore's time."""
+    """Record this rank's read rate of each tier, measured over the whole restore: a lower bound."""
     for source in report.sources:
         if source.rank is None:
             rates.was_read(source.tier, source.bytes, report.seconds)
 
 
 def infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
-    """Tell of every checkpoint that is there or being captured; what is left of a failed capture is none."""
+    """Return every checkpoint that exists or is being captured, without the remains of failed captures."""
     left = ledger.abandoned()
     return [
         _info(entry, entry.id in left, wall_time_s)
@@ -192,7 +197,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         for tier, seconds in one.durable_s.items():
             durable.setdefault(tier, []).append(seconds)
 
-    def inner() -> tuple[dict[str, int], dict[LossClass, LossBound], dict[str, Any]]:
+    def read() -> tuple[dict[str, int], dict[LossClass, LossBound], dict[str, Any]]:
         edges = {
             f"{source}->{lane.tier}": count
             for lane in coordinator.lanes.values()
@@ -201,7 +206,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         flow = _flow(coordinator, time.monotonic())
         return edges, session.loss_bounds(), flow
 
-    edges, bounds, flow = session.ask(inner)
+    edges, bounds, flow = session.ask(read)
     counters = coordinator.counters
     return Statistics(
         saves=counts.begun,
@@ -236,18 +241,18 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
 
 
 def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:
-    """Say how fast each tier is, and how far behind."""
+    """Return the measured rate of each tier, and how far it is behind."""
     rates, pressure = coordinator.rates, coordinator.pressure
     stored = [
         rules.name for rules in coordinator.ledger.rules if rules.name != coordinator.ledger.host
     ]
 
-    def seen(asked: Callable[[str], float | None]) -> dict[str, float]:
+    def known(rate_of: Callable[[str], float | None]) -> dict[str, float]:
         tiers = [rules.name for rules in coordinator.ledger.rules]
-        return {tier: rate for tier in tiers if (rate := asked(tier)) is not None}
+        return {tier: rate for tier in tiers if (rate := rate_of(tier)) is not None}
 
     return {
-        "write_bytes_per_s": seen(rates.write_bytes_per_s),
+        "write_bytes_per_s": known(rates.write_bytes_per_s),
         "read_bytes_per_s": rates.read_rates(),
         "behind": dict(pressure.behind),
         "behind_s": {tier: pressure.behind_s(tier, now_s) for tier in stored},

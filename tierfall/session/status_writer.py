@@ -1,7 +1,7 @@
-"""Writing a trainer's status, on a thread of its own: neither training nor the coordinator waits for it.
+"""The status file of a training process, written on a thread of its own: neither training nor the coordinator waits.
 
-The picture is taken on the coordinator's thread, as every look at the ledger is, and is small: of many checkpoints the
-newest. It is written at most once a second, where something happened, and every few seconds to say that all is well.
+The status is made on the coordinator's thread, which owns the ledger, and is small: it has the newest checkpoints only.
+It is written at most once a second when something happened, and every AT_LEAST_EVERY_S seconds otherwise.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StatusWriter:
         self._thread: threading.Thread | None = None
         self._start_ticks = own_start_ticks()
         self._last: Status | None = None
-        self._complained = False
+        self._warned = False
 
     def start(self) -> None:
         # daemon: an exit without close must not hang
@@ -76,7 +76,7 @@ class StatusWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """Say no more, and take away what was said: a process that closed its run has no status."""
+        """Stop writing, and remove the status: a process that has closed its run has none."""
         if self._thread is None:
             return
         self._closing.set()
@@ -91,19 +91,19 @@ class StatusWriter:
             if steps != seen or now_s >= written_s + AT_LEAST_EVERY_S:
                 if not self._write():
                     return
-                # the question itself was a step
+                # making the status was a step of the coordinator itself
                 seen, written_s = self._coordinator.steps, now_s
             self._closing.wait(EVERY_S)
 
     def _write(self) -> bool:
-        """Write the status; False where there is nobody any more who could say what it is."""
+        """Write the status; False where the coordinator has stopped."""
         try:
-            status = self._ask(self._take)
+            status = self._ask(self._make)
         except TierfallError as error:
             if self._last is None or self._closing.is_set():
                 return False
-            said = {"failure": str(error), "events": self._events(), "wall_time_s": time.time()}
-            self._put(self._last.model_copy(update=said))
+            update = {"failure": str(error), "events": self._events(), "wall_time_s": time.time()}
+            self._put(self._last.model_copy(update=update))
             return False
         self._last = status
         self._put(status)
@@ -114,20 +114,18 @@ class StatusWriter:
             return
         try:
             write_status(self._tiers.folder, status)
-        except (
-            FileNotFoundError
-        ) as error:  # the folder was removed: ``MemoryFiles`` says so, and makes it anew
+        except FileNotFoundError as error:  # ``MemoryFiles`` logs it, and creates the folder anew
             logger.debug("the status is not written at present: %s", error)
         except OSError as error:
-            level = logging.DEBUG if self._complained else logging.WARNING
-            self._complained = True
+            level = logging.DEBUG if self._warned else logging.WARNING
+            self._warned = True
             logger.log(
                 level, "the status for 'tierfall watch' is not written at present: %s", error
             )
 
     # On the coordinator's thread ---------------------------------------------------------------------
 
-    def _take(self) -> Status:
+    def _make(self) -> Status:
         tiers, coordinator, ledger = self._tiers, self._coordinator, self._coordinator.ledger
         newest = list(islice(ledger.entries.ids(newest_first=True), CHECKPOINTS_MAX))
         left = ledger.abandoned()
@@ -206,7 +204,7 @@ def _names(ledger: Ledger) -> tuple[str, ...]:
 
 
 def _done(lane: FlushLane) -> tuple[int, int]:
-    """How much of the copy under way has arrived, and how much it is."""
+    """Return how many bytes of the present copy are written, and how many it has."""
     transfer = lane.active
     assert transfer is not None
     geometry = transfer.entry.geometry
@@ -249,6 +247,6 @@ def _fraction(
         return entry.final_chunks / chunks if chunks else 0.0
     lane = coordinator.lanes.get(tier)
     if lane is None or not lane.is_at(entry.id):
-        return 1.0  # it has landed, and other ranks' parts have not
+        return 1.0  # this rank's image is uploaded, other ranks' images are not
     done, total = _done(lane)
     return done / total if total else 0.0
