@@ -300,10 +300,10 @@ class PathSaves:
             try:
                 self._stages.check_kept(step)
                 files = self._take(step, body)
-                return self._saver.save_files(self._line, step, files, began)
+                return self._saver.save_files(self._lineage, step, files, began)
             except BaseException as error:
                 self._stages.note_failed(step, str(error))
-                self._saver.tell_others(self._line, step, error)
+                self._saver.tell_others(self._lineage, step, error)
                 raise
 
     def _take(self, step: int, body: Mapping[str, Any]) -> dict[str, torch.Tensor]:
