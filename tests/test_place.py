@@ -75,7 +75,10 @@ def test_rank_and_size_are_what_the_launcher_says(
         ({"SLURM_STEP_ID": 1, "SLURM_PROCID": 1}, "SLURM_NTASKS is '' in the environment"),
         ({"WORLD_SIZE": 2, "RANK": 1}, "there are other ranks, but no address to connect to them"),
         ({"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "a"}, "no address to connect to them"),
-        ({"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "no address to connect"),
+        (
+            {"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "a", "MASTER_PORT": "x"},
+            "no address to connect",
+        ),
     ],
     ids=str,
 )
