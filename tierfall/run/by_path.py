@@ -303,7 +303,7 @@ class PathSaves:
                 return self._saver.save_files(self._lineage, step, files, began)
             except BaseException as error:
                 self._stages.note_failed(step, str(error))
-                self._saver.tell_others(self._lineage, step, error)
+                self._saver.report_failed(self._lineage, step, error)
                 raise
 
     def _take(self, step: int, body: Mapping[str, Any]) -> dict[str, torch.Tensor]:

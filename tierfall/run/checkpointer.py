@@ -181,13 +181,13 @@ class Checkpointer:
         self._opened.prepare_restore(goes_on=only is None)
         self._opened.forget_last()
         with (
-            restorer.nothing_dropped(),
-            restorer.half_filled_noted(choices.only) as begins,
+            restorer.deletions_paused(),
+            restorer.noting_half_filled(choices.only) as on_begin,
         ):
 
             def plan(header: ImageHeader) -> FillPlan:
                 planned = plan_fill(state, header, choices)
-                begins()
+                on_begin()
                 return planned
 
             restored = restorer.fill(
@@ -216,7 +216,9 @@ class Checkpointer:
                 )
                 self._saver.counts.steps.go_on_from(restored.checkpoint.id.step)
         report = statistics.restore_report(restored, time.monotonic() - began)
-        self._session.tell(partial(statistics.note_reads, self._session.coordinator.rates, report))
+        self._session.tell(
+            partial(statistics.record_reads, self._session.coordinator.rates, report)
+        )
         return self._journal.restored(report)
 
     # Looking, and a person's commands ----------------------------------------------------------------

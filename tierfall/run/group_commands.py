@@ -22,7 +22,7 @@ from tierfall.policies.defaults import plan_retention
 from tierfall.session.drain_forecast import end_drain, from_json, start_drain, to_json
 from tierfall.session.requests import submit
 from tierfall.session.session import Session
-from tierfall.session.statistics import infos
+from tierfall.session.statistics import checkpoint_infos
 from tierfall.telemetry.reports import CheckpointInfo, DrainForecast, DrainReport
 
 logger = logging.getLogger("tierfall")
@@ -31,7 +31,7 @@ logger = logging.getLogger("tierfall")
 def known_checkpoints(session: Session) -> list[CheckpointInfo]:
     """Return every known checkpoint, oldest first, those that another process committed for this start included."""
     session.look()
-    return session.ask(lambda: infos(session.coordinator.ledger, time.time()))
+    return session.ask(lambda: checkpoint_infos(session.coordinator.ledger, time.time()))
 
 
 def run_command(session: Session, kind: CommandKind, step: int, attempt: int | None) -> None:

@@ -204,7 +204,7 @@ class OpenRun:
                 if not self.lineage.is_at(step):  # its capture did not begin
                     failed = CheckpointId(step, self.lineage.attempt.number)
                     self.session.journal.save_failed(failed, error)
-                self.saver.tell_others(self.lineage, step, error)
+                self.saver.report_failed(self.lineage, step, error)
                 raise
         if many:  # the other ranks save this step, whatever failed here before it
             self._raise_failures()
@@ -240,7 +240,7 @@ class OpenRun:
         """Report to the other ranks, which save this step, that this rank has passed it."""
         logger.warning("%s", error)
         with self.saver.lock:
-            self.saver.tell_others(self.lineage, step, error)
+            self.saver.report_failed(self.lineage, step, error)
 
     def finish_capture(self, timeout_s: float | None = None, *, in_order: bool = False) -> None:
         """Wait until the present capture ends, so that the next can begin. If it fails, its handle raises that.

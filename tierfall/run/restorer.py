@@ -67,7 +67,7 @@ class Restorer:
         self.patience_s = patience_s(config)
 
     @contextmanager
-    def nothing_dropped(self) -> Iterator[None]:
+    def deletions_paused(self) -> Iterator[None]:
         """Pause deletions until it is known whether the run continues from what was read."""
         session = self._session
         dropper = session.coordinator.dropper
@@ -78,7 +78,7 @@ class Restorer:
             session.tell(lambda: setattr(dropper, "paused", False))
 
     @contextmanager
-    def half_filled_noted(self, only: tuple[str, ...] | None) -> Iterator[Callable[[], None]]:
+    def noting_half_filled(self, only: tuple[str, ...] | None) -> Iterator[Callable[[], None]]:
         """Refuse saves after an error that left the state, or the part ``only``, half filled, until a restore succeeds.
 
         Yields a function to call before the state is written: an interrupt after that is such an error.

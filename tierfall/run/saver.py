@@ -60,8 +60,8 @@ from tierfall.tiers.device import DeviceSlab
 
 logger = logging.getLogger("tierfall")
 
-TRIALS_REMEMBERED = 300
-CUTTINGS_REMEMBERED = 4
+TRIALS_KEPT = 300
+SEGMENTATIONS_KEPT = 4
 DIGEST_SHARE = 0.01
 """The fraction of a training step that digests of whole ranges of the state may take at a save."""
 DIGEST_UNKNOWN_S = 2e-4
@@ -111,7 +111,9 @@ class Saver:
         self._layouts = Layouts(session, max_wait_s=config.max_wait_s, step_s=step_s)
         self._walk_cache = WalkCache()
         self._step_s = step_s
-        self._cuttings: deque[tuple[Segmentation, CheckPlan]] = deque(maxlen=CUTTINGS_REMEMBERED)
+        self._segmentations: deque[tuple[Segmentation, CheckPlan]] = deque(
+            maxlen=SEGMENTATIONS_KEPT
+        )
         self._targets = TargetCache()
         self._streams = Streams()
         self._places = CaptureDevices(self._streams, _open_slab(config))
@@ -191,7 +193,7 @@ class Saver:
             raise
         return handle
 
-    def tell_others(self, lineage: SavingLineage, step: int, error: BaseException) -> None:
+    def report_failed(self, lineage: SavingLineage, step: int, error: BaseException) -> None:
         """Report to the other ranks that this rank's save has failed: none waits for it, and all count its ordinal."""
         if not self._session.ranks.many or lineage.is_at(step):
             return
@@ -231,13 +233,13 @@ class Saver:
         view = image.view
         places = self._places.of(view.sources)
         lazy = None if image.settled else self._choose_lazy(view, call)
-        cutting, check = self._cut(image.layout, view, places, lazy)
-        sources = TensorSources(view, cutting.lazy)
+        segments, check = self._cut(image.layout, view, places, lazy)
+        sources = TensorSources(view, segments.lazy)
         if lazy is None or check is None:
-            return _CapturePlan(places, cutting, sources, None, lazy=lazy is not None)
+            return _CapturePlan(places, segments, sources, None, lazy=lazy is not None)
         streams = self._places.streams if places else {}
         begun = check.begin(sources, streams, self._check_s())
-        return _CapturePlan(places, cutting, sources, begun, lazy=True)
+        return _CapturePlan(places, segments, sources, begun, lazy=True)
 
     def _snapshot(
         self,
@@ -261,7 +263,7 @@ class Saver:
             targets=self._targets.of(region.tensor(), layout),
             memory=region.image,
             header=image.header,
-            cutting=plan.cutting,
+            cutting=plan.segments,
             sources=plan.sources,
             streams=self._places.streams if plan.places else None,
             slab=self._places.slab if plan.places else None,
@@ -299,12 +301,12 @@ class Saver:
         """Return the segments of a layout, and how an image of it is checked; both are cached for the next saves."""
         if lazy is None:  # all is copied before save returns, by two threads
             lazy = tuple(changes is Changes.ON_STEP for changes in view.changes)
-        known = (both for both in self._cuttings if both[0].serves(layout, view, places, lazy))
+        known = (both for both in self._segmentations if both[0].serves(layout, view, places, lazy))
         found = next(known, None)
         if found is None:
-            cutting = Segmentation(layout, view, self._config.chunk_bytes, places, lazy)
-            found = cutting, CheckPlan(cutting, view)
-            self._cuttings.appendleft(found)
+            segments = Segmentation(layout, view, self._config.chunk_bytes, places, lazy)
+            found = segments, CheckPlan(segments, view)
+            self._segmentations.appendleft(found)
         return found[0], None if self._config.capture.verify is Verify.OFF else found[1]
 
     def _check_s(self) -> float | None:
@@ -329,7 +331,7 @@ class Saver:
             raise error
         handle.tell_given_up(SaveOutcome.SKIPPED, error)
         self.counts.skipped += 1
-        self.tell_others(lineage, handle.step, error)
+        self.report_failed(lineage, handle.step, error)
         if self._config.on_error is OnError.RAISE:
             raise error
 
@@ -393,7 +395,7 @@ class _CapturePlan:
     (``check``), and whether any of it is captured lazily."""
 
     places: Sequence[int]
-    cutting: Segmentation
+    segments: Segmentation
     sources: TensorSources
     check: ImageCheck | None
     lazy: bool
@@ -419,7 +421,7 @@ class _LazyMode:
         if self._last is not None and step > self._last[1]:
             lazy, last_step, last_s = self._last
             self._trials.append(LazyTrial(lazy, step - last_step, began_s - last_s))
-            del self._trials[:-TRIALS_REMEMBERED]
+            del self._trials[:-TRIALS_KEPT]
         self._last = None
         if not may_be:
             return False

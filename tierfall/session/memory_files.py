@@ -42,14 +42,14 @@ class MemoryFiles:
         tiers: OpenedTiers,
         coordinator: Coordinator,
         *,
-        ask: Callable[[Callable[[], bool]], bool],
-        tell: Callable[[Callable[[], object]], None],
+        call: Callable[[Callable[[], bool]], bool],
+        call_soon: Callable[[Callable[[], object]], None],
     ) -> None:
-        """``ask`` and ``tell`` run a function on the coordinator's thread: see ``Session``."""
+        """``call`` and ``call_soon`` run a function on the coordinator's thread: see ``Session``."""
         self._tiers = tiers
         self._coordinator = coordinator
-        self._ask = ask
-        self._tell = tell
+        self._call = call
+        self._call_soon = call_soon
         self._one_repair = threading.Lock()
         self._state = threading.Lock()
         self._closing = threading.Event()
@@ -134,7 +134,7 @@ class MemoryFiles:
         return all(self._renew(host, until_s) for host in hosts)
 
     def _renew(self, host: HostTier, until_s: float) -> bool:
-        while not self._ask(partial(self._unlock, host)):
+        while not self._call(partial(self._unlock, host)):
             if self._wait(until_s):
                 return False
         while not host.file_is_there():
@@ -172,7 +172,7 @@ class MemoryFiles:
                 self._report()
 
     def _report(self) -> None:
-        self._tell(partial(self._coordinator.memory_outlives_process, self.problem))
+        self._call_soon(partial(self._coordinator.memory_outlives_process, self.problem))
 
     def _log_once(self, what: str) -> None:
         if what != self._logged:

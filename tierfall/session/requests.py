@@ -90,7 +90,7 @@ def submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, B
 
 def must_keep_memory(session: Session) -> bool:
     """Return whether host memory has something that no stored tier has, or that one is still owed."""
-    if session.config.host.on_close is OnClose.KEEP or session.inheritance.parts:
+    if session.config.host.on_close is OnClose.KEEP or session.leftovers.parts:
         return True
 
     def ask() -> bool:

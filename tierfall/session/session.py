@@ -73,7 +73,7 @@ class Session:
             for name, store in self.stores.items()
             if name in written
         }
-        ledger, self.inheritance = _load_ledger(tiers, contents, written)
+        ledger, self.leftovers = _load_ledger(tiers, contents, written)
         self.workers = Workers(
             TaskRunner(self.stores, lane_pools(self.config, lanes), lambda: tiers.attempt),
             {name: limits.parallel for name, limits in lanes.items()},
@@ -96,10 +96,10 @@ class Session:
             verify_bytes_per_s=self.config.verify_bytes_per_s,
             notify=self.journal.notify,
         )
-        self.coordinator.mind(self.inheritance)
-        self.memory = MemoryFiles(tiers, self.coordinator, ask=self.ask, tell=self.tell)
+        self.coordinator.mind(self.leftovers)
+        self.memory = MemoryFiles(tiers, self.coordinator, call=self.ask, call_soon=self.tell)
         self._status = StatusWriter(
-            tiers, self.coordinator, self.journal, ask=self.ask, loss_bounds=self.loss_bounds
+            tiers, self.coordinator, self.journal, call=self.ask, loss_bounds=self.loss_bounds
         )
 
     @property

@@ -28,6 +28,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.text import ranks_named
 from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.setup.tiers import shared_setting
 from tierfall.tiers.arena.folder import file_system_of
 from tierfall.tiers.stored import StoredTier
 
@@ -84,10 +85,6 @@ def probe(opened: OpenedTiers, said: Mapping[str, Any]) -> tuple[Config, Mapping
     return config, found["failed"]
 
 
-def _setting(tier: FileTierConfig | ObjectTierConfig) -> bool | None:
-    return True if isinstance(tier, ObjectTierConfig) else tier.shared
-
-
 # Rank 0 ----------------------------------------------------------------------------------------------
 
 
@@ -128,7 +125,7 @@ class FolderProbe:
                     "open: tier %s is full, and no file shows whether all nodes see it: by its records, or else by "
                     "default, it is %s. Set 'shared', or free the disk: %s",
                     tier.name,
-                    "shared" if _setting(tier) else "a folder of each node",
+                    "shared" if shared_setting(tier) else "a folder of each node",
                     error,
                 )
             except UnreachableError as error:
@@ -181,7 +178,7 @@ def _decide(tiers: Tiers, full: Sequence[str], bodies: Bodies) -> dict[str, Any]
             failed.setdefault(name, f"rank {rank}: {why}")
     for tier in tiers:
         seen = {rank: b["seen"][tier.name] for rank, b in bodies.items() if tier.name in b["seen"]}
-        if tier.name in full and _setting(tier) is None:
+        if tier.name in full and shared_setting(tier) is None:
             if any(tier.name in body["left_out"] for body in bodies.values()):
                 continue  # all ranks go on without it
             if _has_one_id(tier, bodies):
@@ -190,7 +187,7 @@ def _decide(tiers: Tiers, full: Sequence[str], bodies: Bodies) -> dict[str, Any]
                 _check_doubt(tier, bodies, "it is full, so that no file shows what all nodes see")
         elif tier.name not in failed and seen:
             shared[tier.name] = _found(tier, seen)
-            if _setting(tier) is None and not shared[tier.name]:
+            if shared_setting(tier) is None and not shared[tier.name]:
                 _check_doubt(tier, bodies, "other nodes do not see what rank 0 writes there")
     return {"shared": shared, "failed": failed}
 
@@ -211,7 +208,7 @@ def _found(tier: FileTierConfig | ObjectTierConfig, seen: Mapping[int, bool]) ->
             f"{where}: the nodes of {ranks_named(with_it)} see what rank 0 writes there, those of "
             f"{ranks_named(without)} do not: mount one folder on all nodes, or one of its own on each"
         )
-    setting, found = _setting(tier), bool(with_it)
+    setting, found = shared_setting(tier), bool(with_it)
     if setting is True and not found:
         what = "a tier of kind file" if isinstance(tier, ObjectTierConfig) else "shared: false"
         raise ConfigError(
@@ -305,4 +302,4 @@ def look(opened: OpenedTiers, tiers: Tiers, token: str) -> dict[str, Any]:
 
 
 def _patience_s(opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig) -> float:
-    return min(PATIENCE_S[_setting(tier)], opened.config.max_wait_s / 2)
+    return min(PATIENCE_S[shared_setting(tier)], opened.config.max_wait_s / 2)

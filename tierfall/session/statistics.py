@@ -153,14 +153,14 @@ def restore_report(restored: RestoreResult, seconds: float) -> RestoreReport:
     )
 
 
-def note_reads(rates: TierThroughput, report: RestoreReport) -> None:
+def record_reads(rates: TierThroughput, report: RestoreReport) -> None:
     """Record this rank's read rate of each tier, measured over the whole restore: a lower bound."""
     for source in report.sources:
         if source.rank is None:
             rates.was_read(source.tier, source.bytes, report.seconds)
 
 
-def infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
+def checkpoint_infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
     """Return every checkpoint that exists or is being captured, without the remains of failed captures."""
     left = ledger.abandoned()
     return [

@@ -53,14 +53,14 @@ class StatusWriter:
         coordinator: Coordinator,
         journal: Journal,
         *,
-        ask: Callable[[Callable[[], Status]], Status],
+        call: Callable[[Callable[[], Status]], Status],
         loss_bounds: Callable[[], Mapping[LossClass, LossBound]],
     ) -> None:
-        """``ask`` runs a function on the coordinator's thread: see ``Session``. ``loss_bounds`` is called there."""
+        """``call`` runs a function on the coordinator's thread: see ``Session``. ``loss_bounds`` is called there."""
         self._tiers = tiers
         self._coordinator = coordinator
         self._journal = journal
-        self._ask = ask
+        self._call = call
         self._loss_bounds = loss_bounds
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -98,7 +98,7 @@ class StatusWriter:
     def _write(self) -> bool:
         """Write the status; False where the coordinator has stopped."""
         try:
-            status = self._ask(self._make)
+            status = self._call(self._make)
         except TierfallError as error:
             if self._last is None or self._closing.is_set():
                 return False

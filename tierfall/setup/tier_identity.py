@@ -28,6 +28,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
+from tierfall.setup.tiers import shared_setting
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -47,9 +48,7 @@ class TierIdentities:
         listings: Iterable[Listing] = (),
     ) -> None:
         """Read the records of ``stores``, except those with an error in ``listings``: these may never answer.
-
-        ``folder`` is that of the run's host memory.
-        """
+        ``folder`` is that of the run's host memory."""
         self._config = config
         self._opened = stores
         self._places = {name: store.place for name, store in stores.items()}
@@ -88,10 +87,8 @@ class TierIdentities:
             return None
 
     def _remembers(self, name: str) -> KnownTier | None:
-        """Return the newest memory of a tier by its name, or else of its place by a name that is no longer configured.
-
-        Only this machine remembers the device of a folder.
-        """
+        """Return the newest memory of a tier by its name, or else of its place by a name that is no longer
+        configured."""
         known = self._newest_of(name)
         if known is None and name in self._places:
             known = self._newest_at(self._places[name])
@@ -103,6 +100,7 @@ class TierIdentities:
         if newest is None:
             return None
         known = newest.others[name]
+        # only this machine remembers the device
         here = self._remembered.others.get(name) if self._remembered is not None else None
         if here is not None and same_place(here.place, known.place):
             return replace(known, device=here.device)
@@ -196,9 +194,8 @@ class TierIdentities:
         name, known = tier.name, self._remembers(tier.name)
         if known is None or known.id in ("", self.records[name].id):
             return None
-        if not same_place(known.place, place):
-            return None
-        if not known.shared and known.device in (None, _device(tier)):
+        same_device = known.device in (None, _device(tier))
+        if not same_place(known.place, place) or (not known.shared and same_device):
             return None
         return UnreachableError(
             f"{name}: {place} is not the tier that lay there before: it bears another id in {self._config.run}/"
@@ -251,11 +248,8 @@ class TierIdentities:
         return max(found)[1] if found else None
 
     def refuse_aliases(self) -> dict[str, str]:
-        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses.
-
-        Returns the tiers where that is not known, since neither accepts a file, with why. They must not be written to:
-        one copy might count as two.
-        """
+        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses. Return the tiers where that
+        is not known, since neither accepts a file, with why: if they were written to, one copy might count as two."""
         seen: dict[str, str] = {}
         doubtful: dict[str, str] = {}
         for name, record in list(self.records.items()):
@@ -282,10 +276,8 @@ class TierIdentities:
         return doubtful
 
     def _are_one(self, one: StoredTier, two: StoredTier) -> bool:
-        """Return whether a file written through one tier is seen through the other.
-
-        Raises BackendError where neither accepts a file, as on a full disk, and the paths do not settle it.
-        """
+        """Return whether a file written through one tier is seen through the other. Raises BackendError where neither
+        accepts a file, as on a full disk, and the paths do not settle it."""
         if is_same_folder(one.place, two.place):
             return True
         failure: BackendError | None = None
@@ -332,12 +324,12 @@ class TierIdentities:
 
     def _assign_id(self, tier: FileTierConfig | ObjectTierConfig, attempt: Attempt) -> None:
         """Write a new id, the same on all ranks of a start that see the same files."""
-        whose = "all" if _shared(tier) else attempt.node if tier.folder else "all"
+        whose = "all" if shared_setting(tier) else attempt.node if tier.folder else "all"
         id = documents.sha256(f"{attempt.id} {tier.name} {whose}".encode())
         record = TierRecord(
             run=attempt.run,
             id=id.removeprefix("sha256:")[:32],
-            shared=_shared(tier),
+            shared=shared_setting(tier),
             wall_time_s=attempt.wall_time_s,
         )
         with _logging_refusal(tier.name):
@@ -354,7 +346,7 @@ class TierIdentities:
 
     def _seen(self, tier: FileTierConfig | ObjectTierConfig, id: str) -> KnownTier:
         place = self._stores[tier.name].place
-        return KnownTier(id=id, place=place, shared=_shared(tier), device=_device(tier))
+        return KnownTier(id=id, place=place, shared=shared_setting(tier), device=_device(tier))
 
     def _remember(
         self,
@@ -364,7 +356,7 @@ class TierIdentities:
     ) -> None:
         old = self.records[tier.name]
         others = {n: replace(t, device=None) for n, t in there.items() if n != tier.name}
-        shared = old.shared if _shared(tier) is None else _shared(tier)
+        shared = old.shared if shared_setting(tier) is None else shared_setting(tier)
         if (old.others, old.shared) == (others, shared):
             return
         new = replace(old, others=others, shared=shared, wall_time_s=attempt.wall_time_s)
@@ -391,10 +383,8 @@ class TierIdentities:
     def forget(
         self, name: str, *, wall_time_s: float
     ) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
-        """Delete a tier from the records of all other tiers and of this machine, also by earlier names of its place.
-
-        Returns where it was deleted, and the error of each tier where that failed.
-        """
+        """Delete a tier from the records of all other tiers and of this machine, also by earlier names of its place;
+        return where it was deleted, and the error of each tier where that failed."""
         forgot: list[str] = []
         failed = {tier: error for tier, error in self._unread.items() if tier != name}
         names = {name}
@@ -438,11 +428,6 @@ def is_same_folder(one: str, other: str) -> bool:
 
 def _holds_any(listing: Listing) -> bool:
     return bool(listing.copies or listing.unfinished or listing.attempts or listing.damaged)
-
-
-def _shared(tier: FileTierConfig | ObjectTierConfig) -> bool | None:
-    """Return whether all nodes see a tier's files; None where that is neither configured nor probed."""
-    return True if isinstance(tier, ObjectTierConfig) else tier.shared
 
 
 def _device(tier: FileTierConfig | ObjectTierConfig) -> int | None:

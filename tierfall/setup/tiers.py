@@ -109,6 +109,11 @@ def is_shared(tier: StoredSection) -> bool:
     return isinstance(tier, ObjectTierConfig) or bool(tier.shared)
 
 
+def shared_setting(tier: FileTierConfig | ObjectTierConfig) -> bool | None:
+    """Return whether all nodes see a tier's files; None where that is neither configured nor probed."""
+    return True if isinstance(tier, ObjectTierConfig) else tier.shared
+
+
 def is_owner(tier: StoredSection, ranks: Ranks) -> bool:
     """Return whether this rank commits, collects and deletes there."""
     return ranks.topology.is_root if is_shared(tier) else ranks.topology.is_leader

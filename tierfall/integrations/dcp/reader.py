@@ -76,7 +76,7 @@ class TierReader(StorageReader):
         self._let_go()
         run.check_usable()
         run.prepare_restore(goes_on=self._resume)
-        with run.restorer.nothing_dropped():
+        with run.restorer.deletions_paused():
             self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
             self._let_go = hold(run, self._opened.checkpoint.id, owner=self)
         entries = self._opened.entries
@@ -135,7 +135,7 @@ class TierReader(StorageReader):
         assert opened is not None
         failure: Exception | None = None
         try:
-            with run.restorer.nothing_dropped():
+            with run.restorer.deletions_paused():
                 read()
         except Exception as error:
             failure = error
