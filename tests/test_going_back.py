@@ -389,7 +389,7 @@ def test_what_goes_on_without_a_tier_comes_after_what_was_saved_there_meanwhile(
             ckpt.save(3, state_of(-3), block=True)
     caplog.clear()
     assert restored(here)[1] == -3
-    assert "an earlier start has left behind 3@2, 4@2, 5@2; each tier deletes" in caplog.text
+    assert "an earlier start has abandoned 3@2, 4@2, 5@2; each tier deletes" in caplog.text
 
 
 def two_lives(config: dict[str, Any], tmp_path: Path, patch: pytest.MonkeyPatch) -> None:

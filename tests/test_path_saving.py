@@ -195,7 +195,7 @@ def test_a_line_that_has_not_begun_goes_on_on_all_ranks_from_what_rank_0_loaded(
         known = {c.id: c for c in both[0]._session.known()}
         first = next(c for id, c in known.items() if id.step == 10)
         assert first.commit is not None
-        zero.loaded = (first.id, first.commit.line.ordinal)
+        zero.note_loaded(first.id, first.commit.line.ordinal)
         with pytest.raises(StepError, match="goes on from step 10"):
             zero.begin(10)
         commit(zero, 15)
@@ -206,7 +206,7 @@ def test_a_line_that_has_not_begun_goes_on_on_all_ranks_from_what_rank_0_loaded(
 
 def commit_blindly(saves: PathSaves, step: int) -> None:
     """Commit on a rank that cannot know that it may not: rank 0 does."""
-    saves.goes_on = True
+    saves.note_opened_by_path()
     commit(saves, step)
 
 

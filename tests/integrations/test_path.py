@@ -341,7 +341,7 @@ def test_a_save_that_another_overtakes_is_an_error(ckpt: tierfall.Checkpointer) 
     first = dcp.async_save(make_state(1), checkpoint_id=path(1), planner=Late())
     save(2)
     go_on.set()
-    with pytest.raises(CheckpointException, match="this line is at step 2 already"):
+    with pytest.raises(CheckpointException, match="this lineage is at step 2 already"):
         first.result(20)  # type: ignore[union-attr]
     assert [c.step for c in ckpt.checkpoints()] == [2]
     check(load(2), 2)

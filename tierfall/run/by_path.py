@@ -60,12 +60,7 @@ class _PendingRename:
 
 
 class PathSaves:
-    """What saves to one open run by path. Its methods may be called by any thread; one save at a time.
-
-    ``loaded`` is the checkpoint that was loaded by path, with its ordinal: a lineage that has not begun continues from
-    it. ``goes_on``: a path has opened this run; without ``loaded`` its lineage continues from the newest checkpoint, if
-    that is older than the step that is saved.
-    """
+    """What saves to one open run by path. Its methods may be called by any thread; one save at a time."""
 
     def __init__(
         self,
@@ -82,8 +77,8 @@ class PathSaves:
         self._saver = saver
         self._lineage = lineage
         self._check = check
-        self.loaded: tuple[CheckpointId, int] | None = None
-        self.goes_on = False
+        self._loaded: tuple[CheckpointId, int] | None = None
+        self.opened_by_path = False
         self._lock = threading.Lock()
         self._stages = PathStages(self._limit_bytes)
         self._renames: dict[str, _PendingRename] = {}
@@ -162,6 +157,15 @@ class PathSaves:
 
     # The lineage -------------------------------------------------------------------------------------
 
+    def note_opened_by_path(self) -> None:
+        """Let a lineage that has not begun continue from the newest checkpoint, if that is older than what is saved: no
+        code of the training could have restored one."""
+        self.opened_by_path = True
+
+    def note_loaded(self, checkpoint: CheckpointId, ordinal: int) -> None:
+        """Let a lineage that has not begun continue from a checkpoint that was loaded by path."""
+        self._loaded = checkpoint, ordinal
+
     def _check_step(self, step: int) -> None:
         if self._lineage.begun:
             self._lineage.check(step)
@@ -169,7 +173,7 @@ class PathSaves:
         start = self._continued_checkpoint()
         if start is not None and start[0] < step:
             return
-        if start is None and self.goes_on and not self.session.ranks.topology.is_root:
+        if start is None and self.opened_by_path and not self.session.ranks.topology.is_root:
             return  # rank 0 decides
         if start is None:
             raise StepError(
@@ -183,10 +187,10 @@ class PathSaves:
 
     def _continued_checkpoint(self) -> list[int] | None:
         """Return the checkpoint that a lineage which has not begun continues from: step, attempt, ordinal."""
-        if self.loaded is not None:
-            id, ordinal = self.loaded
+        if self._loaded is not None:
+            id, ordinal = self._loaded
             return [id.step, id.attempt, ordinal]
-        if not self.goes_on:
+        if not self.opened_by_path:
             return None
         live = [
             (known.id, known.commit.line.ordinal)

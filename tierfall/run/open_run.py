@@ -432,7 +432,7 @@ def _check_first(config: Config, run: str) -> None:
 def _close_open_runs() -> None:
     """Close what a script has left open: nothing that it saved is lost."""
     for one in _open_here():
-        if not one.by_path.goes_on:  # else a path has opened it, and no code could close it
+        if not one.by_path.opened_by_path:  # else a path has opened it, and no code could close it
             logger.warning("run %s: the program ends and did not close it: closing", one.run)
         try:
             one.close("the program ends, and did not close the run")

@@ -212,12 +212,12 @@ def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: Checkpoin
     begins = "anew" if from_id is None else f"at {from_id}"
     newer = [c for c in loose if from_id is None or c.id.step > from_id.step]
     for left, who in (
-        ([c for c in newer if not c.abandoned], f"the line that begins {begins} leaves behind"),
-        ([c for c in loose if c.abandoned], "an earlier start has left behind"),
+        ([c for c in newer if not c.abandoned], f"the lineage that begins {begins} abandons"),
+        ([c for c in loose if c.abandoned], "an earlier start has abandoned"),
     ):
         if left:
             logger.warning(
-                "run %s: %s %s; each tier deletes its own once the present line has a copy that is as safe. To keep "
+                "run %s: %s %s; each tier deletes its own once the present lineage has a copy as safe. To keep "
                 "one, pin it now",
                 run,
                 who,

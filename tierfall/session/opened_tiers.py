@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
-from tierfall.config import Config
+from tierfall.config import Config, FileTierConfig
 from tierfall.core.copies.shard_reader import OpenImage, Regions, image_opener
 from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.records import Attempt
@@ -232,7 +232,21 @@ class OpenedTiers:
                 tiers[name],
             )
 
+    def set_shared(self, shared: Mapping[str, bool]) -> None:
+        """Set ``shared`` of the folders where the ranks have found it out."""
+        tiers = tuple(
+            tier.model_copy(update={"shared": shared[tier.name]})
+            if isinstance(tier, FileTierConfig) and tier.name in shared
+            else tier
+            for tier in self.config.tiers
+        )
+        self.config = self.config.model_copy(update={"tiers": tiers})
+
     # Attempts ----------------------------------------------------------------------------------------
+
+    def write_for(self, attempt: Attempt) -> None:
+        """Write on behalf of an earlier attempt, whose record is on the tiers already."""
+        self.attempt = attempt
 
     def next_number(self) -> int:
         """Return the number of an attempt above all others, also on tiers that could not be asked."""
@@ -286,7 +300,7 @@ class OpenedTiers:
                 return False
             except (StorageFullError, UnreachableError) as error:
                 logger.warning(
-                    "open: tier %s did not take the attempt's record: %s", store.name, error
+                    "open: tier %s did not accept the attempt's record: %s", store.name, error
                 )
             except AccessDeniedError as error:
                 if not holds_something(next(x for x in self.listings if x.tier == store.name)):

@@ -287,7 +287,7 @@ class Session:
         if self.memory.problem is not None:
             return f"it is lost unless another tier has it: {self.memory}"
         return (
-            "what is sealed lies in host memory, and the next start or 'tierfall drain' finishes it"
+            "what is sealed is in host memory, and the next start or 'tierfall drain' finishes it"
         )
 
     def _abort_writers(self) -> None:

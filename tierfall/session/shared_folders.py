@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tierfall.config import Config, FileTierConfig, ObjectTierConfig
+from tierfall.config import FileTierConfig, ObjectTierConfig
 from tierfall.core.format.commit_files import named_shards
 from tierfall.core.ranks.message_tree import Bodies
 from tierfall.core.types import keys
@@ -49,8 +49,9 @@ def tiers_to_probe(opened: OpenedTiers) -> Tiers:
     return tuple(tier for tier in opened.config.written if tier.folder is not None)
 
 
-def probe(opened: OpenedTiers, said: Mapping[str, Any]) -> tuple[Config, Mapping[str, str]]:
-    """Return the configuration with the result of all ranks, and the tiers that some rank could not read, with why.
+def probe(opened: OpenedTiers, said: Mapping[str, Any]) -> Mapping[str, str]:
+    """Set ``shared`` of the opened tiers by the result of all ranks; return the tiers that some rank could not read,
+    with why.
 
     ``said`` names the files that rank 0 has written (``FolderProbe.write``). Raises ConfigError, on all ranks, where
     some nodes see a tier's files and others do not, and where the result contradicts a configured value.
@@ -72,17 +73,9 @@ def probe(opened: OpenedTiers, said: Mapping[str, Any]) -> tuple[Config, Mapping
     for tier in tiers:
         if tier.shared is None and tier.name in shared and isinstance(tier, FileTierConfig):
             logger.info("tier %s: all nodes see the same files: %s", tier.name, shared[tier.name])
-    config = opened.config.model_copy(
-        update={
-            "tiers": tuple(
-                tier.model_copy(update={"shared": shared[tier.name]})
-                if isinstance(tier, FileTierConfig) and tier.name in shared
-                else tier
-                for tier in opened.config.tiers
-            )
-        }
-    )
-    return config, found["failed"]
+    opened.set_shared(shared)
+    failed: Mapping[str, str] = found["failed"]
+    return failed
 
 
 # Rank 0 ----------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def _find_shared(tiers: OpenedTiers) -> None:
             return files.write()
 
         said = tiers.ranks.agree(_OPEN, {}, write, timeout_s=_patience_s(tiers))
-        tiers.config, failed = shared_folders.probe(tiers, said)
+        failed = shared_folders.probe(tiers, said)
     tiers.leave_out({**said["failed"], **failed})
 
 

@@ -47,8 +47,8 @@ class SavingLineage:
         self.check_begun(step)
         if self._last_step is not None and step <= self._last_step:
             raise StepError(
-                f"save of step {step}: this line is at step {self._last_step} already, and a committed step is never "
-                "overwritten; to go back, restore(step=...) first"
+                f"save of step {step}: this lineage is at step {self._last_step} already, and a committed step is "
+                "never overwritten; to go back, restore(step=...) first"
             )
 
     def check_begun(self, step: int) -> None:

@@ -155,16 +155,16 @@ class TierIdentities:
             logger.warning("open: tier %s is empty, and was not before: is it mounted?", tier.name)
             return None
         return UnreachableError(
-            f"{tier.name}: nothing of run {self._config.run!r} lies in {place}, where its files were before: is a file "
-            "system not mounted there? Mount it, and open again. If the files were removed on purpose, say so by "
+            f"{tier.name}: no file of run {self._config.run!r} is in {place}, where its files were before: is a file "
+            "system not mounted there? Mount it, and open again. If the files were removed on purpose, run "
             f"'tierfall forget {tier.name}'"
         )
 
     def _why_moved(self, name: str, place: str, known: KnownTier) -> UnreachableError:
         return UnreachableError(
-            f"{name}: nothing of run {self._config.run!r} lies in {place}, and this tier lay in {known.place} before: "
+            f"{name}: no file of run {self._config.run!r} is in {place}, and this tier was in {known.place} before: "
             "is a file system not mounted, or the path or address wrong? Mount it, or correct that, and open again. If "
-            f"the tier is to begin anew there, say so by 'tierfall forget {name}'"
+            f"the tier is to begin anew there, run 'tierfall forget {name}'"
         )
 
     def are_as_remembered(self, listings: tuple[Listing, ...]) -> bool:
@@ -198,9 +198,9 @@ class TierIdentities:
         if not same_place(known.place, place) or (not known.shared and same_device):
             return None
         return UnreachableError(
-            f"{name}: {place} is not the tier that lay there before: it bears another id in {self._config.run}/"
+            f"{name}: {place} is not the tier that was there before: it has another id in {self._config.run}/"
             f"{keys.TIER_NAME}. Is another file system mounted there, or none, or was its path changed? Mount the "
-            f"right one, and open again. If it was replaced on purpose, say so by 'tierfall forget {name}'"
+            f"right one, and open again. If it was replaced on purpose, run 'tierfall forget {name}'"
         )
 
     def id_of(self, name: str) -> str | None:
@@ -228,13 +228,13 @@ class TierIdentities:
         if not swapped:
             return
         where = ", ".join(
-            f"{name} lies now in {self._stores[name].place}, which is tier {was}"
+            f"{name} is now in {self._stores[name].place}, which is tier {was}"
             for name, was in sorted(swapped.items())
         )
         both = " and ".join(f"'tierfall forget {n}'" for n in sorted({*swapped, *swapped.values()}))
         raise ConfigError(
             f"open: tiers have changed places: {where}, by the ids in {self._config.run}/{keys.TIER_NAME}. Rules of "
-            f"one would drop checkpoints of the other: correct names, paths or addresses. If it is meant, say {both}"
+            f"one would delete checkpoints of the other: correct names, paths or addresses. If it is meant, run {both}"
         )
 
     def _was_called(self, record: TierRecord) -> str | None:
@@ -261,7 +261,7 @@ class TierIdentities:
                 is_one = self._are_one(one, two)
             except BackendError as error:
                 doubtful[name] = (
-                    f"it bears the same id as {other}, and may be the same folder: {error}"
+                    f"it has the same id as {other}, and may be the same folder: {error}"
                 )
                 continue
             if is_one:
@@ -446,4 +446,4 @@ def _logging_refusal(tier: str) -> Iterator[None]:
     try:
         yield
     except (StorageFullError, UnreachableError, AccessDeniedError) as error:
-        logger.warning("open: tier %s did not take its record: %s", tier, error)
+        logger.warning("open: tier %s did not accept its record: %s", tier, error)

@@ -85,7 +85,7 @@ def drain(
         if not images:  # whoever owned the run a moment ago has flushed them
             return DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
         newest = max(images.values(), key=_order)
-        tiers.attempt = writer_of(newest, tiers.listings, tiers.stores, tiers.host.path)
+        tiers.write_for(writer_of(newest, tiers.listings, tiers.stores, tiers.host.path))
         planned = _owed(tiers.config, tiers.listings)
         session = Session(tiers, TierContents(listings=tiers.listings))
         undo.callback(session.abandon)
