@@ -182,21 +182,17 @@ class Checkpointer:
         self._opened.forget_last()
         with (
             restorer.deletions_paused(),
-            restorer.noting_half_filled(choices.only) as on_begin,
+            restorer.noting_half_filled(choices.only) as note_begin,
         ):
 
             def plan(header: ImageHeader) -> FillPlan:
                 planned = plan_fill(state, header, choices)
-                on_begin()
+                note_begin()
                 return planned
 
-            restored = restorer.fill(
-                request,
-                plan,
-                ResizeRules(rules=resize_rules(state)),
-            )
+            restored = restorer.fill(request, plan, ResizeRules(rules=resize_rules(state)))
             if restored is None:
-                self._lineage.begun = True
+                self._lineage.begin()
                 self._session.ask(self._session.coordinator.ledger.knows_what_is_good)
                 return None
             any_saved = finish_on_all_ranks(
@@ -303,9 +299,7 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if (
-            os.getpid() != self._opened.pid
-        ):  # a forked child leaves the block: the run is its parent's
+        if os.getpid() != self._opened.pid:  # a forked child leaves the block
             return
         try:
             self._opened.close("" if error is None else f"it ended by {type(error).__name__}")

@@ -46,9 +46,9 @@ from tierfall.run.restorer import Restorer, log_abandoned, patience_s
 from tierfall.run.saver import SaveCall, Saver
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.requests import must_keep_memory
+from tierfall.session.save_arguments import checked_metrics
 from tierfall.session.session import Listener, Session
 from tierfall.session.start import begin_attempt, opened_by_each, ready_on_all_ranks
-from tierfall.session.statistics import checked_metrics
 from tierfall.setup import signal_hub
 from tierfall.setup.lineage import SavingLineage, as_step
 from tierfall.setup.signal_hub import SignalWatch

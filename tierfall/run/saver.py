@@ -52,9 +52,10 @@ from tierfall.core.types.values import (
 )
 from tierfall.policies.defaults import LazyTrial, choose_lazy, tiers_owed
 from tierfall.run.layouts import Layouts
-from tierfall.session import statistics
 from tierfall.session.requests import RegionRequest
+from tierfall.session.save_arguments import checked_metrics, checked_tags, records_bytes
 from tierfall.session.session import Session
+from tierfall.session.statistics import SaveCounts
 from tierfall.setup.lineage import SavingLineage
 from tierfall.tiers.device import DeviceSlab
 
@@ -119,7 +120,7 @@ class Saver:
         self._places = CaptureDevices(self._streams, _open_slab(config))
         self._pace = RateLimiter(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
         self._mode = _LazyMode(config.capture.mode)
-        self.counts = statistics.SaveCounts(steps=session.step_timer)
+        self.counts = SaveCounts(steps=session.step_timer)
         self.lock = threading.RLock()
         """Held during a save: saves of several threads follow one another."""
 
@@ -129,8 +130,8 @@ class Saver:
         """Begin the capture of the state that ``walk`` returns a view of, as the next checkpoint of ``lineage``."""
         call = replace(
             call,
-            metrics=statistics.checked_metrics(call.metrics),
-            tags=statistics.checked_tags(call.tags),
+            metrics=checked_metrics(call.metrics),
+            tags=checked_tags(call.tags),
         )
         with gc_paused():
             view = walk(self._walk_cache)
@@ -217,9 +218,7 @@ class Saver:
     def _request_region(self, place: Lineage, layout: Layout, call: SaveCall) -> RegionRequest:
         """Request a region of host memory. Raises CapacityError where some tier can never hold such an image."""
         self._check_capacities(layout)
-        records = statistics.records_bytes(
-            layout, self._config.chunk_bytes, call.metrics, call.tags, place
-        )
+        records = records_bytes(layout, self._config.chunk_bytes, call.metrics, call.tags, place)
         self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
         return RegionRequest(
             self._session,

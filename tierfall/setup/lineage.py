@@ -51,6 +51,10 @@ class SavingLineage:
                 "never overwritten; to go back, restore(step=...) first"
             )
 
+    def begin(self) -> None:
+        """Let saving begin: no checkpoint exists that it could continue from."""
+        self.begun = True
+
     def check_begun(self, step: int) -> None:
         """Raise StepError unless this start may save at all."""
         if self.half_filled:

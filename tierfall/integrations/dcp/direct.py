@@ -35,7 +35,7 @@ from tierfall.core.types.errors import ConfigError, FlushError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.integrations.dcp.planning import count_outcomes, planned_state, results_of
 from tierfall.run.open_run import OpenRun
-from tierfall.session.statistics import checked_metrics, checked_tags
+from tierfall.session.save_arguments import checked_metrics, checked_tags
 from tierfall.setup.lineage import as_step
 from tierfall.setup.tiers import is_shared, open_store
 from tierfall.tiers.stored import StoredTier
