@@ -72,10 +72,7 @@ def agree_on_end(
     step = None if last is None else last.step
     mine = {"step": step, "saved": saved, "changed": changed, "failed": failed}
     try:
-        if ranks.many:
-            ending, why = ranks.agree("close: the last step", mine, decide, timeout_s=timeout_s)
-        else:
-            ending, why = decide({0: mine})
+        ending, why = ranks.agree("close: the last step", mine, decide, timeout_s=timeout_s)
     except RanksError as error:
         ending, why = ClosingPlan.NOTHING, str(error)
     if why:

@@ -40,10 +40,6 @@ def run_command(session: Session, kind: CommandKind, step: int, attempt: int | N
     Raises StepError where there is none, and what kept a tier from it: the same on every rank.
     """
     ranks = session.ranks
-    if not ranks.many:
-        id = _find(session, kind, step, attempt)
-        check(kind, id, submit(session, kind, id))
-        return
 
     def decide(bodies: Bodies) -> list[int]:
         check_same(kind, bodies)
@@ -126,12 +122,6 @@ def prune(session: Session, *, dry_run: bool) -> list[Decision]:
     """Return what retention decides, on rank 0, and carry it out on all ranks unless ``dry_run``."""
     ranks = session.ranks
     session.look()
-    if not ranks.many:
-        planned = plan(session)
-        if not dry_run:  # other processes' marks are read first, so that more may go, or less
-            session.ask(session.coordinator.dropper.trust)
-            session.wait_idle(session.config.max_wait_s)
-        return planned
 
     def decide(bodies: Bodies) -> list[Any]:
         check_same("prune", bodies)
@@ -139,11 +129,12 @@ def prune(session: Session, *, dry_run: bool) -> list[Decision]:
 
     decisions = ranks.agree("prune", {"dry_run": dry_run}, decide)
     if not dry_run:
-        if ranks.topology.is_root:
+        if ranks.topology.is_root:  # marks by other processes are read first: more may go, or less
             session.ask(session.coordinator.dropper.trust)
             session.wait_idle(session.config.max_wait_s)
         ranks.agree("prune: dropped", None, _ignore_bodies, timeout_s=_patience_s(session))
-        session.wait_idle(session.config.max_wait_s)
+        if ranks.many:
+            session.wait_idle(session.config.max_wait_s)
         ranks.agree("prune: end", None, _ignore_bodies, timeout_s=_patience_s(session))
     return [_decision_from_json(*said) for said in decisions]
 

@@ -92,14 +92,14 @@ class OpenRun:
                     signal_hub.check_thread(drain_on_signal.WHAT)
                 tiers = OpenedTiers(config, run=run, ranks=ranks, adopts=True)
             undo.callback(tiers.close, keep=True)
-            contents = begin_attempt(tiers)
+            start = begin_attempt(tiers)
             assert tiers.attempt is not None
             self.config = config = tiers.config
             with ready_on_all_ranks(ranks, timeout_s=patience_s(config)):
                 tiers.host.create_now()
-                self.session = Session(tiers, contents)
+                self.session = Session(tiers, start)
                 undo.callback(self.session.abandon)
-                self.lineage = SavingLineage(run, tiers.attempt, begun=fresh or contents.first)
+                self.lineage = SavingLineage(run, tiers.attempt, begun=fresh or start.first)
                 self._steps = StepClock(self.session.coordinator.pacing)
                 self.capturer = Capturer(
                     post=self.session.coordinator.post,

@@ -32,7 +32,7 @@ from tierfall.session.adopt import take_over
 from tierfall.session.leftovers import Leftovers, images_in
 from tierfall.session.memory_files import MemoryFiles
 from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.session.start import TierContents, begin_attempt
+from tierfall.session.start import Start, begin_attempt
 from tierfall.session.status_writer import StatusWriter
 from tierfall.setup.tiers import is_shared, lane_limits, lane_pools, tier_rules
 from tierfall.telemetry.journal import Journal
@@ -52,7 +52,7 @@ class Session:
     Nothing moves before ``start``. Without an attempt, only commands are carried out.
     """
 
-    def __init__(self, tiers: OpenedTiers, contents: TierContents) -> None:
+    def __init__(self, tiers: OpenedTiers, start: Start) -> None:
         """Build the ledger, and all that works on it.
 
         Copies that earlier starts left half written are deleted here, before any other rank writes. Without an attempt
@@ -61,7 +61,7 @@ class Session:
         self.tiers = tiers
         self.run, self.node, self.ranks = tiers.run, tiers.node, tiers.ranks
         self.host, self.stores, self.errors = tiers.host, tiers.stores, tiers.errors
-        self._contents = contents
+        self._start = start
         self._closed = False
         self.listeners: dict[str | int, Listener] = {}
         self.journal = Journal(self.config, run=self.run, ranks=self.ranks, node=self.node)
@@ -73,7 +73,7 @@ class Session:
             for name, store in self.stores.items()
             if name in written
         }
-        ledger, self.leftovers = _load_ledger(tiers, contents, written)
+        ledger, self.leftovers = _load_ledger(tiers, start, written)
         self.workers = Workers(
             TaskRunner(self.stores, lane_pools(self.config, lanes), lambda: tiers.attempt),
             {name: limits.parallel for name, limits in lanes.items()},
@@ -249,7 +249,7 @@ class Session:
 
     def known_by_all(self) -> tuple[KnownCheckpoint, ...]:
         """Return the checkpoints that this start found, without those of which other ranks lack their images."""
-        return merge(self._contents.listings)
+        return merge(self._start.listings)
 
     def begin_attempt(self) -> Attempt:
         """List all tiers and take another attempt, together with the other ranks."""
@@ -313,21 +313,19 @@ class Session:
             self.ring.release()
 
 
-def _load_ledger(
-    tiers: OpenedTiers, contents: TierContents, written: set[str]
-) -> tuple[Ledger, Leftovers]:
+def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[Ledger, Leftovers]:
     """Build the ledger of the ``written`` tiers, and adopt what lies in the slots of this process."""
     ledger = Ledger(tier_rules(tiers.config), tiers.host.name, shard=tiers.ranks.shard)
     ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
-    held = [listing for listing in contents.listings if listing.tier in written]
+    held = [listing for listing in start.listings if listing.tier in written]
     ledger.load(merge(held), held)
-    ledger.scattered = contents.scattered
-    ledger.deleted = contents.deleted
-    ledger.note_partial(x for x in tiers.listings if x.tier in contents.seen & written)
+    ledger.scattered = start.scattered
+    ledger.deleted = start.deleted
+    ledger.note_partial(x for x in tiers.listings if x.tier in start.seen & written)
     tiers.host.release_damaged()  # the opening has logged them; this makes room
     images = images_in(tiers.hosts())
-    leftovers = take_over(ledger, images, tiers.adopted, contents.inherited)
-    ledger.note_marks(contents.marks)
+    leftovers = take_over(ledger, images, tiers.adopted, start.inherited)
+    ledger.note_marks(start.marks)
     return ledger, leftovers
 
 

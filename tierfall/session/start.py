@@ -34,20 +34,22 @@ _OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What all ranks know after the agreement.
+    """What a session begins with: what the tiers hold, as far as it counts for all ranks.
 
-    ``whole`` has, per tier, the checkpoints whose images are all on it; ``complete`` those whose images are all on some
-    tier; ``seen`` the tiers that every rank could read. ``first``: no rank found a checkpoint. ``inherited``: see
+    ``listings`` are this rank's, without checkpoints of which other ranks lack their images. ``whole`` has, per tier,
+    the checkpoints whose images are all on it; ``complete`` those whose images are all on some tier; ``seen`` the tiers
+    that every rank could read. ``first``: no rank found a checkpoint. ``inherited``: see
     ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any rank found; ``deleted`` the
     checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies that may be repaired, with
     their damage; ``starts`` how the attempts began that have committed a checkpoint.
     """
 
-    attempt: Attempt
-    whole: Mapping[str, frozenset[CheckpointId]]
-    complete: frozenset[CheckpointId]
-    seen: frozenset[str]
-    first: bool
+    attempt: Attempt | None = None
+    listings: tuple[Listing, ...] = ()
+    whole: Mapping[str, frozenset[CheckpointId]] = field(default_factory=dict)
+    complete: frozenset[CheckpointId] = frozenset()
+    seen: frozenset[str] = frozenset()
+    first: bool = False
     inherited: tuple[Commit, ...] = ()
     marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = field(default_factory=dict)
     deleted: frozenset[CheckpointId] = frozenset()
@@ -60,47 +62,22 @@ class Start:
         return self.complete - frozenset().union(*self.whole.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierContents:
-    """What a session begins with: what the tiers hold, as far as it counts for all ranks.
-
-    ``listings`` are this rank's, without checkpoints of which other ranks lack their images. The other fields are those
-    of ``Start``.
-    """
-
-    listings: tuple[Listing, ...]
-    first: bool = False
-    seen: frozenset[str] = frozenset()
-    scattered: frozenset[CheckpointId] = frozenset()
-    inherited: tuple[Commit, ...] = ()
-    marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = field(default_factory=dict)
-    deleted: frozenset[CheckpointId] = frozenset()
-
-
-def begin_attempt(tiers: OpenedTiers) -> TierContents:
+def begin_attempt(tiers: OpenedTiers) -> Start:
     """Take an attempt, together with the other ranks, and return what the tiers hold."""
     if tiers.agrees:
         start = agree_on_start(tiers)
-        contents = TierContents(
-            listings=held_by_all(tiers, start),
-            first=start.first,
-            seen=start.seen,
-            scattered=start.scattered,
-            inherited=start.inherited,
-            marks=start.marks,
-            deleted=start.deleted,
-        )
+        start = replace(start, listings=held_by_all(tiers, start))
     else:
         tiers.settle()
-        tiers.take_number(tiers.next_number())
-        contents = TierContents(listings=tiers.listings, first=tiers.knows_of_nothing())
+        attempt = tiers.take_number(tiers.next_number())
+        start = Start(attempt=attempt, listings=tiers.listings, first=tiers.knows_of_nothing())
     if tiers.ranks.topology.is_root:
-        held = contents.listings
+        held = start.listings
         warn_of_two_lives(tiers.run, starts_in(held), merge(held), tiers.warned_starts)
-    return contents
+    return start
 
 
-def tend(tiers: OpenedTiers) -> TierContents:
+def tend(tiers: OpenedTiers) -> Start:
     """Return what the tiers hold, for a process that only carries out commands and takes no attempt.
 
     What several ranks saved and left in memory is its own: all of their images are in the slots of this process.
@@ -108,7 +85,7 @@ def tend(tiers: OpenedTiers) -> TierContents:
     tiers.settle()
     memory = next(x for x in tiers.listings if x.tier == tiers.host.name)
     commits = (copy.commit for copy in memory.copies)
-    return TierContents(
+    return Start(
         listings=tiers.listings, inherited=tuple(c for c in commits if c and c.world_size > 1)
     )
 
@@ -212,8 +189,7 @@ def ready_on_all_ranks(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
     """Start no rank unless all ranks complete this block, the last within ``timeout_s`` seconds of the first."""
     with _report_error(ranks, _READY, timeout_s):
         yield
-    if ranks.many:
-        ranks.agree(_READY, {}, _check_started, timeout_s=timeout_s)
+    ranks.agree(_READY, {}, _check_started, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -222,10 +198,9 @@ def _report_error(ranks: Ranks, what: str, timeout_s: float | None = None) -> It
     try:
         yield
     except BaseException as error:
-        if ranks.many:
-            with suppress(TierfallError):  # it has the same reason: this rank raises its own error
-                body = {"error": str(error) or repr(error)}
-                ranks.agree(what, body, _check_started, timeout_s=timeout_s)
+        with suppress(TierfallError):  # it has the same reason: this rank raises its own error
+            body = {"error": str(error) or repr(error)}
+            ranks.agree(what, body, _check_started, timeout_s=timeout_s)
         raise
 
 

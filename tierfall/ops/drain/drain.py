@@ -27,7 +27,7 @@ from tierfall.session.drain_forecast import ForecastLog
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.requests import must_keep_memory
 from tierfall.session.session import Session
-from tierfall.session.start import TierContents
+from tierfall.session.start import Start
 from tierfall.setup.attempts import attempt_of, ids_by_commits, newest_attempt
 from tierfall.setup.tiers import open_stores
 from tierfall.tiers.host import HeldImage
@@ -87,7 +87,7 @@ def drain(
         newest = max(images.values(), key=_order)
         tiers.write_for(writer_of(newest, tiers.listings, tiers.stores, tiers.host.path))
         planned = _owed(tiers.config, tiers.listings)
-        session = Session(tiers, TierContents(listings=tiers.listings))
+        session = Session(tiers, Start(listings=tiers.listings))
         undo.callback(session.abandon)
         session.coordinator.ledger.knows_what_is_good()  # room is made for what memory holds
         until_s = None if deadline_s is None else began + deadline_s
