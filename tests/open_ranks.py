@@ -15,7 +15,8 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import UnreachableError
-from tierfall.run.checkpointer import Checkpointer, _open
+from tierfall.run.checkpointer import Checkpointer, open_run_of
+from tierfall.run.open_run import OPEN
 
 SOON_S = 8.0
 """Less than ``max_wait``, and much more than what these calls take."""
@@ -75,7 +76,7 @@ def kill_all(checkpointers: Sequence[Checkpointer]) -> None:
     for ckpt in checkpointers:
         ckpt._capturer.close(SOON_S)
         ckpt._session.close(keep_memory=True)
-        _open.discard(ckpt)
+        OPEN.discard(open_run_of(ckpt))
 
 
 def stop_before_any_flush(opener: Opener, patch: pytest.MonkeyPatch) -> None:

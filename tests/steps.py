@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 import tierfall
-from tierfall.run import checkpointer
+from tierfall.run import open_run
 
 ELEMENTS = 20_000
 
@@ -52,7 +52,7 @@ def files_below(root: Path) -> dict[str, bytes]:
 
 def open_elsewhere(config: Mapping[str, Any]) -> tierfall.Checkpointer:
     """Open a run as a process on another node would, beside what this one has open; its folder of memory is another."""
-    with mock.patch.object(checkpointer, "_open", set()):
+    with mock.patch.object(open_run, "OPEN", set()):
         return tierfall.open(config)
 
 

@@ -107,7 +107,7 @@ def test_what_is_still_owed_at_the_end_is_said_to_whoever_waits(
     handle.captured(PATIENCE_S)
     assert held.arrived.wait(PATIENCE_S)
     ckpt.close()
-    with pytest.raises(FlushError, match="lies in host memory, and the next start"):
+    with pytest.raises(FlushError, match="is in host memory, and the next start"):
         handle.wait(timeout=0)
     held.opened.set()
     with tierfall.open(make_config()) as ckpt:
@@ -215,12 +215,12 @@ def test_what_is_left_behind_is_said(
     caplog.clear()
     with tierfall.open(make_config()) as ckpt:
         ckpt.restore(blank())
-        assert "leaves behind" not in caplog.text
+        assert "abandons" not in caplog.text
         ckpt.restore(blank(), step=1)
-        assert "the line that begins at 1@1 leaves behind 2@1; each tier deletes" in caplog.text
+        assert "the lineage that begins at 1@1 abandons 2@1; each tier deletes" in caplog.text
     caplog.clear()
     with tierfall.open(make_config(), fresh=True):
-        assert "the line that begins anew leaves behind 1@1, 2@1; each tier" in caplog.text
+        assert "the lineage that begins anew abandons 1@1, 2@1; each tier" in caplog.text
 
 
 # Restoring -------------------------------------------------------------------------------------------

@@ -135,8 +135,8 @@ def test_a_rank_that_hears_too_late_gives_the_step_up_for_all_at_once_and_hears_
     first, second = saved[0].values()
     wait_until(lambda: first.exception() is not None, "it is given up", timeout_s=SOON_S / 2)
     assert first.outcome is SaveOutcome.FAILED
-    assert f"save of step {first.step}: rank 1 heard of it" in str(first.exception())
-    assert "rank 1 is ahead of rank 0, and heard of a save" in caplog.text
+    assert f"save of step {first.step}: rank 1 received its announcement" in str(first.exception())
+    assert "rank 1 is ahead of rank 0, and received the announcement of a save" in caplog.text
     assert list(saved[1]) == [second.step], "it was announced early enough"
     for handle in (second, saved[1][second.step]):
         handle.wait("far", timeout=SOON_S)

@@ -470,7 +470,7 @@ def test_memory_that_is_owed_stays_and_the_next_start_finishes_it(
         assert report.left == ((1, 1, "far"),)
     assert len(arenas(memory)) == 1
     assert any(
-        "still owed: 1@1 to far; what is owed lies in" in r.getMessage() for r in caplog.records
+        "still owed: 1@1 to far; what is owed is in" in r.getMessage() for r in caplog.records
     )
     down.down = False
     with tierfall.open(config) as ckpt:

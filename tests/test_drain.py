@@ -174,7 +174,7 @@ def test_sigterm_drains_while_training_is_in_c_and_then_ends_the_process(
     with trainer(tmp_path, config) as process:
         told = told_to_end(process)
     assert process.returncode == -signal.SIGTERM, told
-    assert "SIGTERM: what can become durable within 20 s does" in told
+    assert "SIGTERM: draining for 20 s at most" in told
     assert re.search(r"SIGTERM: in (20|19\.\d) s step 2@1 will be on disk\n", told)
     assert "SIGTERM: drained\n" in told
     assert "was not told" not in told

@@ -255,7 +255,7 @@ def test_what_is_restored_is_protected_before_anything_may_be_dropped(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy of the line before is committed while an old step is restored: retention must wait for the new line."""
-    take = Session.take_attempt
+    take = Session.begin_attempt
 
     def slowly(session: Session) -> Any:
         commit.set()
@@ -277,7 +277,7 @@ def test_what_is_restored_is_protected_before_anything_may_be_dropped(
         monkeypatch.setattr(StoredTier, "commit", held)
         handle = ckpt.save(3, state_of(3))
         assert arrived.wait(30)
-        monkeypatch.setattr(Session, "take_attempt", slowly)
+        monkeypatch.setattr(Session, "begin_attempt", slowly)
         report = ckpt.restore(blank(), step=1)
         assert report is not None
         ckpt.drain()
@@ -389,7 +389,7 @@ def test_what_goes_on_without_a_tier_comes_after_what_was_saved_there_meanwhile(
             ckpt.save(3, state_of(-3), block=True)
     caplog.clear()
     assert restored(here)[1] == -3
-    assert "an earlier start has left behind 3@2, 4@2, 5@2; each tier deletes" in caplog.text
+    assert "an earlier start has abandoned 3@2, 4@2, 5@2; each tier deletes" in caplog.text
 
 
 def two_lives(config: dict[str, Any], tmp_path: Path, patch: pytest.MonkeyPatch) -> None:

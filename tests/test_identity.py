@@ -247,7 +247,7 @@ def test_another_file_system_in_a_tiers_place_is_not_that_tier(
     right = tmp_path / "right"
     shutil.copytree(tmp_path / "pfs", right)
     another_life(tmp_path / "pfs", 300)
-    with pytest.raises(RestoreError, match="is not the tier that lay there before"):
+    with pytest.raises(RestoreError, match="is not the tier that was there before"):
         restored(config)
     assert steps_on(tmp_path / "pfs") == [300]
     path = tmp_path / "tiers.yaml"
@@ -310,7 +310,7 @@ def test_a_tier_that_moved_to_where_nothing_lies_is_asked_about(
     moved = {**tier(tmp_path, "elsewhere", shared=True), "name": "pfs"}
     config = chain(tmp_path, disk, moved, memory=memory)
     for _ in range(2):
-        with pytest.raises(RestoreError, match=r"this tier lay in .*pfs before.*forget pfs"):
+        with pytest.raises(RestoreError, match=r"this tier was in .*pfs before.*forget pfs"):
             restored(config)
     forget(tmp_path, config, "pfs")
     assert restored(config) == 2
@@ -367,8 +367,8 @@ def test_tiers_that_have_changed_places_are_refused(tmp_path: Path, memory: str)
     config = chain(tmp_path, disk, pfs, memory=memory)
     with pytest.raises(ConfigError) as refused:
         tierfall.open(config)
-    assert f"disk lies now in {tmp_path}/pfs, which is tier pfs" in str(refused.value)
-    assert f"pfs lies now in {tmp_path}/disk, which is tier disk" in str(refused.value)
+    assert f"disk is now in {tmp_path}/pfs, which is tier pfs" in str(refused.value)
+    assert f"pfs is now in {tmp_path}/disk, which is tier disk" in str(refused.value)
     assert steps_on(tmp_path / "pfs") == [1, 2]
     forget(tmp_path, config, "disk", "pfs")
     for _ in range(2):
@@ -455,7 +455,7 @@ def test_a_full_disk_keeps_nobody_from_opening_what_may_be_one_folder(
         state = blank()
         assert ckpt.restore(state).step == step_in(state) == 2
         assert [t.read_only for t in ckpt._config.stored] == [False, True]
-        assert "may be the same folder" in ckpt._session.found_read_only["two"]
+        assert "may be the same folder" in ckpt._session.tiers.found_read_only["two"]
     assert sorted(p.name for p in two.iterdir()) == ["run"]
 
 

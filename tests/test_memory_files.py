@@ -95,7 +95,7 @@ def test_a_removed_folder_is_noticed_said_once_and_made_anew(
         wait_until(lambda: survives(ckpt) == 2, "what lies in memory outlives the process")
         assert in_memory(config) == 2
         assert len(warnings("was removed")) == 1
-        assert len(warnings("are made anew: what lies in memory outlives this process")) == 1
+        assert len(warnings("are made anew: what is in memory outlives this process")) == 1
         kinds = [e for e in ckpt._journal.recent.events if isinstance(e, TierFailing)]
         assert [e.tier for e in kinds] == ["host"]
         assert "was removed while this process uses it" in kinds[0].reason
@@ -189,7 +189,7 @@ def test_close_says_what_is_lost_where_the_file_cannot_be_made_anew(
     else:
         ckpt.close()
     (lost,) = warnings("close: lost")
-    assert "1@1, 3@1: host: what lies in memory ends with this process: its file" in lost
+    assert "1@1, 3@1: host: what is in memory ends with this process: its file" in lost
     assert "another one has its name by now" in lost
     assert (
         len(warnings("cannot be made anew at present")) == 2

@@ -24,7 +24,8 @@ from tierfall.core.format.records import Mark
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import AccessDeniedError, BackendError, RanksError, StepError
 from tierfall.core.types.values import CheckpointId
-from tierfall.run.checkpointer import Checkpointer, _open
+from tierfall.run.checkpointer import Checkpointer, open_run_of
+from tierfall.run.open_run import OPEN
 from tierfall.tiers.stored import StoredTier
 
 STEP = "run/step-00000001-a0001"
@@ -81,7 +82,7 @@ def abandon(ckpts: list[Checkpointer]) -> None:
     """End as a kill does."""
     for ckpt in ckpts:
         ckpt._session.abandon()
-        _open.discard(ckpt)
+        OPEN.discard(open_run_of(ckpt))
 
 
 def call(ckpts: list[Checkpointer], do: Callable[[Checkpointer], Any]) -> list[Any]:

@@ -23,7 +23,7 @@ from tierfall.core.types.errors import (
 from tierfall.integrations.path_names import parse
 from tierfall.integrations.path_reading import CheckpointFiles, tiers_of
 from tierfall.run.by_path import PathSaves
-from tierfall.run.checkpointer import Checkpointer
+from tierfall.run.checkpointer import Checkpointer, open_run_of
 
 
 class SharedOpener(Opener):
@@ -48,12 +48,12 @@ class SharedOpener(Opener):
 @pytest.fixture
 def opener(tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch) -> SharedOpener:
     # Here the ranks of a job are in one process, which else has one Checkpointer of a run.
-    monkeypatch.setattr("tierfall.run.checkpointer._check_first", lambda config, run: None)
+    monkeypatch.setattr("tierfall.run.open_run._check_first", lambda config, run: None)
     return SharedOpener(tmp_path, ranks)
 
 
 def saves_of(both: list[Checkpointer]) -> list[PathSaves]:
-    return [ckpt._by_path for ckpt in both]
+    return [open_run_of(ckpt).by_path for ckpt in both]
 
 
 def write(saves: PathSaves, step: int, name: str, data: bytes = b"") -> None:
@@ -183,7 +183,7 @@ def test_a_line_that_has_not_begun_goes_on_on_all_ranks_from_what_rank_0_loaded(
 ) -> None:
     both = opener.all_open()
     for step in (10, 20):
-        commit(both[0]._by_path, step)
+        commit(open_run_of(both[0]).by_path, step)
     close_all(both)
     with network(["a", "b"]) as again:
         both = SharedOpener(opener.folder, again).all_open()
@@ -195,18 +195,18 @@ def test_a_line_that_has_not_begun_goes_on_on_all_ranks_from_what_rank_0_loaded(
         known = {c.id: c for c in both[0]._session.known()}
         first = next(c for id, c in known.items() if id.step == 10)
         assert first.commit is not None
-        zero.loaded = (first.id, first.commit.line.ordinal)
+        zero.note_loaded(first.id, first.commit.line.ordinal)
         with pytest.raises(StepError, match="goes on from step 10"):
             zero.begin(10)
         commit(zero, 15)
-        assert [ckpt._line.started_from for ckpt in both] == [first.id] * 2
-        assert [ckpt._line.ordinal for ckpt in both] == [2, 2]
+        assert [ckpt._lineage.started_from for ckpt in both] == [first.id] * 2
+        assert [ckpt._lineage.ordinal for ckpt in both] == [2, 2]
         close_all(both)
 
 
 def commit_blindly(saves: PathSaves, step: int) -> None:
     """Commit on a rank that cannot know that it may not: rank 0 does."""
-    saves.goes_on = True
+    saves.note_opened_by_path()
     commit(saves, step)
 
 

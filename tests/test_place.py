@@ -73,9 +73,12 @@ def test_rank_and_size_are_what_the_launcher_says(
         ({"WORLD_SIZE": 2, "RANK": 2}, "RANK is 2 and WORLD_SIZE is 2 in the environment"),
         ({"WORLD_SIZE": 0, "RANK": 0}, "RANK is 0 and WORLD_SIZE is 0 in the environment"),
         ({"SLURM_STEP_ID": 1, "SLURM_PROCID": 1}, "SLURM_NTASKS is '' in the environment"),
-        ({"WORLD_SIZE": 2, "RANK": 1}, "there are other ranks, but no way to meet them"),
-        ({"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "a"}, "no way to meet them"),
-        ({"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "no way to meet th"),
+        ({"WORLD_SIZE": 2, "RANK": 1}, "there are other ranks, but no address to connect to them"),
+        ({"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "a"}, "no address to connect to them"),
+        (
+            {"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "a", "MASTER_PORT": "x"},
+            "no address to connect",
+        ),
     ],
     ids=str,
 )

@@ -77,7 +77,7 @@ def test_what_is_not_set_is_found_out_and_what_is_set_may_agree(
     ("where", "shared", "said"),
     [
         (one_folder, False, "is set to shared: false, and the nodes of rank 1 see what rank 0"),
-        (own_folders, True, "is said to be shared, and the nodes of rank 1 do not see what rank 0"),
+        (own_folders, True, "is set to be shared, and the nodes of rank 1 do not see what rank 0"),
     ],
 )
 def test_a_set_value_that_disagrees_is_refused_by_all(

@@ -35,8 +35,9 @@ from tierfall.core.types.errors import (
 )
 from tierfall.ops.drain.drain import drain
 from tierfall.run import group_commands
-from tierfall.run.checkpointer import Checkpointer
+from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.saver import Saver
+from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.session import Session
 from tierfall.setup import tiers as stores
 from tierfall.tiers.host import HostTier
@@ -194,8 +195,8 @@ def fails_for(rank: int, owner: type, method: str, error: BaseException, patch: 
 def _rank_of(self: Any, *args: Any) -> int:
     if isinstance(self, HostTier):
         return self._shard.rank
-    session = self if isinstance(self, Session) else args[1]
-    rank: int = session.ranks.topology.rank
+    opened = self if isinstance(self, OpenedTiers) else args[isinstance(self, Saver)]
+    rank: int = opened.ranks.topology.rank
     return rank
 
 
@@ -203,9 +204,9 @@ def _rank_of(self: Any, *args: Any) -> int:
     ("owner", "method"),
     [
         (HostTier, "attach"),
-        (Session, "_take"),
+        (OpenedTiers, "_write_record"),
         (HostTier, "create_now"),
-        (Session, "build"),
+        (Session, "__init__"),
         (Saver, "__init__"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -222,7 +223,7 @@ def test_what_keeps_one_rank_from_opening_is_raised_by_all_soon(
     assert type(outcomes[bad]) is BackendError
     assert "no such luck" in str(outcomes[1 - bad])
     if (
-        bad or method != "_take"
+        bad or method != "_write_record"
     ):  # rank 0 takes the attempt for all: what it says there needs no name
         assert isinstance(outcomes[1 - bad], RanksError)
         assert f"rank {bad}: no such luck" in str(outcomes[1 - bad])
@@ -309,7 +310,7 @@ def test_a_part_that_one_rank_cannot_load_fails_the_restore_of_all(
         [lambda c=c: c.restore({"part": Stubborn(refuses=False), "rng": None}) for c in both]  # type: ignore[misc]
     )
     assert [report.step for report in good] == [1, 1], "the ranks are still in step"
-    assert [ckpt._line.attempt.number for ckpt in both] == [2, 2]
+    assert [ckpt._lineage.attempt.number for ckpt in both] == [2, 2]
     close_all(both)
 
 
@@ -335,7 +336,7 @@ def test_ranks_of_which_one_alone_has_saved_go_back_as_one_attempt(opener: Opene
     assert [r.step for r in on_all([lambda c=c: c.restore(state) for c in both])] == [1, 1]  # type: ignore[misc]
     both[1].save(2, state)
     assert [r.step for r in on_all([lambda c=c: c.restore(state) for c in both])] == [1, 1]  # type: ignore[misc]
-    assert [ckpt._line.attempt.number for ckpt in both] == [3, 3]
+    assert [ckpt._lineage.attempt.number for ckpt in both] == [3, 3]
     close_all(both)
 
 
@@ -350,11 +351,11 @@ def test_an_earlier_failure_that_save_raises_costs_no_rank_its_place(opener: Ope
             except CaptureError as error:
                 raised.append(error)
         for ckpt in both:  # rank 0 hears of it before its next save
-            ckpt._finish_capture()
+            open_run_of(ckpt).finish_capture()
         if step == 1:
             wait_until(lambda: bool(both[0]._session.coordinator.errors), "it is told", SOON_S)
     assert len(raised) == 2, "once on each rank"
-    assert [ckpt._line.ordinal for ckpt in both] == [4, 4]
+    assert [ckpt._lineage.ordinal for ckpt in both] == [4, 4]
     assert [r.left for r in on_all([lambda c=c: c.drain(SOON_S) for c in both])] == [(), ()]  # type: ignore[misc]
     known = [[c.step for c in ckpt.checkpoints() if "far" in c.tiers] for ckpt in both]
     assert known == [[2, 3, 4], [2, 3, 4]]

@@ -1,4 +1,4 @@
-"""``tierfall.open`` and ``tierfall.load``: the two ways in."""
+"""``tierfall.open`` and ``tierfall.load``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from tierfall.core.restore.restore import RestoreRequest, restore
 from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.reader import RunReader, moved, open_place, resolve_path
-from tierfall.run.checkpointer import Checkpointer, damage_reporter
+from tierfall.run.checkpointer import Checkpointer
+from tierfall.run.open_run import damage_reporter
 from tierfall.setup.launcher import find_ranks, find_transport
 from tierfall.setup.lineage import as_step
 from tierfall.setup.tiers import SHARD
 
 _YAML = (".yaml", ".yml")
 LOAD_CHUNKS = 2
-"""Beside its result ``load`` takes the memory of so many chunks."""
+"""Chunks that ``load`` has in memory beside its result."""
 
 
 def open(
@@ -39,16 +40,17 @@ def open(
 ) -> Checkpointer:
     """Open a run for saving and restoring; use it as a context manager.
 
-    ``config`` is a YAML file, a dict of the same shape, or a Config; ``run`` replaces the run's name; ``fresh`` leaves
-    the checkpoints that are there behind, so that a start which restores none may save. Validates, opens the tiers,
-    takes an attempt, and adopts what an earlier start left in host memory.
+    ``config`` is a YAML file, a dict of the same shape, or a Config; ``run`` replaces the run's name. ``fresh``
+    abandons existing checkpoints, so that a start that restores none may save. This validates the configuration, opens
+    the tiers, takes an attempt, and adopts what an earlier start left in host memory.
 
-    With several ranks, each calls this, and all that follows, in the same order. They find each other by
-    ``process_group``, by ``torch.distributed`` where it is initialised, or by the environment of torchrun or srun. In
-    the first two cases a restore reads once what several of them want, and they hand it on.
+    With several ranks, each calls this, and all later methods, in the same order. They connect by ``process_group``, by
+    ``torch.distributed`` where it is initialised, or by the environment of torchrun or srun. In the first two cases a
+    restore reads bytes that several ranks need once, and the ranks exchange them.
 
-    Raises ConfigError for what is wrong in the configuration or in what lies in memory, LockError while another process
-    trains this run on this machine, BackendError where a tier refuses, RanksError where other ranks do not come.
+    Raises ConfigError for an invalid configuration and for foreign or damaged host memory, LockError while another
+    process trains this run on this machine, BackendError where a tier refuses, RanksError where other ranks do not
+    call.
     """
     settings = load_config(config, run=run)
     ranks = find_ranks(settings, run=settings.run, process_group=process_group)
@@ -63,14 +65,13 @@ def load(
     attempt: int | None = None,
     map_location: str | torch.device = "cpu",
 ) -> dict[str, Any]:
-    """Load a checkpoint as a nested dict of what each ``state_dict()`` returned, with no training loop.
+    """Load a checkpoint as a nested dict of what each ``state_dict()`` returned, without a training loop.
 
-    ``config_or_path`` is a configuration (all its tiers are looked at, memory too), or a path: a .yaml, a tier's root
-    with one run in it, a run's folder, a step's folder, or a shard. Every chunk is verified; nothing is unpickled. What
-    several ranks saved comes back whole; of values that differ between them, rank 0's.
+    ``config_or_path`` is a configuration, of which all tiers are read, host memory too; or a path: a .yaml file, a
+    tier's root with one run in it, a run's folder, a step's folder, or a shard. Every chunk is verified; nothing is
+    unpickled. The images of several ranks are merged; of values that differ between ranks, rank 0's are returned.
 
-    Raises ConfigError for a path that is none of these and for a device that is not there, RestoreError where nothing
-    can be read whole.
+    Raises ConfigError for any other path and for a missing device, RestoreError where no checkpoint can be read whole.
     """
     request = RestoreRequest(
         step=None if step is None else as_step(step, doing="load"),
@@ -92,7 +93,7 @@ def load(
 
 
 def _check_device(map_location: str | torch.device) -> None:
-    """Find out, before anything is read, whether tensors can be had on a device."""
+    """Raise ConfigError, before anything is read, where tensors cannot be made on a device."""
     what = f"load: map_location={map_location!r} is not a device that can be used here"
     if not isinstance(map_location, str | torch.device):
         raise ConfigError(f"{what}: expected one such as 'cpu' or 'cuda:0'")
@@ -132,7 +133,7 @@ def _load_path(
 
 
 def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path) -> RestoreRequest:
-    """A step's folder names the checkpoint; a step or attempt beside it must not say otherwise."""
+    """Return the request for the checkpoint of a step's folder; ConfigError where it names another one."""
     if request.step not in (None, checkpoint.step) or request.attempt not in (
         None,
         checkpoint.attempt,

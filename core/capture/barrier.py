@@ -36,6 +36,10 @@ def place_of(tensor: Any) -> tuple[int, int]:
     return local.data_ptr(), local.numel() * local.element_size()
 
 
+def ignore_step(optimizer: torch.optim.Optimizer) -> None:
+    """What is called after an optimizer's step where nobody times steps."""
+
+
 class Barrier:
     """Calls ``reached`` before every optimizer step of this process, and records the optimizer.
 
@@ -45,10 +49,16 @@ class Barrier:
     nothing, since the capture is the parent's.
     """
 
-    def __init__(self, reached: Callable[[], None], *, recorded: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        reached: Callable[[], None],
+        *,
+        recorded: Callable[[], None],
+        on_step: Callable[[torch.optim.Optimizer], None] = ignore_step,
+    ) -> None:
         self._reached = reached
         self._pid = os.getpid()
-        self.on_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        self._on_step = on_step
         self._recorded = recorded
         self._lock = threading.Lock()  # optimizers may step on other threads while one saves
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -73,7 +83,7 @@ class Barrier:
         try:
             self._reached()
             self.gradients.stepping(optimizer, args, kwargs)
-            self.on_step(optimizer)
+            self._on_step(optimizer)
         except Exception:
             logger.exception("the barrier before an optimizer step failed")
 

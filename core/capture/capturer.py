@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from tierfall.core.capture.barrier import Barrier
+import torch
+
+from tierfall.core.capture.barrier import Barrier, ignore_step
 from tierfall.core.capture.events import CaptureFailed, CaptureSealed
 from tierfall.core.capture.lazy_evidence import LazyEvidence
 from tierfall.core.capture.snapshot import Snapshot
@@ -43,7 +45,9 @@ class Capturer:
         max_wait_s: float,
         name: str,
         checked: bool = True,
+        on_step: Callable[[torch.optim.Optimizer], None] = ignore_step,
     ) -> None:
+        """``on_step``: see ``Barrier``."""
         self._post = post
         self._max_wait_s = max_wait_s
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
@@ -51,7 +55,7 @@ class Capturer:
         self._seal_lock = threading.Lock()
         self._waiting = threading.RLock()
         self._unsettled: tuple[Snapshot, float] | None = None
-        self.barrier = Barrier(self._at_barrier, recorded=self._at_recording)
+        self.barrier = Barrier(self._at_barrier, recorded=self._at_recording, on_step=on_step)
         self.evidence = LazyEvidence(self.barrier, checked=checked)
         self._storages = StorageWatch(self._at_freeing)
         self._thread = threading.Thread(

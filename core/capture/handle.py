@@ -40,8 +40,10 @@ class SaveHandle:
         tiers: tuple[str, ...],
         *,
         in_memory: str,
+        before_wait: Callable[[float | None], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``before_wait`` is called with the timeout, in seconds, before a wait begins: it helps the capture to end."""
         self._checkpoint = checkpoint
         self._tiers = tiers
         self._in_memory = in_memory
@@ -59,7 +61,7 @@ class SaveHandle:
         self._waited_s = 0.0
         self._captured_s: float | None = None
         self._durable_s: dict[str, float] = {}
-        self.before_wait: Callable[[float | None], None] | None = None
+        self._before_wait = before_wait
 
     # For the training loop -------------------------------------------------------------------------
 
@@ -227,9 +229,9 @@ class SaveHandle:
             )
         timeout = as_seconds(timeout, what="timeout")
         deadline = None if timeout is None else time.monotonic() + timeout
-        # With capture.verify an image is sealed only after its barrier, which this wait serves as.
-        if self.before_wait is not None:
-            self.before_wait(timeout)
+        # under capture.verify the image waits for its barrier: this is one
+        if self._before_wait is not None:
+            self._before_wait(timeout)
         while True:
             event = InterruptibleEvent()
             with self._lock:

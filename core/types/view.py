@@ -267,3 +267,8 @@ class LossBound:
     steps_lost: int | None = None
     seconds_lost: float | None = None
     restore_s: float | None = None
+
+
+def newest_surviving(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, int | None]:
+    """Return the newest step that survives each loss."""
+    return {lost: b.survives.step if b.survives else None for lost, b in bounds.items()}

@@ -155,14 +155,13 @@ def test_what_is_done_is_done_though_another_tier_failed() -> None:
 
 
 def test_before_waiting_the_barrier_is_asked_to_end_the_capture() -> None:
-    handle = handle_for("nvme")
     waited: list[float | None] = []
 
     def barrier(timeout: float | None) -> None:
         waited.append(timeout)
         handle.tell_captured()
 
-    handle.before_wait = barrier
+    handle = SaveHandle(CheckpointId(400, 7), ("nvme",), in_memory="host", before_wait=barrier)
     handle.captured(timeout=0)
     assert waited == [0]
 

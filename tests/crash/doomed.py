@@ -20,8 +20,9 @@ from tierfall.backends.posix.folders import Folders
 from tierfall.backends.posix.writer import PosixWriter
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.flush.admission import Admissions, Superseder
-from tierfall.session.session import Session
+from tierfall.core.scheduler.flush.admission import Admissions
+from tierfall.core.scheduler.flush.superseding import Superseder
+from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.tiers.arena.arena import Arena
 from tierfall.tiers.arena.region import Region
 from tierfall.tiers.stored import StoredTier
@@ -265,7 +266,7 @@ PRUNE = {
 }
 ADOPTION = {
     "adopt-attached": Point(owner=Arena, method="_adopt", after=True),
-    "adopt-attempt": Point(owner=Session, method="take_number"),
+    "adopt-attempt": Point(owner=OpenedTiers, method="take_number"),
     "adopt-took": Point(owner=StoredTier, method="take_attempt", after=True, fits=_on("slow")),
     "adopt-started": Point(owner=Coordinator, method="start", after=True),
     "adopt-collect": Point(owner=StoredTier, method="discard_unfinished", after=True),

@@ -11,6 +11,7 @@ from typing import Any
 
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.copies.chunk_reader import ChunkReader
+from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.session import Session
 from tierfall.tiers.arena.region import Region
 from tierfall.tiers.image_writer import RawImageWriter
@@ -28,8 +29,8 @@ class Point:
 
 
 POINTS = {
-    "open": Point(Session, "begin_line"),
-    "opened": Point(Session, "begin_line", after=True),
+    "open": Point(OpenedTiers, "__init__", after=True),
+    "opened": Point(Session, "__init__"),
     "capture": Point(ImageCopier, "__init__", after=True),
     "seal": Point(Region, "seal"),
     "sealed": Point(Region, "seal", after=True),

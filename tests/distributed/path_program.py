@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import tierfall
 from tests.distributed import program
 from tierfall.core.types.errors import StorageFullError
+from tierfall.run.checkpointer import open_run_of
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ROWS = 5 * 4 * 3
@@ -152,7 +153,7 @@ def one_fails(folder: str) -> Any:
     """Rank 1 fails as it writes its file. Then all save that step again, and it is whole."""
     dist.init_process_group("gloo")
     with tierfall.open(program.config(folder, max_wait="10s")) as ckpt:
-        saves = ckpt._by_path
+        saves = open_run_of(ckpt).by_path
         real = saves.create
         if RANK == 1:
 

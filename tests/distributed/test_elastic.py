@@ -152,7 +152,7 @@ def test_what_only_missing_nodes_complete_stays_until_something_newer_is_durable
     answers = start(2, [0, 0]).run("go_on", parts=4, steps=[])
     assert [answer["step"] for answer in answers] == [1, 1], "the older one, of which all is there"
     job = start(2)
-    assert "lies in memory, the others' do not" in job.log(0)
+    assert "is in memory, the others' are not" in job.log(0)
     assert arenas(tmp_path) == ["slot-0.arena", "slot-1.arena"]
     back = start(4, nodes).run("go_on", parts=4, steps=[3])
     assert [(a["step"], a["good"], a["tiers"]) for a in back] == [(2, True, ["host"])] * 4

@@ -61,7 +61,7 @@ def test_what_another_process_writes_is_a_checkpoint_of_the_run(
         dcp.save({"n": 1}, storage_writer=TierWriter(ckpt, step=1, until="disk"))
         writer = TierWriter(ckpt, step=2, metrics={"loss": torch.tensor(0.5)}, tags=["mine"])
         dcp.save(state, storage_writer=sent(writer))
-        with pytest.raises(CheckpointException, match="this line is at step 2 already"):
+        with pytest.raises(CheckpointException, match="this lineage is at step 2 already"):
             dcp.save({"n": 1}, storage_writer=TierWriter(ckpt, step=2))
         dcp.save({"n": 3}, storage_writer=TierWriter(ckpt, step=3, until="disk"))
     assert same(tierfall.load(tmp_path / "disk", step=2), state)

@@ -30,7 +30,8 @@ from tierfall.core.tensor_index.index import Index
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import Shard
 from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter, opening
-from tierfall.run.checkpointer import Checkpointer
+from tierfall.run.checkpointer import Checkpointer, open_run_of
+from tierfall.run.open_run import OpenRun
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
@@ -178,14 +179,14 @@ def test_ranks_of_which_one_cannot_read_the_index_all_take_the_headers(
             read[asking.session].add(shard.rank)
             return really_read(parts, shard)
 
-        def open_here(ckpt: Checkpointer, *more: Any) -> Any:
-            asking.session = ckpt._session
-            return really_open(ckpt, *more)
+        def open_here(run: OpenRun, *more: Any) -> Any:
+            asking.session = run.session
+            return really_open(run, *more)
 
-        def read_index(ckpt: Checkpointer, parts: CheckpointReader) -> Index | None:
-            if ckpt is pair[1].ckpt:
+        def read_index(run: OpenRun, parts: CheckpointReader) -> Index | None:
+            if run is open_run_of(pair[1].ckpt):
                 raise UnreachableError("this rank cannot read the index")
-            return really_index(ckpt, parts)
+            return really_index(run, parts)
 
         really_read = CheckpointReader.header_here
         monkeypatch.setattr(CheckpointReader, "header_here", header_here)
@@ -245,7 +246,7 @@ def test_what_several_ranks_saved_by_path_is_refused_and_the_step_to_name_is_sai
     state = {"w": torch.ones(5)}
     with job(tmp_path, 2) as pair:
         on(pair, lambda rank: rank.save({**state, "own": rank.number}, 1))
-        first, second = (rank.ckpt._by_path for rank in pair)
+        first, second = (open_run_of(rank.ckpt).by_path for rank in pair)
         write(second, 2, "__1_0.distcp", b"of rank 1 alone")
         commit(first, 2)
     with job(tmp_path, readers) as ranks:

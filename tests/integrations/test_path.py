@@ -43,7 +43,8 @@ from tierfall.core.types.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.run.checkpointer import _open
+from tierfall.run.checkpointer import open_run_of
+from tierfall.run.open_run import OPEN
 from tierfall.run.staging import StagedFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -89,8 +90,8 @@ def _nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def restart() -> None:
-    for one in list(_open):
-        one.close()
+    for one in list(OPEN):
+        one.close("")
 
 
 @pytest.fixture
@@ -286,7 +287,7 @@ def test_what_another_thread_of_dcps_cannot_write_is_saved_by_none(
     ckpt: tierfall.Checkpointer, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     """DCP's writer does not look how its own threads have ended."""
-    saves, here, met = ckpt._by_path, threading.current_thread(), threading.Event()
+    saves, here, met = open_run_of(ckpt).by_path, threading.current_thread(), threading.Event()
     create = saves.create if failing == "write" else StagedFiles.create
 
     def failing_elsewhere(*given: Any) -> Any:
@@ -340,7 +341,7 @@ def test_a_save_that_another_overtakes_is_an_error(ckpt: tierfall.Checkpointer) 
     first = dcp.async_save(make_state(1), checkpoint_id=path(1), planner=Late())
     save(2)
     go_on.set()
-    with pytest.raises(CheckpointException, match="this line is at step 2 already"):
+    with pytest.raises(CheckpointException, match="this lineage is at step 2 already"):
         first.result(20)  # type: ignore[union-attr]
     assert [c.step for c in ckpt.checkpoints()] == [2]
     check(load(2), 2)

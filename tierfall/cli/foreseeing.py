@@ -28,8 +28,7 @@ from tierfall.ops.measure import TierMeasurement
 from tierfall.ops.reader import RunReader
 from tierfall.plan.day import DayForecast, forecast_day
 from tierfall.plan.simulate import SimulatedChain, Workload
-from tierfall.session.start import is_shared
-from tierfall.setup.tiers import tier_rules
+from tierfall.setup.tiers import is_shared, tier_rules
 
 LATEST = 50
 """How many of a run's newest checkpoints say how long its steps take."""

@@ -25,7 +25,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.path_names import METADATA, PROTOCOL, TierPath, folder_of, parse
 from tierfall.integrations.path_reading import CheckpointFiles, PathFile, ReadableTiers, tiers_of
 from tierfall.run.by_path import PathSaves
-from tierfall.run.checkpointer import opened_runs
+from tierfall.run.open_run import opened_runs
 
 logger = logging.getLogger("tierfall")
 CONFIG = "TIERFALL_CONFIG"
@@ -278,7 +278,9 @@ def _writer(where: TierPath) -> PathSaves:
             ) from error
         saves = _open_run(where)
         assert saves is not None
-        saves.goes_on, saves.loaded = True, _loaded.get(where.run)
+        saves.note_opened_by_path()
+        if (loaded := _loaded.get(where.run)) is not None:
+            saves.note_loaded(*loaded)
         return saves
 
 
@@ -307,4 +309,4 @@ def _note_loaded(where: TierPath, checkpoint: KnownCheckpoint) -> None:
     if saves is None:
         _loaded[where.run] = loaded
     else:
-        saves.loaded = loaded
+        saves.note_loaded(*loaded)

@@ -107,7 +107,7 @@ def _tiers_of_session(saves: PathSaves) -> ReadableTiers:
         replace(x, copies=tuple(c for c in x.copies if c.id in whole)) if x.tier == host else x
         for x in session.list_now()
     )
-    open_one = session.opener(regions)
+    open_one = session.tiers.opener(regions)
 
     def open_image(tier: str, id: CheckpointId, shard: Shard) -> Image:
         image = open_one(tier, id, shard)

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,8 +32,10 @@ from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.policies.defaults import missing_metrics, plan_retention, still_owed
 from tierfall.session.leftovers import images_in
+from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.requests import submit
 from tierfall.session.session import Session
+from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import open_stores, run_folder, tier_rules
@@ -274,17 +276,17 @@ def owning_memory(config: Config) -> Iterator[Session]:
     Raises UnreachableError, before anything is made, where a tier's folder is not there.
     """
     check_folders(config)
-    session = Session(config, run=config.run, tending=True)
-    try:
-        session.build()
+    with ExitStack() as undo:
+        tiers = OpenedTiers(config, run=config.run, tending=True)
+        undo.callback(tiers.close, keep=True)
+        session = Session(tiers, tend(tiers))
+        undo.callback(session.abandon)
         session.start()
-    except BaseException:
-        session.abandon()
-        raise
+        undo.pop_all()
     try:
         yield session
     finally:
-        session.close(keep_memory=bool(images_in(session.hosts())))
+        session.close(keep_memory=bool(images_in(tiers.hosts())))
 
 
 def run_command(config: Config, kind: CommandKind, id: CheckpointId) -> CommandResult:

@@ -1,9 +1,9 @@
-"""Announced steps: how all ranks save at the same step, where no rank can tell that step from its number.
+"""Announced steps: all ranks save at the same step, where that does not follow from the step's number.
 
-Rank 0 announces a step some way ahead; every rank saves at the first step from there on. Nobody waits: a rank that
-hears of a step after it has passed it says that it has not saved it, which gives the checkpoint up for all, and that
-it heard too late, so that rank 0 announces further ahead. ``hear`` may be called from any thread, all else belongs to
-the training thread. See docs/decisions/0017.
+Rank 0 announces a step ahead of time; every rank saves at the first step from there on. No rank waits. A rank that
+receives an announcement after passing the step reports a miss. Rank 0 then abandons that checkpoint on all ranks and
+increases its lead. ``hear`` may be called from any thread, all other methods by the training thread. See
+docs/decisions/0017.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ logger = logging.getLogger("tierfall")
 
 TOPIC = "cadence"
 AHEAD_S = 1.0
-"""So far ahead a step is announced at least, and one step."""
+"""Seconds, at least, by which a step is announced ahead; and at least one step."""
 _RECENT_STEPS = 4096
 LeaveOut = Callable[[int, TierfallError], None]
 
 
 class AnnouncedSteps:
-    """See the module. ``tell`` runs a call elsewhere than on the training thread; ``leave_out`` says of a step
-    that this rank does not save it."""
+    """See the module. ``decides``: this rank announces. ``planned`` are the steps to be saved, in rising order."""
 
     def __init__(
         self,
@@ -39,66 +38,69 @@ class AnnouncedSteps:
         tell: Callable[[Callable[[], object]], None],
         leave_out: LeaveOut,
     ) -> None:
+        """``tell`` runs a call on another thread than the training's. ``leave_out`` reports a step that this rank does
+        not save."""
         self._council = council
         self.decides = council.topology.is_root
         self._tell = tell
         self._leave_out = leave_out
-        self._line = 0
-        self._heard: deque[RankMessage] = deque()
+        self._lineage = 0
+        """Counts restores: a message of another lineage is ignored."""
+        self._messages: deque[RankMessage] = deque()
         self._recent: deque[int] = deque(maxlen=_RECENT_STEPS)
         self._missed_steps = 0
         self.planned: deque[int] = deque()
-        """Steps that are still to be saved, in rising order."""
         self._saved: deque[int] = deque(maxlen=_RECENT_STEPS)
-        self._asked: deque[tuple[int, str]] = deque()
+        self._requests: deque[tuple[int, str]] = deque()
 
     def ahead_steps(self, pace_s: float) -> int:
-        """Say how many steps ahead a save is announced, by what a step takes."""
+        """Return how many steps ahead a save is announced, where a step takes ``pace_s`` seconds."""
         by_time = math.ceil(AHEAD_S / pace_s) if pace_s > 0 else 1
         return max(1, by_time) + self._missed_steps
 
     def announce(self, step: int) -> None:
-        """Let all ranks save at the first step from ``step`` on; for rank 0."""
-        line = self._line
-        self._tell(lambda: self._council.announce((TOPIC, line, step), None))
+        """Have all ranks save at the first step from ``step`` on; for rank 0."""
+        lineage = self._lineage
+        self._tell(lambda: self._council.announce((TOPIC, lineage, step), None))
 
     def ask(self, why: str, step: int) -> None:
         """Ask rank 0 for a save, of ``step`` or a later one."""
-        line = self._line
-        self._tell(lambda: self._council.tell((TOPIC, line, "ask"), [step, why]))
+        lineage = self._lineage
+        self._tell(lambda: self._council.tell((TOPIC, lineage, "ask"), [step, why]))
 
     def asked_above(self, planned: int | None) -> list[str]:
-        """Say why other ranks ask for a save, where the last that is planned does not do; for rank 0."""
-        found = [why for step, why in self._asked if planned is None or planned < step]
-        self._asked.clear()
+        """Return the reasons of other ranks that ask for a save after the last ``planned`` one; for rank 0."""
+        found = [why for step, why in self._requests if planned is None or planned < step]
+        self._requests.clear()
         return found
 
     def hear(self, news: RankMessage) -> None:
-        self._heard.append(news)
+        """Queue a message until the training thread handles it."""
+        self._messages.append(news)
 
     def come_to(self, step: int) -> None:
-        """The loop has come to ``step``."""
+        """Handle what was received before the end of ``step``, and note that the loop has reached it."""
         self.listen()
         self._recent.append(step)
 
     def listen(self) -> None:
-        """Take what was heard meanwhile."""
-        while self._heard:
-            news = self._heard.popleft()
-            if news.topic[1] == self._line:  # else it is of a line that was left
+        """Handle the messages received since the last call."""
+        while self._messages:
+            news = self._messages.popleft()
+            if news.topic[1] == self._lineage:
                 self._on_announcement(news)
 
     def saved(self, step: int) -> None:
-        """This rank saves ``step``, for whatever reason."""
+        """Note that this rank saves ``step``, whether it was announced or not."""
         self._saved.append(step)
 
     def go_back(self) -> None:
-        """The line goes on from another step, on all ranks: nothing is planned any more."""
-        self._line += 1
+        """Discard what is planned: all ranks have restored another step."""
+        self._lineage += 1
         self.planned.clear()
         self._recent.clear()
         self._saved.clear()
-        self._asked.clear()
+        self._requests.clear()
 
     def _on_announcement(self, news: RankMessage) -> None:
         match news:
@@ -106,7 +108,7 @@ class AnnouncedSteps:
                 self._plan(step)
             case RankReported(topic=(_, _, "ask")):
                 step, why = news.body
-                self._asked.append((int(step), f"{why}, at rank {news.rank}"))
+                self._requests.append((int(step), f"{why}, at rank {news.rank}"))
             case RankReported(topic=(_, _, "missed")):
                 self._announce_earlier(news.body, news.rank)
 
@@ -114,22 +116,24 @@ class AnnouncedSteps:
         if not self._recent or self._recent[-1] < step:
             self.planned.append(step)
             return
-        missed = self._recent[bisect_left(self._recent, step)]
+        missed = self._recent[bisect_left(self._recent, step)]  # the step that the others save
         if missed in self._saved:
             return
         late = sum(1 for one in self._recent if one >= step)
         error = CaptureError(
-            f"save of step {missed}: rank {self._council.topology.rank} heard of it {late} steps too late"
+            f"save of step {missed}: rank {self._council.topology.rank} received its announcement {late} steps too "
+            "late"
         )
-        line = self._line
+        lineage = self._lineage
         self._leave_out(missed, error)
-        self._tell(lambda: self._council.tell((TOPIC, line, "missed"), late))
+        self._tell(lambda: self._council.tell((TOPIC, lineage, "missed"), late))
 
     def _announce_earlier(self, late: Any, rank: int) -> None:
         self._missed_steps += int(late) + 1
         logger.warning(
-            "rank %d is ahead of rank 0, and heard of a save %d steps too late: from now on saves are announced %d "
-            "steps earlier; ranks that do not wait for each other should save by steps (interval: {every: 100})",
+            "rank %d is ahead of rank 0, and received the announcement of a save %d steps too late: from now on saves "
+            "are announced %d steps earlier; ranks that do not wait for each other should save by steps (interval: "
+            "{every: 100})",
             rank,
             late,
             self._missed_steps,

@@ -1,8 +1,8 @@
 """Saving by path: the files that torch.distributed.checkpoint writes on all ranks become one checkpoint of the run.
 
-Each rank's files are staged in its own memory. The rename of ``.metadata`` on the coordinator commits them: rank 0
-announces it, and every rank saves its files as the same step, by threads of tierfall's own. No collective is made, and
-what one rank cannot save, none does.
+Each rank stages its files in memory. DCP's coordinator renames ``.metadata``, which commits the step: rank 0 announces
+it, and every rank saves its files as that step, on a thread of its own. No collective is called. Where one rank cannot
+save its files, the checkpoint is given up on all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, OnError
 from tierfall.run.restorer import log_abandoned
 from tierfall.run.saver import Saver
-from tierfall.run.stages import PathStages
+from tierfall.run.staging import PathStages
 from tierfall.session.session import Session
 from tierfall.setup.lineage import SavingLineage
 from tierfall.setup.tiers import run_folder
@@ -44,15 +44,15 @@ logger = logging.getLogger("tierfall")
 TOPIC = "path"
 _SAVE, _GIVE_UP = "save", "give up"
 _NAMES_MAX = 64
-"""So many of the coordinator's file names are told to the others, who must have none of them."""
+"""The committing rank sends so many of its file names to the others, none of which may have written them."""
 _SLOWER = 10
-"""All ranks together may take so many times ``max_wait``: how long it takes is a matter of bytes."""
-_LOOK_AGAIN_S = 0.01
+"""Factor of ``max_wait`` for waits on all ranks: how long they take depends on the size of the files."""
+_POLL_S = 0.01
 
 
 @dataclass(slots=True)
 class _PendingRename:
-    """A rename that waits until this rank's own part is being saved."""
+    """A rename that waits until this rank's own files are being saved."""
 
     done: InterruptibleEvent = field(default_factory=InterruptibleEvent)
     handle: SaveHandle | None = None
@@ -60,42 +60,37 @@ class _PendingRename:
 
 
 class PathSaves:
-    """What is saved by path to one open run. Its methods may be called by any thread; one save at a time.
-
-    ``session`` is that run's; ``loaded`` the checkpoint that was loaded by path, with its ordinal: a line that has not
-    begun goes on from it. ``goes_on``: without one, from the newest, if that is older than what is saved.
-    """
+    """What saves to one open run by path. Its methods may be called by any thread; one save at a time."""
 
     def __init__(
         self,
         config: Config,
         session: Session,
         saver: Saver,
-        line: SavingLineage,
+        lineage: SavingLineage,
         *,
         check: Callable[[], None],
     ) -> None:
-        """``check`` raises what keeps anything from being saved."""
+        """``check`` raises what keeps every save of the run from becoming a checkpoint."""
         self._config = config
         self.session = session
         self._saver = saver
-        self._line = line
+        self._lineage = lineage
         self._check = check
-        self.loaded: tuple[CheckpointId, int] | None = None
-        self.goes_on = False
+        self._loaded: tuple[CheckpointId, int] | None = None
+        self.opened_by_path = False
         self._lock = threading.Lock()
         self._stages = PathStages(self._limit_bytes)
-        self._asked: dict[str, _PendingRename] = {}
+        self._renames: dict[str, _PendingRename] = {}
         self._count = itertools.count()
-        self._todo: queue.SimpleQueue[DecisionAnnounced | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[DecisionAnnounced | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._closed = False
-        session.listeners[TOPIC] = self._on_message
 
     # What a rank writes ------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Make room for the files of a step; those of a save before it that never ended are freed.
+        """Begin the files of a step; those of an earlier save that never ended are freed.
 
         Raises StepError for a step that may not be saved now.
         """
@@ -104,22 +99,23 @@ class PathSaves:
         self._stages.begin(step)
 
     def create(self, step: int, name: str) -> io.BufferedWriter:
-        """Open a file of a step for writing. Where that fails the save does: whoever writes may not tell anybody."""
+        """Open a file of a step for writing. Where that fails, the step is given up: DCP may not report the error to
+        the other ranks."""
         if not self._stages.is_known(step):
             self.begin(step)
         try:
             return self._stages.of(step).create(name)
         except Exception as error:
-            if self._stages.is_staged(step):  # else it was given up before
+            if self._stages.is_staged(step):  # else it is given up already
                 self.give_up(step, name, f"could not be opened ({error})")
             raise
 
     def is_staged(self, step: int) -> bool:
-        """Say whether this step is being written."""
+        """Return whether this step's files are being written."""
         return self._stages.is_staged(step)
 
     def give_up(self, step: int, name: str, why: str = "was taken back") -> None:
-        """A file of a step is taken back: its save has failed, and no rank keeps its files."""
+        """Give up a step on all ranks, since one of its files was removed or could not be opened (``why``)."""
         reason = f"its file {name} {why} on rank {self._rank}"
         self._stages.give_up(step, reason)
         if self.session.ranks.many:
@@ -128,9 +124,9 @@ class PathSaves:
     def commit(self, step: int, name: str, target: str) -> None:
         """Rename a file of a step, and save the files of all ranks as this step's checkpoint.
 
-        Returns once every rank's image is sealed, and the fastest stored tier that takes this step has all of them, or
-        ``max_wait`` is over: then it goes on behind. Raises what kept it from being sealed; what kept that tier from
-        taking it, under ``on_error: raise``.
+        Returns once every rank's image is sealed and the checkpoint is committed on the fastest stored tier that is
+        owed it. After ``max_wait`` it returns without the commit, and the flush continues. Raises what kept an image
+        from being sealed, and under ``on_error: raise`` what kept the tier from committing.
         """
         stage = self._stages.of(step)
         stage.rename(name, target)
@@ -141,13 +137,13 @@ class PathSaves:
         )
 
     def close(self, timeout_s: float) -> None:
-        """Free what was never committed."""
-        self._stages.let_go("the run was closed")
+        """Free the files of steps that were never committed, and end the thread within ``timeout_s`` seconds."""
+        self._stages.free("the run was closed")
         with self._lock:
             self._closed = True
             worker, self._worker = self._worker, None
         if worker is not None:
-            self._todo.put(None)
+            self._queue.put(None)
             worker.join(timeout_s)
 
     def _limit_bytes(self) -> int:
@@ -159,17 +155,26 @@ class PathSaves:
         ranks = len(self.session.ranks.topology.local_ranks)
         return (room.file_system_free_bytes if free is None else free) // (2 * ranks)
 
-    # The line ----------------------------------------------------------------------------------------
+    # The lineage -------------------------------------------------------------------------------------
+
+    def note_opened_by_path(self) -> None:
+        """Let a lineage that has not begun continue from the newest checkpoint, if that is older than what is saved: no
+        code of the training could have restored one."""
+        self.opened_by_path = True
+
+    def note_loaded(self, checkpoint: CheckpointId, ordinal: int) -> None:
+        """Let a lineage that has not begun continue from a checkpoint that was loaded by path."""
+        self._loaded = checkpoint, ordinal
 
     def _check_step(self, step: int) -> None:
-        if self._line.begun:
-            self._line.check(step)
+        if self._lineage.begun:
+            self._lineage.check(step)
             return
         start = self._continued_checkpoint()
         if start is not None and start[0] < step:
             return
-        if start is None and self.goes_on and not self.session.ranks.topology.is_root:
-            return  # rank 0 knows
+        if start is None and self.opened_by_path and not self.session.ranks.topology.is_root:
+            return  # rank 0 decides
         if start is None:
             raise StepError(
                 f"save of step {step} by path: the run has checkpoints already, and this start loaded none: load the "
@@ -181,11 +186,11 @@ class PathSaves:
         )
 
     def _continued_checkpoint(self) -> list[int] | None:
-        """The checkpoint that a line which has not begun goes on from: step, attempt, ordinal."""
-        if self.loaded is not None:
-            id, ordinal = self.loaded
+        """Return the checkpoint that a lineage which has not begun continues from: step, attempt, ordinal."""
+        if self._loaded is not None:
+            id, ordinal = self._loaded
             return [id.step, id.attempt, ordinal]
-        if not self.goes_on:
+        if not self.opened_by_path:
             return None
         live = [
             (known.id, known.commit.line.ordinal)
@@ -195,16 +200,17 @@ class PathSaves:
         return None if not live else [live[-1][0].step, live[-1][0].attempt, live[-1][1]]
 
     def _start(self, step: int) -> list[int] | None:
-        if self._line.begun:
+        """Return what a save of one rank continues from; None once the lineage has begun."""
+        if self._lineage.begun:
             return None
         self._check_step(step)
         return self._continued_checkpoint()
 
     def _go_on_from(self, start: list[int] | None) -> None:
-        if start is None or self._line.begun:
+        if start is None or self._lineage.begun:
             return
-        id, attempt = CheckpointId(start[0], start[1]), self._line.attempt
-        self._line.go_on_from(id, start[2], attempt)
+        id, attempt = CheckpointId(start[0], start[1]), self._lineage.attempt
+        self._lineage.go_on_from(id, start[2], attempt)
         log_abandoned(self.session.run, self.session.known(), id)
         ledger = self.session.coordinator.ledger
         self.session.ask(lambda: ledger.go_on_from(id, attempt=attempt.number))
@@ -219,26 +225,26 @@ class PathSaves:
         return f"{self._rank}-{next(self._count)}"
 
     def _announce(self, step: int, body: Mapping[str, Any]) -> SaveHandle:
-        """Have every rank save its files, and return the handle of this rank's part."""
+        """Ask rank 0 to announce the save, and return the handle of this rank's part."""
         token = self._token()
-        asked = self._asked[token] = _PendingRename()
+        rename = self._renames[token] = _PendingRename()
         bound_s = _SLOWER * self._config.max_wait_s
         try:
             self.session.ranks.council.tell((TOPIC, _SAVE, step, token), body)
-            if not self.session.wait(asked.done, bound_s):
+            if not self.session.wait(rename.done, bound_s):
                 self.session.ranks.check()
                 raise RanksError(
                     f"save of step {step} by path: rank 0 announced nothing within {bound_s:g} s: it is gone, or busy"
                 )
         finally:
-            del self._asked[token]
-        if asked.error is not None:
-            raise asked.error
-        assert asked.handle is not None
-        return asked.handle
+            del self._renames[token]
+        if rename.error is not None:
+            raise rename.error
+        assert rename.handle is not None
+        return rename.handle
 
-    def _on_message(self, news: RankMessage) -> None:
-        """Hear what concerns saves by path; never waits."""
+    def on_message(self, news: RankMessage) -> None:
+        """Handle a message about saves by path; never waits."""
         match news:
             case RankReported(topic=(_, what, int(step), _)):
                 body = news.body
@@ -258,26 +264,26 @@ class PathSaves:
                             daemon=True,
                         )
                         self._worker.start()
-                self._todo.put(news)
+                self._queue.put(news)
 
     def _announced_start(self, step: int) -> list[int] | None:
-        return None if self._line.begun else self._continued_checkpoint()
+        return None if self._lineage.begun else self._continued_checkpoint()
 
     def _work(self) -> None:
-        while (news := self._todo.get()) is not None:
+        while (news := self._queue.get()) is not None:
             _, _, step, token = news.topic
-            asked = self._asked.get(str(token), _PendingRename())
+            rename = self._renames.get(str(token), _PendingRename())
             try:
-                handle = asked.handle = self._save(int(step), news.body, news.body["start"])
-            except BaseException as error:  # noqa: BLE001 - raised by whoever asked; all ranks have given it up
-                asked.error = error
+                handle = rename.handle = self._save(int(step), news.body, news.body["start"])
+            except BaseException as error:  # noqa: BLE001 - the thread that renames raises it; all ranks give up
+                rename.error = error
                 logger.error("rank %d: %s", self._rank, error)
             else:
                 self._settle(handle)
-            asked.done.ring()
+            rename.done.ring()
 
     def _settle(self, handle: SaveHandle) -> None:
-        """Let this rank's image be captured before the next is begun; the handle tells what failed."""
+        """Wait until this rank's image is captured, before the next begins; the handle holds what failed."""
         try:
             handle.captured(_SLOWER * self._config.max_wait_s)
         except (TierfallError, TimeoutError):
@@ -291,21 +297,24 @@ class PathSaves:
             self._check()
             self._go_on_from(start)
             try:
-                self._line.check(step)
+                self._lineage.check(step)
             except StepError:
-                self._stages.check_kept(step)  # the line may be there because of that
+                self._stages.check_kept(step)  # a step that was given up advances the lineage, too
                 raise
             try:
                 self._stages.check_kept(step)
                 files = self._take(step, body)
-                return self._saver.save_files(self._line, step, files, began)
+                return self._saver.save_files(self._lineage, step, files, began)
             except BaseException as error:
                 self._stages.note_failed(step, str(error))
-                self._saver.tell_others(self._line, step, error)
+                self._saver.report_failed(self._lineage, step, error)
                 raise
 
     def _take(self, step: int, body: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Take this rank's files out of the stage; a rank that wrote none has none."""
+        """Return this rank's files of a step, and free their stage; none where this rank wrote none.
+
+        Raises ConfigError where the committing rank wrote a file of the same name.
+        """
         stage = self._stages.take(step)
         if stage is None:
             return {}
@@ -320,7 +329,7 @@ class PathSaves:
         finally:
             stage.free()
 
-    # Until it is safe --------------------------------------------------------------------------------
+    # Waiting -----------------------------------------------------------------------------------------
 
     def _wait(self, handle: SaveHandle) -> None:
         handle.captured(_SLOWER * self._config.max_wait_s)
@@ -332,7 +341,7 @@ class PathSaves:
             handle.wait(tier, self._config.max_wait_s)
         except TimeoutError:
             logger.warning(
-                "save of step %d by path: tier %s does not have it after %g s (max_wait); it lies in memory, and the "
+                "save of step %d by path: tier %s does not have it after %g s (max_wait); it is in memory, and the "
                 "flush goes on",
                 handle.step,
                 tier,
@@ -341,10 +350,10 @@ class PathSaves:
         except TierfallError as error:
             if self._config.on_error is OnError.RAISE:
                 raise
-            logger.warning("save of step %d by path lies in memory alone: %s", handle.step, error)
+            logger.warning("save of step %d by path is in memory alone: %s", handle.step, error)
 
     def _wait_whole(self, handle: SaveHandle) -> None:
-        """Wait until the images of all ranks are sealed, or some tier has the checkpoint."""
+        """Wait until the images of all ranks are sealed, or the checkpoint is committed on a tier."""
         id = CheckpointId(handle.step, handle.attempt)
         coordinator = self.session.coordinator
         deadline_s = time.monotonic() + _SLOWER * self._config.max_wait_s
@@ -362,4 +371,4 @@ class PathSaves:
         while not self.session.ask(is_whole):
             if time.monotonic() >= deadline_s:
                 raise TimeoutError(f"step {handle.step} is not sealed on all ranks in time")
-            pause.wait(_LOOK_AGAIN_S)
+            pause.wait(_POLL_S)

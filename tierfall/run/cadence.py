@@ -1,7 +1,7 @@
-"""The cadence: at which steps ``maybe_save`` saves, by the rules of ``interval`` and what was measured.
+"""The cadence: at which steps ``maybe_save`` saves, by the rules of ``interval`` and by measurements.
 
-It belongs to the training thread. The clock is handed in, the policies decide (``policies.cadence``), the meter
-measures; with several ranks rank 0 decides, and the announced steps bring it to all. Nothing here saves.
+It belongs to the training thread. The policies decide (``policies.cadence``), the meter measures, and the clock is an
+argument. With several ranks, rank 0 decides and announces the step to all. Nothing here saves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tierfall.policies.cadence import (
     should_save,
     tier_cadences,
 )
-from tierfall.run.announced_steps import TOPIC, AnnouncedSteps, LeaveOut
+from tierfall.run.announced_steps import AnnouncedSteps
 from tierfall.session.session import Session
 from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.meter import StepMeter
@@ -33,11 +33,11 @@ from tierfall.telemetry.reports import CadenceReport
 logger = logging.getLogger("tierfall")
 
 PATIENCE_STEPS = 100
-"""So many steps a save that is due is put off at most, for those before it to be through."""
+"""Steps by which a save that is due is delayed at most, until earlier ones are flushed."""
 
 
 def rules_of(interval: IntervalSection, tiers: tuple[TierRules, ...]) -> CadenceRules:
-    """Say what policies are to know of ``interval``."""
+    """Return ``interval`` as the policies see it."""
     mtbf = interval.mtbf
     by_class = {} if mtbf is None else _by_class(mtbf.process_s, mtbf.node_s, mtbf.site_s)
     return CadenceRules(
@@ -55,19 +55,17 @@ def _by_class(*times: float | None) -> dict[LossClass, float]:
 
 
 def flush_cycle(tiers: Sequence[TierRules]) -> int:
-    """Return so many saves that one such row of them costs what the next one does: in each, tiers get as many copies.
-    Where that were many more than the rarest tier's ``flush.every``, about as many have to do."""
+    """Return the number of saves after which the flush pattern repeats: the LCM of all ``flush.every``.
+
+    Where that exceeds three times the largest of them, return the largest: the pattern repeats approximately.
+    """
     longest = max((tier.flush_every for tier in tiers), default=1)
-    alike = math.lcm(*(tier.flush_every for tier in tiers))
-    return alike if alike <= 3 * longest else longest
+    cycle = math.lcm(*(tier.flush_every for tier in tiers))
+    return cycle if cycle <= 3 * longest else longest
 
 
-def cadence_of(config: Config, session: Session, leave_out: LeaveOut) -> CadenceClock:
-    """Make the cadence of a run that is about to begin; rank 0's announcements are listened to from then on."""
-    others = None
-    if session.ranks.many:
-        others = AnnouncedSteps(session.ranks.council, tell=session.tell, leave_out=leave_out)
-        session.listeners[TOPIC] = others.hear
+def cadence_of(config: Config, session: Session, others: AnnouncedSteps | None) -> CadenceClock:
+    """Return the cadence of a run; ``others`` is there with several ranks."""
     return CadenceClock(
         rules_of(config.interval, tier_rules(config)),
         clock=time.monotonic,
@@ -78,8 +76,7 @@ def cadence_of(config: Config, session: Session, leave_out: LeaveOut) -> Cadence
 
 
 class CadenceClock:
-    """See the module. ``images`` says how many images of so many bytes host memory holds, ``copying`` whether a tier
-    takes a copy now; ``others`` is there with several ranks."""
+    """See the module."""
 
     def __init__(
         self,
@@ -90,6 +87,8 @@ class CadenceClock:
         copying: Callable[[], bool],
         others: AnnouncedSteps | None = None,
     ) -> None:
+        """``images`` returns how many images of a size in bytes host memory holds, ``copying`` whether a copy is being
+        written now."""
         self._rules = rules
         self._clock = clock
         self._images = images
@@ -98,7 +97,7 @@ class CadenceClock:
         self._decides = others is None or others.decides
         self._planned: deque[int] = deque() if others is None else others.planned
         self._signal: str | None = None
-        self._asked = False
+        self._requested = False
         self._last_step: int | None = None
         self._stride = 1
         self._last_planned: int | None = None
@@ -107,21 +106,21 @@ class CadenceClock:
         self._images_now = 1
         self._choice = choose_interval(rules, self._measured())
 
-    # Being told ------------------------------------------------------------------------------------
+    # Inputs ----------------------------------------------------------------------------------------
 
     def ask(self, why: str) -> None:
-        """Let the next step be saved, or one soon after; may be called in a signal's handler."""
+        """Request a save of the next step, or of one soon after; may be called in a signal handler."""
         self._signal = why
 
     def saved(self, handle: SaveHandle) -> None:
-        """A save has begun, asked for by the cadence or not."""
+        """Note that a save has begun, requested by the cadence or not."""
         self._last_planned = max(handle.step, self._last_planned or 0)
         if self._others is not None:
             self._others.saved(handle.step)
         self.meter.saved(handle)
 
     def go_on_from(self, step: int | None) -> None:
-        """The line goes on from ``step`` (None: from nothing): what was planned is of another line."""
+        """Discard what is planned: the lineage continues from ``step`` (None: from nothing)."""
         self._planned.clear()
         if self._others is not None:
             self._others.go_back()
@@ -132,7 +131,7 @@ class CadenceClock:
     # Deciding --------------------------------------------------------------------------------------
 
     def wants(self, step: int) -> bool:
-        """Say whether ``step``, at whose end the loop is, is to be saved."""
+        """Return whether ``step``, which the loop has completed, is to be saved."""
         now_s = self._clock()
         self.meter.tick(step, now_s, copying=self._copying())
         if self._last_step is not None and step > self._last_step:
@@ -155,28 +154,30 @@ class CadenceClock:
         why, self._signal = self._signal, None
         logger.info("%s at step %d: it asks for a save", why, step)
         if self._decides:
-            self._asked = True
+            self._requested = True
         elif self._others is not None:
             self._others.ask(str(why), step)
 
     def _plan(self, step: int, now_s: float) -> None:
-        """Decide whether another step is to be saved: as far ahead as the other ranks need to hear of it."""
+        """Decide whether another step is to be saved: far enough ahead for the other ranks to receive it in time."""
         steps = 0
         if self._others is not None:
             steps = self._others.ahead_steps(self.meter.pace_s)
             if why := self._others.asked_above(self._last_planned):
                 logger.info("a save is asked for: %s", "; ".join(why))
-                self._asked = True
+                self._requested = True
         soonest = step + steps * self._stride
-        if self._asked:
-            self._asked = False
+        if self._requested:
+            self._requested = False
             if not self._planned:
                 self._add(soonest)
         if self._rules.every_s is not None:
             if now_s + steps * self.meter.pace_s >= self._due_s:
                 every_s = self._rules.every_s
                 self._due_s += every_s
-                if self._due_s <= now_s:  # a pause: what was missed meanwhile is not made up for
+                if (
+                    self._due_s <= now_s
+                ):  # after a pause of the loop: missed saves are not made up for
                     self._due_s = now_s + every_s
                 self._add(soonest)
         elif self._rules.measured:
@@ -194,7 +195,8 @@ class CadenceClock:
             self._add(max(due, soonest))
 
     def _is_held_back(self) -> bool:
-        """A save would find no room in memory; while saves are still few, each is seen to its end before the next."""
+        """Return whether a save would find no room in memory. While saves are measured, each is to end before the
+        next."""
         first = self._choice.bound is IntervalBound.MEASURING
         return self.meter.under_way + len(self._planned) >= (1 if first else self._images_now)
 
@@ -226,7 +228,7 @@ class CadenceClock:
         )
 
     def end(self) -> None:
-        """The loop has ended: what was heard since its last step is taken."""
+        """The loop has ended: handle what was received since its last step."""
         if self._others is not None:
             self._others.listen()
 
@@ -234,10 +236,10 @@ class CadenceClock:
         """See ``Statistics``."""
         return self.meter.ettr(self._clock())
 
-    # Telling ---------------------------------------------------------------------------------------
+    # Outputs ---------------------------------------------------------------------------------------
 
     def report(self) -> CadenceReport:
-        """Say what the interval is, why, and what was measured for it."""
+        """Return the interval, its reason, and the measurements behind it."""
         measured = self._measured()
         choice = self._choice if self._rules.measured else choose_interval(self._rules, measured)
         steps, reason = choice.interval_steps, choice.reason
@@ -259,7 +261,7 @@ class CadenceClock:
         )
 
     def _next(self, steps: int | None) -> int | None:
-        """The next step that is saved if nothing changes, where that is known."""
+        """Return the next step that is saved if nothing changes; None where that is not known."""
         if self._planned:
             return self._planned[0]
         if self._rules.every_steps is not None:

@@ -1,7 +1,6 @@
-"""The end of a training: what becomes of the last step that ``maybe_save`` was given, and of what is still owed.
+"""The end of a training: the last step that ``maybe_save`` was called for, and the copies that are still owed.
 
-``close`` saves the last step if ``at_end`` asks for it: with several ranks all bring what they know, and all do the
-same. Nothing here saves.
+``close`` saves the last step where ``at_end`` is set; with several ranks, all agree on that. Nothing here saves.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ logger = logging.getLogger("tierfall")
 
 @dataclass(frozen=True, slots=True)
 class LastStep:
-    """What ``maybe_save`` was given last, and how many updates had been made then; ``fingerprint`` is of the state."""
+    """The arguments of the last ``maybe_save``, the number of updates until then, and a fingerprint of the state."""
 
     step: int
     state: Mapping[str, Any]
@@ -39,7 +38,7 @@ class LastStep:
     fingerprint: Fingerprint
 
     def why_changed(self, updates: int) -> str:
-        """Say how the state differs from that step's; nothing where it is as it was."""
+        """Return how the state differs from that step's, after ``updates``; empty where it is unchanged."""
         if updates != self.updates:
             return "the state was changed since, by an optimizer's step"
         name = self.fingerprint.changed(self.state)
@@ -49,7 +48,7 @@ class LastStep:
 
 
 class ClosingPlan(StrEnum):
-    """What is to be done about the last step: it is saved, or flushed to all tiers, as it is saved already."""
+    """What to do with the last step: save it, or flush it to all tiers where it is saved already."""
 
     NOTHING = "nothing"
     SAVE = "save"
@@ -65,18 +64,15 @@ def agree_on_end(
     failed: str,
     timeout_s: float,
 ) -> ClosingPlan:
-    """Say what is to be done about the last step, the same on all ranks; what keeps it from being saved is logged.
+    """Return what to do with the last step, the same on all ranks, and log what keeps it from being saved.
 
-    ``saved`` says that this rank has saved it; ``changed``, if it is not empty, how the state differs from that step's;
-    and ``failed``, if it is not empty, how the training ended where it did not come to its end.
+    ``saved``: this rank has saved it. ``changed`` is how the state differs from that step's, ``failed`` how the
+    training ended early; each is empty where that is not so.
     """
     step = None if last is None else last.step
     mine = {"step": step, "saved": saved, "changed": changed, "failed": failed}
     try:
-        if ranks.many:
-            ending, why = ranks.agree("close: the last step", mine, decide, timeout_s=timeout_s)
-        else:
-            ending, why = decide({0: mine})
+        ending, why = ranks.agree("close: the last step", mine, decide, timeout_s=timeout_s)
     except RanksError as error:
         ending, why = ClosingPlan.NOTHING, str(error)
     if why:
@@ -85,7 +81,7 @@ def agree_on_end(
 
 
 def decide(bodies: Bodies) -> list[str]:
-    """Say what follows from what all ranks know, and why it is nothing."""
+    """Return the plan that follows from the reports of all ranks, and the reason where it is to do nothing."""
     steps = {rank: body["step"] for rank, body in bodies.items()}
     step = steps[0]
     unsaved = [rank for rank, body in bodies.items() if not body["saved"]]
@@ -116,8 +112,10 @@ def decide(bodies: Bodies) -> list[str]:
 
 
 def confirm_copies(session: Session, timeout_s: float) -> bool:
-    """Look once more at the copies because of which memory may be given back: they may have been removed, or purged.
-    What lacks files is written anew where that is possible. False where no tier could say of one."""
+    """Look again at the copies that allow memory to be released: they may have been removed meanwhile.
+
+    Copies that lack files are reported, so that they are written anew. False where no tier could be asked about one.
+    """
     if session.config.host.on_close is OnClose.KEEP or session.coordinator.fenced is not None:
         return True
 
@@ -131,7 +129,7 @@ def confirm_copies(session: Session, timeout_s: float) -> bool:
 
 
 def log_lost(session: Session) -> list[FlushError]:
-    """Log what is lost with this process, as it lies in memory alone and that has no file any more; return that too."""
+    """Log, and return, what is lost with this process: it is in memory alone, and the memory has no file any more."""
     lost = _only_in_memory(session)
     if session.memory.problem is None or not lost:
         return []
@@ -142,7 +140,7 @@ def log_lost(session: Session) -> list[FlushError]:
 
 
 def _only_in_memory(session: Session) -> set[CheckpointId]:
-    """Name what is sealed in memory, and committed nowhere."""
+    """Return the checkpoints that are sealed in memory and committed on no tier."""
 
     def ask() -> set[CheckpointId]:
         ledger = session.coordinator.ledger
@@ -158,10 +156,10 @@ def _only_in_memory(session: Session) -> set[CheckpointId]:
 
 
 def log_left(session: Session, report: DrainReport) -> None:
-    """Log what close leaves undone, and who finishes it; what ``log_lost`` names is not."""
+    """Log the copies that ``close`` leaves owed, and what writes them later, without those that ``log_lost`` names."""
     if not report.left:
         return
-    held, gone = {id for id, _ in images_in(session.hosts())}, set[CheckpointId]()
+    held, gone = {id for id, _ in images_in(session.tiers.hosts())}, set[CheckpointId]()
     if session.memory.problem is not None:
         held, gone = set(), _only_in_memory(session)
     entries = session.coordinator.ledger.entries
@@ -179,7 +177,7 @@ def log_left(session: Session, report: DrainReport) -> None:
         logger.warning("close: not captured in time, and lost: %s", few_of(lost))
     if in_memory:
         logger.warning(
-            "close: still owed: %s; what is owed lies in %s, and the next start or 'tierfall drain' finishes it",
+            "close: still owed: %s; what is owed is in %s, and the next start or 'tierfall drain' finishes it",
             few_of(in_memory),
             session.host.path,
         )

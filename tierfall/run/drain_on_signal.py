@@ -1,4 +1,4 @@
-"""A drain when a signal announces the end of the process: on a thread of its own, whatever training is doing."""
+"""A drain on a signal that announces the end of the process: on a thread of its own, beside the training."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ POLL_S = 0.05
 
 
 class DrainOnSignal:
-    """Listens from the time it is made, on the main thread, until ``stop``. The signal has its previous effect once the
-    drain is over: what can be durable is, or the deadline has passed.
+    """Listens for the signal until ``stop``. Made on the main thread.
 
-    Where the same signal asks for a save (``interval.on_signal``), the drain goes on until that save is durable too, or
-    to the deadline, or until the run is closed: ``saves`` counts those that have begun, or were skipped.
+    The signal has its previous effect once the drain has ended: every copy that can be durable is, or the deadline has
+    passed. Where the same signal requests a save (``interval.on_signal``), the drain also waits until that save is
+    durable, or until the run is closed.
     """
 
     def __init__(self, config: Config, session: Session, saves: Callable[[], int]) -> None:
+        """``saves`` returns how many saves have begun, or were skipped."""
         assert config.drain is not None
         self._deadline_s = config.drain.deadline_s
         self._saving = frozenset(config.interval.on_signal)
@@ -44,20 +45,19 @@ class DrainOnSignal:
         )
 
     def stop(self) -> None:
-        """Listen no more: the run is closed."""
+        """Stop listening: the run is closed."""
         self._closed.set()
         signal_hub.stop(self._listener)
 
     def _on_signal(self, number: Signals) -> None:
-        """Count the saves on the thread that saves: the one that the signal asks for may be over before the drain has
-        so much as begun."""
+        """Count the saves on the thread that saves: the requested one may end before the drain begins."""
         self._saves_before.setdefault(number, self._saves())
 
     def _drain(self, number: Signals) -> None:
         ends_s = time.monotonic() + self._deadline_s
         name, session = number.name, self._session
         logger.warning(
-            "%s: what can become durable within %s does; then it has the effect that it had before",
+            "%s: draining for %s at most; then the signal has its previous effect",
             name,
             format_duration(self._deadline_s),
         )
@@ -69,7 +69,7 @@ class DrainOnSignal:
                 report = self._until(ends_s, name, goes_on=True)
         except (
             TierfallError
-        ) as error:  # closed meanwhile, which drains too; or the coordinator has stopped
+        ) as error:  # the run was closed, which drains too, or the coordinator has stopped
             logger.warning("%s: nothing more is drained: %s", name, error)
             return
         left = few_of([f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left])
@@ -80,13 +80,14 @@ class DrainOnSignal:
         return group_commands.drain_here(self._session, left_s, doing=name, goes_on=goes_on)
 
     def _wait_for_save(self, number: Signals, ends_s: float) -> bool:
-        """Wait for the save that the signal asks for as well; False where it has not come in time, or cannot come any
-        more."""
+        """Wait for the save that the signal requests; False where it has not begun in time, or the run was closed."""
         while not self._has_saved_since(number):
             if time.monotonic() >= ends_s or self._closed.wait(POLL_S):
                 return False
         return True
 
     def _has_saved_since(self, number: Signals) -> bool:
-        before = self._saves_before.get(number)  # None: the main thread has not heard of it yet
+        before = self._saves_before.get(
+            number
+        )  # None: the main thread has not handled the signal yet
         return before is not None and self._saves() > before

@@ -1,7 +1,7 @@
-"""A person's orders to a run of several ranks, on the threads that train: every rank makes the same call.
+"""A person's commands to an open run, on the thread that trains; with several ranks, every rank makes the same call.
 
-Rank 0 decides what is meant, its coordinator sees to it that all ranks carry it out, and what came of it is raised or
-returned by all. Nothing here moves a byte.
+Rank 0 decides which checkpoint a command names. Its coordinator has all ranks carry it out, and all ranks raise or
+return the same result. Nothing here moves bytes.
 """
 
 from __future__ import annotations
@@ -22,46 +22,70 @@ from tierfall.policies.defaults import plan_retention
 from tierfall.session.drain_forecast import end_drain, from_json, start_drain, to_json
 from tierfall.session.requests import submit
 from tierfall.session.session import Session
-from tierfall.telemetry.reports import DrainForecast, DrainReport
+from tierfall.session.statistics import checkpoint_infos
+from tierfall.telemetry.reports import CheckpointInfo, DrainForecast, DrainReport
 
 logger = logging.getLogger("tierfall")
-Find = Callable[[], CheckpointId]
 
 
-def run_command(session: Session, kind: CommandKind, named: Mapping[str, Any], find: Find) -> None:
-    """Carry out an order on all ranks. ``find`` says what is meant; of rank 0 it is asked.
+def known_checkpoints(session: Session) -> list[CheckpointInfo]:
+    """Return every known checkpoint, oldest first, those that another process committed for this start included."""
+    session.look()
+    return session.ask(lambda: checkpoint_infos(session.coordinator.ledger, time.time()))
 
-    Raises what kept a tier from it: the same on every rank.
+
+def run_command(session: Session, kind: CommandKind, step: int, attempt: int | None) -> None:
+    """Carry out a command, on all ranks. Rank 0 decides which checkpoint it names.
+
+    Raises StepError where there is none, and what kept a tier from it: the same on every rank.
     """
+    ranks = session.ranks
 
     def decide(bodies: Bodies) -> list[int]:
         check_same(kind, bodies)
-        id = find()
+        id = _find(session, kind, step, attempt)
         return [id.step, id.attempt]
 
-    id = CheckpointId(*session.ranks.agree(kind, dict(named), decide))
+    id = CheckpointId(*ranks.agree(kind, {"step": step, "attempt": attempt}, decide))
     failed: dict[str, BaseException] = {}
-    if session.ranks.topology.is_root:
+    if ranks.topology.is_root:
         failed = _submit(session, kind, id)
-    session.ranks.agree(
+    ranks.agree(
         f"{kind}: end", None, lambda bodies: check(kind, id, failed), timeout_s=_patience_s(session)
     )
+
+
+def _find(session: Session, kind: CommandKind, step: int, attempt: int | None) -> CheckpointId:
+    """Return the newest checkpoint of that step, of the live lineage unless ``attempt`` is given."""
+    known = known_checkpoints(session)
+    fitting = [
+        c
+        for c in known
+        if c.step == step and (not c.abandoned if attempt is None else c.attempt == attempt)
+    ]
+    if not fitting:
+        which = f"step {step}" + ("" if attempt is None else f" of attempt {attempt}")
+        there = ", ".join(f"{c.step}@{c.attempt}" for c in known[-8:]) or "none"
+        raise StepError(f"{kind}: {which} is not known; the newest there are: {there}")
+    return CheckpointId(fitting[-1].step, fitting[-1].attempt)
 
 
 def _submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
     try:
         return submit(session, kind, id)
-    except TierfallError as error:  # the coordinator has stopped: the others must hear of it
+    except (
+        TierfallError
+    ) as error:  # the coordinator has stopped: the other ranks must not wait for it
         return {"tierfall": error}
 
 
 def _patience_s(session: Session) -> float:
-    """Rank 0 may wait for the tiers for ``max_wait``, and the others so much longer for it."""
+    """Return how long ranks wait for rank 0, which may itself wait for its tiers for ``max_wait``."""
     return 2 * session.config.max_wait_s
 
 
 def check(kind: CommandKind, id: CheckpointId, failed: Mapping[str, BaseException]) -> None:
-    """Raise what kept an order from being carried out."""
+    """Raise what kept a command from being carried out; ``failed`` has the error of each tier."""
     for tier, error in failed.items():
         if isinstance(error, StepError):
             raise error
@@ -70,7 +94,7 @@ def check(kind: CommandKind, id: CheckpointId, failed: Mapping[str, BaseExceptio
 
 
 def check_same(what: str, bodies: Bodies) -> None:
-    """Raise RanksError where a rank brought other arguments than rank 0."""
+    """Raise RanksError where a rank called with other arguments than rank 0."""
     for name, ours in bodies[0].items():
         others = [rank for rank, body in bodies.items() if body[name] != ours]
         if others:
@@ -95,8 +119,9 @@ def plan(session: Session) -> list[Decision]:
 
 
 def prune(session: Session, *, dry_run: bool) -> list[Decision]:
-    """Return what rank 0 decides, and carry it out on all ranks unless ``dry_run``."""
+    """Return what retention decides, on rank 0, and carry it out on all ranks unless ``dry_run``."""
     ranks = session.ranks
+    session.look()
 
     def decide(bodies: Bodies) -> list[Any]:
         check_same("prune", bodies)
@@ -104,11 +129,12 @@ def prune(session: Session, *, dry_run: bool) -> list[Decision]:
 
     decisions = ranks.agree("prune", {"dry_run": dry_run}, decide)
     if not dry_run:
-        if ranks.topology.is_root:
+        if ranks.topology.is_root:  # marks by other processes are read first: more may go, or less
             session.ask(session.coordinator.dropper.trust)
             session.wait_idle(session.config.max_wait_s)
         ranks.agree("prune: dropped", None, _ignore_bodies, timeout_s=_patience_s(session))
-        session.wait_idle(session.config.max_wait_s)
+        if ranks.many:
+            session.wait_idle(session.config.max_wait_s)
         ranks.agree("prune: end", None, _ignore_bodies, timeout_s=_patience_s(session))
     return [_decision_from_json(*said) for said in decisions]
 
@@ -133,7 +159,7 @@ def _decision_from_json(
 
 
 def _ignore_bodies(bodies: Bodies) -> None:
-    """Nothing is to be decided."""
+    """The decision of an agreement that only waits for all ranks."""
 
 
 # drain -----------------------------------------------------------------------------------------------
@@ -142,8 +168,11 @@ def _ignore_bodies(bodies: Bodies) -> None:
 def drain_here(
     session: Session, deadline_s: float | None, *, doing: str = "drain", goes_on: bool = True
 ) -> DrainReport:
-    """Wait until every copy that this rank owes is durable, for ``deadline_s`` seconds at most: with a deadline, what
-    can still arrive goes first. ``goes_on``: what could not is begun afterwards; ``doing`` names it in the log."""
+    """Wait until every copy that this rank owes is durable, for ``deadline_s`` seconds at most.
+
+    With a deadline, copies that can arrive in time are written first. ``goes_on``: the others are begun afterwards.
+    ``doing`` names the operation in the log.
+    """
     began = time.monotonic()
     coordinator = session.coordinator
     owed = session.ask(coordinator.left_undone)
@@ -171,9 +200,9 @@ def drain_here(
 
 
 def drain(session: Session, deadline_s: float | None) -> DrainReport:
-    """Wait on all ranks until every owed copy is durable, for the shortest ``deadline_s`` of any at most.
+    """Wait on all ranks until every owed copy is durable, for the shortest ``deadline_s`` of any rank at most.
 
-    The report is the same on all.
+    The report is the same on all ranks.
     """
     began = time.monotonic()
     max_wait_s = session.config.max_wait_s
@@ -185,7 +214,7 @@ def drain(session: Session, deadline_s: float | None) -> DrainReport:
     )
     report = drain_here(session, deadline)
     body = [report.done, report.left, report.lost, to_json(report.forecast)]
-    # rank 0 knows what cannot arrive, and does not wait for it; another waits until the deadline
+    # rank 0 plans, and does not wait for copies that cannot arrive; another rank waits until the deadline
     rest_s = 0.0 if deadline is None else max(0.0, deadline - report.seconds)
     done, left, lost, forecast = session.ranks.agree(
         "drain: end", body, _merge_reports, timeout_s=_patience_s(session) + rest_s
@@ -200,8 +229,10 @@ def drain(session: Session, deadline_s: float | None) -> DrainReport:
 
 
 def settle(session: Session, left_s: Callable[[], float]) -> bool:
-    """At the end: carry out what rank 0 decided until it was done, as to drop what its tiers retain no longer. Returns
-    False where the ranks do not come here together, in the seconds that are ``left_s`` and one more."""
+    """At close, carry out what rank 0 has decided until its end, such as deletions by its retention.
+
+    False where not all ranks reach this within ``left_s()`` seconds, and one second at least.
+    """
     ranks = session.ranks
     if not ranks.many:
         return True
@@ -214,7 +245,7 @@ def settle(session: Session, left_s: Callable[[], float]) -> bool:
         return False
     try:
         session.wait_idle(left_s())
-    except TierfallError as error:  # the coordinator has stopped; the others end as ever
+    except TierfallError as error:  # the coordinator has stopped; the other ranks end normally
         logger.warning("close: rank %d: %s", ranks.topology.rank, error)
     return True
 
@@ -224,8 +255,11 @@ def _triples(copies: Iterable[tuple[CheckpointId, str]]) -> tuple[tuple[int, int
 
 
 def _merge_reports(bodies: Bodies) -> list[list[Any]]:
-    """Put together what all say; the forecast is rank 0's, which plans. A copy that one rank knows to be there is
-    there: others are about to hear of it. What one waits for is left."""
+    """Merge the reports of all ranks; the forecast is that of rank 0, which plans.
+
+    A copy is done where one rank knows that it is committed: the others are about to receive that. It is left where one
+    rank still waits for it.
+    """
     done, left, lost = (
         {tuple(copy) for body in bodies.values() for copy in body[place]} for place in range(3)
     )

@@ -1,8 +1,8 @@
-"""The layouts of what is saved: planned once per structure, and, with other ranks, divided with them.
+"""The layouts of saved states: planned once per structure; with several ranks, replicas are assigned to one of them.
 
-With other ranks, the first save of a structure waits for all of them to bring what they save (``scheduler.dividing``),
-and digests what several hold. After that a layout is found again with nobody asked, and a part of what several hold
-is read at each save, to be compared (``capture.replicas``).
+With several ranks, the first save of a structure waits until all ranks have reported what they save
+(``scheduler.group.dedup``), and digests the replicas. Later saves reuse the layout without a message, and read a part
+of the replicas at each save, to be compared (``sampling.replicas``).
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ logger = logging.getLogger("tierfall")
 
 KEPT = 4
 ANSWER_S = 5.0
-"""So much longer than ``max_wait`` a save waits for rank 0 to say that there is no division."""
+"""Seconds beyond ``max_wait`` that a save waits for rank 0's answer that there is no assignment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlannedLayout:
-    """A layout, of the state that ``structure`` names, and the division that it leaves tensors out by, which depends on
-    ``changes`` and ``rules`` of the state, too; what of its tensors is compared with other ranks (``replicas``);
-    ``divided``: there is nothing that could be left out."""
+    """A cached layout, and the replica assignment (``division``) it was planned with.
+
+    Both depend on ``structure``, ``changes`` and ``rules`` of the state. ``replicas`` is what is compared with other
+    ranks. ``divided``: no tensor could be left out.
+    """
 
     layout: Layout
     structure: str
@@ -60,27 +62,27 @@ class Layouts:
     def __init__(
         self, session: Session, *, max_wait_s: float, step_s: Callable[[], float | None]
     ) -> None:
-        """``step_s`` says how long a training step takes."""
+        """``step_s`` returns how long a training step takes, in seconds; None while that is not known."""
         self._session = session
         self._step_s = step_s
         self._max_wait_s = max_wait_s
         self._planned: list[_PlannedLayout] = []
-        self._stands: str | None = None
-        """The structure with nothing to share that the other ranks know of, if it was the last to be said."""
+        self._reported: str | None = None
+        """The structure without replicas that was reported to the other ranks last; None once another was."""
 
     def of(
         self,
         view: StateView,
         id: CheckpointId,
     ) -> tuple[Layout, bytes, Share | None]:
-        """Return layout and header of a view, and what the other ranks must know of how it was divided."""
+        """Return layout and header of a view, and how its replicas were assigned, for the other ranks."""
         divider = self._divider
         found = next((p for p in self._planned if p.serves(view)), None)
         share = found.share if found is not None and divider is not None else None
-        if found is None or (divider is not None and not self._still(found, divider)):
+        if found is None or (divider is not None and not self._is_current(found, divider)):
             found, share = self._plan(view, id, divider)
         header = found.layout.header(view)
-        if header is None:  # a value outgrew the room that was left for it
+        if header is None:  # a value outgrew the space reserved for it
             left_out = dict(found.layout.elsewhere)
             found = self._keep(replace(found, layout=plan_layout(view, left_out)))
             header = found.layout.header(view)
@@ -92,10 +94,10 @@ class Layouts:
         commits = self._session.coordinator.commits
         return None if commits is None else commits.divider
 
-    def _still(self, planned: _PlannedLayout, divider: ReplicaAssigner) -> bool:
-        """Say whether the ranks still hold to a division."""
+    def _is_current(self, planned: _PlannedLayout, divider: ReplicaAssigner) -> bool:
+        """Return whether the ranks still use the assignment that a layout was planned with."""
         if planned.divided:
-            return self._stands == planned.structure
+            return self._reported == planned.structure
         division = divider.divisions.get(planned.structure)
         return division is not None and division is planned.division
 
@@ -110,16 +112,17 @@ class Layouts:
             return self._keep(_planned(view, whole, whole.structure)), None
         shareable = ReplicatedTensors(view, whole.structure, step_s=self._step_s() or 0.0)
         structure = shareable.table.structure
-        asked = AssignmentRequest(id=id, shareable=shareable, answer=_no_assignment)
-        self._stands = None if shareable.numbers else structure
+        self._reported = None if shareable.numbers else structure
         if not shareable.numbers:
-            self._session.coordinator.post(asked)
+            self._session.coordinator.post(
+                AssignmentRequest(id=id, shareable=shareable, answer=_ignore_assignment)
+            )
             planned = self._keep(_planned(view, whole, structure, divided=True))
             return planned, planned.share
         division = divider.divisions.get(structure)
         digests = None
         if division is None:
-            division = self._ask(asked)
+            division = self._request_assignment(id, shareable)
             if division is not None and len(division.keys):
                 digests = shareable.digests(division)
         rank = self._session.ranks.shard.rank
@@ -133,23 +136,26 @@ class Layouts:
             planned.share, digests=digests
         )
 
-    def _ask(self, asked: AssignmentRequest) -> ReplicaAssignment | None:
-        """Have what the ranks hold divided; None where they do not all come to be asked."""
+    def _request_assignment(
+        self, id: CheckpointId, shareable: ReplicatedTensors
+    ) -> ReplicaAssignment | None:
+        """Have the replicas assigned to ranks; None where not all ranks report what they save."""
         done, answers = InterruptibleEvent(), []
 
-        def tell(division: ReplicaAssignment | None) -> None:
+        def on_answer(division: ReplicaAssignment | None) -> None:
             answers.append(division)
             done.ring()
 
-        asked.answer = tell
-        self._session.coordinator.post(asked)
+        self._session.coordinator.post(
+            AssignmentRequest(id=id, shareable=shareable, answer=on_answer)
+        )
         if not self._session.wait(done, self._max_wait_s + ANSWER_S):
             logger.warning(
-                "save: rank 0 did not say within max_wait how to divide step %d", asked.id.step
+                "save: rank 0 did not say within max_wait how to divide step %d", id.step
             )
             return None
         if answers[0] is None:
-            logger.info("save of step %d: each rank writes all that it holds", asked.id.step)
+            logger.info("save of step %d: each rank writes all that it holds", id.step)
         return answers[0]
 
     def _keep(self, planned: _PlannedLayout) -> _PlannedLayout:
@@ -178,5 +184,5 @@ def _planned(
     )
 
 
-def _no_assignment(division: ReplicaAssignment | None) -> None:
-    """The answer before a save waits for one."""
+def _ignore_assignment(division: ReplicaAssignment | None) -> None:
+    """The answer to a report of a structure without replicas."""

@@ -1,7 +1,6 @@
-"""How one process restores: what may be restored, agreed on with the other ranks; where its parts lie; and what the
-line goes on from.
+"""How one process restores: the candidates, agreed on with the other ranks, their images, and the lineage after it.
 
-It knows no state: whoever calls plans where the bytes go.
+It knows no state: the caller plans where the bytes go.
 """
 
 from __future__ import annotations
@@ -32,35 +31,44 @@ from tierfall.core.types.text import few_of
 from tierfall.core.types.values import CheckpointId
 from tierfall.session.leftovers import regions_in
 from tierfall.session.session import Session
-from tierfall.session.start import is_shared, reported_tiers
 from tierfall.setup.lineage import SavingLineage, as_step
+from tierfall.setup.tiers import is_shared, reported_tiers
 
 logger = logging.getLogger("tierfall")
 SLOWER = 10
-"""A rank that has taken its memory, or has filled its part of a restore, waits for the others for so many times
-``max_wait``: how long either takes is a matter of bytes."""
+"""Factor of ``max_wait`` for waits on other ranks that move bytes: how long those take depends on the size of the
+state."""
+
+
+def patience_s(config: Config) -> float:
+    """Return how many seconds one rank waits for another where bytes are moved."""
+    return SLOWER * config.max_wait_s
 
 
 class Restorer:
-    """See the module. ``connect`` makes what ranks exchange bytes over; without it each reads for itself."""
+    """See the module."""
 
     def __init__(
-        self, config: Config, session: Session, line: SavingLineage, *, connect: Connect | None
+        self,
+        config: Config,
+        session: Session,
+        lineage: SavingLineage,
+        *,
+        connect: Connect | None,
+        on_continued: Callable[[int], None],
     ) -> None:
+        """``connect`` makes what ranks exchange bytes over; without it each rank reads for itself. ``on_continued`` is
+        called with the step that the lineage continues from."""
         self._config = config
         self._session = session
-        self._line = line
+        self._lineage = lineage
         self._connect = connect
-        self.has_gone_on: Callable[[int], None] = _ignore_step
-
-    @property
-    def slower_s(self) -> float:
-        """How long one rank waits for another where bytes are moved."""
-        return SLOWER * self._config.max_wait_s
+        self._on_continued = on_continued
+        self.patience_s = patience_s(config)
 
     @contextmanager
-    def nothing_dropped(self) -> Iterator[None]:
-        """Keep every copy where it is, until what was read is known to be what this run goes on from."""
+    def deletions_paused(self) -> Iterator[None]:
+        """Pause deletions until it is known whether the run continues from what was read."""
         session = self._session
         dropper = session.coordinator.dropper
         try:
@@ -70,21 +78,23 @@ class Restorer:
             session.tell(lambda: setattr(dropper, "paused", False))
 
     @contextmanager
-    def half_filled_noted(self, only: tuple[str, ...] | None) -> Iterator[Callable[[], None]]:
-        """Let nothing be saved after an error that left the state, or this part of it, half filled, until a restore of
-        it succeeds. Yield what is called before the state is written to: an interrupt after that is such an error."""
+    def noting_half_filled(self, only: tuple[str, ...] | None) -> Iterator[Callable[[], None]]:
+        """Refuse saves after an error that left the state, or the part ``only``, half filled, until a restore succeeds.
+
+        Yields a function to call before the state is written: an interrupt after that is such an error.
+        """
         begun: list[bool] = []
         try:
             yield lambda: begun.append(True)
         except BaseException as error:
             if HALF_FILLED in str(error) or (begun and not isinstance(error, Exception)):
-                self._line.half_filled.add(only)
+                self._lineage.half_filled.add(only)
             raise
 
     def request(
         self, step: int | None, attempt: int | None, tier: str | None, unreachable: str
     ) -> RestoreRequest:
-        """Check what a caller asked for; ConfigError for what cannot be."""
+        """Return a request made of the arguments of ``restore``; ConfigError for invalid ones."""
         if unreachable not in ("raise", "ignore"):
             raise ConfigError(
                 f"restore: unreachable must be 'raise' or 'ignore', not {unreachable!r}"
@@ -101,22 +111,24 @@ class Restorer:
     def fill(
         self, request: RestoreRequest, make_plan: Callable[[Any], Any], resize: ResizeRules
     ) -> RestoreResult | None:
-        """Fill what ``make_plan`` plans from the newest checkpoint that is good, on all ranks; None where there is
-        none. Raises RestoreError."""
+        """Fill what ``make_plan`` plans from the newest good checkpoint, on all ranks; None where there is none.
+
+        Raises RestoreError where no candidate can be read whole.
+        """
         session, tally = self._session, self._session.tally()
         listings = session.list_now()
-        hosts = session.hosts()
+        hosts = session.tiers.hosts()
         ranks, many = session.ranks, session.ranks.many
         with ExitStack() as seen:
 
             def look_again() -> Sequence[Listing]:
-                hosts[:] = seen.enter_context(session.looking_at_node())
-                return session.with_memory(listings, hosts)
+                hosts[:] = seen.enter_context(session.tiers.looking_at_node())
+                return session.tiers.with_memory(listings, hosts)
 
             candidates = self.candidates(listings, request, tally, look_again)
             if not candidates:
                 return None
-            open_image = session.opener(regions_in(hosts))
+            open_image = session.tiers.opener(regions_in(hosts))
             where = (candidates, listings, request, open_image, ranks.shard)
             return fill_first(
                 candidates,
@@ -128,18 +140,18 @@ class Restorer:
                 shard=ranks.shard,
                 ring=session.ring,
                 resize=resize,
-                together=make_barrier(ranks, timeout_s=self.slower_s) if many else None,
+                together=make_barrier(ranks, timeout_s=self.patience_s) if many else None,
                 exchange=self.exchange(),
                 nowhere=self.nowhere,
             )
 
     @property
     def nowhere(self) -> str:
-        """What it means that no tier here holds a part."""
+        """Return what an error adds where no tier of this rank holds an image."""
         return NOT_SENT if self._session.ranks.many and self._connect is None else NOWHERE
 
     def exchange(self) -> Exchange | None:
-        """Return how ranks exchange bytes; None where each reads for itself."""
+        """Return what exchanges bytes between ranks; None where each rank reads for itself."""
         if self._connect is None:
             return None
         return Exchange(
@@ -147,7 +159,7 @@ class Restorer:
             connect=self._connect,
             order=[tier.name for tier in self._config.chain],
             shared=[tier.name for tier in self._config.stored if is_shared(tier)],
-            timeout_s=self.slower_s,
+            timeout_s=self.patience_s,
         )
 
     def candidates(
@@ -157,9 +169,9 @@ class Restorer:
         tally: ReadTally,
         look_again: Callable[[], Sequence[Listing]] | None = None,
     ) -> list[KnownCheckpoint]:
-        """What may be restored, newest first, the same on all ranks."""
+        """Return the checkpoints that may be restored, newest first, the same on all ranks."""
         ranks = self._session.ranks
-        if not self._session.puts_together:
+        if not self._session.tiers.agrees:
             return choose(listings, request, tally)
         told = reported_tiers(self._config, ranks)
         return agree_to_restore(
@@ -167,21 +179,21 @@ class Restorer:
         )
 
     def opener(self) -> OpenImage:
-        """What opens images, those in the memory of this process too."""
-        return self._session.opener(regions_in(self._session.hosts()))
+        """Return what opens images, those in the memory of this process included."""
+        tiers = self._session.tiers
+        return tiers.opener(regions_in(tiers.hosts()))
 
     def continue_from(
         self, checkpoint: KnownCheckpoint, any_saved: bool, *, verified: tuple[str, ...] = ()
     ) -> None:
-        """The line goes on from here; what this start saved before, on any rank, belongs to another one. All of this
-        rank's part was read, and was good, on the tiers ``verified``."""
+        """Let the lineage continue from a restored checkpoint, as a new attempt where ``any_saved``: where any rank has
+        saved since the last restore. This rank's image was read whole, and was good, on the tiers ``verified``."""
         id, commit = checkpoint.id, checkpoint.commit
         assert commit is not None
-        attempt = self._line.attempt
+        attempt = self._lineage.attempt
         if any_saved:
-            self._session.listings = self._session.list_now()
-            attempt = self._session.take_attempt()
-        self._line.continue_from(commit, attempt)
+            attempt = self._session.begin_attempt()
+        self._lineage.continue_from(commit, attempt)
         log_abandoned(self._session.run, self._session.known(), id)
         coordinator = self._session.coordinator
 
@@ -190,26 +202,22 @@ class Restorer:
             coordinator.ledger.go_on_from(id, attempt=attempt.number)
 
         self._session.ask(go_on)
-        self.has_gone_on(id.step)
-
-
-def _ignore_step(step: int) -> None:
-    """Nobody asked to hear from which step the line goes on."""
+        self._on_continued(id.step)
 
 
 def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:
-    """Say which checkpoints the line that begins here leaves behind, and which an earlier start did, that may not have
-    seen them: they go once it is as safe."""
+    """Log which checkpoints are abandoned by the lineage that begins here, and which an earlier start abandoned, as it
+    may not have seen them."""
     loose = [c for c in known if not (c.tombstoned or c.pinned)]
     begins = "anew" if from_id is None else f"at {from_id}"
     newer = [c for c in loose if from_id is None or c.id.step > from_id.step]
     for left, who in (
-        ([c for c in newer if not c.abandoned], f"the line that begins {begins} leaves behind"),
-        ([c for c in loose if c.abandoned], "an earlier start has left behind"),
+        ([c for c in newer if not c.abandoned], f"the lineage that begins {begins} abandons"),
+        ([c for c in loose if c.abandoned], "an earlier start has abandoned"),
     ):
         if left:
             logger.warning(
-                "run %s: %s %s; each tier deletes its own once the present line has a copy that is as safe. To keep "
+                "run %s: %s %s; each tier deletes its own once the present lineage has a copy as safe. To keep "
                 "one, pin it now",
                 run,
                 who,

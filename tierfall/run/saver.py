@@ -1,7 +1,7 @@
 """Saving: from a state to a snapshot under capture, on the training thread.
 
-It finds the layout, asks the coordinator for room, decides whether the capture may be lazy, and begins it. What becomes
-of the snapshot afterwards is the capture thread's and the coordinator's business.
+It finds the layout, requests a region from the coordinator, decides whether the capture is lazy, and begins it. From
+then on the snapshot belongs to the capture thread and the coordinator.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,9 +36,7 @@ from tierfall.core.runtime.gc_pause import gc_paused
 from tierfall.core.runtime.pinned import cuda_available
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import Streams
-from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.sampling.image_check import CheckPlan, ImageCheck
-from tierfall.core.scheduler.ledger.tasks import AdmissionRequest
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state as describe_state
 from tierfall.core.state.walk_cache import WalkCache
@@ -53,19 +52,47 @@ from tierfall.core.types.values import (
 )
 from tierfall.policies.defaults import LazyTrial, choose_lazy, tiers_owed
 from tierfall.run.layouts import Layouts
-from tierfall.session import statistics
+from tierfall.session.requests import RegionRequest
+from tierfall.session.save_arguments import checked_metrics, checked_tags, records_bytes
 from tierfall.session.session import Session
+from tierfall.session.statistics import SaveCounts
 from tierfall.setup.lineage import SavingLineage
 from tierfall.tiers.device import DeviceSlab
 
 logger = logging.getLogger("tierfall")
 
-TRIALS_REMEMBERED = 300
-CUTTINGS_REMEMBERED = 4
+TRIALS_KEPT = 300
+SEGMENTATIONS_KEPT = 4
 DIGEST_SHARE = 0.01
-"""Of a training step, the share that digests of whole ranges of the state may take at a save."""
+"""The fraction of a training step that digests of whole ranges of the state may take at a save."""
 DIGEST_UNKNOWN_S = 2e-4
-"""What they may take while it is not known how long a step takes."""
+"""The seconds that they may take while the time of a step is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCall:
+    """One call of ``save``, which began at ``began_s`` on the monotonic clock.
+
+    Without ``may_be_lazy``, all of the state is copied before the call returns; ``at_end``: every tier is to get it.
+    """
+
+    step: int
+    began_s: float
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    tags: Sequence[str] = ()
+    may_be_lazy: bool = True
+    at_end: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlannedImage:
+    """A state, and where its bytes are in the image. ``settled``: they never change, so that no barrier is needed."""
+
+    view: StateView
+    layout: Layout
+    header: bytes
+    share: Share | None = None
+    settled: bool = False
 
 
 class Saver:
@@ -78,213 +105,164 @@ class Saver:
         capturer: Capturer,
         step_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """``step_s`` says how long a training step takes."""
+        """``step_s`` returns how long a training step takes, in seconds; None while that is not known."""
         self._config = config
         self._session = session
         self._capturer = capturer
         self._layouts = Layouts(session, max_wait_s=config.max_wait_s, step_s=step_s)
-        self._recall = WalkCache()
+        self._walk_cache = WalkCache()
         self._step_s = step_s
-        self._cuttings: deque[tuple[Segmentation, CheckPlan]] = deque(maxlen=CUTTINGS_REMEMBERED)
+        self._segmentations: deque[tuple[Segmentation, CheckPlan]] = deque(
+            maxlen=SEGMENTATIONS_KEPT
+        )
         self._targets = TargetCache()
         self._streams = Streams()
         self._places = CaptureDevices(self._streams, _open_slab(config))
         self._pace = RateLimiter(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
         self._mode = _LazyMode(config.capture.mode)
-        self.counts = statistics.SaveCounts(steps=session.step_timer)
+        self.counts = SaveCounts(steps=session.step_timer)
         self.lock = threading.RLock()
-        """Held by whoever saves: one save after another, whichever threads they come from."""
+        """Held during a save: saves of several threads follow one another."""
 
     def save(
-        self,
-        line: SavingLineage,
-        step: int,
-        describe: Callable[[WalkCache], StateView],
-        metrics: Mapping[str, Any],
-        tags: Sequence[str],
-        began: float,
-        *,
-        may_be_lazy: bool = True,
-        at_end: bool = False,
+        self, lineage: SavingLineage, call: SaveCall, walk: Callable[[WalkCache], StateView]
     ) -> SaveHandle:
-        """Begin the capture of the state that ``describe`` walks as the next checkpoint of ``line``; see
-        ``Checkpointer.save``. Without ``may_be_lazy`` all of it is copied when this returns; ``at_end``: every tier is
-        to get it."""
-        metrics = statistics.checked_metrics(metrics)
-        tags = statistics.checked_tags(tags)
-        with gc_paused():
-            view = describe(self._recall)
-            id = CheckpointId(step, line.attempt.number)
-            layout, header, share = self._layouts.of(view, id)
-        self._capturer.barrier.gradients.saving(step, view.parameters)
-        return self._begin(
-            line,
-            step,
-            view,
-            layout,
-            header,
-            metrics,
-            tags,
-            began,
-            share=share,
-            may_be_lazy=may_be_lazy,
-            at_end=at_end,
+        """Begin the capture of the state that ``walk`` returns a view of, as the next checkpoint of ``lineage``."""
+        call = replace(
+            call,
+            metrics=checked_metrics(call.metrics),
+            tags=checked_tags(call.tags),
         )
+        with gc_paused():
+            view = walk(self._walk_cache)
+            id = CheckpointId(call.step, lineage.attempt.number)
+            layout, header, share = self._layouts.of(view, id)
+        self._capturer.barrier.gradients.saving(call.step, view.parameters)
+        image = _PlannedImage(view=view, layout=layout, header=header, share=share)
+        return self._begin(lineage, call, image)
 
     def save_files(
-        self, line: SavingLineage, step: int, files: Mapping[str, torch.Tensor], began: float
+        self, lineage: SavingLineage, step: int, files: Mapping[str, torch.Tensor], began_s: float
     ) -> SaveHandle:
-        """Begin the capture of files, as tensors of bytes by their names, that nothing changes any more.
+        """Begin the capture of files: tensors of bytes, by name, that never change.
 
-        What is known of the training's own state stays as it is; no barrier waits for this capture.
+        No barrier waits for this capture, and what is known of the training's state for the next save is kept.
         """
         view = describe_state({FILES_ENTRY: dict(files)}, with_random=False)
         layout = plan_layout(view)
         header = layout.header(view)
         assert header is not None, "a layout without room for the values that it was made for"
-        return self._begin(line, step, view, layout, header, {}, (), began, settled=True)
+        image = _PlannedImage(view=view, layout=layout, header=header, settled=True)
+        return self._begin(lineage, SaveCall(step=step, began_s=began_s), image)
 
-    def _begin(
-        self,
-        line: SavingLineage,
-        step: int,
-        view: StateView,
-        layout: Layout,
-        header: bytes,
-        metrics: Mapping[str, Any],
-        tags: tuple[str, ...],
-        began: float,
-        *,
-        share: Share | None = None,
-        settled: bool = False,
-        may_be_lazy: bool = True,
-        at_end: bool = False,
-    ) -> SaveHandle:
-        place = replace(self._place(line, step), at_end=at_end)
+    def _begin(self, lineage: SavingLineage, call: SaveCall, image: _PlannedImage) -> SaveHandle:
+        place = replace(self._place(lineage, call.step), at_end=call.at_end)
+        id = place.checkpoint
         rules = self._session.coordinator.ledger.rules
-        owed = tiers_owed(rules, place.ordinal, at_end=at_end)
+        owed = tiers_owed(rules, place.ordinal, at_end=call.at_end)
         tiers = tuple(name for name in owed if name in self._session.stores)
-        handle = SaveHandle(place.checkpoint, tiers, in_memory=self._session.host.name)
-        room = self._request_region(place, layout, metrics, tags)
-        try:  # while the coordinator makes room
-            with gc_paused():
-                if share is not None:  # before any copy, which follows on the device
-                    share.read(view, place.ordinal, self._streams)
-                decide = None
-                if not settled:
-                    decide = partial(self._choose_lazy, view, step, began, may_be_lazy=may_be_lazy)
-                plan = self._plan(view, layout, decide)
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            room.cancel()
-            failure = as_capture_error(place.checkpoint, error)
-            raise failure from failure.__cause__
+        handle = SaveHandle(
+            id,
+            tiers,
+            in_memory=self._session.host.name,
+            before_wait=partial(self._help_capture, id, threading.get_ident()),
+        )
+        room = self._request_region(place, image.layout, call)
+        with _as_capture_errors(id, room.cancel), gc_paused():  # while the coordinator makes room
+            if image.share is not None:  # before any copy, which follows on the device
+                image.share.read(image.view, place.ordinal, self._streams)
+            plan = self._plan(image, call)
         region, no_room = room.wait()
         if region is None:
             assert no_room is not None
             self._mode.skipped()
-            self._skip(line, handle, no_room)
+            self._skip(lineage, handle, no_room)
             return handle
-        if not settled:
+        if not image.settled:
             self._capturer.evidence.forget()
-        try:
-            with gc_paused():
-                snapshot = self._snapshot(region, place, layout, header, handle, metrics, plan)
-                snapshot.share = share
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            region.release()
-            failure = as_capture_error(place.checkpoint, error)
-            raise failure from failure.__cause__
-        snapshot.tags = tags
-        line.advance(place)
+        with _as_capture_errors(id, region.release), gc_paused():
+            snapshot = self._snapshot(region, place, image, handle, call, plan)
+        lineage.advance(place)
         try:
             self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
-            if settled:
-                self._capture_settled(snapshot, began)
+            if image.settled:
+                self._capture_settled(snapshot, call.began_s)
             else:
-                self._capture(snapshot, began, lazy=plan.lazy)
+                self._capture(snapshot, call.began_s, lazy=plan.lazy)
         except BaseException as error:
             self._capturer.give_up(snapshot, error)
             raise
         return handle
 
-    def tell_others(self, line: SavingLineage, step: int, error: BaseException) -> None:
-        """A save ended by an exception: no other rank is to wait for it, and all lines stay at the same place."""
-        if not self._session.ranks.many or line.is_at(step):
+    def report_failed(self, lineage: SavingLineage, step: int, error: BaseException) -> None:
+        """Report to the other ranks that this rank's save has failed: none waits for it, and all count its ordinal."""
+        if not self._session.ranks.many or lineage.is_at(step):
             return
-        place = self._place(line, step)
-        if not line.has_passed(step):
-            line.advance(place)
+        place = self._place(lineage, step)
+        if not lineage.has_passed(step):
+            lineage.advance(place)
         outcome = SaveOutcome.SKIPPED if isinstance(error, CapacityError) else SaveOutcome.FAILED
         self._session.coordinator.post(
             SaveGivenUp(id=place.checkpoint, error=error, outcome=outcome)
         )
 
-    def _place(self, line: SavingLineage, step: int) -> Lineage:
-        """The next place in the line; other ranks may have counted further."""
-        return line.next(step, above=self._session.coordinator.ledger.least_ordinal)
+    def _place(self, lineage: SavingLineage, step: int) -> Lineage:
+        """Return the next place in the lineage; other ranks may have counted further."""
+        return lineage.next(step, above=self._session.coordinator.ledger.least_ordinal)
 
     def close(self) -> None:
-        """Let go of host memory, and of the device's."""
+        """Release references to host memory, and the device's memory."""
         self._targets.clear()
         self._places = CaptureDevices(Streams())
 
-    def _request_region(
-        self, place: Lineage, layout: Layout, metrics: Mapping[str, Any], tags: tuple[str, ...]
-    ) -> _RegionRequest:
-        """Ask for a region of host memory. Raises CapacityError where an image has no place on some tier at all."""
+    def _request_region(self, place: Lineage, layout: Layout, call: SaveCall) -> RegionRequest:
+        """Request a region of host memory. Raises CapacityError where some tier can never hold such an image."""
         self._check_capacities(layout)
-        records = statistics.records_bytes(layout, self._config.chunk_bytes, metrics, tags, place)
+        records = records_bytes(layout, self._config.chunk_bytes, call.metrics, call.tags, place)
         self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
-        return _RegionRequest(
+        return RegionRequest(
             self._session,
             place.checkpoint,
             image_bytes=layout.image_bytes,
             records_bytes=records,
-            max_wait_s=self._config.max_wait_s,
         )
 
-    def _plan(
-        self,
-        view: StateView,
-        layout: Layout,
-        choose_lazy: Callable[[], tuple[bool, ...] | None] | None,
-    ) -> _CapturePlan:
+    def _plan(self, image: _PlannedImage, call: SaveCall) -> _CapturePlan:
         """Decide how a state is captured, and read what its image is compared with."""
+        view = image.view
         places = self._places.of(view.sources)
-        lazy = None if choose_lazy is None else choose_lazy()
-        cutting, check = self._cut(layout, view, places, lazy)
-        sources = TensorSources(view, cutting.lazy)
+        lazy = None if image.settled else self._choose_lazy(view, call)
+        segments, check = self._cut(image.layout, view, places, lazy)
+        sources = TensorSources(view, segments.lazy)
         if lazy is None or check is None:
-            return _CapturePlan(places, cutting, sources, None, lazy=lazy is not None)
+            return _CapturePlan(places, segments, sources, None, lazy=lazy is not None)
         streams = self._places.streams if places else {}
         begun = check.begin(sources, streams, self._check_s())
-        return _CapturePlan(places, cutting, sources, begun, lazy=True)
+        return _CapturePlan(places, segments, sources, begun, lazy=True)
 
     def _snapshot(
         self,
         region: HostRegion,
-        line: Lineage,
-        layout: Layout,
-        header: bytes,
+        place: Lineage,
+        image: _PlannedImage,
         handle: SaveHandle,
-        metrics: Mapping[str, Any],
+        call: SaveCall,
         plan: _CapturePlan,
     ) -> Snapshot:
         """Begin to fill a region: what is not captured lazily is copied here."""
         post = self._session.coordinator.post
-        id = line.checkpoint
-        chunk = self._config.chunk_bytes
+        id, layout = place.checkpoint, image.layout
         fixed = {
             name: self._places.fixed(value, plan.places)
             if isinstance(value, torch.Tensor)
             else value
-            for name, value in metrics.items()
+            for name, value in call.metrics.items()
         }
         filling = ImageCopier(
             targets=self._targets.of(region.tensor(), layout),
             memory=region.image,
-            header=header,
-            cutting=plan.cutting,
+            header=image.header,
+            cutting=plan.segments,
             sources=plan.sources,
             streams=self._places.streams if plan.places else None,
             slab=self._places.slab if plan.places else None,
@@ -293,10 +271,12 @@ class Saver:
             on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
         )
         return Snapshot(
-            line=line,
+            line=place,
             shard=self._session.ranks.shard,
             geometry=Geometry(
-                image_bytes=layout.image_bytes, data_start=layout.data_start, chunk_bytes=chunk
+                image_bytes=layout.image_bytes,
+                data_start=layout.data_start,
+                chunk_bytes=self._config.chunk_bytes,
             ),
             structure=layout.structure,
             pieces=layout.pieces,
@@ -305,7 +285,9 @@ class Saver:
             filling=filling,
             wall_time_s=time.time(),
             metrics=fixed,
+            tags=tuple(call.tags),
             node=self._session.node,
+            share=image.share,
         )
 
     def _cut(
@@ -315,19 +297,19 @@ class Saver:
         places: Sequence[int],
         lazy: Sequence[bool] | None,
     ) -> tuple[Segmentation, CheckPlan | None]:
-        """Return the segments of a layout, and how an image of it is checked; both are kept for the next saves."""
-        if lazy is None:  # all is copied before save returns, by two threads at once
+        """Return the segments of a layout, and how an image of it is checked; both are cached for the next saves."""
+        if lazy is None:  # all is copied before save returns, by two threads
             lazy = tuple(changes is Changes.ON_STEP for changes in view.changes)
-        known = (both for both in self._cuttings if both[0].serves(layout, view, places, lazy))
+        known = (both for both in self._segmentations if both[0].serves(layout, view, places, lazy))
         found = next(known, None)
         if found is None:
-            cutting = Segmentation(layout, view, self._config.chunk_bytes, places, lazy)
-            found = cutting, CheckPlan(cutting, view)
-            self._cuttings.appendleft(found)
+            segments = Segmentation(layout, view, self._config.chunk_bytes, places, lazy)
+            found = segments, CheckPlan(segments, view)
+            self._segmentations.appendleft(found)
         return found[0], None if self._config.capture.verify is Verify.OFF else found[1]
 
     def _check_s(self) -> float | None:
-        """How long digests of the state may take at this save; None where all is to be digested."""
+        """Return how many seconds digests of the state may take at this save; None where all is digested."""
         if self._config.capture.verify is Verify.FULL:
             return None
         step_s = self._step_s()
@@ -343,123 +325,83 @@ class Saver:
                     f"({capacity} bytes): raise it, or take the tier out of the chain"
                 )
 
-    def _skip(self, line: SavingLineage, handle: SaveHandle, error: BaseException) -> None:
+    def _skip(self, lineage: SavingLineage, handle: SaveHandle, error: BaseException) -> None:
         if not isinstance(error, CapacityError):
             raise error
         handle.tell_given_up(SaveOutcome.SKIPPED, error)
         self.counts.skipped += 1
-        self.tell_others(line, handle.step, error)
+        self.report_failed(lineage, handle.step, error)
         if self._config.on_error is OnError.RAISE:
             raise error
 
-    def _capture_settled(self, snapshot: Snapshot, began: float) -> None:
-        """Begin the capture of what nothing changes any more."""
+    def _capture_settled(self, snapshot: Snapshot, began_s: float) -> None:
+        """Begin the capture of a state that never changes."""
         self.counts.note(snapshot.handle, lazy=False)
         self.counts.settled += 1
         self._capturer.begin_settled(snapshot)
-        snapshot.handle.tell_begun(
-            bytes=snapshot.geometry.image_bytes, lazy=False, blocked_s=time.monotonic() - began
-        )
+        _tell_begun(snapshot, began_s, lazy=False)
 
-    def _choose_lazy(
-        self, view: StateView, step: int, began: float, *, may_be_lazy: bool
-    ) -> tuple[bool, ...] | None:
-        """Say which tensors are captured lazily; None where none is."""
+    def _choose_lazy(self, view: StateView, call: SaveCall) -> tuple[bool, ...] | None:
+        """Return which tensors are captured lazily; None where none is."""
         evidence = self._capturer.evidence
         first = self.counts.begun == self.counts.settled
         reason = evidence.why_blocking(elsewhere=self._places.elsewhere, first=first)
         chosen = evidence.choose(view) if reason is None else ()
         if reason is None and not any(chosen):
             reason = "no tensor of it is known to change only inside an optimizer's step"
-        lazy = self._mode.is_lazy(step, began, may_be=may_be_lazy and reason is None)
+        lazy = self._mode.is_lazy(
+            call.step, call.began_s, may_be=call.may_be_lazy and reason is None
+        )
         self.counts.capture = self._mode.reason
-        if may_be_lazy and reason is not None and not first and self._mode.wants_lazy:
+        if call.may_be_lazy and reason is not None and not first and self._mode.wants_lazy:
             evidence.say_once(f"this save captures blocking: {reason}")
         return chosen if lazy else None
 
-    def _capture(self, snapshot: Snapshot, began: float, *, lazy: bool) -> None:
+    def _capture(self, snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
         self.counts.note(snapshot.handle, lazy=lazy)
-        if lazy:
-            id, saver = snapshot.id, threading.get_ident()
-
-            def help_capture(timeout: float | None) -> None:
-                if threading.get_ident() == saver:
-                    self._capturer.help_capture(id, timeout)
-
-            snapshot.handle.before_wait = help_capture
         try:
             self._capturer.begin(snapshot, lazy=lazy, here=bool(self._places.elsewhere))
         finally:
-            snapshot.handle.tell_begun(
-                bytes=snapshot.geometry.image_bytes,
-                lazy=lazy,
-                blocked_s=time.monotonic() - began,
-            )
+            _tell_begun(snapshot, began_s, lazy=lazy)
+
+    def _help_capture(self, id: CheckpointId, saver: int, timeout: float | None) -> None:
+        """Help the capture to end where the thread that saved waits on its handle: this is a barrier, since that thread
+        changes nothing meanwhile."""
+        if threading.get_ident() == saver:
+            self._capturer.help_capture(id, timeout)
+
+
+def _tell_begun(snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
+    snapshot.handle.tell_begun(
+        bytes=snapshot.geometry.image_bytes, lazy=lazy, blocked_s=time.monotonic() - began_s
+    )
+
+
+@contextmanager
+def _as_capture_errors(id: CheckpointId, undo: Callable[[], object]) -> Iterator[None]:
+    """Undo what was begun for a save that ends in an error, and raise that as a CaptureError."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 - raised again below
+        undo()
+        failure = as_capture_error(id, error)
+        raise failure from failure.__cause__
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturePlan:
-    """How one state is captured: the ``places`` of its tensors, and of these what is cut into which segments; what its
-    image is compared with; and whether anything of it is captured lazily."""
+    """How one state is captured: the ``places`` of its tensors, their segments, what the image is compared with
+    (``check``), and whether any of it is captured lazily."""
 
     places: Sequence[int]
-    cutting: Segmentation
+    segments: Segmentation
     sources: TensorSources
     check: ImageCheck | None
     lazy: bool
 
 
-class _RegionRequest:
-    """A region of host memory that the coordinator was asked for. It is waited for, or cancelled."""
-
-    def __init__(
-        self,
-        session: Session,
-        id: CheckpointId,
-        *,
-        image_bytes: int,
-        records_bytes: int,
-        max_wait_s: float,
-    ) -> None:
-        self._session = session
-        self._done = InterruptibleEvent()
-        self._lock = threading.Lock()
-        self._answer: list[Any] = []
-        self._request = AdmissionRequest(
-            id=id,
-            image_bytes=image_bytes,
-            records_bytes=records_bytes,
-            deadline_s=time.monotonic() + max_wait_s,
-            answer=self._on_answer,
-        )
-        session.coordinator.post(self._request)
-
-    def _on_answer(self, region: HostRegion | None, error: BaseException | None) -> None:
-        with self._lock:
-            self._answer.extend((region, error))
-            if self._request.cancelled.is_set() and region is not None:
-                region.release()
-        self._done.ring()
-
-    def wait(self) -> tuple[HostRegion | None, BaseException | None]:
-        """Return the region, or None and the reason."""
-        try:
-            self._session.wait(self._done)
-        except BaseException:  # Ctrl-C, say
-            self.cancel()
-            raise
-        return self._answer[0], self._answer[1]
-
-    def cancel(self) -> None:
-        """Nobody will take the region, nor may another image go for it."""
-        with self._lock:
-            self._request.cancelled.set()
-            if self._answer and self._answer[0] is not None:
-                self._answer[0].release()
-
-
 class _LazyMode:
-    """Decides for each save whether it is to be lazy; in mode auto by what the saves before have cost."""
+    """Decides for each save whether it is lazy; in mode auto by the measured cost of earlier saves."""
 
     def __init__(self, mode: CaptureMode) -> None:
         self._mode = mode
@@ -472,13 +414,13 @@ class _LazyMode:
         return self._mode is not CaptureMode.BLOCKING
 
     def is_lazy(self, step: int, began_s: float, *, may_be: bool) -> bool:
-        """``may_be`` says that this save can be captured lazily; else it tells nothing about what a choice costs."""
+        """Return whether a save is lazy. Without ``may_be`` it cannot be, and its cost is not measured."""
         if self._mode is not CaptureMode.AUTO:
             return may_be and self.wants_lazy
         if self._last is not None and step > self._last[1]:
             lazy, last_step, last_s = self._last
             self._trials.append(LazyTrial(lazy, step - last_step, began_s - last_s))
-            del self._trials[:-TRIALS_REMEMBERED]
+            del self._trials[:-TRIALS_KEPT]
         self._last = None
         if not may_be:
             return False
@@ -487,12 +429,12 @@ class _LazyMode:
         return lazy
 
     def skipped(self) -> None:
-        """The save that was decided on did not begin: what follows tells nothing about its cost."""
+        """Discard the measurement of the present save: it did not begin."""
         self._last = None
 
 
 def _open_slab(config: Config) -> Slab | None:
-    """Take the device tier's memory on the GPU that is current here; None, once said, where it cannot be had."""
+    """Allocate the device tier's memory on the current GPU; None, with a log line, where that fails."""
     if config.device is None:
         return None
     if not cuda_available():

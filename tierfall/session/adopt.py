@@ -1,6 +1,7 @@
-"""What an earlier start sealed in the slots of this process: whether it is this run's, and its way into the ledger.
+"""Adoption of what an earlier start sealed in the slots of this process: the check that it is this run's, and its entry
+in the ledger.
 
-What this rank saved is its copy again; what is no image of a rank of now is ``leftovers``'.
+An image of this rank becomes its copy again. Images of other ranks are handled in ``leftovers``.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def check_life(
     run: str,
     may_be_unknown: bool,
 ) -> None:
-    """Refuse, by a ConfigError, host memory of another life of this run's name.
+    """Raise ConfigError for host memory of another run of the same name.
 
-    ``listings`` are those of all tiers; memory of an attempt that none of them knows, or whose record is damaged, is
-    refused where all answered, unless it ``may_be_unknown``.
+    ``listings`` are those of all tiers. Where all tiers answered, memory is refused too if no tier knows its attempt,
+    or the attempt's record is damaged, unless it ``may_be_unknown``.
     """
     answered = [x for x in listings if x.tier in stores and x.error is None]
     is_known = len(answered) == len(stores) > 0 and not may_be_unknown
@@ -46,7 +47,7 @@ def check_life(
             if why is not None:
                 steps = few_of([str(id) for id in ids])
                 raise ConfigError(
-                    f"open: {host.path} holds {steps} of another life of run {run!r}{why}. If it is needed, bring it "
+                    f"open: {host.path} holds {steps} of another life of run {run!r}{why}. If it is needed, flush it "
                     "to the tiers by 'tierfall drain'; if it is not, remove that file; or choose another run name"
                 )
 
@@ -59,8 +60,10 @@ def _why_foreign(
     *,
     is_known: bool,
 ) -> str | None:
-    """Say why memory of an attempt is not this run's, or None. Where the attempt's record is not there, or damaged, the
-    commit records of the attempt say by which id a tier knows it. A tier that was away may know another by its number.
+    """Return why memory of an attempt is not this run's; None where it is.
+
+    Where a tier's record of the attempt is missing or damaged, the attempt's commit records name its id. A tier that
+    was unreachable may know another attempt of that number.
     """
     damage: list[TierfallError] = []
     ids: dict[str, frozenset[str]] = {}
@@ -79,12 +82,16 @@ def _why_foreign(
     if ids and not known:
         return f": tier {next(iter(ids))} knows that attempt by another id"
     for each in damage:
-        whose = "this run's, other records say" if known else "taken for this run's, or not at all"
+        whose = (
+            "this run's, by other records"
+            if known
+            else "adopted only if it is known to be this run's"
+        )
         logger.warning("open: %s; memory of attempt %d is %s", each, number, whose)
     if known or not is_known:
         return None
     if damage:
-        return f", or may do: its record is damaged, and no other says whose attempt {number} is ({damage[0]})"
+        return f", or may do: the record of attempt {number} is damaged, and no other names its id ({damage[0]})"
     return ": no tier knows that attempt: they were emptied, or added"
 
 
@@ -94,21 +101,22 @@ def take_over(
     slots: list[AdoptedSlot],
     records: Iterable[Commit],
 ) -> Leftovers:
-    """Put the images that lie in this process's slots into the ledger, and return what is not this rank's.
+    """Enter the images in this process's slots into the ledger, and return those that are not this rank's.
 
-    ``slots`` are those of ranks that are gone; ``records`` those of what other ranks saved and all have together.
+    ``slots`` were adopted from ranks that no longer exist. ``records`` are the commit records of checkpoints whose
+    images are all in memory, though not each at the rank that saved it.
     """
     host = ledger.host
-    inheritance = Leftovers(ledger, slots)
-    inheritance.take(records, images)
+    leftovers = Leftovers(ledger, slots)
+    leftovers.take(records, images)
     for id, image in images:
         entry = ledger.entries.get(id)
         if entry is not None and entry.parts is not None:
             continue
         if image.region.shard != ledger.shard:
-            inheritance.keep(id, image)
+            leftovers.keep(id, image)
         elif entry is None or host not in entry.states or entry.region is not None:
-            logger.warning("open: %s in memory is let go: other ranks have none of it", id)
+            logger.warning("open: %s in memory is deleted: other ranks have no image of it", id)
             image.region.release()
         else:
             entry.region = image.region
@@ -122,4 +130,4 @@ def take_over(
         if host in entry.states and entry.region is None and entry.parts is None:
             entry.set_state(host, CopyState.ABSENT)
             ledger.forget_if_gone(entry)
-    return inheritance
+    return leftovers

@@ -1,4 +1,4 @@
-"""What is to be expected of a drain, asked of the coordinator, said in words, and as records for programs."""
+"""The forecast of a drain: requested from the coordinator, logged as text, and returned as records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _ARRIVES = {
 def start_drain(
     session: Session, asker: object, until_s: float, *, doing: str, left_s: float
 ) -> tuple[DrainForecast, ...]:
-    """Let the coordinator work towards a deadline, and log what will be lost; return what is to be expected."""
+    """Have the coordinator work towards the deadline ``until_s``, log its forecast, and return it.
+
+    ``asker`` identifies the drain for ``end_drain``; ``left_s`` is the time until the deadline.
+    """
     decisions = session.ask(lambda: session.coordinator.begin_drain(asker, until_s))
     lost = any(decision.prospect is ArrivalOutlook.TOO_LATE for decision in decisions)
     for line in drain_in_words(decisions):
@@ -33,12 +36,12 @@ def start_drain(
 
 
 def end_drain(session: Session, asker: object) -> None:
-    """Let lanes go on as before."""
+    """End the drain of ``asker``: lanes work without its deadline again."""
     session.tell(lambda: session.coordinator.draining.end(asker))
 
 
 def forecast_of(decisions: Sequence[DrainDecision]) -> tuple[DrainForecast, ...]:
-    """Make records of what was decided, in the order in which copies go."""
+    """Return the decisions as records, in the order in which copies are written."""
     return tuple(
         DrainForecast(
             step=decision.checkpoint.step,
@@ -53,12 +56,12 @@ def forecast_of(decisions: Sequence[DrainDecision]) -> tuple[DrainForecast, ...]
 
 
 def to_json(forecast: Sequence[DrainForecast]) -> list[list[Any]]:
-    """Write a forecast so that other ranks can read it."""
+    """Return a forecast as JSON, for other ranks."""
     return [[f.step, f.attempt, f.tier, f.arrives, f.left_bytes, f.reason] for f in forecast]
 
 
 def from_json(said: Sequence[Sequence[Any]]) -> tuple[DrainForecast, ...]:
-    """Read what ``to_json`` wrote."""
+    """Return the forecast that ``to_json`` has written."""
     return tuple(
         DrainForecast(
             step=step, attempt=attempt, tier=tier, arrives=arrives, left_bytes=left, reason=reason
@@ -68,16 +71,17 @@ def from_json(said: Sequence[Sequence[Any]]) -> tuple[DrainForecast, ...]:
 
 
 class ForecastLog:
-    """Tells what is to be expected: at first, and once more when nothing is unknown any more, where it was at first."""
+    """Reports a forecast twice: at first, and again once every arrival in it is known."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._is_open = True
+        """``tell`` reports one line of text."""
+        self._report = tell
+        self._has_unknown = True
 
     def say(self, decisions: Sequence[DrainDecision], *, first: bool = False) -> None:
-        """Hear of a plan."""
-        is_open = any(decision.prospect is ArrivalOutlook.UNKNOWN for decision in decisions)
-        if first or (self._is_open and decisions and not is_open):
+        """Report a plan, where it is the first one or the first without an unknown arrival."""
+        has_unknown = any(decision.prospect is ArrivalOutlook.UNKNOWN for decision in decisions)
+        if first or (self._has_unknown and decisions and not has_unknown):
             for line in drain_in_words(decisions):
-                self._tell(line)
-            self._is_open = is_open
+                self._report(line)
+            self._has_unknown = has_unknown

@@ -1,8 +1,8 @@
-"""Host memory that ranks of an earlier start left, and that is not in the place of a rank of now.
+"""Leftovers: host memory of an earlier start whose images are not those of the present ranks.
 
-A rank owns its slot, whosever images lie there; the first rank of a node adopts the slots beyond those of now. What all
-had sealed is flushed on by whoever has the parts; anything else stays, to be read, until something newer is durable. It
-knows nothing of how ranks agree.
+A rank owns its slot, with the images of whatever rank. The first rank of a node adopts the slots beyond those of the
+present ranks. A checkpoint whose images are all in memory is flushed by the ranks that have them; other images are kept
+for restores until something newer is durable. Nothing here knows how ranks agree.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger("tierfall")
 
 @dataclass(frozen=True, slots=True)
 class AdoptedSlot:
-    """A slot whose rank is gone, with its lock."""
+    """A slot of a rank that no longer exists, with its lock."""
 
     lock: RunLock
     host: HostTier
@@ -52,9 +52,10 @@ class AdoptedSlot:
 
 
 def adopt_slots(folder: Path, *, first: int, name: str, run: str) -> list[AdoptedSlot]:
-    """Take every slot from ``first`` on that has an arena. What is empty goes; what cannot be read is said, and stays.
+    """Adopt every slot from ``first`` on that has an arena. An empty one is deleted; one that cannot be read is logged,
+    and stays.
 
-    Raises LockError where another process owns one: a rank of an earlier start that still lives.
+    Raises LockError where another process owns one: a rank of an earlier start that still runs.
     """
     adopted: list[AdoptedSlot] = []
     try:
@@ -74,7 +75,7 @@ def _adopt(lock: RunLock, host: HostTier) -> list[AdoptedSlot]:
         host.attach(page_lock=False)
     except TierfallError as error:
         logger.warning(
-            "open: the host memory that a rank of an earlier start left is not read, and stays: %s",
+            "open: the host memory that a rank of an earlier start left cannot be read, and stays: %s",
             error,
         )
         lock.release()
@@ -90,7 +91,7 @@ def _adopt(lock: RunLock, host: HostTier) -> list[AdoptedSlot]:
 
 
 def list_slots(hosts: Sequence[HostTier]) -> Listing:
-    """Say what is sealed in several slots, as one listing."""
+    """Return what is sealed in several slots, as one listing."""
     listings = {host.path.name: host.list() for host in hosts}
     found: dict[CheckpointId, dict[str, FoundCopy]] = {}
     damaged = [error for listing in listings.values() for error in listing.damaged]
@@ -106,7 +107,7 @@ def list_slots(hosts: Sequence[HostTier]) -> Listing:
 
 
 def images_in(hosts: Iterable[HostTier]) -> list[tuple[CheckpointId, HeldImage]]:
-    """Return the sealed images of several slots; the same checkpoint may be in each of them."""
+    """Return the sealed images of several slots; each may have an image of the same checkpoint."""
     return [item for host in hosts for item in host.images().items()]
 
 
@@ -118,7 +119,7 @@ def regions_in(hosts: Iterable[HostTier]) -> dict[tuple[CheckpointId, Shard], Ho
 def opened_slots_of_others(
     folder: Path, *, mine: Sequence[HostTier], name: str, run: str
 ) -> Iterator[list[HostTier]]:
-    """Open all slots of this node for as long as it takes to read them: ``mine``, and those that others own."""
+    """Open all slots of this node for reading: ``mine``, which are open, and those of other processes."""
     own = {host.path for host in mine}
     others = [any_slot(folder, slot, name=name, run=run) for slot in slots_in(folder)]
     seen = list(mine)
@@ -130,7 +131,7 @@ def opened_slots_of_others(
                 if host.attach(writable=False):
                     seen.append(host)
             except TierfallError as error:
-                logger.warning("restore: memory of another rank is not read: %s", error)
+                logger.warning("restore: memory of another rank cannot be read: %s", error)
         yield seen
     finally:
         for host in seen:
@@ -138,7 +139,7 @@ def opened_slots_of_others(
                 host.close(keep=True)
 
 
-# What rank 0 says of it -------------------------------------------------------------------------------
+# On rank 0 --------------------------------------------------------------------------------------------
 
 
 def committed_in_memory(
@@ -148,9 +149,10 @@ def committed_in_memory(
     host: str,
     world_size: int,
 ) -> list[str]:
-    """Return the commit records of what all parts of lie in memory, though not each with the rank of now that saved it.
+    """Return the commit records of checkpoints whose images are all in memory, though not each at the rank that saved
+    it.
 
-    ``listings`` are those of all ranks together, ``told`` what each has described.
+    ``listings`` are merged from all ranks, ``told`` are the listings of each rank.
     """
     found, _ = complete(listings)
     memory = next(listing for listing in listings if listing.tier == host)
@@ -168,14 +170,14 @@ def committed_in_memory(
             if Shard(0, commit.world_size) in shards:
                 firsts[id] = commit
     return [
-        _facts_of(firsts[copy.id], copy.commit).encode().decode()
+        _with_files(firsts[copy.id], copy.commit).encode().decode()
         for copy in memory.copies
         if copy.commit is not None and copy.id in displaced & found and whole_on(memory, copy.id)
     ]
 
 
-def _facts_of(first: Commit, whole: Commit) -> Commit:
-    """Put metrics and tags of the first rank's record beside the files of all."""
+def _with_files(first: Commit, whole: Commit) -> Commit:
+    """Return the first rank's record, which has metrics and tags, with the files of all ranks."""
     return replace(first, files=whole.files)
 
 
@@ -184,9 +186,10 @@ def _facts_of(first: Commit, whole: Commit) -> Commit:
 
 @dataclass(slots=True)
 class Leftovers:
-    """What lies in this node's memory and is no image of a rank of now. Belongs to the coordinator's thread.
+    """The images in this node's memory that are not those of the present ranks. Belongs to the coordinator's thread.
 
-    ``whole`` are in the ledger, and flushed on; ``parts`` of what is not whole in memory are only read.
+    ``whole`` are checkpoints in the ledger, which are flushed. ``parts`` are images of other checkpoints, which are
+    only read.
     """
 
     ledger: Ledger
@@ -197,7 +200,8 @@ class Leftovers:
     def take(
         self, records: Iterable[Commit], images: Sequence[tuple[CheckpointId, HeldImage]]
     ) -> None:
-        """Take up what rank 0 has named in ``records``, with those of its ``images`` that this rank has."""
+        """Enter the checkpoints of ``records``, which rank 0 has named, into the ledger, with this rank's ``images`` of
+        them."""
         for commit in records:
             id = commit.line.checkpoint
             entry = self.ledger.entries.setdefault(id, entry_of(id, commit, self.ledger.shard))
@@ -224,11 +228,11 @@ class Leftovers:
             )
 
     def keep(self, id: CheckpointId, image: HeldImage) -> None:
-        """Keep a part of what is not whole in memory."""
+        """Keep an image of a checkpoint that is not whole in memory."""
         logger.warning(
-            "open: the part of rank %d of %d of %s lies in memory, the others' do not: it is not flushed, and stays, "
-            "to be restored from, until something newer is durable or a save needs its room; if no other tier holds "
-            "the rest, that checkpoint is lost with the machines that are missing",
+            "open: the part of rank %d of %d of %s is in memory, the others' are not: it is not flushed, and stays, to "
+            "be restored from, until something newer is durable or a save needs its room; if no other tier holds the "
+            "rest, that checkpoint is lost with the machines that are missing",
             image.region.shard.rank,
             image.region.shard.world_size,
             id,
@@ -236,7 +240,8 @@ class Leftovers:
         self.parts.setdefault(id, []).append(image.region)
 
     def committed(self, tier: str, newer: LedgerEntry) -> None:
-        """Let go of what is older than what was committed just now, is owed to no tier, and no pin keeps in memory."""
+        """Release what is older than a checkpoint just committed on ``tier``, owed to no tier, and not pinned to
+        memory."""
         rules = next(rules for rules in self.ledger.rules if rules.name == tier)
         if rules.survives is LossClass.NONE:
             return
@@ -256,11 +261,11 @@ class Leftovers:
             slot.close(keep=False)
 
     def make_room(self) -> bool:
-        """Let go of the oldest that only waits to be read, where a save finds no room; False where there is none."""
+        """Release the oldest images that are only read, for a save; False where there are none."""
         if not self.parts:
             return False
         id = min(self.parts, key=lambda id: (id.attempt, id.step))
-        logger.warning("memory is full: the part of %s that an earlier start left is let go", id)
+        logger.warning("memory is full: the part of %s that an earlier start left is deleted", id)
         for region in self.parts.pop(id):
             region.release()
         return True

@@ -1,14 +1,17 @@
-"""Requests to the coordinator of a live session: a person's command, and what host memory is still needed for."""
+"""Requests to the coordinator of a session: a region for a save, a person's command, what must stay in memory."""
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
 
 from tierfall.config.sections import OnClose
+from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import Command, CommandKind
+from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, Command, CommandKind
 from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
@@ -17,35 +20,78 @@ from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.session.session import Session
 
 
-def submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
-    """Give an order to the coordinator, and wait for ``max_wait`` at most; returns the tiers that could not do it.
+class RegionRequest:
+    """A request for a region of host memory. It is waited for, or cancelled."""
 
-    What a tier has not done by then goes on behind.
+    def __init__(
+        self, session: Session, id: CheckpointId, *, image_bytes: int, records_bytes: int
+    ) -> None:
+        self._session = session
+        self._done = InterruptibleEvent()
+        self._lock = threading.Lock()
+        self._answer: list[Any] = []
+        self._request = AdmissionRequest(
+            id=id,
+            image_bytes=image_bytes,
+            records_bytes=records_bytes,
+            deadline_s=time.monotonic() + session.config.max_wait_s,
+            answer=self._on_answer,
+        )
+        session.coordinator.post(self._request)
+
+    def _on_answer(self, region: HostRegion | None, error: BaseException | None) -> None:
+        with self._lock:
+            self._answer.extend((region, error))
+            if self._request.cancelled.is_set() and region is not None:
+                region.release()
+        self._done.ring()
+
+    def wait(self) -> tuple[HostRegion | None, BaseException | None]:
+        """Return the region, or None and the reason."""
+        try:
+            self._session.wait(self._done)
+        except BaseException:  # Ctrl-C, for example
+            self.cancel()
+            raise
+        return self._answer[0], self._answer[1]
+
+    def cancel(self) -> None:
+        """Release the region, now or when it comes; no other image is evicted for it any more."""
+        with self._lock:
+            self._request.cancelled.set()
+            if self._answer and self._answer[0] is not None:
+                self._answer[0].release()
+
+
+def submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
+    """Send a command to the coordinator, wait for ``max_wait`` at most, and return the error of each tier that failed.
+
+    After that, the command continues in the background.
     """
     done = InterruptibleEvent()
     failed: dict[str, BaseException] = {}
 
-    def tell(failures: dict[str, BaseException]) -> None:
+    def on_done(failures: dict[str, BaseException]) -> None:
         failed.update(failures)
         done.ring()
 
-    order = Command(kind=kind, id=id, wall_time_s=time.time(), answer=tell)
-    session.coordinator.post(order)
+    command = Command(kind=kind, id=id, wall_time_s=time.time(), answer=on_done)
+    session.coordinator.post(command)
     if session.wait(done, session.config.max_wait_s):
         return failed
     waited = f"{session.config.max_wait_s:g} s (max_wait)"
-    late = session.ask(lambda: tuple(order.waiting))
-    if done.rung:  # just now
+    late = session.ask(lambda: tuple(command.waiting))
+    if done.rung:  # since the wait has ended
         return failed
     if not late:
-        why = f"{id} is noted; something is still being read, written or dropped after {waited}, and it goes on then"
+        why = f"{id} is noted; something is still being read, written or deleted after {waited}, and it goes on then"
         return {"tierfall": TierfallError(f"{kind}: {why}")}
     return {tier: UnreachableError(f"no answer within {waited}; it goes on") for tier in late}
 
 
 def must_keep_memory(session: Session) -> bool:
-    """Say whether host memory holds something that no stored tier has, or that one is still owed."""
-    if session.config.host.on_close is OnClose.KEEP or session.inheritance.parts:
+    """Return whether host memory has something that no stored tier has, or that one is still owed."""
+    if session.config.host.on_close is OnClose.KEEP or session.leftovers.parts:
         return True
 
     def ask() -> bool:
@@ -58,7 +104,8 @@ def must_keep_memory(session: Session) -> bool:
 
 
 def images_needed(ledger: Ledger) -> list[LedgerEntry]:
-    """Name what lies in memory, and must not be lost with it: the newest of the line, and what a person wants kept."""
+    """Return the images in memory that must not be lost with it: the newest of the live lineage, those that are pinned,
+    and those set aside."""
     left = ledger.abandoned()
     held = [
         e

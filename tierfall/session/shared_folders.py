@@ -1,8 +1,8 @@
-"""Which folders all nodes see: rank 0 leaves a file in each, and the first rank of every other node looks for it.
+"""The probe for shared folders: rank 0 writes a file to each, and the first rank of every other node looks for it.
 
-What is found is put into the configuration of the session, where it says nothing, and held against what it says, and
-against what the tier's own records say of earlier starts: a node on which a shared file system is not mounted finds an
-empty folder there. With one node there is nothing to find out.
+The result sets ``shared`` in the configuration where that is not set, and is compared with it where it is. It is also
+compared with the tier's records of earlier starts: on a node where a shared file system is not mounted, its folder is
+empty. With one node there is no probe.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tierfall.config import Config, FileTierConfig, ObjectTierConfig
+from tierfall.config import FileTierConfig, ObjectTierConfig
 from tierfall.core.format.commit_files import named_shards
 from tierfall.core.ranks.message_tree import Bodies
 from tierfall.core.types import keys
@@ -27,77 +27,64 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.text import ranks_named
+from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.setup.tiers import shared_setting
 from tierfall.tiers.arena.folder import file_system_of
 from tierfall.tiers.stored import StoredTier
-
-if TYPE_CHECKING:
-    from tierfall.session.session import Session
 
 logger = logging.getLogger("tierfall")
 
 PATIENCE_S = {True: 10.0, None: 1.5, False: 0.5}
-"""How long a file is looked for, by what the configuration says of the tier: a network file system may show it late."""
+"""Seconds that a file is looked for, by ``shared`` of the tier: a network file system may show it late."""
 PAUSE_S = 0.1
 STALE_S = 3600.0
 _SHARED = "open: shared"
 Tiers = Sequence[FileTierConfig | ObjectTierConfig]
 
 
-def tiers_to_probe(session: Session) -> Tiers:
-    """Name the tiers of which it is to be found out: the folders, where there are several nodes."""
-    if len(session.ranks.topology.nodes) == 1:
+def tiers_to_probe(opened: OpenedTiers) -> Tiers:
+    """Return the tiers to probe: the folders, where there are several nodes."""
+    if len(opened.ranks.topology.nodes) == 1:
         return ()
-    return tuple(tier for tier in session.config.written if tier.folder is not None)
+    return tuple(tier for tier in opened.config.written if tier.folder is not None)
 
 
-def probe(session: Session, said: Mapping[str, Any]) -> tuple[Config, Mapping[str, str]]:
-    """Return the configuration with what all ranks have found, after rank 0 has ``said`` where it wrote its files
-    (``FolderProbe.write``); and the tiers that some rank could not look at, with why.
+def probe(opened: OpenedTiers, said: Mapping[str, Any]) -> Mapping[str, str]:
+    """Set ``shared`` of the opened tiers by the result of all ranks; return the tiers that some rank could not read,
+    with why.
 
-    Raises ConfigError, on all ranks, where some nodes see a tier's files and others do not, and where a set value
-    disagrees.
+    ``said`` names the files that rank 0 has written (``FolderProbe.write``). Raises ConfigError, on all ranks, where
+    some nodes see a tier's files and others do not, and where the result contradicts a configured value.
     """
-    topology = session.ranks.topology
+    topology = opened.ranks.topology
     looks = topology.is_leader and topology.node != 0
     tiers = [
-        tier for tier in tiers_to_probe(session) if tier.name in (*said["written"], *said["full"])
+        tier for tier in tiers_to_probe(opened) if tier.name in (*said["written"], *said["full"])
     ]
     written = [tier for tier in tiers if tier.name in said["written"]]
-    body = look(session, written, said["token"]) if looks else {"seen": {}, "failed": {}}
-    body["left_out"] = [t.name for t in tiers if t.name not in session.stores]
-    body["ids"] = {t.name: session.identities.id_of(t.name) for t in tiers}
-    body["shared_before"] = {t.name: why for t in tiers if (why := _shared_before(session, t))}
-    body["empty"] = [t.name for t in tiers if _is_empty(session, t)]
+    body = look(opened, written, said["token"]) if looks else {"seen": {}, "failed": {}}
+    body["left_out"] = [t.name for t in tiers if t.name not in opened.stores]
+    body["ids"] = {t.name: opened.identities.id_of(t.name) for t in tiers}
+    body["shared_before"] = {t.name: why for t in tiers if (why := _shared_before(opened, t))}
+    body["empty"] = [t.name for t in tiers if _is_empty(opened, t)]
     body["lies_on"] = {t.name: _file_system(t) for t in tiers} if topology.is_leader else {}
-    found = session.ranks.agree(_SHARED, body, lambda bodies: _decide(tiers, said["full"], bodies))
+    found = opened.ranks.agree(_SHARED, body, lambda bodies: _decide(tiers, said["full"], bodies))
     shared: Mapping[str, bool] = found["shared"]
     for tier in tiers:
         if tier.shared is None and tier.name in shared and isinstance(tier, FileTierConfig):
             logger.info("tier %s: all nodes see the same files: %s", tier.name, shared[tier.name])
-    config = session.config.model_copy(
-        update={
-            "tiers": tuple(
-                tier.model_copy(update={"shared": shared[tier.name]})
-                if isinstance(tier, FileTierConfig) and tier.name in shared
-                else tier
-                for tier in session.config.tiers
-            )
-        }
-    )
-    return config, found["failed"]
-
-
-def _setting(tier: FileTierConfig | ObjectTierConfig) -> bool | None:
-    return True if isinstance(tier, ObjectTierConfig) else tier.shared
+    opened.set_shared(shared)
+    failed: Mapping[str, str] = found["failed"]
+    return failed
 
 
 # Rank 0 ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def files_of_probe(session: Session) -> Iterator[FolderProbe]:
-    """Remove, at the end, what was written."""
-    written = FolderProbe(session)
+def files_of_probe(opened: OpenedTiers) -> Iterator[FolderProbe]:
+    """Return what writes rank 0's files; they are removed at the end."""
+    written = FolderProbe(opened)
     try:
         yield written
     finally:
@@ -105,23 +92,22 @@ def files_of_probe(session: Session) -> Iterator[FolderProbe]:
 
 
 class FolderProbe:
-    """The files that rank 0 leaves."""
+    """The files that rank 0 writes."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, opened: OpenedTiers) -> None:
+        self._opened = opened
         self._written: list[StoredTier] = []
         self.token = f"{int(time.time())}-{secrets.token_hex(8)}"
 
     def write(self) -> dict[str, Any]:
-        """Leave a file in each folder; say where, and what kept the others from it.
+        """Write a file to each folder; return where, and the error of each other tier.
 
-        A tier that is full is not probed: it is taken for what is set, or for what its records say. Raises what a tier
-        refuses for good.
+        A full tier is not probed: the configured value counts, or else its records. Raises a tier's permanent refusal.
         """
         failed: dict[str, str] = {}
         full: list[str] = []
-        for tier in tiers_to_probe(self._session):
-            store = self._session.stores.get(tier.name)
+        for tier in tiers_to_probe(self._opened):
+            store = self._opened.stores.get(tier.name)
             if store is None:
                 continue
             try:
@@ -129,10 +115,10 @@ class FolderProbe:
             except StorageFullError as error:
                 full.append(store.name)
                 logger.warning(
-                    "open: tier %s is full, and no file shows whether all nodes see it: it is taken for what its "
-                    "records say, or else for %s. Say so by 'shared', or free the disk: %s",
+                    "open: tier %s is full, and no file shows whether all nodes see it: by its records, or else by "
+                    "default, it is %s. Set 'shared', or free the disk: %s",
                     tier.name,
-                    "shared" if _setting(tier) else "a folder of each node",
+                    "shared" if shared_setting(tier) else "a folder of each node",
                     error,
                 )
             except UnreachableError as error:
@@ -147,10 +133,10 @@ class FolderProbe:
         }
 
     def _write(self, store: StoredTier) -> None:
-        prefix = _prefix(self._session.run)
+        prefix = _prefix(self._opened.run)
         for stale in [s.key for s in store.backend.scan(prefix) if _is_stale(s.key)]:
             store.backend.delete(stale)
-        key = _key(self._session.run, self.token)
+        key = _key(self._opened.run, self.token)
         with store.backend.create(key, length=1, publish=Publish.REPLACE) as writer:
             writer.write(0, memoryview(b"\n"))
             writer.publish()
@@ -158,7 +144,7 @@ class FolderProbe:
     def remove(self) -> None:
         for store in self._written:
             try:
-                store.backend.delete(_key(self._session.run, self.token))
+                store.backend.delete(_key(self._opened.run, self.token))
             except BackendError as error:
                 logger.warning("open: tier %s: a file of the probe stays: %s", store.name, error)
 
@@ -172,7 +158,7 @@ def _key(run: str, token: str) -> str:
 
 
 def _is_stale(key: str) -> bool:
-    """Say whether a start that was killed has left it: long ago, as another may just be looking for its own."""
+    """Return whether a killed start has left this file. Only old ones count: another start may be probing now."""
     written = key.rpartition("/")[2].partition("-")[0]
     return written.isdecimal() and time.time() - int(written) > STALE_S
 
@@ -185,7 +171,7 @@ def _decide(tiers: Tiers, full: Sequence[str], bodies: Bodies) -> dict[str, Any]
             failed.setdefault(name, f"rank {rank}: {why}")
     for tier in tiers:
         seen = {rank: b["seen"][tier.name] for rank, b in bodies.items() if tier.name in b["seen"]}
-        if tier.name in full and _setting(tier) is None:
+        if tier.name in full and shared_setting(tier) is None:
             if any(tier.name in body["left_out"] for body in bodies.values()):
                 continue  # all ranks go on without it
             if _has_one_id(tier, bodies):
@@ -194,13 +180,13 @@ def _decide(tiers: Tiers, full: Sequence[str], bodies: Bodies) -> dict[str, Any]
                 _check_doubt(tier, bodies, "it is full, so that no file shows what all nodes see")
         elif tier.name not in failed and seen:
             shared[tier.name] = _found(tier, seen)
-            if _setting(tier) is None and not shared[tier.name]:
+            if shared_setting(tier) is None and not shared[tier.name]:
                 _check_doubt(tier, bodies, "other nodes do not see what rank 0 writes there")
     return {"shared": shared, "failed": failed}
 
 
 def _has_one_id(tier: FileTierConfig | ObjectTierConfig, bodies: Bodies) -> bool:
-    """Say whether all nodes find the id of one tier there, of which it is known that all nodes see it."""
+    """Return whether all nodes find the same id there, of a tier that all nodes are known to see."""
     ids = {body["ids"].get(tier.name) for body in bodies.values()}
     known = (body["shared_before"].get(tier.name) for body in bodies.values())
     return len(ids) == 1 and None not in ids and any(why and why[1] for why in known)
@@ -215,11 +201,11 @@ def _found(tier: FileTierConfig | ObjectTierConfig, seen: Mapping[int, bool]) ->
             f"{where}: the nodes of {ranks_named(with_it)} see what rank 0 writes there, those of "
             f"{ranks_named(without)} do not: mount one folder on all nodes, or one of its own on each"
         )
-    setting, found = _setting(tier), bool(with_it)
+    setting, found = shared_setting(tier), bool(with_it)
     if setting is True and not found:
         what = "a tier of kind file" if isinstance(tier, ObjectTierConfig) else "shared: false"
         raise ConfigError(
-            f"{where} is said to be shared, and the nodes of {ranks_named(without)} do not see what rank 0 writes "
+            f"{where} is set to be shared, and the nodes of {ranks_named(without)} do not see what rank 0 writes "
             f"there: mount it on all nodes, or make it {what}"
         )
     if setting is False and found:
@@ -231,7 +217,7 @@ def _found(tier: FileTierConfig | ObjectTierConfig, seen: Mapping[int, bool]) ->
 
 
 def _check_doubt(tier: FileTierConfig | ObjectTierConfig, bodies: Bodies, doubt: str) -> None:
-    """Raise ConfigError where something says that a tier is shared, and ``doubt`` that it is not."""
+    """Raise ConfigError where records indicate that a tier is shared; ``doubt`` is why it may not be."""
     where = f"open: tier {tier.name} ({tier.folder})"
     advice = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
     for rank, body in bodies.items():
@@ -243,24 +229,26 @@ def _check_doubt(tier: FileTierConfig | ObjectTierConfig, bodies: Bodies, doubt:
     others = [rank for rank, kind in lies_on.items() if kind != lies_on[0]]
     if others:
         raise ConfigError(
-            f"{where}: on rank 0 it lies on {lies_on[0]}, on {ranks_named(others)} on {lies_on[others[0]]}: whether "
-            f"that is wanted cannot be told. {advice}"
+            f"{where}: on rank 0 it is on {lies_on[0]}, on {ranks_named(others)} on {lies_on[others[0]]}: that may be "
+            f"a missing mount. {advice}"
         )
 
 
-def _is_empty(session: Session, tier: FileTierConfig | ObjectTierConfig) -> bool:
-    listing = next(x for x in session.listings if x.tier == tier.name)
+def _is_empty(opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig) -> bool:
+    listing = next(x for x in opened.listings if x.tier == tier.name)
     return not (listing.copies or listing.unfinished or listing.attempts or listing.error)
 
 
 def _shared_before(
-    session: Session, tier: FileTierConfig | ObjectTierConfig
+    opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig
 ) -> tuple[str, bool] | None:
-    """Say by what this rank knows that all nodes saw a tier's files at an earlier start, and whether that is certain:
-    ranks that were all on one node leave such records, too."""
-    if session.identities.is_shared(tier.name):
+    """Return how this rank knows that all nodes saw a tier's files at an earlier start, and whether that is certain.
+
+    It is not certain where all ranks may have been on one node.
+    """
+    if opened.identities.is_shared(tier.name):
         return "all nodes saw the same files there before", True
-    listing = next(x for x in session.listings if x.tier == tier.name)
+    listing = next(x for x in opened.listings if x.tier == tier.name)
     for copy in listing.copies:
         if copy.commit is None:
             continue
@@ -270,30 +258,30 @@ def _shared_before(
 
 
 def _file_system(tier: FileTierConfig | ObjectTierConfig) -> str:
-    """Name the kind of file system that a folder lies on, as this machine's kernel calls it."""
+    """Return the kernel's name of the file system that a folder is on."""
     assert tier.folder is not None
     try:
         return file_system_of(tier.folder) or "an unknown file system"
     except OSError as error:
-        return f"what cannot be looked at ({error.strerror})"
+        return f"a file system that cannot be examined ({error.strerror})"
 
 
 # The first rank of each other node -------------------------------------------------------------------
 
 
-def look(session: Session, tiers: Tiers, token: str) -> dict[str, Any]:
-    """Look for the files of rank 0, for a while; say where they are seen, and what could not be looked at."""
+def look(opened: OpenedTiers, tiers: Tiers, token: str) -> dict[str, Any]:
+    """Look for the files of rank 0 for a limited time; return where they are seen, and each tier's error."""
     seen: dict[str, bool] = {}
     failed: dict[str, str] = {}
     began = time.monotonic()
-    key = _key(session.run, token)
-    waiting = [tier for tier in tiers if tier.name in session.stores]
+    key = _key(opened.run, token)
+    waiting = [tier for tier in tiers if tier.name in opened.stores]
     while waiting:
         for tier in list(waiting):
             try:
-                session.stores[tier.name].backend.stat(key)
+                opened.stores[tier.name].backend.stat(key)
             except KeyNotFoundError:
-                if time.monotonic() - began < _patience_s(session, tier):
+                if time.monotonic() - began < _patience_s(opened, tier):
                     continue
                 seen[tier.name] = False
             except BackendError as error:
@@ -306,5 +294,5 @@ def look(session: Session, tiers: Tiers, token: str) -> dict[str, Any]:
     return {"seen": seen, "failed": failed}
 
 
-def _patience_s(session: Session, tier: FileTierConfig | ObjectTierConfig) -> float:
-    return min(PATIENCE_S[_setting(tier)], session.config.max_wait_s / 2)
+def _patience_s(opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig) -> float:
+    return min(PATIENCE_S[shared_setting(tier)], opened.config.max_wait_s / 2)

@@ -1,7 +1,7 @@
-"""How the ranks of a start come to one attempt, and to one picture of what the tiers hold.
+"""The start of a run: all ranks agree on one attempt, and on what the tiers hold.
 
-Every rank looks at its own memory, the leader of each node at what its node alone sees, rank 0 at what all see. Rank 0
-puts that together: a checkpoint is there when every rank's part of it is.
+Every rank reports its own memory, the leader of each node the tiers that only its node sees, and rank 0 the shared
+tiers. Rank 0 merges the reports: a checkpoint exists where the images of all ranks do.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tierfall.config import Config, ObjectTierConfig
-from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.format.catalog import FoundCopy, Listing, merge, overtaken, starts_in
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Attempt, Commit, read_commit
@@ -26,10 +24,9 @@ from tierfall.core.types.text import ranks_named
 from tierfall.core.types.values import CheckpointId
 from tierfall.session import shared_folders
 from tierfall.session.leftovers import committed_in_memory
-from tierfall.setup.tiers import bounds_s
-
-if TYPE_CHECKING:
-    from tierfall.session.session import Session
+from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.setup.attempts import warn_of_two_lives
+from tierfall.setup.tiers import bounds_s, reported_tiers
 
 TRIES = 8
 _OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
@@ -37,79 +34,96 @@ _OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What all ranks know after they have met. ``whole`` names, per tier, the checkpoints of which every rank's part is
-    there; ``complete`` those whose parts are all somewhere; ``seen`` names the tiers that every rank could read;
-    ``first``: no rank found any; ``inherited``: see ``leftovers.committed_in_memory``. ``marks``, per tier, are those
-    that any rank found; ``deleted`` bear a tombstone somewhere, and no pin; ``damaged``, per tier, may be repaired,
-    each with what is wrong with it; ``starts`` say how attempts began that have committed something. ``overtaken``
-    names the tiers that a checkpoint is still owed to by the record of a newer one on any node."""
+    """What a session begins with: what the tiers hold, as far as it counts for all ranks.
 
-    attempt: Attempt
-    whole: Mapping[str, frozenset[CheckpointId]]
-    complete: frozenset[CheckpointId]
-    seen: frozenset[str]
-    first: bool
+    ``listings`` are this rank's, without checkpoints of which other ranks lack their images. ``whole`` has, per tier,
+    the checkpoints whose images are all on it; ``complete`` those whose images are all on some tier; ``seen`` the tiers
+    that every rank could read. ``first``: no rank found a checkpoint. ``inherited``: see
+    ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any rank found; ``deleted`` the
+    checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies that may be repaired, with
+    their damage; ``starts`` how the attempts began that have committed a checkpoint. ``overtaken`` names the tiers that
+    a checkpoint is still owed to by the record of a newer one on any node; None where each rank decides by itself.
+    """
+
+    attempt: Attempt | None = None
+    listings: tuple[Listing, ...] = ()
+    whole: Mapping[str, frozenset[CheckpointId]] = field(default_factory=dict)
+    complete: frozenset[CheckpointId] = frozenset()
+    seen: frozenset[str] = frozenset()
+    first: bool = False
     inherited: tuple[Commit, ...] = ()
     marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = field(default_factory=dict)
     deleted: frozenset[CheckpointId] = frozenset()
     damaged: Mapping[str, Mapping[CheckpointId, str]] = field(default_factory=dict)
     starts: tuple[AttemptStart, ...] = ()
-    overtaken: Mapping[CheckpointId, frozenset[str]] = field(default_factory=dict)
+    overtaken: Mapping[CheckpointId, frozenset[str]] | None = None
 
     @property
     def scattered(self) -> frozenset[CheckpointId]:
-        """Whose parts are all somewhere, but on no tier together."""
+        """The checkpoints whose images are all on some tier, but on no tier together."""
         return self.complete - frozenset().union(*self.whole.values())
 
 
-def is_shared(tier: StoredSection) -> bool:
-    """Say whether all nodes see the same files there."""
-    return isinstance(tier, ObjectTierConfig) or bool(tier.shared)
+def begin_attempt(tiers: OpenedTiers) -> Start:
+    """Take an attempt, together with the other ranks, and return what the tiers hold."""
+    if tiers.agrees:
+        start = agree_on_start(tiers)
+        start = replace(start, listings=held_by_all(tiers, start))
+    else:
+        tiers.settle()
+        attempt = tiers.take_number(tiers.next_number())
+        start = Start(attempt=attempt, listings=tiers.listings, first=tiers.knows_of_nothing())
+    if tiers.ranks.topology.is_root:
+        held = start.listings
+        warn_of_two_lives(tiers.run, starts_in(held), merge(held), tiers.warned_starts)
+    return start
 
 
-def reported_tiers(config: Config, ranks: Ranks) -> tuple[str, ...]:
-    """Name the tiers that this rank tells the others of."""
-    owned = (tier.name for tier in config.stored if is_owner(tier, ranks))
-    return (config.host.name, *owned)
+def tend(tiers: OpenedTiers) -> Start:
+    """Return what the tiers hold, for a process that only carries out commands and takes no attempt.
+
+    What several ranks saved and left in memory is its own: all of their images are in the slots of this process.
+    """
+    tiers.settle()
+    memory = next(x for x in tiers.listings if x.tier == tiers.host.name)
+    commits = (copy.commit for copy in memory.copies)
+    return Start(
+        listings=tiers.listings, inherited=tuple(c for c in commits if c and c.world_size > 1)
+    )
 
 
-def is_owner(tier: StoredSection, ranks: Ranks) -> bool:
-    """Say whether this rank commits, collects and deletes there."""
-    return ranks.topology.is_root if is_shared(tier) else ranks.topology.is_leader
-
-
-def agree_on_start(session: Session) -> Start:
+def agree_on_start(tiers: OpenedTiers) -> Start:
     """Take one attempt for all ranks. Raises, on every rank, what kept one of them from starting.
 
-    A tier that one rank cannot reach is left out by all: nothing would ever be whole there.
+    All ranks exclude a tier that one rank cannot reach: no checkpoint would ever be whole there.
     """
-    ranks = session.ranks
-    _find_shared(session)
-    session.settle()
-    config = session.config
+    ranks = tiers.ranks
+    _find_shared(tiers)
+    tiers.settle()
+    config = tiers.config
     order = [tier.name for tier in config.chain]
-    number = session.next_number()
+    number = tiers.next_number()
     for _ in range(TRIES):
         found = ranks.agree(
             _OPEN,
             {
                 "number": number,
-                "unreachable": {tier: str(error) for tier, error in session.errors.items()},
-                "read_only": session.found_read_only,
-                "tiers": describe(session.listings, mine=reported_tiers(config, ranks)),
-                "nothing": session.knows_of_nothing(),
+                "unreachable": {tier: str(error) for tier, error in tiers.errors.items()},
+                "read_only": tiers.found_read_only,
+                "tiers": describe(tiers.listings, mine=reported_tiers(config, ranks)),
+                "nothing": tiers.knows_of_nothing(),
             },
-            lambda bodies: decide(session, bodies, order),
-            timeout_s=_patience_s(session),
+            lambda bodies: decide(tiers, bodies, order),
+            timeout_s=_patience_s(tiers),
         )
-        session.leave_out(found["unreachable"])
-        session.go_on_reading(found["read_only"])
-        attempt = Attempt(run=session.run, **found["attempt"])
+        tiers.leave_out(found["unreachable"])
+        tiers.go_on_reading(found["read_only"])
+        attempt = Attempt(run=tiers.run, **found["attempt"])
         with _report_error(ranks, _ATTEMPT):
-            taken = session.adopt_attempt(attempt)
-        body = {"taken": taken, "read_only": session.found_read_only}
+            taken = tiers.adopt_attempt(attempt)
+        body = {"taken": taken, "read_only": tiers.found_read_only}
         answer = ranks.agree(_ATTEMPT, body, _read_attempt)
-        session.go_on_reading(answer["read_only"])
+        tiers.go_on_reading(answer["read_only"])
         refused = answer["refused"]
         if not refused:
             return read_start(attempt, found)
@@ -121,7 +135,7 @@ def agree_on_start(session: Session) -> Start:
 
 
 def read_start(attempt: Attempt, found: Mapping[str, Any]) -> Start:
-    """Return what all ranks know by what rank 0 has decided, which ``found`` is."""
+    """Return what all ranks know, from the decision ``found`` of rank 0."""
     return Start(
         attempt=attempt,
         whole={tier: _ids(ids) for tier, ids in found["whole"].items()},
@@ -143,58 +157,53 @@ def read_start(attempt: Attempt, found: Mapping[str, Any]) -> Start:
     )
 
 
-def _find_shared(session: Session) -> None:
-    """Find out, once, which folders all nodes see. It is the first that ranks do together."""
-    if session.probed or not shared_folders.tiers_to_probe(session):
+def _find_shared(tiers: OpenedTiers) -> None:
+    """Find out, at the first attempt, which folders all nodes see. No agreement of the ranks comes before it."""
+    if tiers.attempt is not None or not shared_folders.tiers_to_probe(tiers):
         return
-    with shared_folders.files_of_probe(session) as files:
+    with shared_folders.files_of_probe(tiers) as files:
 
         def write(bodies: Bodies) -> dict[str, Any]:
             _check_started(bodies)
             return files.write()
 
-        said = session.ranks.agree(_OPEN, {}, write, timeout_s=_patience_s(session))
-        session.config, failed = shared_folders.probe(session, said)
-    session.leave_out({**said["failed"], **failed})
-    session.probed = True
+        said = tiers.ranks.agree(_OPEN, {}, write, timeout_s=_patience_s(tiers))
+        failed = shared_folders.probe(tiers, said)
+    tiers.leave_out({**said["failed"], **failed})
 
 
-def _patience_s(session: Session) -> float:
-    """How much longer than the fastest rank the slowest may take to come: it may have waited for a tier that did not
-    answer, to be opened and to be listed."""
-    bounds = bounds_s(session.config)
-    slowest_s = max((bounds[tier.name] for tier in session.config.stored), default=0.0)
-    return session.config.max_wait_s + 2 * slowest_s
+def _patience_s(tiers: OpenedTiers) -> float:
+    """Return how many seconds later than the first rank the last may call: it may have waited for a tier that did not
+    answer, once to open it and once to list it."""
+    bounds = bounds_s(tiers.config)
+    slowest_s = max((bounds[tier.name] for tier in tiers.config.stored), default=0.0)
+    return tiers.config.max_wait_s + 2 * slowest_s
 
 
 @contextmanager
 def opened_by_each(ranks: Ranks) -> Iterator[None]:
-    """What is done inside is done by each rank before it meets the others in ``agree_on_start``, who wait for it: they
-    are to know why it does not come."""
+    """Report an error in this block to the other ranks: they wait for this rank in ``agree_on_start``."""
     with _report_error(ranks, _OPEN):
         yield
 
 
 @contextmanager
 def ready_on_all_ranks(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
-    """What is done inside is done by all ranks, or no rank starts. ``timeout_s`` is how much longer than the fastest
-    rank the slowest may take."""
+    """Start no rank unless all ranks complete this block, the last within ``timeout_s`` seconds of the first."""
     with _report_error(ranks, _READY, timeout_s):
         yield
-    if ranks.many:
-        ranks.agree(_READY, {}, _check_started, timeout_s=timeout_s)
+    ranks.agree(_READY, {}, _check_started, timeout_s=timeout_s)
 
 
 @contextmanager
 def _report_error(ranks: Ranks, what: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Tell the other ranks, at their next agreement, what kept this one from coming to it."""
+    """Report an error in this block to the other ranks, at their next agreement."""
     try:
         yield
     except BaseException as error:
-        if ranks.many:
-            with suppress(TierfallError):  # it says the same: this rank raises its own
-                body = {"error": str(error) or repr(error)}
-                ranks.agree(what, body, _check_started, timeout_s=timeout_s)
+        with suppress(TierfallError):  # it has the same reason: this rank raises its own error
+            body = {"error": str(error) or repr(error)}
+            ranks.agree(what, body, _check_started, timeout_s=timeout_s)
         raise
 
 
@@ -204,21 +213,23 @@ def _check_started(bodies: Bodies) -> None:
             raise RanksError(f"open: rank {rank}: {body['error']}")
 
 
-def decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]:
-    """Decide, as rank 0, on the attempt of all ranks and on what the tiers, listed in ``order``, hold for all of them;
-    ``bodies`` say what each rank found. The answer is made of what JSON holds."""
+def decide(tiers: OpenedTiers, bodies: Bodies, order: list[str]) -> dict[str, Any]:
+    """Decide, on rank 0, which attempt all ranks take and which checkpoints of the tiers count for all of them.
+
+    ``bodies`` are the reports of the ranks, ``order`` are the tiers' names. Returns a JSON object.
+    """
     _check_started(bodies)
     told = {rank: body["tiers"] for rank, body in bodies.items()}
     listings = merge_ranks(told, order)
     found, _ = complete(listings)
-    attempt = session.take_number(max(body["number"] for body in bodies.values()))
+    attempt = tiers.take_number(max(body["number"] for body in bodies.values()))
     unreachable: dict[str, str] = {}
     for rank, body in bodies.items():
         for tier, why in body["unreachable"].items():
             unreachable.setdefault(tier, f"rank {rank}: {why}")
     return {
         "unreachable": unreachable,
-        "read_only": {**_read_only(bodies), **session.found_read_only},
+        "read_only": {**_read_only(bodies), **tiers.found_read_only},
         "attempt": {
             "number": attempt.number,
             "id": attempt.id,
@@ -235,8 +246,8 @@ def decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]
         "inherited": committed_in_memory(
             listings,
             told,
-            host=session.config.host.name,
-            world_size=session.ranks.topology.world_size,
+            host=tiers.config.host.name,
+            world_size=tiers.ranks.topology.world_size,
         ),
         "marks": {
             listing.tier: [
@@ -244,12 +255,12 @@ def decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]
             ]
             for listing in listings
         },
-        "damaged": damaged_copies(listings, host=session.config.host.name),
+        "damaged": damaged_copies(listings, host=tiers.config.host.name),
         "deleted": _pairs(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
         "starts": describe_starts(starts_in(listings, found)),
         "overtaken": [
-            [id.step, id.attempt, sorted(tiers)]
-            for id, tiers in sorted(overtaken(merge(map(_only_whole, listings))).items())
+            [id.step, id.attempt, sorted(names)]
+            for id, names in sorted(overtaken(merge(map(_only_whole, listings))).items())
         ],
         "first": all(body["nothing"] for body in bodies.values()),
     }
@@ -261,7 +272,7 @@ def _only_whole(listing: Listing) -> Listing:
 
 
 def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, list[list[Any]]]:
-    """Say what is wrong with the copies on each tier that may be repaired; what lies in memory is not."""
+    """Return, per tier, the copies that may be repaired, with their damage; images in memory are never repaired."""
     found: dict[str, list[list[Any]]] = {}
     for checkpoint in merge(listings):
         for tier, copy in checkpoint.copies.items():
@@ -280,7 +291,7 @@ def _read_attempt(bodies: Bodies) -> dict[str, Any]:
 
 
 def _read_only(bodies: Bodies) -> dict[str, str]:
-    """Say which tiers any rank may not write to: none does then, as nothing would ever be whole there."""
+    """Return the tiers that some rank cannot write to: no rank writes there, since no checkpoint would be whole."""
     found: dict[str, str] = {}
     for rank, body in bodies.items():
         for tier, why in body["read_only"].items():
@@ -300,14 +311,14 @@ def _ids(pairs: list[list[int]]) -> frozenset[CheckpointId]:
     return frozenset(CheckpointId(step, attempt) for step, attempt in pairs)
 
 
-def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
-    """Leave out, of what this rank found, what other ranks do not have their parts of.
+def held_by_all(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
+    """Return this rank's listings, without the checkpoints of which other ranks lack their images.
 
-    What lies in memory counts as long as the other parts are on some tier: it is read first; but not where it is
-    another rank's part, whose record says nothing of this one's. A mark that any rank found counts for all, and so does
+    An image in memory counts where the other images are on some tier, since it is read first; but not where it is
+    another rank's, whose record does not name this rank's files. A mark that any rank found counts for all, and so does
     damage that may be repaired.
     """
-    host, shard = session.config.host.name, session.ranks.shard
+    host, shard = tiers.config.host.name, tiers.ranks.shard
 
     def counts(tier: str, copy: FoundCopy) -> bool:
         if tier != host:
@@ -333,5 +344,5 @@ def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
                 if counts(listing.tier, copy)
             ),
         )
-        for listing in session.listings
+        for listing in tiers.listings
     )

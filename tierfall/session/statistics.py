@@ -1,30 +1,21 @@
-"""How a run's inner records become reports: pure functions, apart from the counters of saves."""
+"""Reports made of a session's records: pure functions, apart from the counters of saves."""
 
 from __future__ import annotations
 
-import math
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.format.records import Lineage, chunk_count
-from tierfall.core.image.layout import Layout
 from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.throughput import TierThroughput
-from tierfall.core.types.errors import CaptureError, ConfigError
-from tierfall.core.types.keys import check_name
-from tierfall.core.types.text import with_article
 from tierfall.core.types.values import LossClass, SaveOutcome
-from tierfall.core.types.view import LossBound
-from tierfall.policies.forecast import loss_bounds
+from tierfall.core.types.view import LossBound, newest_surviving
+from tierfall.session.session import Session
 from tierfall.telemetry.reports import (
     CheckpointInfo,
     Compression,
@@ -34,18 +25,12 @@ from tierfall.telemetry.reports import (
 )
 from tierfall.telemetry.step_timer import StepTimer
 
-if TYPE_CHECKING:
-    from tierfall.session.session import Session
-
-METRIC_BYTES = 64
-CHUNK_DIGEST_BYTES = 48
-RECORD_BYTES = 8192
 SAVES_REMEMBERED = 1000
 
 
 @dataclass(slots=True)
 class SaveCounts:
-    """What this process has saved so far."""
+    """Counts the saves of this process. ``settled`` are those of files, ``capture`` is the reason for the last mode."""
 
     begun: int = 0
     settled: int = 0
@@ -57,7 +42,7 @@ class SaveCounts:
 
     @property
     def tried(self) -> int:
-        """Those that were begun, and those that found no room."""
+        """Saves that have begun, and saves that found no room."""
         return self.begun + self.skipped
 
     def note(self, handle: SaveHandle, *, lazy: bool) -> None:
@@ -65,69 +50,6 @@ class SaveCounts:
         self.lazy += int(lazy)
         self.handles.append(handle)
         del self.handles[:-SAVES_REMEMBERED]
-
-
-def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Read metrics as floats, and refuse, before anything is written, what is no number. A tensor on a device is
-    returned out of its graph, for the capture to read in the order of the device's work."""
-    if not isinstance(metrics, Mapping):
-        raise CaptureError(
-            f"save: metrics is {with_article(type(metrics).__name__)}, expected a mapping of names to numbers"
-        )
-    for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise CaptureError(f"save: metrics: a name is {name!r}, expected a string")
-        if getattr(value, "ndim", 0) != 0 or isinstance(value, str | bytes):
-            raise CaptureError(f"save: metrics[{name!r}] is not a number or a 0-dim tensor")
-        if not hasattr(value, "__float__"):
-            raise CaptureError(
-                f"save: metrics[{name!r}] is {with_article(type(value).__name__)}, expected a number or a 0-dim tensor"
-            )
-    return {name: _read_metric(name, value) for name, value in metrics.items()}
-
-
-def _read_metric(name: str, value: Any) -> Any:
-    """Read a metric now: the loop may change it right after save."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-        if not (value.is_cpu or value.is_meta or value.is_complex()):
-            return value
-    try:
-        read = float(value)
-        if math.isinf(read) and value != read:  # a Decimal becomes one without a word
-            raise OverflowError(f"it is larger than {sys.float_info.max:.2g}")
-        return read
-    except OverflowError as error:
-        raise CaptureError(
-            f"save: metrics[{name!r}] is too large for a 64-bit float, as metrics are stored ({error}): give it in a "
-            "larger unit, or put it into the state. Nothing of this step was saved: save it again without that metric"
-        ) from error
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise CaptureError(
-            f"save: metrics[{name!r}] cannot be read as a number: {error}"
-        ) from error
-
-
-def checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
-    """Refuse, before anything is written, tags that are not a list of usable names."""
-    if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
-        raise ConfigError(f"save: tags must be a list of names, such as ['best'], not {tags!r}")
-    return tuple(check_name(tag, what="save: tags") for tag in tags)
-
-
-def records_bytes(
-    layout: Layout,
-    chunk_bytes: int,
-    metrics: Mapping[str, Any],
-    tags: tuple[str, ...],
-    line: Lineage,
-) -> int:
-    """Bound what manifest and commit record of an image take together."""
-    chunks = chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
-    named = sum(6 * len(name) + METRIC_BYTES for name in (*metrics, *tags))
-    return (
-        len(layout.pieces) + CHUNK_DIGEST_BYTES * chunks + named + 12 * len(line.run) + RECORD_BYTES
-    )
 
 
 def restore_report(restored: RestoreResult, seconds: float) -> RestoreReport:
@@ -152,15 +74,15 @@ def restore_report(restored: RestoreResult, seconds: float) -> RestoreReport:
     )
 
 
-def note_reads(rates: TierThroughput, report: RestoreReport) -> None:
-    """Note how fast this rank read tiers: no slower than by all of the restore's time."""
+def record_reads(rates: TierThroughput, report: RestoreReport) -> None:
+    """Record this rank's read rate of each tier, measured over the whole restore: a lower bound."""
     for source in report.sources:
         if source.rank is None:
             rates.was_read(source.tier, source.bytes, report.seconds)
 
 
-def infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
-    """Tell of every checkpoint that is there or being captured; what is left of a failed capture is none."""
+def checkpoint_infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
+    """Return every checkpoint that exists or is being captured, without the remains of failed captures."""
     left = ledger.abandoned()
     return [
         _info(entry, entry.id in left, wall_time_s)
@@ -196,16 +118,16 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         for tier, seconds in one.durable_s.items():
             durable.setdefault(tier, []).append(seconds)
 
-    def inner() -> tuple[dict[str, int], dict[LossClass, LossBound], dict[str, Any]]:
+    def read() -> tuple[dict[str, int], dict[LossClass, LossBound], dict[str, Any]]:
         edges = {
             f"{source}->{lane.tier}": count
             for lane in coordinator.lanes.values()
             for source, count in lane.edge_bytes.items()
         }
         flow = _flow(coordinator, time.monotonic())
-        return edges, bounds_of(session), flow
+        return edges, session.loss_bounds(), flow
 
-    edges, bounds, flow = session.ask(inner)
+    edges, bounds, flow = session.ask(read)
     counters = coordinator.counters
     return Statistics(
         saves=counts.begun,
@@ -239,33 +161,19 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
     )
 
 
-def bounds_of(session: Session) -> dict[LossClass, LossBound]:
-    """Say what each loss would cost now; on the coordinator's thread."""
-    return loss_bounds(
-        session.coordinator.ledger.view(),
-        step=session.step_timer.last,
-        step_s=session.step_timer.step_s,
-    )
-
-
-def newest_surviving(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, int | None]:
-    """Name the newest step that survives each loss."""
-    return {lost: b.survives.step if b.survives else None for lost, b in bounds.items()}
-
-
 def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:
-    """Say how fast each tier is, and how far behind."""
+    """Return the measured rate of each tier, and how far it is behind."""
     rates, pressure = coordinator.rates, coordinator.pressure
     stored = [
         rules.name for rules in coordinator.ledger.rules if rules.name != coordinator.ledger.host
     ]
 
-    def seen(asked: Callable[[str], float | None]) -> dict[str, float]:
+    def known(rate_of: Callable[[str], float | None]) -> dict[str, float]:
         tiers = [rules.name for rules in coordinator.ledger.rules]
-        return {tier: rate for tier in tiers if (rate := asked(tier)) is not None}
+        return {tier: rate for tier in tiers if (rate := rate_of(tier)) is not None}
 
     return {
-        "write_bytes_per_s": seen(rates.write_bytes_per_s),
+        "write_bytes_per_s": known(rates.write_bytes_per_s),
         "read_bytes_per_s": rates.read_rates(),
         "behind": dict(pressure.behind),
         "behind_s": {tier: pressure.behind_s(tier, now_s) for tier in stored},

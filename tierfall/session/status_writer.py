@@ -1,7 +1,7 @@
-"""Writing a trainer's status, on a thread of its own: neither training nor the coordinator waits for it.
+"""The status file of a training process, written on a thread of its own: neither training nor the coordinator waits.
 
-The picture is taken on the coordinator's thread, as every look at the ledger is, and is small: of many checkpoints the
-newest. It is written at most once a second, where something happened, and every few seconds to say that all is well.
+The status is made on the coordinator's thread, which owns the ledger, and is small: it has the newest checkpoints only.
+It is written at most once a second when something happened, and every AT_LEAST_EVERY_S seconds otherwise.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Mapping
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -21,9 +20,11 @@ from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
-from tierfall.core.types.values import CopyState
-from tierfall.session import statistics
+from tierfall.core.types.values import CopyState, LossClass
+from tierfall.core.types.view import LossBound, newest_surviving
+from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.telemetry.event_log import wall_time
+from tierfall.telemetry.journal import Journal
 from tierfall.telemetry.status import (
     CheckpointStatus,
     CopyStatus,
@@ -34,9 +35,6 @@ from tierfall.telemetry.status import (
     remove_status,
     write_status,
 )
-
-if TYPE_CHECKING:
-    from tierfall.session.session import Session
 
 logger = logging.getLogger("tierfall")
 
@@ -50,51 +48,63 @@ JOIN_S = 1.0
 class StatusWriter:
     """See the module. ``start`` once the coordinator runs; ``close`` before it ends."""
 
-    def __init__(self, session: Session, folder: Path) -> None:
-        self._session = session
-        self._folder = folder
+    def __init__(
+        self,
+        tiers: OpenedTiers,
+        coordinator: Coordinator,
+        journal: Journal,
+        *,
+        call: Callable[[Callable[[], Status]], Status],
+        loss_bounds: Callable[[], Mapping[LossClass, LossBound]],
+    ) -> None:
+        """``call`` runs a function on the coordinator's thread: see ``Session``. ``loss_bounds`` is called there."""
+        self._tiers = tiers
+        self._coordinator = coordinator
+        self._journal = journal
+        self._call = call
+        self._loss_bounds = loss_bounds
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._start_ticks = own_start_ticks()
         self._last: Status | None = None
-        self._complained = False
+        self._warned = False
 
     def start(self) -> None:
         # daemon: an exit without close must not hang
         self._thread = threading.Thread(
-            target=self._run, name=f"tierfall-{self._session.run}-status", daemon=True
+            target=self._run, name=f"tierfall-{self._tiers.run}-status", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Say no more, and take away what was said: a process that closed its run has no status."""
+        """Stop writing, and remove the status: a process that has closed its run has none."""
         if self._thread is None:
             return
         self._closing.set()
         self._thread.join(JOIN_S)
         self._thread = None
-        remove_status(self._session.host.path)
+        remove_status(self._tiers.host.path)
 
     def _run(self) -> None:
         seen, written_s = -1, 0.0
         while not self._closing.is_set():
-            now_s, steps = time.monotonic(), self._session.coordinator.steps
+            now_s, steps = time.monotonic(), self._coordinator.steps
             if steps != seen or now_s >= written_s + AT_LEAST_EVERY_S:
                 if not self._write():
                     return
-                # the question itself was a step
-                seen, written_s = self._session.coordinator.steps, now_s
+                # making the status was a step of the coordinator itself
+                seen, written_s = self._coordinator.steps, now_s
             self._closing.wait(EVERY_S)
 
     def _write(self) -> bool:
-        """Write the status; False where there is nobody any more who could say what it is."""
+        """Write the status; False where the coordinator has stopped."""
         try:
-            status = self._session.ask(self._take)
+            status = self._call(self._make)
         except TierfallError as error:
             if self._last is None or self._closing.is_set():
                 return False
-            said = {"failure": str(error), "events": self._events(), "wall_time_s": time.time()}
-            self._put(self._last.model_copy(update=said))
+            update = {"failure": str(error), "events": self._events(), "wall_time_s": time.time()}
+            self._put(self._last.model_copy(update=update))
             return False
         self._last = status
         self._put(status)
@@ -104,36 +114,33 @@ class StatusWriter:
         if self._closing.is_set():
             return
         try:
-            write_status(self._folder, status)
-        except (
-            FileNotFoundError
-        ) as error:  # the folder was removed: ``MemoryFiles`` says so, and makes it anew
+            write_status(self._tiers.folder, status)
+        except FileNotFoundError as error:  # ``MemoryFiles`` logs it, and creates the folder anew
             logger.debug("the status is not written at present: %s", error)
         except OSError as error:
-            level = logging.DEBUG if self._complained else logging.WARNING
-            self._complained = True
+            level = logging.DEBUG if self._warned else logging.WARNING
+            self._warned = True
             logger.log(
                 level, "the status for 'tierfall watch' is not written at present: %s", error
             )
 
     # On the coordinator's thread ---------------------------------------------------------------------
 
-    def _take(self) -> Status:
-        session = self._session
-        coordinator, ledger = session.coordinator, session.coordinator.ledger
+    def _make(self) -> Status:
+        tiers, coordinator, ledger = self._tiers, self._coordinator, self._coordinator.ledger
         newest = list(islice(ledger.entries.ids(newest_first=True), CHECKPOINTS_MAX))
         left = ledger.abandoned()
-        bounds = statistics.bounds_of(session)
+        bounds = self._loss_bounds()
         return Status(
-            run=session.run,
+            run=tiers.run,
             wall_time_s=time.time(),
             pid=os.getpid(),
             start_ticks=self._start_ticks,
-            node=session.node,
-            slot=session.ranks.slot,
-            rank=session.ranks.topology.rank,
-            world_size=session.ranks.topology.world_size,
-            attempt=session.attempt.number if session.attempt else None,
+            node=tiers.node,
+            slot=tiers.ranks.slot,
+            rank=tiers.ranks.topology.rank,
+            world_size=tiers.ranks.topology.world_size,
+            attempt=tiers.attempt.number if tiers.attempt else None,
             tiers=tuple(self._tier(name, ledger) for name in _names(ledger)),
             checkpoints=tuple(
                 _checkpoint(ledger.entries.peek(id), ledger, coordinator, abandoned=id in left)
@@ -145,24 +152,24 @@ class StatusWriter:
                 for lane in coordinator.lanes.values()
                 if lane.active is not None
             ),
-            newest=statistics.newest_surviving(bounds),
+            newest=newest_surviving(bounds),
             loss_bound=losses_of(bounds),
             events=self._events(),
-            lost_events=session.journal.lost,
+            lost_events=self._journal.lost,
         )
 
     def _events(self) -> tuple[dict[str, object], ...]:
         return tuple(
             {"wall_time_s": round(wall_time(event.at_s), 3), **events.event_to_json(event)}
-            for event in self._session.journal.recent.events[-EVENTS_MAX:]
+            for event in self._journal.recent.events[-EVENTS_MAX:]
         )
 
     def _tier(self, name: str, ledger: Ledger) -> TierStatus:
         rules = next(rules for rules in ledger.rules if rules.name == name)
         capacity = rules.capacity_bytes
         if name == ledger.host:
-            capacity = self._session.host.capacity_bytes or capacity
-        failing = ledger.failing.get(name) or self._session.errors.get(name)
+            capacity = self._tiers.host.capacity_bytes or capacity
+        failing = ledger.failing.get(name) or self._tiers.errors.get(name)
         return TierStatus(
             name=name,
             kind=rules.kind,
@@ -174,7 +181,7 @@ class StatusWriter:
         )
 
     def _bytes_per_s(self, tier: str) -> float | None:
-        return self._session.coordinator.rates.arriving_bytes_per_s(tier, time.monotonic())
+        return self._coordinator.rates.arriving_bytes_per_s(tier, time.monotonic())
 
     def _transfer(self, lane: FlushLane) -> TransferStatus:
         assert lane.active is not None
@@ -198,7 +205,7 @@ def _names(ledger: Ledger) -> tuple[str, ...]:
 
 
 def _done(lane: FlushLane) -> tuple[int, int]:
-    """How much of the copy under way has arrived, and how much it is."""
+    """Return how many bytes of the present copy are written, and how many it has."""
     transfer = lane.active
     assert transfer is not None
     geometry = transfer.entry.geometry
@@ -241,6 +248,6 @@ def _fraction(
         return entry.final_chunks / chunks if chunks else 0.0
     lane = coordinator.lanes.get(tier)
     if lane is None or not lane.is_at(entry.id):
-        return 1.0  # it has landed, and other ranks' parts have not
+        return 1.0  # this rank's image is uploaded, other ranks' images are not
     done, total = _done(lane)
     return done / total if total else 0.0

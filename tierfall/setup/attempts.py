@@ -1,4 +1,4 @@
-"""The attempts of a run, as several tiers know them."""
+"""The attempts of a run, by the records on several tiers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 FAR = 1000
-"""Starts take one number after the other: a record that is so far above all others is looked into."""
+"""Attempts have consecutive numbers: a record so far above all others is checked."""
 
 
 def next_number(
@@ -36,10 +36,9 @@ def next_number(
     run: str,
     own: Attempt | None = None,
 ) -> int:
-    """Return the number above all attempts that ``listings`` name, as ``catalog.next_attempt`` does. A record far above
-    the others that is a stray counts for nothing.
+    """Return the number above all attempts that ``listings`` name, as ``catalog.next_attempt`` does, without strays.
 
-    Raises ConfigError, which names what has it, where the last number is taken.
+    Raises ConfigError, which names the tiers, where the last number is taken.
     """
     saved = {number for x in listings for number in _saved_by(x)}
     mine = own.number if own else 0
@@ -53,9 +52,8 @@ def next_number(
         last = numbers[-1]
         where = [x.tier for x in listings if last in x.attempts or last in _saved_by(x)]
         raise ConfigError(
-            f"open: run {run!r} has an attempt {last} on {', '.join(where)}, above which there is no number: if that "
-            "is no start's, but was put there, remove its record, or the folders of its steps; or choose another run "
-            "name"
+            f"open: run {run!r} has an attempt {last} on {', '.join(where)}, above which there is no number: if no "
+            "start took it, remove its record, or the folders of its steps; or choose another run name"
         )
     counted = [
         replace(x, attempts=tuple(number for number in x.attempts if number not in strays))
@@ -78,12 +76,12 @@ def attempt_of(line: Lineage) -> Attempt:
 
 
 def _saved_by(listing: Listing) -> set[int]:
-    """Return the attempts whose steps lie on a tier, committed or not."""
+    """Return the attempts that have step folders on a tier, committed or not."""
     return {id.attempt for id in (*(copy.id for copy in listing.copies), *listing.unfinished)}
 
 
 def _is_stray(number: int, listings: Iterable[Listing], stores: Mapping[str, StoredTier]) -> bool:
-    """Say whether the records of a number are whole, and another attempt's, on every tier that has one."""
+    """Return whether the record of a number is, on every tier that has one, a valid record of another attempt."""
     for listing in listings:
         if number not in listing.attempts:
             continue
@@ -92,14 +90,14 @@ def _is_stray(number: int, listings: Iterable[Listing], stores: Mapping[str, Sto
         except StrayAttemptError as error:
             logger.warning("open: %s; until then it is ignored", error)
         except TierfallError:
-            return False  # what it is cannot be told: the next number is above it
+            return False  # it may be an attempt's: the next number is above it
         else:
             return False
     return True
 
 
 def ids_by_commits(listing: Listing, number: int) -> frozenset[str]:
-    """Return by what ids the commit records on a tier know the attempt of that number; normally one, or none."""
+    """Return the ids of the attempt of that number in the commit records of a tier: normally one, or none."""
     return frozenset(
         copy.commit.line.attempt_id
         for copy in listing.copies
@@ -110,10 +108,10 @@ def ids_by_commits(listing: Listing, number: int) -> frozenset[str]:
 def newest_attempt(
     listings: Iterable[Listing], stores: Mapping[str, StoredTier], *, above: int = 0
 ) -> tuple[Attempt, str] | None:
-    """Return the newest attempt above a number that ``listings`` name, and a tier that knows it; None where there is
-    none. Records that are strays count for nothing.
+    """Return the newest attempt in ``listings`` above a number, and a tier that has its record; None where there is
+    none. Strays do not count.
 
-    Raises what kept its record from being read on every tier that has it.
+    Raises what kept the record from being read on every tier that has it.
     """
     holders: dict[int, list[str]] = {}
     for listing in listings:
@@ -127,7 +125,7 @@ def newest_attempt(
             except StrayAttemptError as error:
                 logger.warning("%s; until then it is ignored", error)
             except KeyNotFoundError:
-                continue  # it was removed since the listing
+                continue  # removed since the listing
             except TierfallError as error:
                 failure = error
         if failure is not None:
@@ -141,8 +139,8 @@ def warn_of_two_lives(
     known: Sequence[KnownCheckpoint],
     told_of: set[Key],
 ) -> None:
-    """Log, once each, which starts could not see each other's tiers, which of them counts, and how to go back to the
-    others. ``told_of`` are those that were named before, and come to be."""
+    """Log, once each, the starts that could not see each other's tiers, which of them counts, and how to return to the
+    others. ``told_of`` are those logged before; this adds to it."""
     saved: dict[Key, list[KnownCheckpoint]] = {}
     for checkpoint in known:
         if checkpoint.commit is not None:

@@ -1,4 +1,4 @@
-"""A process's place among the ranks of a job, found where launchers leave it: torchrun, SLURM, torch.distributed."""
+"""The rank of this process, as its launcher sets it: torchrun, SLURM, or torch.distributed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tierfall.core.types.errors import ConfigError, RanksError
 
 
 def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
-    """Meet the other ranks of this job; a process that has none is alone.
+    """Connect to the other ranks of this job; a process without others is a job of one rank.
 
-    A process group says who takes part; without one, ``torch.distributed`` where it is initialised; else what torchrun
-    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GROUP_RANK) or SLURM's srun (SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID)
-    say in the environment. Raises ConfigError where these make no sense or leave no way to meet, RanksError where the
-    others cannot be met within ``max_wait``.
+    The ranks are those of the process group; without one, those of ``torch.distributed`` where it is initialised; else
+    those that torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GROUP_RANK) or SLURM's srun (SLURM_PROCID,
+    SLURM_NTASKS, SLURM_NODEID) set in the environment. Raises ConfigError where these are invalid or name no address,
+    RanksError where the other ranks do not connect within ``max_wait``.
     """
     rank, world_size = _rank_and_size(process_group)
     if world_size == 1:
         return Ranks.alone()
     if not hasattr(TCPStore, "queue_push"):
         raise ConfigError(
-            f"open: the stores of torch {torch.__version__} have no queues, by which several ranks talk: install a "
-            "newer torch (2.13 was tried)"
+            f"open: the stores of torch {torch.__version__} have no queues, which ranks exchange messages by: install "
+            "a newer torch (2.13 was tried)"
         )
     place = RankPlacement(
         rank=rank,
@@ -45,8 +45,10 @@ def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
 
 
 def find_transport() -> Connect | None:
-    """Return what connects the ranks of this job to exchange bytes at a restore: a gloo group beside those of the
-    training, whatever these are. None where ``torch.distributed`` is not initialised."""
+    """Return what connects the ranks to exchange bytes at a restore: a gloo group of tierfall's own.
+
+    None where ``torch.distributed`` is not initialised.
+    """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
@@ -64,7 +66,7 @@ def _rank_and_size(process_group: Any) -> tuple[int, int]:
         raise ConfigError("open: process_group is given, but torch.distributed is not initialised")
     if "WORLD_SIZE" in os.environ:
         return _numbers("RANK", "WORLD_SIZE")
-    # In a batch script the same variables say what srun will start: only a step has ranks.
+    # A batch script has the same variables for what srun will start: only a job step has ranks.
     if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
         return _numbers("SLURM_PROCID", "SLURM_NTASKS")
     return 0, 1
@@ -95,9 +97,9 @@ def _node() -> str:
 
 
 def _address(rank: int) -> str:
-    """Where the others reach this process, should it be rank 0.
+    """Return the address at which other ranks reach this process, if it is rank 0.
 
-    The first rank of a process group need not be that of the job, which alone is known to be at MASTER_ADDR.
+    Only the job's rank 0 is known to be at MASTER_ADDR; that of a process group may be another process.
     """
     distributed = torch.distributed
     first = distributed.get_rank() if distributed.is_initialized() else rank
@@ -107,7 +109,7 @@ def _address(rank: int) -> str:
 
 
 def _settings(config: Config) -> dict[str, str]:
-    """What all ranks must have alike. Folders, addresses and secrets may differ from node to node."""
+    """Return the settings that must be equal on all ranks. Folders, addresses and secrets may differ between nodes."""
     chain = [
         tier.model_dump(mode="json", exclude={"path", "url", "options", "folder"})
         for tier in config.chain
@@ -119,14 +121,14 @@ def _settings(config: Config) -> dict[str, str]:
 
 
 def _bootstrap() -> Store:
-    """A store that all ranks of the job share already."""
+    """Return a store that all ranks of the job share already."""
     distributed = torch.distributed
     if distributed.is_initialized():
         return distributed.distributed_c10d._get_default_store()
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if address is None or not port.isdecimal():
         raise ConfigError(
-            "open: there are other ranks, but no way to meet them: start by torchrun, or call "
+            "open: there are other ranks, but no address to connect to them: start by torchrun, or call "
             "torch.distributed.init_process_group first"
         )
     try:

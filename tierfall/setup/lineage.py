@@ -1,6 +1,6 @@
-"""The line that a process saves: which step may come next, and where it continues from.
+"""The lineage that a process saves: which step may follow, and what it continues from.
 
-It reads no clock and touches no tier; the session hands it attempts.
+It reads no clock and touches no tier.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from tierfall.core.types.values import CheckpointId
 
 
 def as_step(step: Any, *, doing: str = "save", what: str = "step") -> int:
-    """Return a step as a plain integer; whatever is an integer will do (NumPy's too), a bool will not."""
+    """Return a step as a plain integer. Accepts any integer (NumPy's too); raises StepError for a bool."""
     if isinstance(step, bool) or not hasattr(type(step), "__index__"):
         raise StepError(f"{doing}: {what} must be an integer of at least 0, not {step!r}")
     return operator.index(step)
 
 
 class SavingLineage:
-    """One run's line in this process. ``begun`` says that saving may go on: a restore, ``fresh``, or nothing there."""
+    """One run's lineage in this process. ``begun``: it may save, after a restore, by ``fresh``, or in a new run.
+
+    ``started_from`` is the checkpoint that it continues from, ``ordinal`` that of its last checkpoint. ``half_filled``
+    are the parts of the state (``only``; None: all of it) that failed restores have left half filled.
+    """
 
     def __init__(self, run: str, attempt: Attempt, *, begun: bool) -> None:
         self._run = run
@@ -31,7 +35,6 @@ class SavingLineage:
         self.saved_any = False
         self.started_from: CheckpointId | None = None
         self.half_filled: set[tuple[str, ...] | None] = set()
-        """The parts of the state (``only``; None: all of it) that restores which failed have left half filled."""
         self.ordinal = 0
         self._last_step: int | None = None
 
@@ -44,9 +47,13 @@ class SavingLineage:
         self.check_begun(step)
         if self._last_step is not None and step <= self._last_step:
             raise StepError(
-                f"save of step {step}: this line is at step {self._last_step} already, and a committed step is never "
-                "overwritten; to go back, restore(step=...) first"
+                f"save of step {step}: this lineage is at step {self._last_step} already, and a committed step is "
+                "never overwritten; to go back, restore(step=...) first"
             )
+
+    def begin(self) -> None:
+        """Let saving begin: no checkpoint exists that it could continue from."""
+        self.begun = True
 
     def check_begun(self, step: int) -> None:
         """Raise StepError unless this start may save at all."""
@@ -63,7 +70,8 @@ class SavingLineage:
             )
 
     def next(self, step: int, *, above: int = 0) -> Lineage:
-        """Say what the next checkpoint's place in the line is: above so many that other ranks have counted."""
+        """Return the next checkpoint's place in the lineage; its ordinal is above ``above``, which other ranks
+        count."""
         return Lineage(
             run=self._run,
             checkpoint=CheckpointId(step, self.attempt.number),
@@ -73,11 +81,15 @@ class SavingLineage:
         )
 
     def is_at(self, step: int) -> bool:
-        """Say whether ``step`` is the last that was saved, or restored."""
+        """Return whether ``step`` is the last that was saved or restored."""
         return step == self._last_step
 
+    def has_saved(self, step: int) -> bool:
+        """Return whether ``step`` is the last step that was saved since the last restore."""
+        return self.saved_any and self.is_at(step)
+
     def has_passed(self, step: int) -> bool:
-        """Say whether a step above ``step`` was saved, or restored."""
+        """Return whether a step above ``step`` was saved or restored."""
         return self._last_step is not None and self._last_step > step
 
     def advance(self, line: Lineage) -> None:
@@ -87,11 +99,11 @@ class SavingLineage:
         self.ordinal = line.ordinal
 
     def continue_from(self, commit: Commit, attempt: Attempt) -> None:
-        """Go on from a restored checkpoint, as ``attempt``."""
+        """Continue from a restored checkpoint, as ``attempt``."""
         self.go_on_from(commit.line.checkpoint, commit.line.ordinal, attempt)
 
     def go_on_from(self, checkpoint: CheckpointId, ordinal: int, attempt: Attempt) -> None:
-        """Go on from a checkpoint that is the ``ordinal``th of its line, as ``attempt``."""
+        """Continue from a checkpoint that is the ``ordinal``th of its lineage, as ``attempt``."""
         self.attempt = attempt
         self.saved_any = False
         self.half_filled.clear()

@@ -1,12 +1,12 @@
-"""Signals: who listens to which, from the first listener of a signal until its last one stops.
+"""Signals: one handler for all listeners of a signal, from its first listener until its last one stops.
 
-A listener has a ``flag`` or a ``work``. A flag is called on the main thread, between two of its bytecodes, as any
-handler of Python is. A work runs on a thread of its own as soon as the signal arrives, whatever the main thread is in
-the middle of, a step on the GPU too: the interpreter writes each signal's number to a socket at once (its wakeup fd),
-which a thread here reads. Once all works have ended, the signal has its previous effect: the handler that was there
-before runs on the main thread, or the process ends as the signal would have ended it.
+A listener has a ``flag`` or a ``work`` function. A flag is called on the main thread, between two of its bytecodes,
+like any Python signal handler. A work function runs on a thread of its own as soon as the signal arrives, even while
+the main thread waits for the GPU: the interpreter writes each signal's number to a socket (its wakeup fd), which a
+thread here reads. Once all work functions have ended, the signal has its previous effect: the previous handler runs on
+the main thread, or the process ends as the signal would have ended it.
 
-A forked child has none of this. Nothing here knows what is listened for.
+A forked child inherits none of this. Nothing here knows what the signals mean.
 """
 
 from __future__ import annotations
@@ -27,28 +27,32 @@ from typing import Any
 from tierfall.core.types.errors import ConfigError
 
 logger = logging.getLogger("tierfall")
-Told = Callable[[Signals], None]
+OnSignal = Callable[[Signals], None]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Listener:
-    """See the module. A flag is called again for each arrival, a work only for the first."""
+    """See the module. A flag is called for each arrival, a work function only for the first."""
 
     signals: frozenset[Signals]
-    flag: Told | None = None
-    work: Told | None = None
+    flag: OnSignal | None = None
+    work: OnSignal | None = None
     begun: bool = False
     ended: bool = False
 
 
 def listen(
-    signals: Collection[Signals], *, what: str, flag: Told | None = None, work: Told | None = None
+    signals: Collection[Signals],
+    *,
+    what: str,
+    flag: OnSignal | None = None,
+    work: OnSignal | None = None,
 ) -> Listener:
-    """Listen to signals until ``stop``. While a flag listens, and no work, a signal that would end the process does
-    not; a handler that was there before is called after the flag.
+    """Listen to signals until ``stop``. With a flag and no work function, a signal that would end the process does not;
+    a previous handler is called after the flag.
 
-    ``flag`` must only set a flag; ``work`` may take its time, and what it raises is logged. Raises ConfigError, which
-    names ``what`` asks for it, off the main thread: Python lets no other thread install a handler.
+    ``flag`` must return at once. ``work`` may run for long, and its exceptions are logged. Raises ConfigError, which
+    names the setting ``what``, on another than the main thread: Python installs handlers on that one only.
     """
     check_thread(what)
     listener = Listener(signals=frozenset(signals), flag=flag, work=work)
@@ -57,7 +61,7 @@ def listen(
 
 
 def check_thread(what: str) -> None:
-    """Raise ConfigError, which names ``what`` asks for signals, where this thread cannot listen to any."""
+    """Raise ConfigError, which names the setting ``what``, where this thread is not the main thread."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             f"{what}: only the main thread can listen to signals, and this is thread "
@@ -66,16 +70,19 @@ def check_thread(what: str) -> None:
 
 
 def stop(listener: Listener) -> None:
-    """Listen no more; may be called twice. A work that has begun goes on, and the signal's previous effect follows it.
+    """Stop listening; may be called twice. A work function that has begun continues, and the signal's previous effect
+    follows it.
 
-    The last listener puts the previous handler back, unless somebody has put another one in its place meanwhile.
+    The last listener restores the previous handler, unless another handler was installed meanwhile.
     """
     _hub.remove(listener)
 
 
 class SignalWatch:
-    """Calls ``asked`` with a signal's name, on the main thread, for as long as it is open: a flag, as ``listen`` has
-    it. Without names it watches nothing."""
+    """Calls ``asked`` with a signal's name, on the main thread, until it is closed: a flag of ``listen``.
+
+    Without names it does nothing.
+    """
 
     def __init__(self, names: Collection[str], asked: Callable[[str], None]) -> None:
         self._listener: Listener | None = None
@@ -87,20 +94,20 @@ class SignalWatch:
             )
 
     def close(self) -> None:
-        """Watch no more; may be called twice."""
+        """Stop; may be called twice."""
         if self._listener is not None:
             stop(self._listener)
 
 
 class _SignalHub:
-    """All listeners of this process, and what was there before them.
+    """All listeners of this process, and the handlers before them.
 
-    The handler runs on the main thread some time after the signal has arrived, perhaps after the works have ended:
-    whichever comes last sees to the previous effect. ``_seen`` are signals whose handler ran first; who takes one out
-    of it has it to do. Nothing here holds a lock: the handler may interrupt anything.
+    The handler runs on the main thread some time after the signal has arrived, perhaps after the work functions have
+    ended: the last of them causes the previous effect. ``_seen`` are signals whose handler ran first; whoever removes
+    one from it causes the effect. Nothing here holds a lock: the handler may interrupt anything.
 
-    ``_previous`` has, per signal, the handlers that were found at each time, the latest last: one that came in between
-    and calls ours finds the one before it.
+    ``_previous`` has, per signal, the handlers found at each installation, the latest last: a handler that was
+    installed in between, and calls this one, gets the one before it.
     """
 
     def __init__(self) -> None:
@@ -110,14 +117,14 @@ class _SignalHub:
         self._due: set[Signals] = set()
         self._seen: set[Signals] = set()
         self._passing: set[Signals] = set()
-        self._ears: socket.socket | None = None
-        self._mouth: socket.socket | None = None
+        self._receiver: socket.socket | None = None
+        self._sender: socket.socket | None = None
         self._other_fd = -1
         self._forking = threading.local()
 
     def add(self, listener: Listener) -> None:
         self._listeners.append(listener)
-        if self._ears is None:
+        if self._receiver is None:
             self._open()
         for number in listener.signals:
             if signal.getsignal(number) != self._handle:
@@ -131,7 +138,7 @@ class _SignalHub:
             return
         self._listeners.remove(listener)
         if threading.current_thread() is not threading.main_thread():
-            return  # the handler stays, and does what the previous one would
+            return  # the handler stays, and has the previous one's effect
         for number in listener.signals - {n for one in self._listeners for n in one.signals}:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, self._before(number))
@@ -139,33 +146,34 @@ class _SignalHub:
         if not self._listeners:
             self._close()
 
-    # Hearing ---------------------------------------------------------------------------------------
+    # Arrival ---------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._ears, self._mouth = socket.socketpair()
-        self._mouth.setblocking(False)
-        self._other_fd = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._other_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         threading.Thread(
-            target=self._listen, args=(self._ears,), name="tierfall-signals", daemon=True
+            target=self._listen, args=(self._receiver,), name="tierfall-signals", daemon=True
         ).start()
 
     def _close(self) -> None:
-        assert self._mouth is not None
+        assert self._sender is not None
         now = signal.set_wakeup_fd(-1)
-        wanted = self._other_fd if now == self._mouth.fileno() else now  # somebody took the place
+        # another one was set meanwhile, and stays
+        wanted = self._other_fd if now == self._sender.fileno() else now
         try:
             signal.set_wakeup_fd(wanted)
         except (OSError, ValueError) as error:
-            logger.debug("the wakeup fd %d that was there before is closed: %s", wanted, error)
-        self._mouth.close()  # which ends the thread
-        self._ears = self._mouth = None
+            logger.debug("the previous wakeup fd %d is closed: %s", wanted, error)
+        self._sender.close()  # which ends the thread
+        self._receiver = self._sender = None
 
-    def _listen(self, ears: socket.socket) -> None:
-        with ears:
-            while heard := ears.recv(64):
+    def _listen(self, receiver: socket.socket) -> None:
+        with receiver:
+            while received := receiver.recv(64):
                 if self._other_fd >= 0:
-                    _pass_bytes(self._other_fd, heard)
-                for number in set(heard) & set(self._previous):
+                    _pass_bytes(self._other_fd, received)
+                for number in set(received) & set(self._previous):
                     self._begin(Signals(number))
 
     def _begin(self, number: Signals) -> None:
@@ -200,7 +208,7 @@ class _SignalHub:
     # The previous effect ---------------------------------------------------------------------------
 
     def _pass_on(self, number: Signals) -> None:
-        """Let a signal have its previous effect now that the works have ended."""
+        """Cause a signal's previous effect, now that the work functions have ended."""
         effect = self._effect(number)
         if effect is signal.SIG_DFL:
             _take_default_action(number)
@@ -214,7 +222,7 @@ class _SignalHub:
             signal.pthread_kill(main, number)
 
     def _effect(self, number: Signals) -> Any:
-        """What a signal is to do after the works; the main thread may just put the previous handler back."""
+        """Return a signal's effect after the work functions; the main thread may be restoring the handler."""
         before = self._before(number)
         now = signal.getsignal(number)
         return before if now == self._handle else now
@@ -232,8 +240,8 @@ class _SignalHub:
         if any(x.work for x in listeners):
             self._seen.add(signaled)
             if not all(x.ended for x in listeners if x.work):
-                if self._mouth is not None:  # somebody may have taken the place of our wakeup fd
-                    _pass_bytes(self._mouth.fileno(), bytes([number]))
+                if self._sender is not None:  # our wakeup fd may have been replaced
+                    _pass_bytes(self._sender.fileno(), bytes([number]))
                 return
             if not _taken_from(self._seen, signaled):
                 return
@@ -253,8 +261,10 @@ class _SignalHub:
                 self._calling[number] -= 1
 
     def _before(self, number: Signals) -> Any:
-        """What was there before the latest handler, or before the one that is just called. A handler that a library in
-        C installed is not Python's to call, nor to put back."""
+        """Return the handler before the latest one, or before the one that is being called.
+
+        Python can neither call nor restore a handler that a C library has installed.
+        """
         found = self._previous.get(number, ())
         place = len(found) - 1 - self._calling[number]
         previous = found[place] if place >= 0 else signal.SIG_DFL
@@ -263,9 +273,9 @@ class _SignalHub:
     # Forks -----------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        """A signal that a child gets before it has forgotten all this would be heard here."""
+        """Block signals: one that the child receives before ``after_in_child`` would arrive in this process."""
         self._forking.mask = None
-        if self._ears is not None:
+        if self._receiver is not None:
             self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._previous)
 
     def after_in_parent(self) -> None:
@@ -279,15 +289,15 @@ class _SignalHub:
         for number in self._previous:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, self._before(number))
-        for end in (self._ears, self._mouth):
+        for end in (self._receiver, self._sender):
             if end is not None:
                 end.close()
-        self._listeners, self._ears, self._mouth = [], None, None
+        self._listeners, self._receiver, self._sender = [], None, None
         self.after_in_parent()
 
 
 def _taken_from(signals: set[Signals], number: Signals) -> bool:
-    """Take it out of the set; False where somebody else has."""
+    """Remove a signal from the set; False where another thread has."""
     try:
         signals.remove(number)
     except KeyError:
@@ -299,14 +309,14 @@ def _run(listener: Listener, number: Signals) -> None:
     assert listener.work is not None
     try:
         listener.work(number)
-    except BaseException:  # there is nobody else to tell, and the signal is to have its effect
+    except BaseException:  # no caller: it is logged, and the signal has its previous effect
         logger.exception("what was to be done on %s failed", number.name)
     finally:
         listener.ended = True
 
 
 def _take_default_action(number: Signals) -> None:
-    """Do to this process what the signal does by itself, from any thread: the main one may not come back from C."""
+    """Cause the signal's default action, from any thread: the main thread may be stuck in C."""
     ctypes.CDLL(None).signal(ctypes.c_int(number), ctypes.c_void_p(None))  # SIG_DFL
     os.kill(os.getpid(), number)
 
@@ -314,7 +324,7 @@ def _take_default_action(number: Signals) -> None:
 def _pass_bytes(fd: int, data: bytes) -> None:
     try:
         os.write(fd, data)
-    except OSError as error:  # full: it will be read anyway; or closed by its owner
+    except OSError as error:  # full: its reader wakes anyway; or closed by its owner
         logger.debug("a signal was not passed on to fd %d: %s", fd, error)
 
 

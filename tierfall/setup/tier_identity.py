@@ -1,8 +1,8 @@
-"""Which tier is which: an id that each tier of a run bears, and what the others and this machine remember of it.
+"""The identity of tiers: each tier of a run has an id, which the other tiers and this machine remember.
 
-An empty folder was never used, or was emptied, or is a mount point without its file system. A tier that all nodes see,
-and of which another tier or this machine remembers an id, counts as the third: it could not be looked at. A tier of one
-node may be empty at any start, unless this machine remembers that its folder lay on another device.
+An empty folder is new, or was emptied, or is a mount point whose file system is missing. A shared tier whose id another
+tier or this machine remembers counts as not mounted: it could not be read. A tier of one node may be empty at any
+start, unless this machine remembers that its folder was on another device.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
+from tierfall.setup.tiers import shared_setting
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 
 MEMORY_NAME = "tiers.json"
-"""What this machine remembers of a run's tiers until it is restarted: a file beside the run's host memory."""
+"""The file of what this machine remembers of a run's tiers until it is restarted, beside the run's host memory."""
 
 
 class TierIdentities:
-    """What the tiers of a run say of themselves and of each other, and what this machine remembers of them."""
+    """The ids of a run's tiers, by the records on the tiers and on this machine. ``records`` has that of each tier."""
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class TierIdentities:
         folder: Path,
         listings: Iterable[Listing] = (),
     ) -> None:
-        """Read it from those of ``stores`` that could be listed, or of which nothing is said: another one may never
-        answer. ``folder`` is the run's in host memory."""
+        """Read the records of ``stores``, except those with an error in ``listings``: these may never answer.
+        ``folder`` is that of the run's host memory."""
         self._config = config
         self._opened = stores
         self._places = {name: store.place for name, store in stores.items()}
@@ -63,14 +64,14 @@ class TierIdentities:
                 if isinstance(error, IntegrityError):
                     logger.warning("tier %s: which tier it is cannot be read: %s", name, error)
                     self._anew.add(name)
-                else:  # the listing has the same trouble, and says it
+                else:  # the listing has the same error, and that is logged
                     logger.debug("tier %s: which tier it is was not read", name, exc_info=True)
                     self._unread[name] = error
                 continue
             if record is not None:
                 self.records[name] = record
         self._remembered = self._read_memory()
-        self._left: TierRecord | None = None
+        self._written: TierRecord | None = None
 
     @property
     def _stores(self) -> dict[str, StoredTier]:
@@ -86,49 +87,49 @@ class TierIdentities:
             return None
 
     def _remembers(self, name: str) -> KnownTier | None:
-        """Return what was remembered last of a tier, by its name; or else of the place where it lies, by a name that is
-        not configured any more. On which device its folder lies this machine alone remembers."""
+        """Return the newest memory of a tier by its name, or else of its place by a name that is no longer
+        configured."""
         known = self._newest_of(name)
         if known is None and name in self._places:
             known = self._newest_at(self._places[name])
         return known
 
     def _newest_of(self, name: str) -> KnownTier | None:
-        said = [r for r in self._witnesses(but=name) if name in r.others and r.others[name].id]
-        newest = max(said, key=lambda record: record.wall_time_s, default=None)
+        naming = [r for r in self._witnesses(but=name) if name in r.others and r.others[name].id]
+        newest = max(naming, key=lambda record: record.wall_time_s, default=None)
         if newest is None:
             return None
         known = newest.others[name]
+        # only this machine remembers the device
         here = self._remembered.others.get(name) if self._remembered is not None else None
         if here is not None and same_place(here.place, known.place):
             return replace(known, device=here.device)
         return known
 
     def _newest_at(self, place: str) -> KnownTier | None:
-        """Return what was remembered last of a place, by names that the configuration no longer has."""
+        """Return the newest memory of a place, by names that the configuration no longer has."""
         names = [name for name, known in self._renamed().items() if same_place(known.place, place)]
         return next((known for name in names if (known := self._newest_of(name))), None)
 
     def _renamed(self) -> dict[str, KnownTier]:
-        """Return what is remembered by names that the configuration does not have."""
+        """Return what is remembered of names that the configuration does not have."""
         now = {tier.name for tier in self._config.stored}
         found = {name: known for w in self._witnesses() for name, known in w.others.items()}
         return {name: known for name, known in found.items() if name not in now}
 
     def _witnesses(self, *, but: str = "") -> list[TierRecord]:
-        """Return the records that remember other tiers, this machine's among them, ``but`` that of one tier."""
+        """Return all records that remember other tiers, this machine's too, without that of the tier ``but``."""
         found = [record for tier, record in self.records.items() if tier != but]
         return found if self._remembered is None else [*found, self._remembered]
 
     def is_remembered(self, name: str) -> bool:
-        """Say whether another tier, or this machine, knows of a tier."""
+        """Return whether another tier, or this machine, remembers a tier."""
         return self._remembers(name) is not None
 
     # What is missing -------------------------------------------------------------------------------
 
     def missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
-        """Name the tiers in which nothing lies, and something must, and those that others stand in the place of, with
-        why they could not be looked at."""
+        """Return the tiers that are empty but should not be, and those that another tier has replaced, with why."""
         found = {listing.tier: listing for listing in listings}
         whys = {
             tier.name: self._why_missing(tier, found[tier.name]) for tier in self._config.stored
@@ -154,21 +155,23 @@ class TierIdentities:
             logger.warning("open: tier %s is empty, and was not before: is it mounted?", tier.name)
             return None
         return UnreachableError(
-            f"{tier.name}: nothing of run {self._config.run!r} lies in {place}, where its files were before: is a file "
-            "system not mounted there? Mount it, and open again. If the files were removed on purpose, say so by "
+            f"{tier.name}: no file of run {self._config.run!r} is in {place}, where its files were before: is a file "
+            "system not mounted there? Mount it, and open again. If the files were removed on purpose, run "
             f"'tierfall forget {tier.name}'"
         )
 
     def _why_moved(self, name: str, place: str, known: KnownTier) -> UnreachableError:
         return UnreachableError(
-            f"{name}: nothing of run {self._config.run!r} lies in {place}, and this tier lay in {known.place} before: "
+            f"{name}: no file of run {self._config.run!r} is in {place}, and this tier was in {known.place} before: "
             "is a file system not mounted, or the path or address wrong? Mount it, or correct that, and open again. If "
-            f"the tier is to begin anew there, say so by 'tierfall forget {name}'"
+            f"the tier is to begin anew there, run 'tierfall forget {name}'"
         )
 
     def are_as_remembered(self, listings: tuple[Listing, ...]) -> bool:
-        """Say whether the tiers are those that this machine remembers, beside new ones in which nothing lies: then what
-        lies in its memory is of this run, whether a tier took the record of its attempt or not."""
+        """Return whether the tiers are those that this machine remembers, apart from new empty ones.
+
+        If so, its host memory is this run's, even where no tier has the record of the attempt.
+        """
         found = {listing.tier: listing for listing in listings}
         remembered = {} if self._remembered is None else self._remembered.others
         for tier in self._config.stored:
@@ -186,36 +189,35 @@ class TierIdentities:
     def _why_another(
         self, tier: FileTierConfig | ObjectTierConfig, place: str
     ) -> UnreachableError | None:
-        """Say why what bears another id is not the tier that lay in the same place: all nodes saw that one, or it lay
-        on another device of this machine."""
+        """Return why a tier with another id has not replaced the remembered one on purpose: that one was shared, or on
+        another device of this machine. None where it may have."""
         name, known = tier.name, self._remembers(tier.name)
         if known is None or known.id in ("", self.records[name].id):
             return None
-        if not same_place(known.place, place):
-            return None
-        if not known.shared and known.device in (None, _device(tier)):
+        same_device = known.device in (None, _device(tier))
+        if not same_place(known.place, place) or (not known.shared and same_device):
             return None
         return UnreachableError(
-            f"{name}: {place} is not the tier that lay there before: it bears another id in {self._config.run}/"
+            f"{name}: {place} is not the tier that was there before: it has another id in {self._config.run}/"
             f"{keys.TIER_NAME}. Is another file system mounted there, or none, or was its path changed? Mount the "
-            f"right one, and open again. If it was replaced on purpose, say so by 'tierfall forget {name}'"
+            f"right one, and open again. If it was replaced on purpose, run 'tierfall forget {name}'"
         )
 
     def id_of(self, name: str) -> str | None:
-        """Return the id that a tier bears here; None where it bears none, or it could not be read."""
+        """Return a tier's id; None where it has none, or its record could not be read."""
         record = self.records.get(name)
         return None if record is None else record.id
 
     def is_shared(self, name: str) -> bool:
-        """Say whether all nodes saw a tier's files at an earlier start, as far as that is known here."""
+        """Return whether all nodes saw a tier's files at an earlier start, by any record."""
         record, known = self.records.get(name), self._remembers(name)
         return bool(record and record.shared) or bool(known and known.shared)
 
-    # What is there twice, or in another's place ------------------------------------------------------
+    # Aliases and swapped tiers -----------------------------------------------------------------------
 
     def refuse_swapped(self) -> None:
-        """Raise ConfigError where a tier lies in what was another tier of the configuration: rules and capacities of
-        one would be applied to the checkpoints of the other."""
+        """Raise ConfigError where two configured tiers have changed places: the rules of one would apply to the
+        checkpoints of the other."""
         was = {name: self._was_called(record) for name, record in self.records.items()}
         swapped = {
             name: of
@@ -226,17 +228,17 @@ class TierIdentities:
         if not swapped:
             return
         where = ", ".join(
-            f"{name} lies now in {self._stores[name].place}, which is tier {was}"
+            f"{name} is now in {self._stores[name].place}, which is tier {was}"
             for name, was in sorted(swapped.items())
         )
         both = " and ".join(f"'tierfall forget {n}'" for n in sorted({*swapped, *swapped.values()}))
         raise ConfigError(
             f"open: tiers have changed places: {where}, by the ids in {self._config.run}/{keys.TIER_NAME}. Rules of "
-            f"one would drop checkpoints of the other: correct names, paths or addresses. If it is meant, say {both}"
+            f"one would delete checkpoints of the other: correct names, paths or addresses. If it is meant, run {both}"
         )
 
     def _was_called(self, record: TierRecord) -> str | None:
-        """Return by which name a tier of this id was remembered last."""
+        """Return the name by which a tier of this id was remembered last."""
         found = [
             (witness.wall_time_s, name)
             for witness in self._witnesses()
@@ -246,8 +248,8 @@ class TierIdentities:
         return max(found)[1] if found else None
 
     def refuse_aliases(self) -> dict[str, str]:
-        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses. Return the tiers of which
-        that could not be found out, as neither takes a file, with why: written to, one copy might count as two."""
+        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses. Return the tiers where that
+        is not known, since neither accepts a file, with why: if they were written to, one copy might count as two."""
         seen: dict[str, str] = {}
         doubtful: dict[str, str] = {}
         for name, record in list(self.records.items()):
@@ -259,7 +261,7 @@ class TierIdentities:
                 is_one = self._are_one(one, two)
             except BackendError as error:
                 doubtful[name] = (
-                    f"it bears the same id as {other}, and may be the same folder: {error}"
+                    f"it has the same id as {other}, and may be the same folder: {error}"
                 )
                 continue
             if is_one:
@@ -268,14 +270,14 @@ class TierIdentities:
                     "count as two: give each a folder of its own, or leave one of them out"
                 )
             if two.read_only:
-                continue  # it bears that id, and is not written to
-            del self.records[name]  # a copy of that folder: it gets an id of its own
+                continue  # it keeps that id, since it is not written to
+            del self.records[name]  # a copy of that folder gets an id of its own
             self._anew.add(name)
         return doubtful
 
     def _are_one(self, one: StoredTier, two: StoredTier) -> bool:
-        """Say whether a file that is written through one tier is seen through the other. Raises BackendError where
-        neither takes one, as on a full disk, and they are not plainly one folder."""
+        """Return whether a file written through one tier is seen through the other. Raises BackendError where neither
+        accepts a file, as on a full disk, and the paths do not settle it."""
         if is_same_folder(one.place, two.place):
             return True
         failure: BackendError | None = None
@@ -295,16 +297,18 @@ class TierIdentities:
     def leave(
         self, attempt: Attempt, config: Config, *, owned: frozenset[str], leads: bool
     ) -> None:
-        """Give each tier without an id one, and let all of them, and this machine, remember the others. ``config`` says
-        which tiers all nodes see, as far as that was found out. This process writes what the tiers ``owned`` remember,
-        and what this machine does where it ``leads`` its ranks. Raises ConfigError where two tiers are one."""
+        """Assign an id to each tier without one, and write what all tiers, and this machine, remember of the others.
+
+        ``config`` has ``shared`` as the ranks have found it. This process writes the records of the tiers ``owned``,
+        and that of this machine where it ``leads`` its ranks. Raises ConfigError where two tiers are one.
+        """
         self._config = config
-        # a tier that another rank could not reach is left out, though this one has read its record
+        # a tier that another rank cannot reach is excluded, though this rank has read its record
         self.records = {name: x for name, x in self.records.items() if name in self._stores}
         tiers = [tier for tier in config.stored if tier.name in self._stores]
         for tier in tiers:
             if tier.name not in self.records and not tier.read_only:
-                self._give_id(tier, attempt)
+                self._assign_id(tier, attempt)
         self.refuse_aliases()
         known = {tier.name: self._known(tier) for tier in config.stored}
         there = {name: tier for name, tier in known.items() if tier is not None}
@@ -318,23 +322,23 @@ class TierIdentities:
             without_id = {t.name: self._seen(t, "") for t in tiers if t.name not in there}
             self._write_memory({**there, **without_id}, attempt.wall_time_s)
 
-    def _give_id(self, tier: FileTierConfig | ObjectTierConfig, attempt: Attempt) -> None:
-        """All ranks of a start that see the same files come to the same id."""
-        whose = "all" if _shared(tier) else attempt.node if tier.folder else "all"
+    def _assign_id(self, tier: FileTierConfig | ObjectTierConfig, attempt: Attempt) -> None:
+        """Write a new id, the same on all ranks of a start that see the same files."""
+        whose = "all" if shared_setting(tier) else attempt.node if tier.folder else "all"
         id = documents.sha256(f"{attempt.id} {tier.name} {whose}".encode())
         record = TierRecord(
             run=attempt.run,
             id=id.removeprefix("sha256:")[:32],
-            shared=_shared(tier),
+            shared=shared_setting(tier),
             wall_time_s=attempt.wall_time_s,
         )
-        with _passing_over(tier.name):
+        with _logging_refusal(tier.name):
             self.records[tier.name] = self._stores[tier.name].write_tier(
                 record, again=tier.name in self._anew
             )
 
     def _known(self, tier: FileTierConfig | ObjectTierConfig) -> KnownTier | None:
-        """Say what is to be remembered of a tier; where it does not answer, what was before."""
+        """Return what to remember of a tier; where it does not answer, what was remembered before."""
         record = self.records.get(tier.name)
         if record is None:
             return self._remembers(tier.name)
@@ -342,7 +346,7 @@ class TierIdentities:
 
     def _seen(self, tier: FileTierConfig | ObjectTierConfig, id: str) -> KnownTier:
         place = self._stores[tier.name].place
-        return KnownTier(id=id, place=place, shared=_shared(tier), device=_device(tier))
+        return KnownTier(id=id, place=place, shared=shared_setting(tier), device=_device(tier))
 
     def _remember(
         self,
@@ -352,11 +356,11 @@ class TierIdentities:
     ) -> None:
         old = self.records[tier.name]
         others = {n: replace(t, device=None) for n, t in there.items() if n != tier.name}
-        shared = old.shared if _shared(tier) is None else _shared(tier)
+        shared = old.shared if shared_setting(tier) is None else shared_setting(tier)
         if (old.others, old.shared) == (others, shared):
             return
         new = replace(old, others=others, shared=shared, wall_time_s=attempt.wall_time_s)
-        with _passing_over(tier.name):
+        with _logging_refusal(tier.name):
             self.records[tier.name] = self._stores[tier.name].write_tier(new, again=True)
 
     def _write_memory(self, there: Mapping[str, KnownTier], wall_time_s: float) -> None:
@@ -367,20 +371,20 @@ class TierIdentities:
         try:
             unfinished.write_bytes(record.encode())
             unfinished.replace(self._memory)
-            self._left = record
+            self._written = record
         except OSError as error:
             logger.warning("this machine does not remember the run's tiers: %s", error)
 
     def remember_again(self) -> None:
-        """Write anew what this machine remembers, where somebody has removed it since this process wrote it."""
-        if self._left is not None and not self._memory.exists():
-            self._write_memory(self._left.others, self._left.wall_time_s)
+        """Write this machine's record again, where it was removed since this process wrote it."""
+        if self._written is not None and not self._memory.exists():
+            self._write_memory(self._written.others, self._written.wall_time_s)
 
     def forget(
         self, name: str, *, wall_time_s: float
     ) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
-        """Let every other tier, and this machine, forget a tier, also by the names that it had before in its place;
-        return who did, and what kept others from it."""
+        """Delete a tier from the records of all other tiers and of this machine, also by earlier names of its place;
+        return where it was deleted, and the error of each tier where that failed."""
         forgot: list[str] = []
         failed = {tier: error for tier, error in self._unread.items() if tier != name}
         names = {name}
@@ -406,7 +410,7 @@ class TierIdentities:
 
 
 def same_place(one: str, other: str) -> bool:
-    """Say whether two places are one, however they are spelled: a path by ``..`` or symbolic links."""
+    """Return whether two places are equal, after ``..`` and symbolic links of paths are resolved."""
     if one == other:
         return True
     if not (os.path.isabs(one) and os.path.isabs(other)):
@@ -415,7 +419,7 @@ def same_place(one: str, other: str) -> bool:
 
 
 def is_same_folder(one: str, other: str) -> bool:
-    """Say whether two places are plainly one folder of this machine, whatever ways lead there."""
+    """Return whether two places are the same folder of this machine, by device and inode."""
     try:
         return os.path.isabs(one) and os.path.isabs(other) and os.path.samefile(one, other)
     except OSError:
@@ -424,11 +428,6 @@ def is_same_folder(one: str, other: str) -> bool:
 
 def _holds_any(listing: Listing) -> bool:
     return bool(listing.copies or listing.unfinished or listing.attempts or listing.damaged)
-
-
-def _shared(tier: FileTierConfig | ObjectTierConfig) -> bool | None:
-    """Say whether all nodes see a tier's files; None where nobody said, or had to find out."""
-    return True if isinstance(tier, ObjectTierConfig) else tier.shared
 
 
 def _device(tier: FileTierConfig | ObjectTierConfig) -> int | None:
@@ -442,9 +441,9 @@ def _device(tier: FileTierConfig | ObjectTierConfig) -> int | None:
 
 
 @contextmanager
-def _passing_over(tier: str) -> Iterator[None]:
-    """Go on where a tier does not take at present what it and others are to remember: the next start tries again."""
+def _logging_refusal(tier: str) -> Iterator[None]:
+    """Log that a tier does not accept its record at present: the next start tries again."""
     try:
         yield
     except (StorageFullError, UnreachableError, AccessDeniedError) as error:
-        logger.warning("open: tier %s did not take its record: %s", tier, error)
+        logger.warning("open: tier %s did not accept its record: %s", tier, error)

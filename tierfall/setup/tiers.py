@@ -1,5 +1,5 @@
-"""The stored tiers of a run, as its configuration names them: what policies know of them, opening and listing them, and
-how much may be on its way to each at once.
+"""The tiers of a run, from its configuration: their rules for the policies, opening and listing them, and how much is
+written to each at once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.copies.bounded_store import BoundedStore
 from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import BoundedCalls, run_in_parallel
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import RateLimiter
@@ -50,16 +51,18 @@ SLOT = 0
 BUDGET_BYTES = 64 << 20
 WORKERS_MAX = 4
 SYNCS_AT_ONCE = 64
-"""Flushes of a disk's cache that are asked for at once are done as one."""
+"""Concurrent flushes of a disk's cache: the disk carries them out as one."""
 READ_BYTES_PER_S_MIN = 1 << 20
-"""A read of many bytes has so much longer to return: only then is anything heard of it."""
+"""A read of n bytes has n divided by this more seconds to return: it answers only once it is complete."""
 SHARES = 16
+"""Reads that share a tier's configured rate at most."""
 ANSWER_S = 5.0
-"""A tier has so many seconds to answer, also where saves wait for less."""
+"""Seconds that a tier has to answer at least, also where ``max_wait`` is less."""
 
 
 def tier_rules(config: Config, *, read_too: bool = False) -> tuple[TierRules, ...]:
-    """What policies are to know of each tier that is written to; ``read_too``: of those that are only read, too."""
+    """Return the rules of each tier that is written to, for the policies; ``read_too``: those of read-only tiers,
+    too."""
     rules = []
     for tier in config.chain:
         if isinstance(tier, StoredSection) and tier.read_only and not read_too:
@@ -88,8 +91,8 @@ def tier_rules(config: Config, *, read_too: bool = False) -> tuple[TierRules, ..
 
 
 def _survives(tier: Tier) -> LossClass:
-    """Only what is known to lie elsewhere survives a site: a folder is no safer for being called by an address, and
-    what is in memory goes with the process."""
+    """Return the largest loss that copies on a tier survive: a URL of a folder counts as a folder, one of memory as
+    memory of this process."""
     if not isinstance(tier, StoredSection):
         return survives(tier.kind, shared=False)
     kind = tier.kind
@@ -101,19 +104,40 @@ def _survives(tier: Tier) -> LossClass:
     return survives(kind, shared=bool(tier.shared))
 
 
+def is_shared(tier: StoredSection) -> bool:
+    """Return whether all nodes see the same files there."""
+    return isinstance(tier, ObjectTierConfig) or bool(tier.shared)
+
+
+def shared_setting(tier: FileTierConfig | ObjectTierConfig) -> bool | None:
+    """Return whether all nodes see a tier's files; None where that is neither configured nor probed."""
+    return True if isinstance(tier, ObjectTierConfig) else tier.shared
+
+
+def is_owner(tier: StoredSection, ranks: Ranks) -> bool:
+    """Return whether this rank commits, collects and deletes there."""
+    return ranks.topology.is_root if is_shared(tier) else ranks.topology.is_leader
+
+
+def reported_tiers(config: Config, ranks: Ranks) -> tuple[str, ...]:
+    """Return the tiers whose listings this rank reports to the others: its memory, and those that it owns."""
+    owned = (tier.name for tier in config.stored if is_owner(tier, ranks))
+    return (config.host.name, *owned)
+
+
 def run_folder(config: Config, run: str) -> Path:
-    """Where the run's arena and lock lie on this machine."""
+    """Return the folder of the run's arenas and locks on this machine."""
     base = Path(config.host.folder) if config.host.folder else default_folder()
     return base / run
 
 
 def any_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:
-    """A slot of host memory, not attached yet, for whoever saves nothing there: it takes whosever images there are."""
+    """Return a slot of host memory, not attached yet, to read or adopt images of any rank."""
     return HostTier(name=name, run=run, folder=folder, slot=slot, shard=SHARD, capacity_bytes=None)
 
 
 def bounds_s(config: Config) -> dict[str, float]:
-    """How long, in seconds, each stored tier is waited for without an answer before it counts as unreachable."""
+    """Return how many seconds each stored tier has to answer before it counts as unreachable."""
     return {
         tier.name: max(tier.max_wait_s or config.max_wait_s, ANSWER_S) for tier in config.stored
     }
@@ -122,10 +146,10 @@ def bounds_s(config: Config) -> dict[str, float]:
 def open_stores(
     config: Config, run: str, *, read_only: bool = False, find_read_only: bool = False
 ) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
-    """Open every stored tier, side by side; those that did not answer, in time or at all, come back as errors.
+    """Open every stored tier, side by side; return them, and the errors of those that did not answer in time.
 
-    A definite refusal raises; for reading it is an error like the others, so that the rest can be looked at. With
-    ``find_read_only``, a tier that may not be written to, and holds something of the run, is opened for reading.
+    A permanent refusal is raised; with ``read_only`` it is returned with the other errors. With ``find_read_only``, a
+    tier that refuses writes and has files of the run is opened for reading.
     """
 
     def open_one(tier: FileTierConfig | ObjectTierConfig) -> StoredTier:
@@ -169,7 +193,7 @@ def open_stores(
 def _open_to_read(
     tier: FileTierConfig | ObjectTierConfig, config: Config, run: str, refusal: AccessDeniedError
 ) -> StoredTier | None:
-    """Open a tier that refused to be written to for reading; None where it cannot be read, or holds nothing."""
+    """Open a tier that refuses writes for reading; None where it cannot be read, or has no file of the run."""
     why = str(refusal)
     try:
         store = _store(tier, _open_backend(tier, read_only=True), config, run, read_only=why)
@@ -183,23 +207,23 @@ def _open_to_read(
 
 
 def holds_something(listing: Listing) -> bool:
-    """Say whether a start has left anything of the run on a tier, as far as that could be listed."""
+    """Return whether a listing has anything that a start of the run has written."""
     return bool(listing.copies or listing.unfinished or listing.attempts)
 
 
 def check_written(config: Config, why: str = "") -> None:
-    """Raise ConfigError where the chain has stored tiers, and none that is written to; ``why`` says more of that."""
+    """Raise ConfigError where the chain has stored tiers and all of them are read-only; ``why`` is added to it."""
     if config.stored and not config.written:
         only = ", ".join(tier.name for tier in config.stored)
         raise ConfigError(
             f"open: of the tiers below host memory none can be written to ({only}: read-only{why}), so that nothing "
-            "saved would last. Add a tier that can be, or, to look at a checkpoint, read it by tierfall.load"
+            "saved would last. Add a tier that can be, or, to read a checkpoint, use tierfall.load"
         )
 
 
 @contextmanager
 def open_store(config: Config, run: str, tier: str) -> Iterator[StoredTier]:
-    """Open one stored tier, for writing, and close it after."""
+    """Open one stored tier for writing, for the length of the block."""
     section = next(section for section in config.stored if section.name == tier)
     backend = _open_backend(section, read_only=False)
     store = _store(section, backend, config, run, read_only="")
@@ -251,17 +275,17 @@ def _packing(tier: FileTierConfig | ObjectTierConfig, config: Config) -> Packing
 
 
 def _workers() -> int:
-    """How many threads bring chunks to a disk: more would take cores from training."""
+    """Return how many threads write chunks to a disk: more would use cores that training needs."""
     return max(1, min(os.cpu_count() or 1, WORKERS_MAX))
 
 
 def _packers() -> int:
-    """How many threads pack and send: one more, so that something is packed while the others send."""
+    """Return how many threads pack and send: one more than write, so that one packs while the others send."""
     return 1 + _workers()
 
 
 def lane_limits(store: StoredTier, config: Config) -> LaneLimits:
-    """Say how much may be on its way to a tier at once. Threads that send to a remote one do little but wait."""
+    """Return how much may be in flight to a tier at once. A remote tier has more threads, since they mostly wait."""
     traits = store.backend.traits
     threads = _workers()
     is_remote = any(tier.name == store.name and tier.folder is None for tier in config.stored)
@@ -280,9 +304,9 @@ def lane_limits(store: StoredTier, config: Config) -> LaneLimits:
 
 
 def lane_pools(config: Config, lanes: Mapping[str, LaneLimits]) -> dict[str, BufferPool]:
-    """Make the buffers through which each tier is filled from another stored one; they take memory when first used.
+    """Return the buffers for copies from one stored tier to each other; memory is allocated at first use.
 
-    All are of one length, so that tiers that want the same bytes can exchange them.
+    All have one length, so that tiers that need the same bytes can exchange them.
     """
     longest = max((limits.run_bytes_min for limits in lanes.values()), default=0)
     size_bytes = frame_bytes_max(max(config.chunk_bytes, longest))
@@ -302,8 +326,7 @@ def list_all(
     errors: Mapping[str, TierfallError],
     calls: BoundedCalls,
 ) -> tuple[Listing, ...]:
-    """Ask every tier what it holds, at the same time; fastest tier first. One that does not answer in time has that as
-    its error."""
+    """List every tier, side by side; fastest tier first. A tier that does not answer in time has that as its error."""
 
     def ask(name: str) -> Listing:
         return host.list() if name == host.name else stores[name].list()
@@ -328,8 +351,8 @@ def list_all(
 
 
 def bounded(store: StoredTier, config: Config) -> BoundedStore:
-    """Return a tier for reading, whose reads end within the time that it has to answer. A tier that is kept to a rate
-    has as much longer as all that is under way there takes at that rate."""
+    """Return a tier for reading, whose reads have a bound. With a configured rate, a read has as much longer as all
+    reads in flight take at that rate."""
     limit = next((t.bandwidth_bytes_per_s for t in config.stored if t.name == store.name), None)
     slowest = READ_BYTES_PER_S_MIN if limit is None else min(READ_BYTES_PER_S_MIN, limit / SHARES)
     return BoundedStore(
@@ -338,8 +361,10 @@ def bounded(store: StoredTier, config: Config) -> BoundedStore:
 
 
 def settle(store: StoredTier, listing: Listing) -> Listing:
-    """Make what a start found on a tier durable, as earlier processes may have died before their last fsync, or have
-    failed at it. A copy of which that fails is damage to whoever keeps count of copies; it can still be read."""
+    """Make the copies that a start found on a tier durable: an earlier process may have died before its last fsync.
+
+    A copy that cannot be made durable counts as damaged, but can still be read.
+    """
     if not store.backend.traits.needs_sync or not listing.copies:
         return listing
     settled = run_in_parallel(partial(_settle, store), listing.copies, parallel=SYNCS_AT_ONCE)
@@ -347,7 +372,8 @@ def settle(store: StoredTier, listing: Listing) -> Listing:
 
 
 def unsettled(tier: str, listing: Listing, error: TierfallError) -> Listing:
-    """Return what was found on a tier that does not answer any more: nothing relies on it."""
+    """Return the listing of a tier that has stopped answering, with all copies marked as damaged: nothing relies on
+    them."""
     logger.warning(
         "open: tier %s: what was found there may not survive a power cut, so nothing relies on it: %s",
         tier, error,
@@ -363,7 +389,7 @@ def _settle(store: StoredTier, copy: FoundCopy) -> FoundCopy:
     try:
         store.settle(copy.id)
     except KeyNotFoundError:
-        return copy  # dropped meanwhile
+        return copy  # deleted meanwhile
     except BackendError as error:
         logger.warning(
             "open: tier %s: %s may not survive a power cut, so nothing relies on it there: %s",

@@ -28,6 +28,7 @@ from tierfall.core.capture import storage_watch
 from tierfall.core.capture.storage_watch import METHODS
 from tierfall.core.types.errors import StateChangedError
 from tierfall.core.types.values import SaveOutcome
+from tierfall.run.checkpointer import open_run_of
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
@@ -321,7 +322,7 @@ def test_torch_is_as_it_was_after_a_close_that_was_interrupted(
     def interrupted(timeout_s: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ckpt._by_path, "close", interrupted)
+    monkeypatch.setattr(open_run_of(ckpt).by_path, "close", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ckpt.close()
     assert methods() == before

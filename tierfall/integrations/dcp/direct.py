@@ -34,11 +34,10 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, FlushError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.integrations.dcp.planning import count_outcomes, planned_state, results_of
-from tierfall.run.checkpointer import Checkpointer
-from tierfall.session.start import is_shared
-from tierfall.session.statistics import checked_metrics, checked_tags
+from tierfall.run.open_run import OpenRun
+from tierfall.session.save_arguments import checked_metrics, checked_tags
 from tierfall.setup.lineage import as_step
-from tierfall.setup.tiers import open_store
+from tierfall.setup.tiers import is_shared, open_store
 from tierfall.tiers.stored import StoredTier
 
 
@@ -58,17 +57,17 @@ class DirectWrite:
 
 
 def direct_write(
-    ckpt: Checkpointer, step: int, *, metrics: Mapping[str, Any], tags: Sequence[str]
+    run: OpenRun, step: int, *, metrics: Mapping[str, Any], tags: Sequence[str]
 ) -> DirectWrite:
-    """Take the next place in the Checkpointer's line for ``step``, to be written elsewhere.
+    """Take the next place in the run's lineage for ``step``, which another process writes.
 
     Raises StepError for a step that does not follow, ConfigError where the first stored tier cannot be committed by one
     rank.
     """
-    session, line = ckpt._session, ckpt._line
-    ckpt._check_usable()
+    session, lineage = run.session, run.lineage
+    run.check_usable()
     step = as_step(step)
-    tier = next((t for t in ckpt._config.written if t.name in session.stores), None)
+    tier = next((t for t in run.config.written if t.name in session.stores), None)
     if tier is None:
         raise ConfigError(
             "dcp.async_save: in PROCESS mode a stored tier is written to, and there is none"
@@ -78,16 +77,16 @@ def direct_write(
             f"dcp.async_save: in PROCESS mode rank 0 commits, and tier {tier.name} is each node's own: put a tier "
             "first that all see, or use AsyncCheckpointerType.THREAD"
         )
-    with ckpt._saver.lock:
-        line.check(step)
-        place = line.next(step, above=session.coordinator.ledger.least_ordinal)
-        line.advance(place)
+    with run.saver.lock:
+        lineage.check(step)
+        place = lineage.next(step, above=session.coordinator.ledger.least_ordinal)
+        lineage.advance(place)
     session.tell(lambda: _expect(session.coordinator.finder, place.checkpoint, tier.name))
     return DirectWrite(
-        config=ckpt._config,
+        config=run.config,
         run=session.run,
         tier=tier.name,
-        attempt=line.attempt,
+        attempt=lineage.attempt,
         line=place,
         shard=session.ranks.shard,
         node=session.node,

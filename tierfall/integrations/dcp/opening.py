@@ -27,7 +27,7 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import NotSupportedError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.integrations.dcp.fqns import DcpEntries
-from tierfall.run.checkpointer import Checkpointer
+from tierfall.run.open_run import OpenRun
 from tierfall.session.session import Session
 
 logger = logging.getLogger("tierfall")
@@ -44,27 +44,27 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(
-    ckpt: Checkpointer, request: RestoreRequest, *, values_of: int | None
+    run: OpenRun, request: RestoreRequest, *, values_of: int | None
 ) -> OpenedCheckpoint:
     """Open the newest checkpoint whose headers are good, the same on all ranks; ``values_of`` is the rank whose values
     count where another number of ranks saved.
 
     Raises RestoreError where none is there, none can be read, or the newest is out of reach for now.
     """
-    listings, tally = ckpt._session.list_now(), ckpt._session.tally()
-    candidates = ckpt._restorer.candidates(listings, request, tally)
-    ranks = ckpt._session.ranks
-    tell = make_barrier(ranks, timeout_s=ckpt._restorer.slower_s) if ranks.many else None
+    listings, tally = run.session.list_now(), run.session.tally()
+    candidates = run.restorer.candidates(listings, request, tally)
+    ranks = run.session.ranks
+    tell = make_barrier(ranks, timeout_s=run.restorer.patience_s) if ranks.many else None
 
     def instead() -> str:
-        return step_instead(candidates, listings, request, ckpt._restorer.opener(), ranks.shard)
+        return step_instead(candidates, listings, request, run.restorer.opener(), ranks.shard)
 
     for checkpoint in candidates:
         opened: OpenedCheckpoint | None = None
         error: Exception | None = None
-        parts = _parts(ckpt, checkpoint, listings, request, tally)
+        parts = _parts(run, checkpoint, listings, request, tally)
         try:
-            opened = _open(ckpt, parts, values_of)
+            opened = _open(run, parts, values_of)
             refuse_files(opened.entries.merged.header, doing=request.operation, instead=instead)
         except Exception as failure:
             error = _judge(failure, checkpoint, request)
@@ -81,15 +81,15 @@ def open_checkpoint(
         tally.passed_over(f"step {checkpoint.id}", said)
         logger.error("%s: step %s is passed over: %s", request.operation, checkpoint.id, said)
     raise RestoreError(
-        f"{request.operation}: run {ckpt._session.run} holds no checkpoint that can be read"
+        f"{request.operation}: run {run.session.run} holds no checkpoint that can be read"
         + "".join(f"; {fallback.what}: {fallback.reason}" for fallback in tally.fallbacks[-8:])
     )
 
 
-def hold(ckpt: Checkpointer, id: CheckpointId, *, owner: object) -> Callable[[], object]:
+def hold(run: OpenRun, id: CheckpointId, *, owner: object) -> Callable[[], object]:
     """Keep a checkpoint's copies below memory from retention and eviction; return what lets go of them, as the end of
     ``owner`` does."""
-    session = ckpt._session
+    session = run.session
     session.ask(lambda: session.coordinator.ledger.reading.update([id]))
     let_go = weakref.finalize(owner, _release, session, id)
     let_go.atexit = False
@@ -119,7 +119,7 @@ def _judge(error: Exception, checkpoint: KnownCheckpoint, request: RestoreReques
 
 
 def _parts(
-    ckpt: Checkpointer,
+    run: OpenRun,
     checkpoint: KnownCheckpoint,
     listings: Sequence[Listing],
     request: RestoreRequest,
@@ -128,26 +128,26 @@ def _parts(
     """The images of a checkpoint: exchanged between the ranks, where they can be, as by ``Checkpointer.restore``."""
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     tiers = [tier for tier in held if request.tier in (None, tier)]
-    exchange = ckpt._restorer.exchange()
+    exchange = run.restorer.exchange()
     made = (
         checkpoint,
         tiers,
-        ckpt._restorer.opener(),
+        run.restorer.opener(),
         tally,
-        ckpt._session.ring,
+        run.session.ring,
         None,
-        ckpt._restorer.nowhere,
+        run.restorer.nowhere,
     )
     return CheckpointReader(*made) if exchange is None else exchange.parts(*made)
 
 
-def _open(ckpt: Checkpointer, parts: CheckpointReader, values_of: int | None) -> OpenedCheckpoint:
-    shard = ckpt._session.ranks.shard
+def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> OpenedCheckpoint:
+    shard = run.session.ranks.shard
     world_size = parts.world_size(shard.world_size)
     own = shard.rank if world_size == shard.world_size else values_of
     entries: DcpEntries | None = None
     if own is not None and world_size > 1:
-        entries = _by_index(ckpt, parts, Shard(own, world_size))
+        entries = _by_index(run, parts, Shard(own, world_size))
     if entries is None:
         entries = DcpEntries(merge_parts(parts, world_size, shard.rank, ResizeRules(values_of=own)))
     return OpenedCheckpoint(
@@ -155,25 +155,25 @@ def _open(ckpt: Checkpointer, parts: CheckpointReader, values_of: int | None) ->
     )
 
 
-def _by_index(ckpt: Checkpointer, parts: CheckpointReader, own: Shard) -> DcpEntries | None:
+def _by_index(run: OpenRun, parts: CheckpointReader, own: Shard) -> DcpEntries | None:
     """Describe a checkpoint by the header of one rank's image and the merged index; None unless all ranks can.
 
     Where a name is asked for that these do not have, this rank reads the headers of all by itself.
     """
     merged: MergedHeader | None = None
     what = f"{parts.checkpoint.id} of {own.world_size} ranks"
-    ours = ckpt._session.ranks.shard
+    ours = run.session.ranks.shard
     try:
-        if (index := _read_index(ckpt, parts)) is not None:
+        if (index := _read_index(run, parts)) is not None:
             # between them the ranks see that all images are there
             for rank in range(ours.rank, own.world_size, ours.world_size):
                 parts.find(Shard(rank, own.world_size))
             merged = merge_with_index(parts.header_here(own), own.rank, index, what=what)
     except (*PASSABLE, NotSupportedError) as error:
         logger.warning("dcp.load: the headers of all ranks are read: %s", error)
-    slower_s = ckpt._restorer.slower_s
+    slower_s = run.restorer.patience_s
     have = merged is not None
-    if not ckpt._session.ranks.agree("dcp.load: index", have, _all_have_it, timeout_s=slower_s):
+    if not run.session.ranks.agree("dcp.load: index", have, _all_have_it, timeout_s=slower_s):
         return None
     assert merged is not None, "all have it"
 
@@ -187,10 +187,10 @@ def _all_have_it(bodies: Bodies) -> bool:
     return all(bodies.values())
 
 
-def _read_index(ckpt: Checkpointer, parts: CheckpointReader) -> Index | None:
+def _read_index(run: OpenRun, parts: CheckpointReader) -> Index | None:
     """Read the index from the first tier that has it."""
     for tier in parts.tiers:
-        commit, store = parts.checkpoint.copies[tier].commit, ckpt._session.stores.get(tier)
+        commit, store = parts.checkpoint.copies[tier].commit, run.session.stores.get(tier)
         if store is not None and commit is not None and commit.file(keys.INDEX_NAME) is not None:
             return named_index(store, commit)
     return None

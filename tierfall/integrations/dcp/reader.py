@@ -27,7 +27,7 @@ from tierfall.core.tensors.tensors import as_bytes
 from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.integrations.dcp.fqns import Leaf, Paths
 from tierfall.integrations.dcp.opening import OpenedCheckpoint, hold, open_checkpoint
-from tierfall.run.checkpointer import Checkpointer
+from tierfall.run.checkpointer import Checkpointer, open_run_of
 
 
 class TierReader(StorageReader):
@@ -49,7 +49,7 @@ class TierReader(StorageReader):
         values_of: int | None = None,
         resume: bool = True,
     ) -> None:
-        self._ckpt = ckpt
+        self._run = open_run_of(ckpt)
         self._asked = (step, attempt, tier)
         self._values_of = values_of
         self._resume = resume
@@ -72,18 +72,13 @@ class TierReader(StorageReader):
 
         Its copies below memory stay where they are until it was read, or this reader is asked again, or is gone.
         """
-        ckpt = self._ckpt
+        run = self._run
         self._let_go()
-        ckpt._check_usable()
-        if self._resume and (fenced := ckpt._session.coordinator.fenced) is not None:
-            raise fenced
-        if self._resume and ckpt._line.saved_any:
-            ckpt._session.check_newest()
-        ckpt._finish_capture()
-        ckpt._wait_sealed()
-        with ckpt._restorer.nothing_dropped():
-            self._opened = open_checkpoint(ckpt, self._request(), values_of=self._values_of)
-            self._let_go = hold(ckpt, self._opened.checkpoint.id, owner=self)
+        run.check_usable()
+        run.prepare_restore(goes_on=self._resume)
+        with run.restorer.deletions_paused():
+            self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
+            self._let_go = hold(run, self._opened.checkpoint.id, owner=self)
         entries = self._opened.entries
         return Metadata(
             state_dict_metadata=cast("dict[str, Any]", entries), planner_data=Paths(entries)
@@ -124,7 +119,7 @@ class TierReader(StorageReader):
 
     def _request(self) -> RestoreRequest:
         step, attempt, tier = self._asked
-        asked = self._ckpt._restorer.request(step, attempt, tier, "raise")
+        asked = self._run.restorer.request(step, attempt, tier, "raise")
         return RestoreRequest(
             step=asked.step,
             attempt=asked.attempt,
@@ -136,11 +131,11 @@ class TierReader(StorageReader):
     def _together(self, read: Callable[[], None]) -> None:
         """Read on all ranks, and, with ``resume``, go on from there once all have; RestoreError on every rank where one
         could not."""
-        ckpt, opened = self._ckpt, self._opened
+        run, opened = self._run, self._opened
         assert opened is not None
         failure: Exception | None = None
         try:
-            with ckpt._restorer.nothing_dropped():
+            with run.restorer.deletions_paused():
                 read()
         except Exception as error:
             failure = error
@@ -148,14 +143,14 @@ class TierReader(StorageReader):
                 raise unheard from error
         lost = isinstance(failure, LostError)
         body = {"failed": None if failure is None else str(failure) or repr(failure), "lost": lost}
-        said = ckpt._session.ranks.agree(
+        said = run.session.ranks.agree(
             "dcp.load: read",
-            {**body, "saved": ckpt._line.saved_any},
+            {**body, "saved": run.lineage.saved_any},
             _read_by_all,
-            timeout_s=ckpt._restorer.slower_s,
+            timeout_s=run.restorer.patience_s,
         )
         if failure is not None and not lost:
-            if not (ckpt._session.ranks.many and opened.parts.touched):
+            if not (run.session.ranks.many and opened.parts.touched):
                 raise failure
             of = f"dcp.load of {opened.checkpoint.id}"
             raise RestoreError(f"{of}: {failure}{HALF_FILLED}") from failure
@@ -164,7 +159,7 @@ class TierReader(StorageReader):
                 f"dcp.load of {opened.checkpoint.id}: rank {said['rank']}: {said['failed']}{HALF_FILLED}"
             )
         if self._resume:
-            ckpt._restorer.continue_from(opened.checkpoint, bool(said["saved"]))
+            run.restorer.continue_from(opened.checkpoint, bool(said["saved"]))
 
 
 def _read_by_all(bodies: Mapping[int, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tierfall.core.state.walk_cache import WalkCache
 from tierfall.integrations.dcp import planning
 from tierfall.integrations.dcp.staged import Staged
 from tierfall.integrations.dcp.writer import TierWriter, next_writer
-from tierfall.run.checkpointer import Checkpointer
+from tierfall.run.checkpointer import Checkpointer, open_run_of
 
 
 class LazyStager(AsyncStager):
@@ -39,7 +39,7 @@ class LazyStager(AsyncStager):
     _synchronize_after_execute = False
 
     def __init__(self, ckpt: Checkpointer) -> None:
-        self._ckpt = ckpt
+        self._run = open_run_of(ckpt)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Begin the capture, for the one TierWriter that was made and not used; return the state without its bytes.
@@ -49,26 +49,24 @@ class LazyStager(AsyncStager):
         """
         flat, paths = flatten_state_dict(state_dict)
         staged = {name: _hollow(value) for name, value in flat.items()}
-        next_writer(self._ckpt).stage(lambda writer: self._capture(flat, paths, writer))
+        next_writer(self._run).stage(lambda writer: self._capture(flat, paths, writer))
         return planning.nest(staged, paths)
 
     def _capture(
         self, flat: Mapping[str, Any], paths: Mapping[str, planning.Path], writer: TierWriter
     ) -> Staged:
-        memory = self._ckpt._capturer.barrier.memory()
+        memory = self._run.capturer.barrier.memory()
 
-        def described(recall: WalkCache) -> StateView:
+        def walk(cache: WalkCache) -> StateView:
             leaves = {name: _leaf(name, value, memory) for name, value in flat.items()}
             return walk_state(planning.nest(leaves, paths), with_random=False)
 
         tensors = {n: (t.dtype, t.shape) for n, t in flat.items() if isinstance(t, torch.Tensor)}
         begun: SaveHandle | Exception
         try:
-            begun = self._ckpt._save(
-                writer.step, described, metrics=writer._metrics, tags=writer._tags
-            )
+            begun = self._run.save(writer.step, walk, metrics=writer.metrics, tags=writer.tags)
         except Exception as error:
-            if not self._ckpt._session.ranks.many:
+            if not self._run.session.ranks.many:
                 raise
             begun = error  # the other ranks wait for this one where DCP plans: it is raised there, on all
         return Staged(begun, tensors)

@@ -23,9 +23,10 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.integrations.dcp.direct import DirectWriter, direct_write
 from tierfall.integrations.dcp.planning import count_outcomes, planned_state, results_of
 from tierfall.integrations.dcp.staged import Staged
-from tierfall.run.checkpointer import Checkpointer
+from tierfall.run.checkpointer import Checkpointer, open_run_of
+from tierfall.run.open_run import OpenRun
 
-_unused: weakref.WeakKeyDictionary[Checkpointer, weakref.WeakSet[TierWriter]] = (
+_unused: weakref.WeakKeyDictionary[OpenRun, weakref.WeakSet[TierWriter]] = (
     weakref.WeakKeyDictionary()
 )
 """The writers that DCP has not begun with: a stager is told no step, and takes it from the writer beside it."""
@@ -49,19 +50,20 @@ class TierWriter(StorageWriter):
         metrics: Mapping[str, Any] | None = None,
         tags: Sequence[str] = (),
     ) -> None:
-        known = [tier.name for tier in ckpt._config.chain]
+        run = open_run_of(ckpt)
+        known = [tier.name for tier in run.config.chain]
         if until is not None and until not in known:
             raise ConfigError(
                 f"TierWriter: no tier is named {until!r}; there are {', '.join(known)}"
             )
         self.step = step
-        self._ckpt = ckpt
+        self.metrics = metrics or {}
+        self.tags = tuple(tags)
+        self._run = run
         self._until = until
-        self._metrics = metrics or {}
-        self._tags = tuple(tags)
         self._staged: Staged | None = None
         self._used = False
-        _unused.setdefault(ckpt, weakref.WeakSet()).add(self)
+        _unused.setdefault(run, weakref.WeakSet()).add(self)
 
     # What DCP calls ----------------------------------------------------------------------------------
 
@@ -93,7 +95,7 @@ class TierWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans as they are; ConfigError where other ranks save than the Checkpointer was opened by."""
-        there = self._ckpt._session.ranks.shard.world_size
+        there = self._run.session.ranks.shard.world_size
         if len(plans) not in (1, there):
             raise ConfigError(
                 f"dcp.save: {len(plans)} ranks save, and the Checkpointer was opened by {there}: give open the same "
@@ -114,11 +116,11 @@ class TierWriter(StorageWriter):
         return done
 
     def _save(self, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
-        return self._ckpt._save(
+        return self._run.save(
             self.step,
-            lambda recall: walk_state(planned_state(plan, planner), with_random=False),
-            metrics=self._metrics,
-            tags=self._tags,
+            lambda cache: walk_state(planned_state(plan, planner), with_random=False),
+            metrics=self.metrics,
+            tags=self.tags,
             may_be_lazy=False,
         )
 
@@ -139,7 +141,7 @@ class TierWriter(StorageWriter):
         self._staged = capture(self)
 
     def _take(self) -> None:
-        _unused.get(self._ckpt, weakref.WeakSet()).discard(self)
+        _unused.get(self._run, weakref.WeakSet()).discard(self)
 
     # Into another process ----------------------------------------------------------------------------
 
@@ -150,16 +152,16 @@ class TierWriter(StorageWriter):
                 "is captured in this one"
             )
         self._take()
-        orders = direct_write(self._ckpt, self.step, metrics=self._metrics, tags=self._tags)
+        orders = direct_write(self._run, self.step, metrics=self.metrics, tags=self.tags)
         return DirectWriter, (orders,)
 
 
-def next_writer(ckpt: Checkpointer) -> TierWriter:
+def next_writer(run: OpenRun) -> TierWriter:
     """Return the writer that a state is staged for: the only one that lives and was not used.
 
     Raises ConfigError where there is none, and where there are several: a state must not be saved as another step's.
     """
-    unused = _unused.get(ckpt, ())
+    unused = _unused.get(run, ())
     if len(unused) > 1:
         gc.collect()  # one that nobody can reach any more may still be there
     found = sorted(unused, key=lambda writer: writer.step)

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,10 @@ from tierfall.ops.commands import POLL_S, Progress, Watch, check_folders, unread
 from tierfall.ops.drain.shards import PartsDrain, drain_parts
 from tierfall.ops.local_memory import LocalMemory
 from tierfall.session.drain_forecast import ForecastLog
+from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.requests import must_keep_memory
 from tierfall.session.session import Session
+from tierfall.session.start import Start
 from tierfall.setup.attempts import attempt_of, ids_by_commits, newest_attempt
 from tierfall.setup.tiers import open_stores
 from tierfall.tiers.host import HeldImage
@@ -75,24 +78,23 @@ def drain(
             image.commit.world_size > 1 for of in memory.parts().values() for image in of.values()
         ):
             return _drain_parts(config, memory, deadline_s, watch, tell, began)
-    session = Session(config, run=config.run, accept_arena=True)
-    try:
-        images = session.host.images()
+    with ExitStack() as undo:
+        tiers = OpenedTiers(config, run=config.run, accept_arena=True)
+        undo.callback(tiers.close, keep=True)
+        images = tiers.host.images()
         if not images:  # whoever owned the run a moment ago has flushed them
-            session.abandon()
             return DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
         newest = max(images.values(), key=_order)
-        session.attempt = writer_of(newest, session.listings, session.stores, session.host.path)
-        planned = _plan(session)
-        session.build()
+        tiers.write_for(writer_of(newest, tiers.listings, tiers.stores, tiers.host.path))
+        planned = _owed(tiers.config, tiers.listings)
+        session = Session(tiers, Start(listings=tiers.listings))
+        undo.callback(session.abandon)
         session.coordinator.ledger.knows_what_is_good()  # room is made for what memory holds
         until_s = None if deadline_s is None else began + deadline_s
         if until_s is not None:  # before anything begins in another order
             session.coordinator.draining.begin(session, until_s, time.monotonic())
         session.start()
-    except BaseException:
-        session.abandon()
-        raise
+        undo.pop_all()
     kept = True
     try:
         _wait(session, planned, until_s, watch, tell)
@@ -224,11 +226,6 @@ def _is_dead(attempt: Attempt) -> bool:
     return False
 
 
-def _plan(session: Session) -> tuple[OwedCopy, ...]:
-    """Name every copy that is owed, oldest first, also to a tier that does not answer."""
-    return _owed(session.config, session.listings)
-
-
 def known_owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
     """Name every copy that is owed to a tier that could be read, oldest first.
 
@@ -239,6 +236,7 @@ def known_owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, .
 
 
 def _owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
+    """Name every copy that is owed, oldest first, also to a tier that does not answer."""
     view = view_of(config, merge(listings))
     return tuple(
         OwedCopy(checkpoint=c.id, tier=tier, bytes=max(copy.bytes for copy in c.copies.values()))

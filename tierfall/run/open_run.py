@@ -1,0 +1,440 @@
+"""A run that this process trains: the parts behind a ``Checkpointer``, and the calls that integrations make of them.
+
+It owns the rules of the training thread: one save after another, steps that rise, and the order of the end. Bytes are
+moved by the session's workers and by the capture thread. ``checkpointer.open_run_of`` leads here; nothing of it is
+public API.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from tierfall.config import Config
+from tierfall.core.capture.capturer import Capturer
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.copies.chunk_reader import FoundDamage
+from tierfall.core.image.raw_files import check_no_files
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.exchange.gloo import Connect
+from tierfall.core.sampling.fingerprint import Fingerprint
+from tierfall.core.state.omissions import omissions
+from tierfall.core.state.view import StateView
+from tierfall.core.state.walk import walk_state
+from tierfall.core.state.walk_cache import WalkCache
+from tierfall.core.types.errors import ConfigError, TierfallError
+from tierfall.core.types.values import CheckpointId, OnError, Verify
+from tierfall.run import announced_steps, by_path, drain_on_signal, group_commands
+from tierfall.run.announced_steps import AnnouncedSteps
+from tierfall.run.by_path import PathSaves
+from tierfall.run.cadence import cadence_of
+from tierfall.run.closing import (
+    ClosingPlan,
+    LastStep,
+    agree_on_end,
+    confirm_copies,
+    log_left,
+    log_lost,
+)
+from tierfall.run.drain_on_signal import DrainOnSignal
+from tierfall.run.restorer import Restorer, log_abandoned, patience_s
+from tierfall.run.saver import SaveCall, Saver
+from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.session.requests import must_keep_memory
+from tierfall.session.save_arguments import checked_metrics
+from tierfall.session.session import Listener, Session
+from tierfall.session.start import begin_attempt, opened_by_each, ready_on_all_ranks
+from tierfall.setup import signal_hub
+from tierfall.setup.lineage import SavingLineage, as_step
+from tierfall.setup.signal_hub import SignalWatch
+from tierfall.telemetry.step_timer import StepClock
+
+logger = logging.getLogger("tierfall")
+OPEN: set[OpenRun] = set()
+"""The runs that are open in this process, and those that a fork has inherited."""
+ABANDON_S = 1.0
+LAST_S = 1.0
+"""Each last step of ``close`` has at least so many seconds, also when ``max_wait`` is over."""
+
+
+class OpenRun:
+    """See the module. Complete when built; ``close`` ends it.
+
+    Its methods are called by the thread that trains. ``save`` may be called by one thread after the other.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run: str,
+        fresh: bool = False,
+        ranks: Ranks | None = None,
+        connect: Connect | None = None,
+    ) -> None:
+        """See ``tierfall.open``. ``connect`` makes what ranks exchange bytes over at a restore."""
+        self.run = run
+        self.pid = os.getpid()
+        self._closed = False
+        self._last: LastStep | None = None
+        self._checked_omissions = False
+        ranks = ranks or Ranks.alone()
+        with ExitStack() as undo:
+            undo.callback(ranks.leave)
+            with opened_by_each(ranks):
+                _check_first(config, run)
+                if config.drain is not None:
+                    signal_hub.check_thread(drain_on_signal.WHAT)
+                tiers = OpenedTiers(config, run=run, ranks=ranks, adopts=True)
+            undo.callback(tiers.close, keep=True)
+            start = begin_attempt(tiers)
+            assert tiers.attempt is not None
+            self.config = config = tiers.config
+            with ready_on_all_ranks(ranks, timeout_s=patience_s(config)):
+                tiers.host.create_now()
+                self.session = Session(tiers, start)
+                undo.callback(self.session.abandon)
+                self.lineage = SavingLineage(run, tiers.attempt, begun=fresh or start.first)
+                self._steps = StepClock(self.session.coordinator.pacing)
+                self.capturer = Capturer(
+                    post=self.session.coordinator.post,
+                    max_wait_s=config.max_wait_s,
+                    name=run,
+                    checked=config.capture.verify is not Verify.OFF,
+                    on_step=self._steps.stepped,
+                )
+                undo.callback(self.capturer.close, ABANDON_S)
+                self.saver = Saver(config, self.session, self.capturer, lambda: self._steps.step_s)
+                self.by_path = PathSaves(
+                    config, self.session, self.saver, self.lineage, check=self.check_saving
+                )
+                listeners: dict[str | int, Listener] = {by_path.TOPIC: self.by_path.on_message}
+                announced = None
+                if ranks.many:
+                    announced = AnnouncedSteps(
+                        ranks.council, tell=self.session.tell, leave_out=self._report_unsaved
+                    )
+                    listeners[announced_steps.TOPIC] = announced.hear
+                self.cadence = cadence_of(config, self.session, announced)
+                self.restorer = Restorer(
+                    config,
+                    self.session,
+                    self.lineage,
+                    connect=connect,
+                    on_continued=self._on_continued,
+                )
+                self._saves_on = SignalWatch(config.interval.on_signal, self.cadence.ask)
+                undo.callback(self._saves_on.close)
+            if fresh:
+                log_abandoned(run, self.session.known(), None)
+                self.session.coordinator.ledger.knows_what_is_good()
+            self.session.start(listeners)
+            self._drains_on: DrainOnSignal | None = None
+            if config.drain is not None:
+                counts = self.saver.counts
+                self._drains_on = DrainOnSignal(config, self.session, lambda: counts.tried)
+            undo.pop_all()
+        OPEN.add(self)
+
+    # Saving ------------------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None,
+        tags: Sequence[str],
+        *,
+        at_end: bool = False,
+    ) -> SaveHandle:
+        """Save a state of the training loop; ``at_end``: to every tier, whatever ``flush.every`` says."""
+        check_no_files(state)
+        handle = self.save(
+            step,
+            lambda cache: walk_state(state, cache),
+            metrics=metrics or {},
+            tags=tags,
+            at_end=at_end,
+        )
+        self.cadence.saved(handle)
+        if not self._checked_omissions:
+            self._checked_omissions = True
+            for text in omissions(state):
+                logger.warning("%s", text)
+        return handle
+
+    def save(
+        self,
+        step: int,
+        walk: Callable[[WalkCache], StateView],
+        *,
+        metrics: Mapping[str, Any],
+        tags: Sequence[str],
+        may_be_lazy: bool = True,
+        at_end: bool = False,
+    ) -> SaveHandle:
+        """Save the state that ``walk`` returns a view of. Without ``may_be_lazy``, all of it is copied on return."""
+        began_s = time.monotonic()
+        self._steps.saving()
+        self.check_saving()
+        many = self.session.ranks.many
+        if not many:
+            self._raise_failures()
+        step = as_step(step)
+        call = SaveCall(
+            step=step,
+            metrics=metrics,
+            tags=tags,
+            began_s=began_s,
+            may_be_lazy=may_be_lazy,
+            at_end=at_end,
+        )
+        with self.saver.lock:
+            self.lineage.check(step)
+            self.saver.counts.steps.come_to(step, began_s)
+            try:
+                self.finish_capture(in_order=True)
+                handle = self.saver.save(self.lineage, call, walk)
+            except BaseException as error:
+                if not self.lineage.is_at(step):  # its capture did not begin
+                    failed = CheckpointId(step, self.lineage.attempt.number)
+                    self.session.journal.save_failed(failed, error)
+                self.saver.report_failed(self.lineage, step, error)
+                raise
+        if many:  # the other ranks save this step, whatever failed here before it
+            self._raise_failures()
+        return handle
+
+    def note_last(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None,
+        tags: Sequence[str],
+        *,
+        anew: bool,
+    ) -> None:
+        """Keep what ``close`` has to save if no other step follows, with a fingerprint of the state.
+
+        The fingerprint of the step before is updated, unless ``anew``: its tensors are then searched for again.
+        """
+        kept = None if self._last is None or anew else self._last.fingerprint
+        if kept is None or not kept.take(state):
+            kept = Fingerprint(state, self._steps.step_s)
+        metrics = {
+            name: value if isinstance(value, float) else value.clone()
+            for name, value in checked_metrics(metrics or {}).items()
+        }
+        self._last = LastStep(step, state, metrics, tags, self.capturer.barrier.updates, kept)
+
+    def forget_last(self) -> None:
+        """The state is not that of the last step any more."""
+        self._last = None
+
+    def _report_unsaved(self, step: int, error: TierfallError) -> None:
+        """Report to the other ranks, which save this step, that this rank has passed it."""
+        logger.warning("%s", error)
+        with self.saver.lock:
+            self.saver.report_failed(self.lineage, step, error)
+
+    def finish_capture(self, timeout_s: float | None = None, *, in_order: bool = False) -> None:
+        """Wait until the present capture ends, so that the next can begin. If it fails, its handle raises that.
+
+        ``in_order``: memory of a device need not be read yet, if the caller's next work on the device comes after.
+        """
+        bound_s = self.config.max_wait_s if timeout_s is None else timeout_s
+        try:
+            self.capturer.wait_copied(bound_s, in_order=in_order)
+        except TierfallError:
+            logger.debug("the previous capture failed", exc_info=True)
+
+    # Restoring ---------------------------------------------------------------------------------------
+
+    def prepare_restore(self, *, goes_on: bool) -> None:
+        """Wait until the last save is sealed, so that a restore finds it.
+
+        Raises FencedError where a newer attempt exists and the run ``goes_on`` from what is restored.
+        """
+        if goes_on and (fenced := self.session.coordinator.fenced) is not None:
+            raise fenced
+        if goes_on and self.lineage.saved_any:
+            self.session.tiers.check_newest()
+        self.finish_capture()
+        for handle in self.saver.counts.handles[-1:]:
+            try:
+                handle.captured(self.config.max_wait_s)
+            except (TierfallError, TimeoutError):
+                logger.debug("the last save was not captured", exc_info=True)
+
+    def _on_continued(self, step: int) -> None:
+        self.forget_last()
+        self.cadence.go_on_from(step)
+
+    # Checks ------------------------------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raise ConfigError where the run is closed, or was opened by the process that this one was forked from."""
+        if self._closed:
+            raise ConfigError("this Checkpointer is closed; open another one")
+        self._check_process()
+
+    def check_saving(self) -> None:
+        """Raise what keeps anything that is saved from becoming a checkpoint."""
+        self.check_usable()
+        self._check_alive()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self.pid:
+            raise ConfigError(
+                f"this Checkpointer belongs to process {self.pid}, which opened it; a forked child cannot use it: "
+                "save, restore and close there, and open another run in the child if it is to save"
+            )
+
+    def _check_alive(self) -> None:
+        self.session.ranks.check()
+        self.session.check_running()
+        if (fenced := self.session.coordinator.fenced) is not None and not self._closed:
+            raise fenced
+
+    def _raise_failures(self) -> None:
+        """Raise, under ``on_error: raise``, the first failure since the last call."""
+        coordinator = self.session.coordinator
+        fresh = tuple(coordinator.errors)
+        del coordinator.errors[: len(fresh)]  # the coordinator's thread may append meanwhile
+        if fresh and self.config.on_error is OnError.RAISE:
+            raise fresh[0]
+
+    # The end -----------------------------------------------------------------------------------------
+
+    def close(self, failed: str) -> None:
+        """See ``Checkpointer.close``. ``failed`` describes how the training ended, where that was before its end."""
+        if self._closed:
+            return
+        self._check_process()
+        failure: Exception | None = None
+        keep, together = True, False
+        session = self.session
+        deadline_s = time.monotonic() + self.config.max_wait_s
+
+        def left_s(least_s: float = 0.0) -> float:
+            return max(least_s, deadline_s - time.monotonic())
+
+        try:
+            try:
+                failure = self._save_last(failed, left_s() / 2)
+                self.by_path.close(left_s())
+                self.finish_capture(left_s())
+                self.capturer.close(left_s())
+                session.look(left_s(), last=True)
+                confirmed = confirm_copies(session, left_s() / 2)
+                report = group_commands.drain_here(session, left_s(), doing="close", goes_on=False)
+            finally:
+                self.capturer.let_go()
+                together = group_commands.settle(session, left_s)
+            keep = not confirmed or must_keep_memory(session)
+            if keep and not session.memory.repair(left_s(LAST_S)):
+                session.coordinator.errors += log_lost(session)
+            log_left(session, report)
+        finally:
+            self._closed = True
+            OPEN.discard(self)
+            self._last = None
+            self._saves_on.close()
+            self.saver.close()
+            try:
+                session.close(keep_memory=keep, timeout_s=left_s(LAST_S))
+            finally:
+                if self._drains_on is not None:
+                    self._drains_on.stop()
+                if together:
+                    session.ranks.close(left_s(LAST_S))
+                else:
+                    session.ranks.leave()
+        if self.config.on_error is OnError.RAISE:
+            self._check_alive()
+            self._raise_failures()
+        if failure is not None:
+            raise failure
+
+    def _save_last(self, failed: str, timeout_s: float) -> Exception | None:
+        """Save the last step where ``at_end`` asks for it, or flush it to all tiers; return why that failed."""
+        self.cadence.end()
+        if not self.config.interval.at_end:
+            return None
+        last = self._last
+        plan = agree_on_end(
+            self.session.ranks,
+            last,
+            saved=last is not None and self.lineage.has_saved(last.step),
+            changed="" if last is None else last.why_changed(self.capturer.barrier.updates),
+            failed=failed,
+            timeout_s=timeout_s,
+        )
+        if last is None or plan is ClosingPlan.NOTHING:
+            return None
+        if plan is ClosingPlan.FLUSH:
+            id = CheckpointId(last.step, self.lineage.attempt.number)
+            self.session.tell(lambda: self.session.coordinator.owe_to_all(id))
+            return None
+        try:
+            self.save_state(last.step, last.state, last.metrics, last.tags, at_end=True)
+        except Exception as error:  # noqa: BLE001 - raised once all is closed
+            logger.error("close: the last step, %d, could not be saved: %s", last.step, error)
+            return error
+        return None
+
+
+# The open runs of this process -----------------------------------------------------------------------
+
+
+def opened_runs() -> list[PathSaves]:
+    """Return, for each run that is open in this process, what saves to it by path."""
+    return [one.by_path for one in _open_here()]
+
+
+def damage_reporter(run: str, places: Mapping[str, str]) -> FoundDamage:
+    """Return what a reader calls for a damaged copy, so that the open runs of this process learn of it.
+
+    ``places`` are those of the tiers that it reads, by its names for them.
+    """
+
+    def note(tier: str, id: CheckpointId, error: TierfallError) -> None:
+        for one in _open_here():
+            for name, store in one.session.stores.items() if one.run == run else ():
+                if store.place == places.get(tier):
+                    one.session.note_damaged(name, id, error)
+
+    return note
+
+
+def _open_here() -> list[OpenRun]:
+    return [one for one in list(OPEN) if one.pid == os.getpid()]
+
+
+def _check_first(config: Config, run: str) -> None:
+    """Refuse to open a run twice in one process: the second would fence the first."""
+    places = {tier.place for tier in config.stored}
+    for other in _open_here():
+        both = places & {tier.place for tier in other.config.stored}
+        if other.run == run and both:
+            raise ConfigError(
+                f"open: a second Checkpointer of run {run!r} in this process, which has one with a tier in "
+                f"{sorted(both)[0]} already: close it before opening another"
+            )
+
+
+@atexit.register
+def _close_open_runs() -> None:
+    """Close what a script has left open: nothing that it saved is lost."""
+    for one in _open_here():
+        if not one.by_path.opened_by_path:  # else a path has opened it, and no code could close it
+            logger.warning("run %s: the program ends and did not close it: closing", one.run)
+        try:
+            one.close("the program ends, and did not close the run")
+        except Exception:
+            logger.exception("run %s could not be closed", one.run)

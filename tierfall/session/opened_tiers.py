@@ -1,0 +1,432 @@
+"""One run's tiers, opened for writing by one process: its host memory, its stored tiers, and what they hold.
+
+A start works on this value: it agrees with the other ranks, takes an attempt, and excludes tiers that some rank cannot
+reach. A ``Session`` is built on the result. Nothing here knows the ledger.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TypeVar
+
+from tierfall.config import Config, FileTierConfig
+from tierfall.core.copies.shard_reader import OpenImage, Regions, image_opener
+from tierfall.core.format.catalog import FoundCopy, Listing, merge
+from tierfall.core.format.records import Attempt
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult
+from tierfall.core.runtime.run_lock import RunLock
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    FencedError,
+    IntegrityError,
+    KeyExistsError,
+    StorageFullError,
+    TierfallError,
+    UnreachableError,
+)
+from tierfall.core.types.lineage import Key
+from tierfall.core.types.values import CheckpointId
+from tierfall.session.adopt import check_life
+from tierfall.session.leftovers import (
+    AdoptedSlot,
+    adopt_slots,
+    list_slots,
+    opened_slots_of_others,
+    regions_in,
+)
+from tierfall.setup.attempts import next_number
+from tierfall.setup.tier_identity import TierIdentities
+from tierfall.setup.tiers import (
+    bounded,
+    bounds_s,
+    check_written,
+    holds_something,
+    is_owner,
+    list_all,
+    open_stores,
+    run_folder,
+    settle,
+    unsettled,
+)
+from tierfall.tiers.arena.arena import lock_name
+from tierfall.tiers.arena.folder import prepare_folder
+from tierfall.tiers.host import HostTier, damaged
+from tierfall.tiers.stored import StoredTier
+
+logger = logging.getLogger("tierfall")
+T = TypeVar("T")
+PROGRESS_S = 2.0
+"""Seconds between two log lines about the allocation of host memory."""
+
+
+class OpenedTiers:
+    """See the module. ``attempt`` is None until one is taken.
+
+    ``config`` changes during a start: a tier that cannot be written to becomes read-only, and ``shared`` is set where
+    the ranks have found it out. ``errors`` names the tiers that this process goes on without; ``found_read_only`` those
+    that are read-only without being configured so. ``agrees``: this start and its restores are agreed on with other
+    ranks, or with what other ranks left in memory.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run: str,
+        ranks: Ranks | None = None,
+        accept_arena: bool = False,
+        adopts: bool = False,
+        tending: bool = False,
+    ) -> None:
+        """Open and list all tiers. Whatever fails leaves nothing open.
+
+        ``accept_arena`` accepts host memory of an attempt that no tier knows. ``adopts``: continue from the memory of
+        ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank.
+        """
+        check_written(config)
+        self.config = config
+        self.run = run
+        self.ranks = ranks or Ranks.alone()
+        self.node = socket.gethostname()
+        self.attempt: Attempt | None = None
+        self.found_read_only: dict[str, str] = {}
+        self.warned_starts: set[Key] = set()
+        self.stores: dict[str, StoredTier] = {}
+        self.adopted: list[AdoptedSlot] = []
+        self._closed = False
+        self._calls = BoundedCalls()
+        self.folder = prepare_folder(run_folder(config, run))
+        self.host = HostTier(
+            name=config.host.name,
+            run=run,
+            folder=self.folder,
+            slot=self.ranks.slot,
+            shard=self.ranks.shard,
+            capacity_bytes=config.host.capacity_bytes,
+            progress=_log_progress(config.host.name),
+        )
+        self._lock = RunLock.take(self.folder / lock_name(self.ranks.slot), run=run)
+        try:
+            self._attach_host(adopts=tending or (adopts and self.ranks.topology.is_leader))
+            self.stores, self.errors = open_stores(config, run, find_read_only=True)
+            self.go_on_reading(
+                {name: s.read_only for name, s in self.stores.items() if s.read_only}
+            )
+            for name, problem in self.errors.items():
+                _log_excluded(name, problem)
+            self.listings = self.list_now()
+            self.identities = TierIdentities(self.config, self.stores, self.folder, self.listings)
+            self._check_identities()
+            self.agrees = adopts and (self.ranks.many or self._has_images_of_others())
+            check_life(
+                self.hosts(),
+                self.stores,
+                self.listings,
+                run=run,
+                may_be_unknown=accept_arena
+                or bool(self.errors)
+                or self.identities.are_as_remembered(self.listings),
+            )
+        except BaseException:
+            self.close(keep=True)
+            raise
+        self._log_unreadable()
+
+    def _attach_host(self, *, adopts: bool) -> None:
+        try:
+            self.host.attach()
+        except IntegrityError as error:
+            raise damaged(error, self.host.path) from error
+        if adopts:
+            first = len(self.ranks.topology.local_ranks)
+            self.adopted = adopt_slots(self.folder, first=first, name=self.host.name, run=self.run)
+
+    def _check_identities(self) -> None:
+        """Refuse two tiers that are one, and exclude those that are not mounted."""
+        self.go_on_reading(self.identities.refuse_aliases())
+        for name, error in self.identities.missing(self.listings).items():
+            self._exclude(name, error)
+            _log_excluded(name, error)
+        self.identities.refuse_swapped()
+
+    def _exclude(self, name: str, error: TierfallError) -> None:
+        self.stores.pop(name).close()
+        self.errors[name] = error
+        self.listings = tuple(
+            Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
+        )
+
+    def _log_unreadable(self) -> None:
+        for listing in self.listings:
+            if listing.error is not None and listing.tier not in self.errors:
+                logger.warning("open: tier %s could not be read: %s", listing.tier, listing.error)
+            for damage in listing.damaged:
+                logger.warning("open: tier %s holds something damaged: %s", listing.tier, damage)
+
+    def _has_images_of_others(self) -> bool:
+        return any(shard != self.ranks.shard for _, shard in regions_in(self.hosts()))
+
+    def hosts(self) -> list[HostTier]:
+        """Return the slots of this process: its own, and those that it has adopted."""
+        return [self.host, *(slot.host for slot in self.adopted)]
+
+    def slots(self) -> list[tuple[RunLock, HostTier]]:
+        """Return those slots, each with its lock."""
+        return [(self._lock, self.host), *((slot.lock, slot.host) for slot in self.adopted)]
+
+    def knows_of_nothing(self) -> bool:
+        """Return whether every tier answered and none holds a checkpoint of this run."""
+        if any(listing.error is not None for listing in self.listings):
+            return False
+        return all(checkpoint.tombstoned for checkpoint in merge(self.listings))
+
+    # What a start changes ----------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Make what was found on the tiers that this rank owns durable, before anything relies on it."""
+        own = {tier.name for tier in self.config.stored if is_owner(tier, self.ranks)}
+        found = {x.tier: x for x in self.listings if x.tier in own & self.stores.keys()}
+        stores = [self.stores[name] for name, x in found.items() if x.copies]
+        for name, answer in self._call(stores, lambda s: settle(s, found[s.name])).items():
+            match answer.error:
+                case UnreachableError() as error:
+                    found[name] = unsettled(name, found[name], error)
+                case _:
+                    found[name] = answer.get()
+        self.listings = tuple(found.get(x.tier, x) for x in self.listings)
+
+    def leave_out(self, tiers: Mapping[str, str]) -> None:
+        """Exclude tiers that other ranks of this start cannot reach; ``tiers`` has rank and reason of each."""
+        for name, why in tiers.items():
+            if name in self.errors:
+                continue
+            self._exclude(name, UnreachableError(f"{name}: other ranks cannot reach it: {why}"))
+            logger.warning(
+                "open: all ranks go on without tier %s, for as long as they run: %s", name, why
+            )
+
+    def go_on_reading(self, tiers: Mapping[str, str]) -> None:
+        """Make tiers read-only that cannot be written to; ``tiers`` gives the reason of each.
+
+        Raises ConfigError where no tier is left that can be written to.
+        """
+        new = [t.name for t in self.config.written if t.name in tiers]
+        self.config = self.config.reading_only(new)
+        check_written(self.config, "".join(f"; {tiers[name]}" for name in new))
+        for name in new:
+            self.found_read_only[name] = tiers[name]
+            logger.warning(
+                "open: tier %s is read-only, for as long as this process runs: it is restored from, nothing is flushed "
+                "to it or dropped there (%s). If that is meant, say read_only: true",
+                name,
+                tiers[name],
+            )
+
+    def set_shared(self, shared: Mapping[str, bool]) -> None:
+        """Set ``shared`` of the folders where the ranks have found it out."""
+        tiers = tuple(
+            tier.model_copy(update={"shared": shared[tier.name]})
+            if isinstance(tier, FileTierConfig) and tier.name in shared
+            else tier
+            for tier in self.config.tiers
+        )
+        self.config = self.config.model_copy(update={"tiers": tiers})
+
+    # Attempts ----------------------------------------------------------------------------------------
+
+    def write_for(self, attempt: Attempt) -> None:
+        """Write on behalf of an earlier attempt, whose record is on the tiers already."""
+        self.attempt = attempt
+
+    def next_number(self) -> int:
+        """Return the number of an attempt above all others, also on tiers that could not be asked."""
+        return next_number(self.listings, self.stores, run=self.run, own=self.attempt)
+
+    def take_number(self, number: int) -> Attempt:
+        """Take the attempt of that number, or one above it: two starts never get the same."""
+        identity = secrets.token_hex(16)
+        while True:
+            attempt = Attempt(
+                run=self.run,
+                number=number,
+                id=identity,
+                node=self.node,
+                pid=os.getpid(),
+                wall_time_s=time.time(),
+            )
+            if self.adopt_attempt(attempt):
+                return attempt
+            number += 1
+
+    def adopt_attempt(self, attempt: Attempt) -> bool:
+        """Write as ``attempt`` from now on; False where a tier knows another one by its number.
+
+        The record is written to the most shared tier first.
+        """
+        answered = {x.tier for x in self.listings if x.error is None}
+        written = [self.stores[t.name] for t in self.config.written if t.name in self.stores]
+        reachable = [store for store in reversed(written) if store.name in answered]
+        if not self._write_record(attempt, reachable):
+            return False
+        if self.attempt is None:
+            self.identities.leave(
+                attempt,
+                self.config,
+                owned=frozenset(t.name for t in self.config.written if is_owner(t, self.ranks)),
+                leads=self.ranks.topology.is_leader,
+            )
+        self.attempt = attempt
+        return True
+
+    def _write_record(self, attempt: Attempt, stores: Iterable[StoredTier]) -> bool:
+        """Write the attempt's record to each tier; False where another process has its number.
+
+        A tier that is full or does not answer at present gets the record before its first commit.
+        """
+        for store in stores:
+            try:
+                self._call([store], lambda store: store.take_attempt(attempt))[store.name].get()
+            except KeyExistsError:
+                return False
+            except (StorageFullError, UnreachableError) as error:
+                logger.warning(
+                    "open: tier %s did not accept the attempt's record: %s", store.name, error
+                )
+            except AccessDeniedError as error:
+                if not holds_something(next(x for x in self.listings if x.tier == store.name)):
+                    raise
+                self.go_on_reading({store.name: str(error)})
+        return True
+
+    def check_newest(self) -> None:
+        """Raise FencedError where a tier knows a newer attempt than this process's."""
+        assert self.attempt is not None
+        attempt = self.attempt
+        written = [tier.name for tier in self.config.written]
+        asked = [store for name, store in self.stores.items() if name in written]
+        for name, answer in self._call(asked, lambda store: store.check_fence(attempt)).items():
+            try:
+                answer.get()
+            except (StorageFullError, UnreachableError) as error:
+                logger.warning("tier %s was not asked for newer attempts: %s", name, error)
+
+    def discard_unfinished(self) -> None:
+        """Delete what earlier starts left half written on the tiers that this rank owns.
+
+        A tier that does not finish in time may go on deleting. It spares the writers of this process, but not those of
+        other ranks: with several ranks this waits without a bound.
+        """
+        attempt = self.attempt
+        assert attempt is not None
+        own = [t.name for t in self.config.written if is_owner(t, self.ranks)]
+        stores = [self.stores[name] for name in own if name in self.stores]
+        bound_s = math.inf if self.ranks.many else None
+        answers = self._call(
+            stores, lambda store: store.discard_unfinished(attempt=attempt), bound_s=bound_s
+        )
+        for name, answer in answers.items():
+            try:
+                answer.get()
+            except (BackendError, FencedError) as error:
+                logger.warning("open: tier %s: leftovers stay: %s", name, error)
+
+    def _call(
+        self,
+        stores: Iterable[StoredTier],
+        call: Callable[[StoredTier], T],
+        *,
+        bound_s: float | None = None,
+    ) -> dict[str, CallResult[T]]:
+        """Call these tiers side by side. One that does not answer within its bound (``bound_s`` seconds, where given)
+        is unreachable."""
+        called = list(stores)
+        bounds = bounds_s(self.config)
+        return self._calls.make(
+            {store.name: partial(call, store) for store in called},
+            {s.name: bounds[s.name] if bound_s is None else bound_s for s in called},
+            doing="ask",
+            heard_s=lambda name: self.stores[name].heard_s(),
+        )
+
+    # Reading -----------------------------------------------------------------------------------------
+
+    def list_now(self) -> tuple[Listing, ...]:
+        """List every tier now; in memory, the slots of this process."""
+        found = list_all(self.config, self.host, self.stores, self.errors, self._calls)
+        return self.with_memory(found, self.hosts())
+
+    def with_memory(
+        self, listings: Iterable[Listing], hosts: Sequence[HostTier]
+    ) -> tuple[Listing, ...]:
+        """Replace the listing of memory by one of the slots ``hosts``."""
+        memory = list_slots(hosts)
+        return tuple(memory if x.tier == self.host.name else x for x in listings)
+
+    def look(
+        self, id: CheckpointId, names: Iterable[str], timeout_s: float
+    ) -> dict[str, CallResult[FoundCopy | None]]:
+        """List one checkpoint on these stored tiers, within ``timeout_s`` seconds; None where its commit record has
+        gone."""
+        return self._calls.make(
+            {name: partial(self.stores[name].look, id) for name in names},
+            {name: min(bound_s, timeout_s) for name, bound_s in bounds_s(self.config).items()},
+            doing="look",
+            heard_s=lambda name: self.stores[name].heard_s(),
+        )
+
+    def looking_at_node(self) -> AbstractContextManager[list[HostTier]]:
+        """Open all slots of this node, for as long as they are read."""
+        return opened_slots_of_others(
+            self.folder, mine=self.hosts(), name=self.host.name, run=self.run
+        )
+
+    def opener(self, regions: Regions) -> OpenImage:
+        """Return what opens images of stored tiers, each read bounded, and those in ``regions``."""
+        stores = {name: bounded(store, self.config) for name, store in self.stores.items()}
+        return image_opener(stores, self.host.name, regions)
+
+    # The end -----------------------------------------------------------------------------------------
+
+    def close(self, *, keep: bool) -> None:
+        """Close all tiers and release the run's lock; may be called twice. ``keep``: host memory stays as it is."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for store in self.stores.values():
+                store.close()
+            self.host.close(keep=keep)
+            for slot in self.adopted:
+                slot.close(keep=keep)
+        finally:
+            self._lock.release()
+
+
+def _log_excluded(name: str, error: TierfallError) -> None:
+    logger.warning(
+        "open: goes on without tier %s, for as long as this process runs: %s", name, error
+    )
+
+
+def _log_progress(tier: str) -> Callable[[int, int], None]:
+    """Return a function that logs the progress of allocating host memory, every PROGRESS_S seconds."""
+    last = time.monotonic()
+
+    def log(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= PROGRESS_S and done < total:
+            last = now
+            logger.info("%s: allocating host memory: %d of %d MiB", tier, done >> 20, total >> 20)
+
+    return log
