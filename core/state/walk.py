@@ -380,16 +380,10 @@ class _Walk:
         numbers = [*map(numbering.numbers.get, map(id, state))]
         if not _all_str(keys) or None in numbers:
             return walk()
-        cache_key = (
-            "optimizer",
-            numbering.names,
-            numbers,
-            [*map(len, states)],
-            keys,
-            self.leaves.declared,
-        )
+        lengths = [*map(len, states)]
+        cache_key = ("optimizer", numbering.names, numbers, lengths, keys, self.leaves.declared)
         entries = [*chain.from_iterable(map(dict.values, states))]
-        owners = [*chain.from_iterable(map(repeat, map(id, state), map(len, states)))]
+        owners = [*chain.from_iterable(map(repeat, map(id, state), lengths))]
         if any_sharded(entries):
             entries, cache_key = self.leaves.local_parts(entries, cache_key, trail)
         return self._cached_or(name, cache_key, entries, owners, walk)
