@@ -76,7 +76,7 @@ def verdicts(view: View) -> dict[int, tuple[Verdict, str]]:
         (
             "retian",
             "x",
-            "register: 'retian' is no kind of policy; expected one of interval, retain, evict, flush; did you",
+            "register: 'retian' is not a kind of policy; expected one of interval, retain, evict, flush; did you",
         ),
         ("retain", "a b", "register: retain policy: 'a b' is not a usable name"),
         ("retain", "last", "there is a retain policy named 'last' already, tierfall.policies."),

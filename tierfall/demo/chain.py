@@ -1,6 +1,6 @@
-"""The demo's chain of tiers: the file that describes it, what lies on it, and how to damage it.
+"""The demo's chain of tiers: its configuration file, the checkpoints on it, and how to damage them.
 
-It looks from outside, through ``tierfall.ops.reader``, as ``tierfall ls`` does.
+It inspects tiers with ``tierfall.ops.reader``, as ``tierfall ls`` does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The timeline as a picture: losses above, and below them a lane for the training steps and one for each tier.
+"""The timeline as a picture: losses above, and below them a row for the training steps and one for each tier.
 
-It draws what ``timeline`` holds and decides nothing. It needs matplotlib, and is imported only where there is some.
+It only draws the data of ``timeline``. It needs matplotlib, and is imported only where that is installed.
 """
 
 from __future__ import annotations

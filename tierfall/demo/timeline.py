@@ -1,6 +1,6 @@
-"""What happened when, from the event log and the trainers' own lines: the data behind the picture, and where it goes.
+"""The data of the picture, from the event log and the trainers' own output, and where the picture is written.
 
-Every time is in seconds since the first trainer was started. ``picture`` draws it, where matplotlib is installed.
+Times are in seconds since the start of the first trainer. ``picture`` draws it, if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOSE = "tierfall-demo.png"
 
 
 class Kind(StrEnum):
-    """What a bar stands for."""
+    """The meaning of a bar."""
 
     CAPTURE = "capture"
     FLUSH = "flush"

@@ -1,9 +1,9 @@
-"""``tiers://``: a run's checkpoints as a file system, for whatever takes only a path.
+"""``tiers://``: the checkpoints of a run as a file system, for libraries that accept only a path.
 
     torch.distributed.checkpoint.save(state, checkpoint_id="tiers://run/step-00000100")
 
-It serves what DCP does: files are written, one rename of ``.metadata`` makes a checkpoint of them, and they are read.
-It holds nothing itself: ``run.by_path`` stages and commits, ``path_reading`` finds and reads.
+It supports the operations of DCP: files are written, renaming ``.metadata`` commits them as a checkpoint, and they are
+read. It has no state: ``run.by_path`` stages and commits, ``path_reading`` finds and reads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIG = "TIERFALL_CONFIG"
 _DATA, _TEMPORARY = ".distcp", f"{METADATA}.tmp"
 _opening = threading.Lock()
 _loaded: dict[str, tuple[CheckpointId, int]] = {}
-"""What was loaded of each run that nobody here had open: who comes to save it goes on from there."""
+"""What was loaded from each run that was not open in this process: a later save continues from there."""
 
 
 class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Reading by path: the files of a checkpoint that was saved by path, verified chunk by chunk from its fastest copies.
 
-A file is on one rank: the headers of all say on which. What this process cannot see, memory of another rank say, it
-cannot read; that is an error, never absence.
+Each file is in the image of one rank, which the headers name. A file in storage that this process cannot access, such
+as memory of another rank, is an error, never absence.
 """
 
 from __future__ import annotations
