@@ -130,7 +130,7 @@ def still_owed(chain: Chain, listings: Mapping[str, Listing]) -> set[tuple[Check
 
 
 def lose_node(chain: Chain) -> None:
-    """Remove what lies on this node: host memory, and the file tier's folder.
+    """Remove all that is on this node: host memory, and the file tier's folder.
 
     Raises OSError where something of it stays.
     """

@@ -33,7 +33,7 @@ def id_of(line: Line) -> CheckpointId:
 
 
 class DemoError(Exception):
-    """The demo did not show what it was to show; the message says what was expected and what to do."""
+    """An act had another result than expected; the message names the expected result, and what to do."""
 
 
 _started: list[subprocess.Popen[bytes]] = []

@@ -69,7 +69,7 @@ class Screen:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Bracket the steps of one trainer: on a terminal, the changing line stands for as long."""
+        """A context for the steps of one trainer: on a terminal it shows the status line."""
         with Live(console=self._console, transient=True, auto_refresh=False) as self._live:
             yield
 

@@ -133,8 +133,8 @@ def _usual_s(act: Act) -> float:
 
 
 def _matches_event_log(stage: Stage, trainer: Trainer, cut: CheckpointId) -> bool:
-    """Say whether, while nothing moves, the copy has still no commit record, and the event log has told of every
-    image: a kill loses what waits to be written there."""
+    """Return whether, while the trainer is stopped, the copy has no commit record yet, and the event log has an event
+    of every image: a kill loses events that are not written."""
     for line in trainer.read():
         stage.progress.add(line)
     listings = chains.look(stage.chain)
@@ -267,7 +267,7 @@ def check_came_from(restored: Line, *tiers: str) -> None:
 
 
 def lose_node_and_restore(stage: Stage, saved: str) -> tuple[Act, float]:
-    """Lose what lies on this node; a fresh process has to restore the same bytes from the object tier alone.
+    """Lose all that is on this node; a fresh process has to restore the same bytes from the object tier alone.
 
     Returns, too, when the node was lost.
     """

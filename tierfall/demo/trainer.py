@@ -77,7 +77,7 @@ def write(log: IO[str], kind: str, **members: Any) -> None:
 
 
 def restored(report: tierfall.RestoreReport) -> dict[str, Any]:
-    """Say what was restored: each shard's source as shard, tier and bytes, and what was passed over and why."""
+    """Report what was restored: each shard's source as shard, tier and bytes, and the skipped copies with reasons."""
     return {
         "step": report.step,
         "attempt": report.attempt,
