@@ -1,6 +1,7 @@
 """Policies: pure functions from (view, rules, now) to orders and decisions, each with its reason.
 
-All that a policy of your own imports is here: ``register``, and the types of what it is given (docs/write-a-policy.md).
+A plug-in's policy imports all that it needs from here: ``register``, and the types of its arguments
+(docs/write-a-policy.md).
 """
 
 from tierfall.core.types.policy import Policy, PolicyKind

@@ -1,8 +1,8 @@
-"""Superseding: which snapshot in memory is given up, where memory is full, for the one that is to be saved now.
+"""Back-pressure: which checkpoint a new save supersedes if memory is full, and what a full tier is relieved of.
 
-Pure: (view, tier, what would fit) -> decisions, each with its reason. Only what lies in memory alone is given up, and
-only where nothing that was promised hangs on it; what a stored tier holds leaves memory by eviction, and is not lost by
-that. The tiers that an image waits for say whether it may go (``when_full``), and which goes first.
+Pure: (view, tier, what would fit) -> decisions, each with its reason. Only an image that no stored tier has is
+superseded, and only if no promise depends on it; an image that a stored tier has leaves memory by eviction. The
+``when_full`` of the tiers that an image is owed to decides whether it may be superseded, and in which order.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Fits = Callable[[frozenset[CheckpointId]], bool]
 
 
 def plan_superseding(view: View, tier_name: str, *, fits: Fits) -> tuple[Decision, ...]:
-    """Decide on the images of a host tier, up to the first that is given up: no other one is.
+    """Decide on the images of a host tier, up to the first that is superseded; at most one is.
 
-    First come, oldest first, those that a tier may supersede, then, newest first, those that only wait for tiers that
-    skip what they cannot take. None is given up where room is about to come by itself, nor where giving up all that may
-    go would not make enough. ``fits`` says whether the save would have room if those images were gone.
+    Images that may be superseded are first, the oldest first; then, the newest first, those that are owed only to tiers
+    with ``when_full: skip``. None is superseded if room becomes free anyway, or if all that may go would not free
+    enough. ``fits`` returns whether the save has room once those images are deleted.
     """
     tier = view.tier(tier_name)
-    held = _in_turn(view, tier)
+    held = _superseding_order(view, tier)
     reasons = {c.id: reason_to_hold(view, c, tier) for c in held}
     leaving = _leaving(view, tier)
-    room_comes = fits(leaving)
-    in_vain = not fits(leaving | {id for id, reason in reasons.items() if reason is None})
+    room_becomes_free = fits(leaving)
+    not_enough = not fits(leaving | {id for id, reason in reasons.items() if reason is None})
     decisions = []
     for checkpoint in held:
         reason = reasons[checkpoint.id]
-        if reason is None and room_comes:
+        if reason is None and room_becomes_free:
             reason = "what is just leaving memory makes room enough"
-        if reason is None and in_vain:
+        if reason is None and not_enough:
             reason = "to give up all that may go would not make room enough"
         verdict = Verdict.DROP if reason is None else Verdict.KEEP
         decisions.append(
@@ -51,7 +51,7 @@ def plan_superseding(view: View, tier_name: str, *, fits: Fits) -> tuple[Decisio
                 checkpoint=checkpoint.id,
                 tier=tier_name,
                 verdict=verdict,
-                reason=reason or _why_superseded(view, checkpoint, tier),
+                reason=reason or _reason_to_supersede(view, checkpoint, tier),
                 bytes=checkpoint.copies[tier_name].bytes,
             )
         )
@@ -60,16 +60,16 @@ def plan_superseding(view: View, tier_name: str, *, fits: Fits) -> tuple[Decisio
     return tuple(decisions)
 
 
-def _in_turn(view: View, tier: TierRules) -> tuple[CheckpointView, ...]:
-    """Sort the images of a host tier by who goes first, if any may."""
+def _superseding_order(view: View, tier: TierRules) -> tuple[CheckpointView, ...]:
+    """Sort the images of a host tier in the order in which they may be superseded."""
     held = sorted(view.on(tier.name), key=lambda c: (c.live, c.id))
     skipped = [c for c in held if c.live and when_full_of(view, c, tier) is WhenFull.SKIP]
     return (*(c for c in held if c not in skipped), *reversed(skipped))
 
 
 def when_full_of(view: View, checkpoint: CheckpointView, tier: TierRules) -> WhenFull:
-    """Say what is to become of an image that memory holds for tiers that are behind: it is waited for if any of them
-    is, else superseded if any may do that, else skipped."""
+    """Combine the ``when_full`` of the tiers that an image is held for: ``wait`` if any of them has that, else
+    ``supersede`` if any has that, else ``skip``."""
     rules = {rule for _, rule in _rules_of(view, checkpoint, tier)}
     if WhenFull.WAIT in rules:
         return WhenFull.WAIT
@@ -79,8 +79,8 @@ def when_full_of(view: View, checkpoint: CheckpointView, tier: TierRules) -> Whe
 def _rules_of(
     view: View, checkpoint: CheckpointView, tier: TierRules
 ) -> tuple[tuple[str, WhenFull], ...]:
-    """Name the tiers that an image is held for and that take copies, each with its rule. One without a rule of its own
-    is waited for, unless the host tier supersedes."""
+    """Return the tiers that an image is held for, without failing ones, each with its ``when_full``. The default is
+    ``wait``, or ``supersede`` where the host tier has that."""
     supersedes = tier.when_full is WhenFull.SUPERSEDE
     inherited = WhenFull.SUPERSEDE if supersedes else WhenFull.WAIT
     return tuple(
@@ -90,7 +90,7 @@ def _rules_of(
     )
 
 
-def _why_superseded(view: View, checkpoint: CheckpointView, tier: TierRules) -> str:
+def _reason_to_supersede(view: View, checkpoint: CheckpointView, tier: TierRules) -> str:
     if when_full_of(view, checkpoint, tier) is WhenFull.SKIP:
         waiting = ", ".join(only_source_for(view, checkpoint, tier))
         return f"it is the newest on its way that nothing hangs on, and {waiting} skips it"
@@ -98,21 +98,21 @@ def _why_superseded(view: View, checkpoint: CheckpointView, tier: TierRules) -> 
 
 
 def reason_to_hold(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
-    """Say why an image in memory is not to be given up, or return None."""
+    """Return why an image in memory must not be superseded; None if it may be."""
     if view.restoring:
         return "a restore is reading"
     if checkpoint.pinned:
         return "pinned"
     return (
-        _why_not_on_its_way(view, checkpoint, tier)
-        or _who_is_waited_for(view, checkpoint, tier)
+        _reason_nothing_is_owed(view, checkpoint, tier)
+        or _reason_to_wait(view, checkpoint, tier)
         or beginning_of_the_line(view, checkpoint)
         or owed_in_time(view, checkpoint)
-        or _why_it_would_be_missed(view, checkpoint, tier)
+        or _reason_it_is_needed(view, checkpoint, tier)
     )
 
 
-def _why_not_on_its_way(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+def _reason_nothing_is_owed(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
     if checkpoint.tombstoned:
         return "deleted by a person already"
     if checkpoint.settling:
@@ -124,15 +124,15 @@ def _why_not_on_its_way(view: View, checkpoint: CheckpointView, tier: TierRules)
     return None if checkpoint.owed else "on its way to no tier"
 
 
-def _who_is_waited_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+def _reason_to_wait(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
     if when_full_of(view, checkpoint, tier) is not WhenFull.WAIT:
         return None
     waiting = [n for n, rule in _rules_of(view, checkpoint, tier) if rule is WhenFull.WAIT]
     return f"{', '.join(waiting)} is waited for (when_full: wait)"
 
 
-def _why_it_would_be_missed(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
-    """Invariant 3, for what lies in memory alone."""
+def _reason_it_is_needed(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+    """Invariant 3, for an image that only memory has."""
     if not checkpoint.live:
         safe = line_is_safe_without(view, checkpoint, tier)
         return None if safe else "its line was left behind, but the new one is not as safe yet"
@@ -148,7 +148,7 @@ def _is_leaving(checkpoint: CheckpointView, tier: TierRules) -> bool:
 
 
 def _leaving(view: View, tier: TierRules) -> frozenset[CheckpointId]:
-    """Name the images that leave memory as soon as nobody reads them any more."""
+    """Return the images that are deleted from memory once their leases end."""
     held = view.on(tier.name)
     return frozenset(
         c.id
@@ -161,12 +161,12 @@ def _leaving(view: View, tier: TierRules) -> frozenset[CheckpointId]:
 _GIVES_UP = (WhenFull.SKIP, WhenFull.SUPERSEDE)
 
 
-NOBODY: frozenset[CheckpointId] = frozenset()
+NONE_GONE: frozenset[CheckpointId] = frozenset()
 
 
 def plan_relief(view: View, tier_name: str, *, missing_bytes: int) -> tuple[Decision, ...]:
-    """Give up what one checkpoint on a full tier is owed to tiers that are behind, so that it may be dropped there; the
-    decisions name those tiers. Nothing, where all that may be given up would not make ``missing_bytes`` free."""
+    """Give up the copies of one checkpoint that slower tiers are owed, so that a full tier may delete it; each decision
+    is of one of those tiers. Empty if all checkpoints that may be given up do not free ``missing_bytes``."""
     tier = view.tier(tier_name)
     may_go = [c for c in view.on(tier_name) if _may_go(view, c, tier)]
     if sum(c.copies[tier_name].bytes for c in may_go) < missing_bytes:
@@ -214,4 +214,4 @@ def _may_go(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
     as_if = replace(
         view, checkpoints=tuple(alone if c.id == alone.id else c for c in view.checkpoints)
     )
-    return reason_to_keep(as_if, alone, tier, NOBODY) is None
+    return reason_to_keep(as_if, alone, tier, NONE_GONE) is None

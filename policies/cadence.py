@@ -1,7 +1,7 @@
-"""Cadence: how often a run saves, by what saving was seen to cost, and why.
+"""Cadence: how often a run saves, by the measured cost of saving, and why.
 
-Pure. ``choose_interval`` asks the formulas with what was measured, and the choice says which of them decided. A
-measured interval is in training steps: every rank counts these alike.
+Pure. ``choose_interval`` applies the formulas to the measurements; its result names the one that decided. A measured
+interval is in training steps, as these are the same on every rank.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tierfall.core.types.values import LOSS_CLASSES, LossClass, TierKind
 from tierfall.core.types.view import TierRules
 
 PROFILE_STEPS = 10
-"""So many steps are measured before the first save, and so many lie at least between it and the second."""
+"""Steps that are measured before the first save, and the least number between it and the second."""
 
 
 def should_save(step: int, *, every_steps: int) -> bool:
-    """Say whether ``step`` is one of every ``every_steps``: with 100, steps 100, 200 and so on, never step 0."""
+    """Return whether ``step`` is a multiple of ``every_steps``; never for step 0."""
     return step > 0 and step % every_steps == 0
 
 
@@ -38,9 +38,9 @@ class IntervalBound(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRules:
-    """What the configuration asks for: one of ``every_steps``, ``every_s`` (seconds), ``overhead`` (a share of training
-    time) and ``mtbf_s``, the mean seconds between failures that lose at least so much, by loss class; or ``own``, a
-    policy of somebody else's, for which ``overhead`` stands in where it has no answer."""
+    """The configured cadence: one of ``every_steps``, ``every_s`` (seconds), ``overhead`` (a share of training
+    time) and ``mtbf_s``, the mean seconds between failures of at least a loss class; or ``own``, a plug-in's policy, in
+    whose place ``overhead`` decides if it has no answer."""
 
     every_steps: int | None = None
     every_s: float | None = None
@@ -51,17 +51,17 @@ class CadenceRules:
 
     @property
     def measured(self) -> bool:
-        """Whether the interval follows what was measured."""
+        """Whether the interval depends on measurements."""
         return self.every_steps is None and self.every_s is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run was seen to take, in seconds; None is what is not known yet.
+    """Measurements of a run, in seconds; None: not known yet.
 
-    ``step_s`` is a step while nothing is saved, ``cost_s`` what a save adds to the steps from it to the next one,
-    ``foreground_s`` what of it the training thread waited, ``durable_s`` per tier the time from a save until that tier
-    has it. ``saved`` says whether there was a save, ``images`` how many host memory holds.
+    ``step_s`` is a step while nothing is saved, ``cost_s`` what a save adds to the steps until the next one,
+    ``foreground_s`` the part of it that the training thread waits, ``durable_s`` per tier the time from save to commit.
+    ``saved``: there was a save; ``images``: how many host memory has room for.
     """
 
     step_s: float | None = None
@@ -74,7 +74,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalChoice:
-    """An interval in steps (None: not in steps, or not known yet), what decided it, and why, in words."""
+    """An interval in steps (None: not in steps, or not known yet), what decided it, and the reason."""
 
     interval_steps: int | None
     bound: IntervalBound
@@ -83,8 +83,8 @@ class IntervalChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCadence:
-    """How often a tier would best get a checkpoint: for failures that come every ``mtbf_s`` seconds and that no faster
-    tier survives, every ``interval_s`` seconds, which is every ``flush_every`` saves; and why."""
+    """The best interval of flushes to a tier: for failures every ``mtbf_s`` seconds on average that no faster tier
+    survives, every ``interval_s`` seconds, which is every ``flush_every`` saves; and why."""
 
     tier: str
     mtbf_s: float | None
@@ -96,7 +96,7 @@ class TierCadence:
 def choose_interval(
     rules: CadenceRules, measured: Measured, *, now_s: float = 0.0
 ) -> IntervalChoice:
-    """Say after how many steps the next save is due; ``now_s`` is the wall time, for a policy of somebody else's."""
+    """Choose the steps until the next save; ``now_s`` is the wall time, for a plug-in's policy."""
     if rules.every_steps is not None:
         reason = f"interval.every: {_steps(rules.every_steps)}"
         return IntervalChoice(
@@ -113,16 +113,18 @@ def choose_interval(
     if not measured.saved:
         return _measuring(1, "the first save, to measure what saving costs")
     if measured.cost_s is None:
-        return _second(measured, measured.step_s)
-    wanted = _own(rules.own, measured, now_s) or _wanted(rules, measured.step_s, measured.cost_s)
+        return _second_save(measured, measured.step_s)
+    by_cost = _ask_own_policy(rules.own, measured, now_s) or _interval_by_cost(
+        rules, measured.step_s, measured.cost_s
+    )
     bound = durable_bound(rules, measured)
-    if bound is None or (wanted.interval_steps or 1) >= (bound.interval_steps or 1):
-        return wanted
+    if bound is None or (by_cost.interval_steps or 1) >= (bound.interval_steps or 1):
+        return by_cost
     return bound
 
 
-def _own(rule: Rule | None, measured: Measured, now_s: float) -> IntervalChoice | None:
-    """Ask a policy of somebody else's; None where there is none, or it has no answer."""
+def _ask_own_policy(rule: Rule | None, measured: Measured, now_s: float) -> IntervalChoice | None:
+    """Call the plug-in's policy; None if there is none, or it has no answer."""
     answer = None if rule is None else rule.policy.decide(measured, rule.rules, now_s)
     if rule is None or answer is None:
         return None
@@ -136,15 +138,15 @@ def _measuring(steps: int | None, why: str) -> IntervalChoice:
     return IntervalChoice(interval_steps=steps, bound=IntervalBound.MEASURING, reason=why)
 
 
-def _second(measured: Measured, step_s: float) -> IntervalChoice:
-    """The first save also allocates, and is captured blocking: the second one tells what saving costs. It comes where
-    CheckFreq begins: once the first is through."""
+def _second_save(measured: Measured, step_s: float) -> IntervalChoice:
+    """The first save also allocates, and is captured blocking: the second one shows the cost. It is due once the first
+    is durable, at CheckFreq's initial interval."""
     full_s = max(measured.durable_s.values(), default=0.0)
     steps = max(PROFILE_STEPS, checkfreq_steps(full_s, measured.foreground_s, step_s))
     return _measuring(steps, "the second save, to measure what saving costs once all is set up")
 
 
-def _wanted(rules: CadenceRules, step_s: float, cost_s: float) -> IntervalChoice:
+def _interval_by_cost(rules: CadenceRules, step_s: float, cost_s: float) -> IntervalChoice:
     facts = f"a save costs {cost_s:.3g} s and a step takes {step_s:.3g} s"
     if rules.overhead is not None:
         steps = overhead_steps(cost_s, step_s, rules.overhead)
@@ -158,7 +160,7 @@ def _wanted(rules: CadenceRules, step_s: float, cost_s: float) -> IntervalChoice
 
 
 def durable_bound(rules: CadenceRules, measured: Measured) -> IntervalChoice | None:
-    """Say how many steps must lie between saves, for the slowest tier to keep up; None where none has taken any yet."""
+    """Return the least steps between saves at which the slowest tier keeps up; None before the first commit."""
     assert measured.step_s is not None
     slowdown = 1.0 + (rules.overhead or 0.0)
     slowest: tuple[int, str] | None = None
@@ -183,9 +185,10 @@ def durable_bound(rules: CadenceRules, measured: Measured) -> IntervalChoice | N
 def tier_cadences(
     rules: CadenceRules, measured: Measured, interval_steps: int | None
 ) -> tuple[TierCadence, ...]:
-    """Say for each tier how often it would best get a checkpoint, by Daly's formula with the failures that it is for.
+    """Return for each tier the best interval of flushes, by Daly's formula with the failures that no faster tier
+    survives.
 
-    What a save costs in all is taken for what a tier's share in it costs: the most that it can be.
+    The cost of a flush to one tier is not known: the cost of the whole save, its upper bound, is used.
     """
     if not rules.mtbf_s or measured.cost_s is None or not measured.step_s:
         return ()
@@ -233,9 +236,8 @@ def _cadence_of(
 
 
 def mtbf_of(mtbf_s: Mapping[LossClass, float], lost: LossClass) -> float:
-    """Say how often failures come that lose at least so much; what is not told is taken for as often as a loss of less.
-
-    Where that is not told either, it is a loss of more, which loses this too.
+    """Return the MTBF of a loss class. If none is configured for it, that of the next less severe class applies;
+    without one, that of a more severe class.
     """
     at_most = [c for c in LOSS_CLASSES if c in mtbf_s and lost.covers(c)]
     return mtbf_s[at_most[-1]] if at_most else min(mtbf_s.values())
@@ -246,8 +248,8 @@ def _steps(steps: int) -> str:
 
 
 def mean_within(samples: Sequence[float], *, cut: float = 0.1) -> float:
-    """Return the mean of what is left when the least and the most are cut off, a share of ``cut`` at either end: the
-    mean of what is usual, whatever a step now and then takes."""
+    """Return the trimmed mean: without the share ``cut`` of the samples at either end, so that single long steps do not
+    count."""
     if not samples:
         return math.nan
     few = int(len(samples) * cut)
@@ -256,7 +258,7 @@ def mean_within(samples: Sequence[float], *, cut: float = 0.1) -> float:
 
 
 _SLACK = 1e-9
-"""What rounding of a quotient may add: 3.0000000000000004 steps are 3."""
+"""Tolerance for the rounding of a quotient: 3.0000000000000004 steps are 3."""
 
 
 def young_s(cost_s: float, mtbf_s: float) -> float:
@@ -323,7 +325,7 @@ REMEMBERED = 9
 
 
 AGAIN_AFTER = 100
-"""After so many saves in a row of one kind the other is tried again: machines change."""
+"""After this many saves of one mode in a row the other mode is tried again: machines change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,9 +338,9 @@ class LazyTrial:
 
 
 def choose_lazy(trials: Sequence[LazyTrial]) -> tuple[bool, str]:
-    """Say whether the next save is to be captured lazily, and why.
+    """Choose whether the next save is captured lazily, and why.
 
-    ``trials`` are in the order of the saves. Those over another number of steps than the last do not count.
+    ``trials`` are in the order of the saves. Those with another number of steps than the last do not count.
     """
     if not trials:
         return True, "lazy: nothing is known yet"

@@ -1,8 +1,8 @@
-"""Drain: which copies can still become durable until a deadline, in which order they go, and what will be lost.
+"""Drain: which copies can still become durable before a deadline, in which order, and what will be lost.
 
-Pure: (view, rates, time left) -> one decision for each copy that a tier is still owed, in the order in which they go.
-Half-done copies come first, then the newest; of one checkpoint the tier first that survives the largest loss. What
-cannot arrive in time is not begun. What was begun and cannot arrive goes on only where nothing else could.
+Pure: (view, rates, time left) -> one decision for each copy that a tier is owed, in the order of copying. Copies that
+were begun are first, then the newest; of one checkpoint, the tier that survives the most severe loss. A copy that
+cannot arrive in time is not begun. One that was begun and cannot arrive continues only if no other copy could arrive.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierfall.core.types.view import ArrivalOutlook, CheckpointView, DrainDecisi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WaitingCopy:
-    """A copy that a tier waits for."""
+    """A copy that a tier is owed and does not have."""
 
     checkpoint: CheckpointView
     tier: str
@@ -32,11 +32,11 @@ def plan_drain(
     left_s: float,
     one_at_a_time: bool = False,
 ) -> tuple[DrainDecision, ...]:
-    """Decide on every copy of a live checkpoint that is owed, the first to go first.
+    """Decide on every copy of a live checkpoint that is owed, in the order of copying.
 
-    ``bytes_per_s`` is how fast copies come to each tier, in bytes of images (None, or missing: not known yet, and then
-    a copy is tried); ``left_s`` the seconds until the deadline. Tiers are written side by side, each one copy after the
-    other; ``one_at_a_time``: there is only one copy under way on all of them.
+    ``bytes_per_s`` is the rate at which copies arrive at each tier, in bytes of images (None, or missing: unknown, and
+    a copy is tried); ``left_s`` the seconds until the deadline. Tiers are written in parallel, each one copy after the
+    other; ``one_at_a_time``: one copy at a time on all tiers together.
     """
     spent_s: dict[str, float] = {}
     decisions = []
@@ -69,14 +69,14 @@ def _waiting(view: View) -> list[_WaitingCopy]:
 
 
 def _left_bytes(checkpoint: CheckpointView, tier: str) -> int:
-    """Bytes of the image that are still to come: how large it is, the copies that are there tell."""
+    """Bytes of the image that have not arrived. The size of the image is that of its largest copy."""
     image_bytes = max((copy.bytes for copy in checkpoint.copies.values()), default=0)
     there = checkpoint.copies.get(tier)
     return max(0, image_bytes - (there.arrived_bytes if there else 0))
 
 
 def _sort_key(view: View, copy: _WaitingCopy) -> tuple[bool, int, int, int]:
-    """Sort key: half done, then newest, then the tier that survives most."""
+    """Sort key: begun, then newest, then the tier that survives the most severe loss."""
     id = copy.checkpoint.id
     return (not copy.begun, -id.step, -id.attempt, -view.tier(copy.tier).survives.extent)
 
@@ -115,19 +115,19 @@ def _settled(
     decision: DrainDecision,
     decisions: Sequence[tuple[_WaitingCopy, DrainDecision]],
 ) -> DrainDecision:
-    """Let what was begun and comes too late give way to another on its tier, or go on where there is none."""
+    """A copy that was begun and is too late is aborted for another that can arrive on its tier, else it continues."""
     if not copy.begun or decision.prospect is not ArrivalOutlook.TOO_LATE:
         return decision
     if any(
-        other.tier == copy.tier and not other.begun and said.prospect is ArrivalOutlook.ARRIVES
-        for other, said in decisions
+        other.tier == copy.tier and not other.begun and its.prospect is ArrivalOutlook.ARRIVES
+        for other, its in decisions
     ):
         return replace(decision, gives_way=True)
     return replace(decision, goes=True)
 
 
 def drain_in_words(decisions: Sequence[DrainDecision]) -> tuple[str, ...]:
-    """Say of each checkpoint, the newest first, on which tiers it will be, on which not, and why not."""
+    """Describe each checkpoint, the newest first: which tiers will have it, which will not, and why not."""
     by_id: dict[CheckpointId, list[DrainDecision]] = {}
     for decision in decisions:
         by_id.setdefault(decision.checkpoint, []).append(decision)
@@ -135,18 +135,20 @@ def drain_in_words(decisions: Sequence[DrainDecision]) -> tuple[str, ...]:
 
 
 def _sentence(id: CheckpointId, decisions: Sequence[DrainDecision]) -> str:
-    there, late, open_ = (
+    arriving, late, unknown = (
         [d for d in decisions if d.prospect is prospect]
         for prospect in (ArrivalOutlook.ARRIVES, ArrivalOutlook.TOO_LATE, ArrivalOutlook.UNKNOWN)
     )
     parts = []
-    if there:
-        parts.append(f"will be on {_names(there)}")
+    if arriving:
+        parts.append(f"will be on {_names(arriving)}")
     if late:
-        parts.append(f"{'' if there else 'will '}not {'' if there else 'be '}on {_names(late)}")
-    if open_:
-        parts.append(f"may come to be on {_names(open_)}")
-    why = "; ".join(dict.fromkeys(d.reason for d in (*late, *open_)))
+        parts.append(
+            f"{'' if arriving else 'will '}not {'' if arriving else 'be '}on {_names(late)}"
+        )
+    if unknown:
+        parts.append(f"may come to be on {_names(unknown)}")
+    why = "; ".join(dict.fromkeys(d.reason for d in (*late, *unknown)))
     return f"step {id} {', '.join(parts)}" + (f": {why}" if why else "")
 
 

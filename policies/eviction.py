@@ -1,8 +1,8 @@
-"""Eviction: what to give up where bytes are short, or a tier is above its high watermark, each with its reason.
+"""Eviction: which copies a tier deletes to free bytes, or above its high watermark, each with its reason.
 
-Pure: (view, tier, need_bytes, free_bytes) -> drops, and what is still missing. The tier's order says what a stored
-tier gives up first. On the host tier it is oldest first, and an image that a failing tier is owed may go too, the
-newest sealed one never: a tier that is down must not stop training.
+Pure: (view, tier, need_bytes, free_bytes) -> deletions, and the bytes still missing. A stored tier has an order of
+eviction. On the host tier the oldest is first; an image that only failing tiers are owed may be deleted too, as a tier
+that is down must not stop training, but never the newest sealed one.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tierfall.policies.retention import wanted_of
 
 
 def plan_eviction(view: View, tier_name: str, *, need_bytes: int, free_bytes: int) -> Eviction:
-    """Choose copies to drop until ``need_bytes`` are free; where they would take a stored tier above its high
-    watermark, until it stands at the low one with them. What is missing for that is not missing."""
+    """Choose copies to delete until ``need_bytes`` are free; if these raise a stored tier above its high watermark,
+    until it is at the low one with them. ``missing_bytes`` is relative to ``need_bytes`` only."""
     tier = view.tier(tier_name)
     held = view.on(tier_name)
-    wanted_bytes = _room(tier, need_bytes, free_bytes)
+    wanted_bytes = _wanted_free_bytes(tier, need_bytes, free_bytes)
     drops: list[Decision] = []
     gone: set[CheckpointId] = set()
     for checkpoint, why in _in_order(view, tier, held):
         if free_bytes >= wanted_bytes:
             break
-        reason = _reason_to_go(view, checkpoint, tier, held, frozenset(gone), why)
+        reason = _reason_to_evict(view, checkpoint, tier, held, frozenset(gone), why)
         if reason is None:
             continue
         copy = checkpoint.copies[tier_name]
@@ -54,8 +54,8 @@ def plan_eviction(view: View, tier_name: str, *, need_bytes: int, free_bytes: in
     return Eviction(drops=tuple(drops), missing_bytes=max(0, need_bytes - free_bytes))
 
 
-def _room(tier: TierRules, need_bytes: int, free_bytes: int) -> int:
-    """Say how many bytes of a tier are to be free before so many are brought there."""
+def _wanted_free_bytes(tier: TierRules, need_bytes: int, free_bytes: int) -> int:
+    """Return the bytes that are to be free before ``need_bytes`` are copied to a tier."""
     capacity = tier.capacity_bytes
     if capacity is None or not tier.is_high(capacity - free_bytes + need_bytes):
         return need_bytes
@@ -67,8 +67,8 @@ def _room(tier: TierRules, need_bytes: int, free_bytes: int) -> int:
 def _in_order(
     view: View, tier: TierRules, held: tuple[CheckpointView, ...]
 ) -> Iterator[tuple[CheckpointView, str]]:
-    """Give each copy in the order in which they may go, and why it comes where it does: what no rule of retention
-    wants first, and within that as the order of eviction says; what it says nothing of comes after, oldest first."""
+    """Yield each copy in the order of eviction, with the reason for its place: first those that no rule of retention
+    keeps. Within these the tier's order applies; those that it omits are last, the oldest first."""
     if tier.kind is TierKind.HOST:
         yield from ((c, "") for c in sorted(held, key=lambda c: (c.live, c.id)))
         return
@@ -83,7 +83,7 @@ def _in_order(
         yield checkpoint, f"{why}, though a rule would keep it ({kept})" if kept else why
 
 
-def _reason_to_go(
+def _reason_to_evict(
     view: View,
     checkpoint: CheckpointView,
     tier: TierRules,
@@ -102,10 +102,10 @@ def _reason_to_go(
 def reason_to_leave_memory(
     view: View, checkpoint: CheckpointView, tier: TierRules, held: tuple[CheckpointView, ...]
 ) -> str | None:
-    """Say why one of the images in memory, ``held``, may go once nobody reads it; None where it may not.
+    """Return why one of the images in memory, ``held``, may be deleted once nothing reads it; None if it may not.
 
-    An older one goes once no lower tier needs it; the newest sealed one only where memory holds no second image, and
-    only once it is durable below: else there could be no further save at all."""
+    An older one may be deleted once no slower tier needs it; the newest sealed one only if memory has no second image,
+    and once it is durable: otherwise no further save would be possible."""
     live = [c for c in held if c.live]
     if _is_the_only_pinned_copy(view, checkpoint, tier):
         return None
@@ -136,17 +136,17 @@ def _is_the_only_pinned_copy(view: View, checkpoint: CheckpointView, tier: TierR
 
 @register("evict", "cheapest", words=lambda rules: "the cheapest to lose first")
 def cheapest_first(tier: TierView, rules: None, now_s: float) -> Order:
-    """Give up first what was left behind, then what another tier holds that survives as much, what is quicker to read
-    back from there before what is dearer; then what such a tier holds that nobody has verified; then what lies nowhere
-    else so safe; the older first in each."""
-    places = {rules.name: place for place, rules in enumerate(_quickest_first(tier.view))}
+    """Delete abandoned checkpoints first; then those that another tier has that survives as much, the fastest to
+    restore from there first; then those of which such a copy is not verified; then those that no other tier has as
+    safely. In each group the oldest is first."""
+    places = {rules.name: place for place, rules in enumerate(_fastest_first(tier.view))}
 
     def score(checkpoint: CheckpointView) -> tuple[bool, int, CheckpointId]:
         elsewhere = _elsewhere(checkpoint, tier)
-        dear = places[elsewhere.name] if elsewhere else 2 * len(places)
+        cost = places[elsewhere.name] if elsewhere else 2 * len(places)
         if elsewhere and not tier.view.is_safe(checkpoint, elsewhere.name):
-            dear += len(places)
-        return (checkpoint.live, dear, checkpoint.id)
+            cost += len(places)
+        return (checkpoint.live, cost, checkpoint.id)
 
     ordered = sorted(tier.checkpoints, key=score)
     return [(c.id, _describe(c, _elsewhere(c, tier), tier.view)) for c in ordered]
@@ -154,22 +154,22 @@ def cheapest_first(tier: TierView, rules: None, now_s: float) -> Order:
 
 @register("evict", "oldest", words=lambda rules: "the oldest first")
 def oldest_first(tier: TierView, rules: None, now_s: float) -> Order:
-    """Give up first what was left behind, then the oldest."""
+    """Delete abandoned checkpoints first, then the oldest."""
     ordered = sorted(tier.checkpoints, key=lambda c: (c.live, c.id))
     return [(c.id, _describe(c, None, tier.view)) for c in ordered]
 
 
-def _quickest_first(view: View) -> list[TierRules]:
-    """Sort the tiers by how fast they were seen to be read. Those that were not keep their places in the chain, and the
-    others share out theirs: so each two that were measured stand right, and without any it is the chain."""
+def _fastest_first(view: View) -> list[TierRules]:
+    """Sort the tiers by measured read rate. Tiers without a measurement keep their positions in the chain; the measured
+    ones are sorted among the other positions."""
     rates = view.read_bytes_per_s
     measured = (tier for tier in view.tiers if tier.name in rates)
-    in_turn = iter(sorted(measured, key=lambda tier: rates[tier.name], reverse=True))
-    return [next(in_turn) if tier.name in rates else tier for tier in view.tiers]
+    sorted_tiers = iter(sorted(measured, key=lambda tier: rates[tier.name], reverse=True))
+    return [next(sorted_tiers) if tier.name in rates else tier for tier in view.tiers]
 
 
 def _elsewhere(checkpoint: CheckpointView, tier: TierView) -> TierRules | None:
-    """Return the other tier that a restore would take it from, of those that hold it as safely as this one."""
+    """Return the tier that a restore would read it from, of the others that have it as safely as this one."""
     return min(
         (
             other

@@ -1,8 +1,8 @@
-"""Flush: which tiers are owed a copy of a checkpoint, and in which order a tier takes what it is owed.
+"""Flush: which tiers are owed a copy of a checkpoint, and in which order a tier receives the copies.
 
-Pure. A tier gets the checkpoints whose ordinal its ``flush.every`` divides, and the one that a training ended with, in
-the order of ``flush.order`` (``in_order``, ``newest_first``). What the tier has moved past is not sent again, nor what
-its retention would drop at once.
+Pure. A tier is owed the checkpoints whose ordinal its ``flush.every`` divides, and the last one of a training, in the
+order of ``flush.order`` (``in_order``, ``newest_first``). It is not owed those that it had before and deleted, nor
+those that its retention would delete at once.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ _IN_MEMORY = (TierKind.DEVICE, TierKind.HOST)
 def tiers_owed(
     tiers: tuple[TierRules, ...], ordinal: int, *, at_end: bool = False
 ) -> tuple[str, ...]:
-    """Name the tiers that a new checkpoint of this ordinal is flushed to, fastest first; ``at_end``: all of them."""
+    """Return the tiers that a new checkpoint of this ordinal is flushed to, fastest first; ``at_end``: all of them."""
     stored = (t for t in tiers if t.kind not in _IN_MEMORY)
     return tuple(t.name for t in stored if at_end or ordinal % t.flush_every == 0)
 
 
 def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
-    """Name the tiers that a checkpoint found at a start is still owed to.
+    """Return the tiers that a checkpoint found at a start is owed to.
 
-    Not where it is; nor, where copies arrive in order, where a newer checkpoint of the line was committed: that tier
-    had it once, or gave it up, unless its records say that it is still to get it. In any other order a newer one says
-    nothing, and what retention would keep there is still owed.
-    Nor where it would be dropped at once beside those that are to come.
+    Excluded are tiers that have it, and tiers that would delete it at once in view of those to come. With ``in_order``,
+    tiers with a newer checkpoint of the lineage are excluded too: they had it once, or gave it up, unless their records
+    name it as owed. In any other order a newer one proves nothing, and a copy that retention would keep is owed.
     """
     if not checkpoint.live:
         return ()
@@ -51,25 +50,25 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
         for name in tiers_owed(view.tiers, checkpoint.ordinal, at_end=checkpoint.at_end)
         if not checkpoint.readable_on(name)
         and (name in checkpoint.overtaken or not _has_moved_past(view, checkpoint, view.tier(name)))
-        and (checkpoint.pinned or not _is_outlived(view, view.tier(name), checkpoint))
+        and (checkpoint.pinned or not _would_be_deleted(view, view.tier(name), checkpoint))
     )
 
 
 def needs_repair(view: View, checkpoint: CheckpointView, tier_name: str) -> bool:
-    """Say whether the damaged copy of a checkpoint on a tier is written anew: it can be read from another one, and what
-    the tier retains would keep a whole copy there."""
+    """Return whether the damaged copy of a checkpoint on a tier is rewritten: another tier has it, and the tier's
+    retention would keep it."""
     if not checkpoint.live:
         return False
     if not any(checkpoint.readable_on(t.name) for t in view.tiers if t.name != tier_name):
         return False
     tier = view.tier(tier_name)
-    reason = _why_not_any_more(view, checkpoint, tier, view.on(tier_name))
+    reason = _reason_not_needed(view, checkpoint, tier, view.on(tier_name))
     return checkpoint.pinned or reason is None
 
 
 def plan_flush(view: View, tier_name: str) -> tuple[Decision, ...]:
-    """Decide on every live checkpoint that ``tier_name`` is owed and that is not on its way there: first what is given
-    up, the newest first, then the others in the order in which the tier takes them."""
+    """Decide on every live checkpoint that ``tier_name`` is owed and that is not being copied there: first those that
+    are given up, the newest first, then the others in the order of copying."""
     tier = view.tier(tier_name)
     waiting = sorted(
         (
@@ -84,19 +83,21 @@ def plan_flush(view: View, tier_name: str) -> tuple[Decision, ...]:
     given_up, left = [], []
     for checkpoint in waiting:
         is_late = newest is not None and checkpoint.id < newest
-        reason = _why_not_any_more(view, checkpoint, tier, held) if is_late else None
+        reason = _reason_not_needed(view, checkpoint, tier, held) if is_late else None
         if reason is None:
             left.append(checkpoint)
         else:
             given_up.append(_decided(checkpoint, tier, reason, Verdict.DROP))
-    goes = (_decided(c, tier, reason, Verdict.KEEP) for c, reason in _in_turn(view, tier, left))
+    goes = (
+        _decided(c, tier, reason, Verdict.KEEP) for c, reason in _in_order_of_tier(view, tier, left)
+    )
     return (*reversed(given_up), *goes)
 
 
-def _in_turn(
+def _in_order_of_tier(
     view: View, tier: TierRules, waiting: Sequence[CheckpointView]
 ) -> Iterator[tuple[CheckpointView, str]]:
-    """Give each as the order of the tier says, and why it comes where it does; what it says nothing of comes after, the
+    """Yield each in the order of the tier, with the reason for its place; those that the order omits are last, the
     oldest first."""
     reasons = ask_order(tier.flush_order, in_order, view=view, tier=tier, about=waiting)
     places = {id: place for place, id in enumerate(reasons)}
@@ -124,8 +125,8 @@ def _newest_live(held: Iterable[CheckpointView]) -> CheckpointId | None:
 
 
 def _has_moved_past(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
-    """Say whether a tier had it once, or gave it up, by what lies there. Where ranks might come to different answers it
-    counts as still to come."""
+    """Return whether a tier had it once, or gave it up, judging by its checkpoints. False where ranks might come to
+    different answers."""
     held = view.on(tier.name)
     newest = _newest_live(held)
     if newest is None or newest < checkpoint.id:
@@ -134,36 +135,36 @@ def _has_moved_past(view: View, checkpoint: CheckpointView, tier: TierRules) -> 
         return True
     return (
         _is_same_on_all_ranks(view, tier)
-        and _why_not_any_more(view, checkpoint, tier, held) is not None
+        and _reason_not_needed(view, checkpoint, tier, held) is not None
     )
 
 
 def _is_same_on_all_ranks(view: View, tier: TierRules) -> bool:
-    """Say whether all ranks come to the same answer about what the tier retains: of several, only by rules that go by
-    steps and attempts alone."""
+    """Return whether all ranks come to the same answer about a tier's retention: with several ranks, only by rules that
+    depend on steps and attempts alone."""
     return not view.many_ranks or all(rule.policy.alike for rule in tier.retain)
 
 
-def _why_not_any_more(
+def _reason_not_needed(
     view: View, checkpoint: CheckpointView, tier: TierRules, held: tuple[CheckpointView, ...]
 ) -> str | None:
-    """Say why a tier that takes copies in another order than they were saved in, and holds ``held`` with a newer one,
-    is not to get this one any more; None where its retention would keep it."""
+    """Return why a tier with another order than ``in_order``, which has ``held`` with a newer one, is no longer owed
+    this one; None if its retention would keep it."""
     if not tier.retain:
         return None
     arrived = replace(_as_if_there(checkpoint, tier), owed=checkpoint.owed - {tier.name})
-    told = decide_on_one(view, arrived, tier, beside=held)
-    if told.verdict is Verdict.KEEP:
+    decision = decide_on_one(view, arrived, tier, beside=held)
+    if decision.verdict is Verdict.KEEP:
         return None
-    return f"newer ones came first, and retention would drop it at once ({told.reason})"
+    return f"newer ones came first, and retention would drop it at once ({decision.reason})"
 
 
-def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> bool:
-    """Say whether the tier would drop it at once: neither a rule nor the guard would keep it beside what lies there and
-    what is to come.
+def _would_be_deleted(view: View, tier: TierRules, checkpoint: CheckpointView) -> bool:
+    """Return whether the tier would delete it at once: neither a rule nor ``protection`` would keep it among the
+    checkpoints there and those to come.
 
-    Ranks must not come to different answers, or some would wait for the others' parts for ever: where there are
-    several, a rule that goes by more than steps and attempts counts as one that wants it.
+    Ranks must not come to different answers, or some would wait for the shards of others for ever: with several ranks,
+    a rule that depends on more than steps and attempts counts as one that keeps it.
     """
     if not tier.retain or not _is_same_on_all_ranks(view, tier):
         return False
@@ -181,7 +182,7 @@ def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> boo
 
 
 def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointId | None) -> bool:
-    """Say whether the tier, which holds none newer than ``newest``, is to get it."""
+    """Return whether the tier, whose newest one is ``newest``, is owed it."""
     return (
         checkpoint.live
         and (checkpoint.at_end or checkpoint.ordinal % tier.flush_every == 0)
@@ -196,18 +197,18 @@ def _as_if_there(checkpoint: CheckpointView, tier: TierRules) -> CheckpointView:
 
 
 IN_ORDER = "in_order"
-"""The default, and the only order under which a newer copy on a tier says that older ones were dealt with."""
+"""The default, and the only order in which a newer copy on a tier proves that older ones were copied or given up."""
 
 
 @register("flush", IN_ORDER)
 def in_order(tier: TierView, rules: None, now_s: float) -> Order:
-    """Bring them as they were saved."""
+    """Copy them as they were saved."""
     return _each(tier.checkpoints, first="the oldest that waits", before="older")
 
 
 @register("flush", "newest_first")
 def newest_first(tier: TierView, rules: None, now_s: float) -> Order:
-    """Bring the newest, and older ones after it."""
+    """Copy the newest, and older ones after it."""
     return _each(tier.checkpoints[::-1], first="the newest that waits", before="newer")
 
 
@@ -220,7 +221,7 @@ def _each(checkpoints: Sequence[CheckpointView], *, first: str, before: str) -> 
 
 
 def owed_in_time(view: View, checkpoint: CheckpointView) -> str | None:
-    """Say which tier is owed this checkpoint under a bound on its staleness; None where none is."""
+    """Return the reason that a tier with ``flush.within`` is owed this checkpoint; None if none is."""
     for tier in view.tiers:
         if tier.within_s is not None and tier.name in checkpoint.owed:
             return f"{tier.name} is owed it within {format_duration(tier.within_s)}"
@@ -228,8 +229,8 @@ def owed_in_time(view: View, checkpoint: CheckpointView) -> str | None:
 
 
 def lateness(tier: TierRules, behind_s: float) -> str | None:
-    """Say that a tier is further behind than it may be; ``behind_s`` is how long ago the oldest checkpoint was saved
-    that is newer than all that the tier has. None where it is not, or there is no bound."""
+    """Describe that a tier is further behind than its ``flush.within``; None if it is not. ``behind_s``: the age of the
+    oldest checkpoint that is newer than all that the tier has."""
     if tier.within_s is None or behind_s <= tier.within_s:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Forecast: whether a tier keeps up with the saves, by what was measured. Pure: it is told what comes and what goes."""
+"""Forecast: whether a tier keeps up with the saves, and what each loss class would cost. Pure: rates are arguments."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tierfall.core.types.view import CheckpointView, LossBound, TierRules, View
 
 HOUR_S = 3600.0
 SAVES_MIN = 8
-"""Before so many saves nothing is said: the first ones of a run are no cadence."""
+"""No warning before this many saves: the first ones of a run are not at its cadence."""
 STRETCHES_MIN = 3
 WAITING_MIN = 2
 MARGIN = 1.1
-"""A tier that takes a tenth less than what comes may well keep up: nothing that is measured is that exact."""
+"""A tier whose rate is less than a tenth below what is needed may keep up: measurements are not that exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BacklogForecast:
-    """By how many more checkpoints a tier is behind after an hour of this cadence (0: it keeps up, or nothing is known
-    yet), and what is to be said of that (None: nothing)."""
+    """By how many checkpoints a tier falls behind in an hour of this cadence (0: it keeps up, or its rate is unknown),
+    and the warning (None: none)."""
 
     behind: float = 0.0
     warning: str | None = None
@@ -36,12 +36,11 @@ def forecast(
     stretches: int,
     waiting: int,
 ) -> BacklogForecast:
-    """Say how far behind a tier will be in an hour, and warn where it is sure that it falls behind: over enough saves
-    and copies, by more than measuring errs, and with copies waiting by now.
+    """Forecast the backlog of a tier. It warns only after enough saves and measurements, beyond their error, and with
+    copies waiting already.
 
-    ``saves`` were seen, ``every_s`` seconds of training apart, of ``bytes`` each. ``bytes_per_s`` is how fast copies
-    come while they run (None: not seen yet), over so many ``stretches`` that were measured; the tier is owed
-    ``waiting`` copies now.
+    There were ``saves`` saves, ``every_s`` seconds of training apart, of ``bytes`` each. ``bytes_per_s`` is the rate of
+    copies (None: not measured yet), over ``stretches`` measurements; the tier is owed ``waiting`` copies now.
     """
     if bytes_per_s is None or every_s <= 0 or bytes <= 0:
         return BacklogForecast()
@@ -49,13 +48,13 @@ def forecast(
     needed_bytes_per_s = bytes / due_s
     missing = (needed_bytes_per_s - bytes_per_s) / bytes
     behind = max(0.0, missing * HOUR_S)
-    sure = (
+    is_certain = (
         saves >= SAVES_MIN
         and stretches >= STRETCHES_MIN
         and waiting >= WAITING_MIN
         and needed_bytes_per_s > MARGIN * bytes_per_s
     )
-    if not sure:
+    if not is_certain:
         return BacklogForecast(behind=behind)
     return BacklogForecast(
         behind=behind,
@@ -73,9 +72,9 @@ def loss_bounds(
     step: int | None = None,
     step_s: float | None = None,
 ) -> dict[LossClass, LossBound]:
-    """Say for each loss class which step survives, what is lost, and from which tier it would be restored how soon.
+    """Return for each loss class which step survives, what is lost, and from which tier it is restored in which time.
 
-    ``step`` is the one that training is at (None: not known), ``step_s`` how many seconds one takes.
+    ``step`` is the current one of training (None: unknown), ``step_s`` its duration in seconds.
     """
     return {lost: _bound(view, lost, step, step_s) for lost in LOSS_CLASSES}
 
@@ -98,7 +97,7 @@ def _bound(view: View, lost: LossClass, step: int | None, step_s: float | None) 
 
 
 def _newest_surviving(view: View, lost: LossClass) -> tuple[CheckpointView, TierRules] | None:
-    """Find the newest live checkpoint that survives a loss, and the fastest tier that would still have it."""
+    """Return the newest live checkpoint that survives a loss, and the fastest tier that has it then."""
     tiers = [tier for tier in view.tiers if tier.survives.covers(lost)]
     for checkpoint in sorted(view.checkpoints, key=lambda c: c.id, reverse=True):
         for tier in tiers:

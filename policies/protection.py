@@ -1,8 +1,8 @@
-"""What no policy may drop: one list of reasons that retention, eviction and a person's prune all ask.
+"""What no policy may delete: one list of reasons that retention, eviction and the command ``prune`` check.
 
 Invariant 3: never a pinned checkpoint, nor, for each loss class, the newest checkpoint that survives that loss; and
-never a copy that somebody reads, or the only source of a copy that another tier is still owed. What a drop relies on
-is verified, or was written by this run.
+never a copy that is being read, or the only source of a copy that another tier is owed. The copies that a deletion
+relies on are verified, or were written by this run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ DURABLE = CopyState.COMMITTED
 def reason_to_keep(
     view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
 ) -> str | None:
-    """Say why this copy must stay, or return None; ``gone`` are checkpoints already to be dropped from this tier."""
+    """Return why this copy must be kept; None if it may be deleted. ``gone``: checkpoints that are to be deleted from
+    this tier already."""
     copy = checkpoint.copies[tier.name]
     if checkpoint.pinned:
         return "pinned"
@@ -38,7 +39,7 @@ def reason_to_keep(
 
 
 def only_source_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> tuple[str, ...]:
-    """Name the tiers that could get their copy from nowhere else."""
+    """Return the tiers whose owed copy has no other source."""
     others = [t.name for t in view.tiers if t.name != tier.name]
     if any(checkpoint.readable_on(name) for name in others):
         return ()
@@ -48,21 +49,21 @@ def only_source_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> 
 def newest_of(
     view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
 ) -> LossClass | None:
-    """Name the loss class whose newest surviving live checkpoint this copy is, if it is one; newer copies that nobody
-    has verified do not count. Of what was left behind the last stays as long as no live one survives that loss.
+    """Return the loss class whose newest surviving live checkpoint this copy is, if any; newer copies that are not
+    verified do not count. The last abandoned one is kept while no live one survives that loss.
 
-    Copies in memory do not count here: they survive a process, but not the machine's restart, which files do.
+    Copies in memory do not count: they survive the loss of a process, but not a restart of the machine, as files do.
     """
-    held = _held if checkpoint.live else _held_at_all
+    survives = _survives_newer if checkpoint.live else _survives_at_all
     for lost in reversed(LOSS_CLASSES):
         if not tier.survives.covers(lost):
             continue
-        if not held(view, lost, above=checkpoint, without=tier.name, gone=gone):
+        if not survives(view, lost, above=checkpoint, without=tier.name, gone=gone):
             return lost
     return None
 
 
-def _held_at_all(
+def _survives_at_all(
     view: View,
     lost: LossClass,
     *,
@@ -70,14 +71,14 @@ def _held_at_all(
     without: str,
     gone: Set[CheckpointId],
 ) -> bool:
-    """Say whether any live checkpoint survives that loss, or a later one than ``above`` that was left behind, too."""
+    """Return whether any live checkpoint survives that loss, or an abandoned one later than ``above``."""
     tiers = tuple(tier.name for tier in view.tiers if tier.survives.covers(lost))
     if any(other.id not in gone for other in view.safe_on(tiers)):
         return True
     return view.last_left_behind_on(tiers) != above.id
 
 
-def _held(
+def _survives_newer(
     view: View,
     lost: LossClass,
     *,
@@ -85,13 +86,13 @@ def _held(
     without: str,
     gone: Set[CheckpointId],
 ) -> bool:
-    """Say whether a live checkpoint of that step or newer survives that loss by another copy."""
-    left = _is_being_left(view, above)
+    """Return whether a live checkpoint of that step or newer survives that loss by another copy."""
+    is_left = _is_being_abandoned(view, above)
     tiers = tuple(tier.name for tier in view.tiers if tier.survives.covers(lost))
-    for other in view.safe_on(tiers):  # one of the newest mostly answers
+    for other in view.safe_on(tiers):  # usually one of the newest decides
         if other.id < above.id:
             return False
-        if not left and _is_being_left(view, other):
+        if not is_left and _is_being_abandoned(view, other):
             continue
         stays = other.id != above.id and other.id not in gone
         if any(view.is_safe(other, tier) for tier in tiers if stays or tier != without):
@@ -99,8 +100,9 @@ def _held(
     return False
 
 
-def _is_being_left(view: View, checkpoint: CheckpointView) -> bool:
-    """Say whether a live checkpoint is abandoned with the first save of this start, which went back behind it."""
+def _is_being_abandoned(view: View, checkpoint: CheckpointView) -> bool:
+    """Return whether a live checkpoint becomes abandoned with the first save of this start, which restored an older
+    one."""
     start = view.restored_from
     return (
         start is not None
@@ -111,9 +113,9 @@ def _is_being_left(view: View, checkpoint: CheckpointView) -> bool:
 
 
 def newest_on_its_way(view: View, checkpoint: CheckpointView) -> LossClass | None:
-    """Name the loss class whose newest live checkpoint this one comes to be once it is where it is owed, if any.
+    """Return the loss class whose newest live checkpoint this one is once its owed copies are committed, if any.
 
-    Copies in memory do not count here either: what is asked for is what is durable, or is to be.
+    Copies in memory do not count: only what is durable, or will be.
     """
     for lost in reversed(LOSS_CLASSES):
         if _reaches(view, checkpoint, lost) and not any(
@@ -124,7 +126,7 @@ def newest_on_its_way(view: View, checkpoint: CheckpointView) -> LossClass | Non
 
 
 def _reaches(view: View, checkpoint: CheckpointView, lost: LossClass) -> bool:
-    """Say whether a durable copy survives that loss, or a tier where it would is owed one of what is whole."""
+    """Return whether a durable copy survives that loss, or would once the owed copies are committed."""
     whole = any(checkpoint.readable_on(tier.name) for tier in view.tiers)
     return whole and any(
         checkpoint.state(tier.name) is DURABLE or tier.name in checkpoint.owed
@@ -134,15 +136,16 @@ def _reaches(view: View, checkpoint: CheckpointView, lost: LossClass) -> bool:
 
 
 def beginning_of_the_line(view: View, checkpoint: CheckpointView) -> str | None:
-    """Say why what this run was restored from must stay; None for any other, and once the line goes on durably."""
+    """Return why the checkpoint that this run was restored from must be kept; None for any other, and once its lineage
+    has a newer durable one."""
     if view.restored_from == checkpoint.id and not _continued(view, checkpoint):
         return "this run was restored from it, and nothing newer is durable yet"
     return None
 
 
 def _continued(view: View, checkpoint: CheckpointView) -> bool:
-    """Say whether the line that began at this checkpoint has a durable one of its own. A newer one of the line that is
-    being left says nothing: it is abandoned as soon as the new line has anything."""
+    """Return whether the lineage that continued from this checkpoint has a durable one of its own. A newer one of the
+    old lineage does not count: it is abandoned with the first save of the new one."""
     return any(
         other.started_from == checkpoint.id
         and (view.attempt is None or other.id.attempt >= view.attempt)
@@ -152,8 +155,8 @@ def _continued(view: View, checkpoint: CheckpointView) -> bool:
 
 
 def line_is_safe_without(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
-    """Say whether the line that left this checkpoint behind has a copy that survives as much as this one. What lies
-    in memory alone does not: files outlive the machine's restart."""
+    """Return whether the lineage that abandoned this checkpoint has a copy that survives as much as this one. A copy in
+    memory does not: files survive a restart of the machine."""
     return any(
         other.id.attempt > checkpoint.id.attempt
         and any(

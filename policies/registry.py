@@ -1,7 +1,7 @@
-"""The policies that there are, by kind and name: the built-in ones and a user's own are registered in the same way.
+"""The registered policies, by kind and name. Built-in ones and a user's own are registered in the same way.
 
-A registration is the one thing here that is remembered; nothing is looked up while a policy decides. What packages
-bring along as entry points is loaded by ``tierfall.config.plugins``.
+The table of registrations is the only state; no policy is looked up while one decides. Policies that packages provide
+as entry points are loaded by ``tierfall.config.plugins``.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ def register(
     words: Callable[[Any], str] | None = None,
     alike: bool = False,
 ) -> Callable[[Decide], Decide]:
-    """Register the function below as a policy, which a configuration then asks for by ``name``.
+    """Register the decorated function as a policy; a configuration selects it by ``name``.
 
-    ``kind`` is one of interval, retain, evict, flush. The function takes three arguments by place: a ``TierView``, or a
-    ``Measured`` for an interval; the rules, or None; the time in seconds since 1970. What it answers stands in
-    docs/write-a-policy.md.
+    ``kind`` is one of interval, retain, evict, flush. The function has three positional arguments: a ``TierView``, or a
+    ``Measured`` for an interval; the rules, or None; the time in seconds since 1970. docs/write-a-policy.md describes
+    what it returns.
 
-    ``rules`` is the pydantic model, or another type that pydantic reads, of what stands behind the name in YAML;
-    without it, ``true`` does. ``due`` takes the same arguments and returns the time, in seconds since 1970, at which
-    the answer may change though nothing happens (None: never); without it, the function is asked when something
-    happens. ``words`` takes the rules and returns them as a text for reasons. ``alike`` says that the answer depends on
-    steps and attempts alone, so that every rank comes to the same.
+    ``rules`` is the type of the settings in YAML: a pydantic model, or another type that pydantic validates; without
+    it the setting is ``true``. ``due`` has the same arguments and returns the time, in seconds since 1970, at which the
+    answer may change without an event (None: never); without it, the function is called only after events. ``words``
+    formats the rules for reasons. ``alike``: the answer depends only on steps and attempts, so that all ranks have the
+    same.
 
-    Raises ConfigError for a kind or a name that is none, for a name that another function has, and for a function that
-    does not take these arguments.
+    Raises ConfigError for an invalid kind or name, for a name that another function has, and for a function with other
+    arguments.
     """
     if kind not in set(PolicyKind):
         hint = nearest(kind, PolicyKind) if isinstance(kind, str) else ""
-        raise ConfigError(f"register: {kind!r} is no kind of policy; expected {_kinds()}{hint}")
+        raise ConfigError(f"register: {kind!r} is not a kind of policy; expected {_kinds()}{hint}")
     check_name(name, what=f"register: {kind} policy")
     place = (PolicyKind(kind), name)
     given = "(measured, rules, now_s)" if kind == PolicyKind.INTERVAL else "(tier, rules, now_s)"
 
-    def remember(decide: Decide) -> Decide:
+    def add(decide: Decide) -> Decide:
         for function, expected in ((decide, given), (due, given), (words, "(rules)")):
             if function is not None and (fault := signature_fault(function, expected)):
                 raise ConfigError(f"register: {kind} policy {name!r}: {_origin(function)}: {fault}")
@@ -73,7 +73,7 @@ def register(
         )
         return decide
 
-    return remember
+    return add
 
 
 def find(kind: PolicyKind, name: str) -> Policy | None:
@@ -82,7 +82,7 @@ def find(kind: PolicyKind, name: str) -> Policy | None:
 
 
 def names_of(kind: PolicyKind) -> tuple[str, ...]:
-    """Name the policies of a kind that are registered, in the order in which they were."""
+    """Names of the registered policies of a kind, in the order of their registration."""
     return tuple(name for of, name in _policies if of is kind)
 
 
@@ -91,7 +91,7 @@ def _kinds() -> str:
 
 
 def _origin(function: Callable[..., Any]) -> str:
-    """Say where a function is from: a module that is loaded anew may register again."""
+    """Return the qualified name of a function. A module that is loaded again may register it again."""
     module = getattr(function, "__module__", "?")
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"
 
@@ -107,8 +107,8 @@ def ask_order(
     tier: TierRules,
     about: Sequence[CheckpointView],
 ) -> dict[CheckpointId, str]:
-    """Return the reason of each checkpoint that the order speaks of, in its order; they are given oldest first."""
-    asked = TierView(checkpoints=tuple(about), tier=tier, view=view)
+    """Apply an order to checkpoints, which are given oldest first; returns a reason for each, in that order."""
+    tier_view = TierView(checkpoints=tuple(about), tier=tier, view=view)
     if rule is None:
-        return dict(default(asked, None, view.wall_time_s))
-    return dict(rule.policy.decide(asked, rule.rules, view.wall_time_s))
+        return dict(default(tier_view, None, view.wall_time_s))
+    return dict(rule.policy.decide(tier_view, rule.rules, view.wall_time_s))

@@ -1,7 +1,7 @@
 """Retention: which committed copies a tier keeps, each with its reason.
 
-Pure: (view, tier) -> one decision per whole copy on that tier, oldest first. What any rule wants is kept, so another
-rule never drops more; the rules are below, and what no rule may drop is in ``protection``.
+Pure: (view, tier) -> one decision per whole copy on that tier, oldest first. A copy that any rule keeps is kept, so
+that a further rule never deletes more. The rules are below; ``protection`` has what no rule may delete.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from tierfall.policies.protection import line_is_safe_without, reason_to_keep
 from tierfall.policies.registry import register
 
 KEPT_BY_AGE = 2
-"""So many verified checkpoints stay on a tier however old they are: a clock may be wrong, or a job down for long."""
+"""This many verified checkpoints are kept on a tier at any age: a clock may be wrong, or a job down for long."""
 
 
 def plan_retention(view: View, tier_name: str) -> tuple[Decision, ...]:
     """Decide on every whole copy that ``tier_name`` holds.
 
-    Kept: what a rule of ``retain`` wants (everything without a rule), and what ``policies.protection`` protects.
-    Dropped: the rest; what a person deleted; and what an abandoned line left, once the present line is as safe.
+    Kept: what a rule of ``retain`` keeps (everything without a rule), and what ``policies.protection`` protects.
+    Deleted: the rest; what a person deleted; and abandoned checkpoints, once the present lineage is as safe.
     """
     tier = view.tier(tier_name)
     held = view.on(tier_name)
-    return _decide_in_turn(view, tier, held, wanted_of(view, tier, held))
+    return _decide_oldest_first(view, tier, held, wanted_of(view, tier, held))
 
 
 def keeps_all_live(tier: TierRules) -> bool:
-    """Say whether a tier keeps whatever is neither left behind nor deleted."""
+    """Return whether a tier keeps all that is neither abandoned nor deleted by a person."""
     return not tier.retain
 
 
 def plan_drops(view: View, tier_name: str) -> tuple[Decision, ...]:
-    """Return what ``plan_retention`` drops, without a word on what stays: that may be thousands."""
+    """Return only the deletions of ``plan_retention``: the copies that are kept may be thousands."""
     tier = view.tier(tier_name)
     held = view.on(tier_name)
     wanted = wanted_of(view, tier, held)
     keeps_all = keeps_all_live(tier)
     loose = tuple(c for c in held if not c.live or not (keeps_all or c.id in wanted))
-    decisions = _decide_in_turn(view, tier, loose, wanted)
+    decisions = _decide_oldest_first(view, tier, loose, wanted)
     return tuple(decision for decision in decisions if decision.verdict is Verdict.DROP)
 
 
-def _decide_in_turn(
+def _decide_oldest_first(
     view: View,
     tier: TierRules,
     checkpoints: Iterable[CheckpointView],
     wanted: dict[CheckpointId, str],
 ) -> tuple[Decision, ...]:
-    """Decide on one after the other, the oldest first: what goes counts as gone for those after it."""
+    """Decide on one after the other, the oldest first; a deleted one no longer counts for those after it."""
     gone: set[CheckpointId] = set()
     decisions = []
     for checkpoint in checkpoints:
@@ -72,7 +72,7 @@ def decide_on_one(
     *,
     beside: tuple[CheckpointView, ...],
 ) -> Decision:
-    """Decide on one copy as if it were there beside others; that older ones may go says nothing of it."""
+    """Decide on one copy as if the tier had it together with others, and none of these were deleted."""
     return _decide(
         view, checkpoint, tier, wanted_of(view, tier, (*beside, checkpoint)), frozenset()
     )
@@ -81,42 +81,42 @@ def decide_on_one(
 def wanted_of(
     view: View, tier: TierRules, checkpoints: Iterable[CheckpointView]
 ) -> dict[CheckpointId, str]:
-    """Say which of these the rules of a tier would keep if it held them all, and why; only live ones count."""
+    """Return which of these the rules of a tier would keep if it had them all, and why; only live ones count."""
     if not tier.retain:
         return {}
-    asked = _asked(view, tier, checkpoints)
+    tier_view = _tier_view(view, tier, checkpoints)
     reasons: dict[CheckpointId, list[str]] = {}
     for rule in tier.retain:
-        for id, reason in rule.policy.decide(asked, rule.rules, view.wall_time_s).items():
+        for id, reason in rule.policy.decide(tier_view, rule.rules, view.wall_time_s).items():
             reasons.setdefault(id, []).append(reason)
     if any(rule.policy.due is not None for rule in tier.retain):
-        for id in _too_few_without(view, asked):
+        for id in _last_verified(view, tier_view):
             reasons.setdefault(id, [f"age drops none of the last {KEPT_BY_AGE} verified"])
     return {id: "; ".join(found) for id, found in reasons.items()}
 
 
-def _too_few_without(view: View, asked: TierView) -> list[CheckpointId]:
-    """Name those on a tier of which fewer than ``KEPT_BY_AGE`` newer ones are verified there."""
-    ids = [c.id for c in asked.checkpoints]
-    safe = [c.id for c in asked.checkpoints if view.is_safe(c, asked.tier.name)]
+def _last_verified(view: View, tier_view: TierView) -> list[CheckpointId]:
+    """Return those on a tier with fewer than ``KEPT_BY_AGE`` newer verified ones there."""
+    ids = [c.id for c in tier_view.checkpoints]
+    safe = [c.id for c in tier_view.checkpoints if view.is_safe(c, tier_view.tier.name)]
     return [id for id in ids if len(safe) < KEPT_BY_AGE or id >= safe[-KEPT_BY_AGE]]
 
 
 def next_due_s(view: View, tier_name: str) -> float | None:
-    """Say at which wall time, in seconds, a rule may come to let something go though nothing happens."""
+    """Return the wall time, in seconds, at which a rule may delete a copy although no event occurs; None: never."""
     tier = view.tier(tier_name)
     if all(rule.policy.due is None for rule in tier.retain):
         return None
-    asked = _asked(view, tier, view.on(tier_name))
+    tier_view = _tier_view(view, tier, view.on(tier_name))
     times = (
-        rule.policy.due(asked, rule.rules, view.wall_time_s)
+        rule.policy.due(tier_view, rule.rules, view.wall_time_s)
         for rule in tier.retain
         if rule.policy.due is not None
     )
     return min((time for time in times if time is not None), default=None)
 
 
-def _asked(view: View, tier: TierRules, checkpoints: Iterable[CheckpointView]) -> TierView:
+def _tier_view(view: View, tier: TierRules, checkpoints: Iterable[CheckpointView]) -> TierView:
     live = sorted((c for c in checkpoints if c.live), key=lambda c: c.id)
     return TierView(checkpoints=tuple(live), tier=tier, view=view)
 
@@ -154,33 +154,33 @@ def _decide(
 
 
 def missing_metrics(view: View, *, saves_min: int = 1) -> dict[str, str]:
-    """Say of each metric of a ``best`` that none of the checkpoints has what they have in its place.
+    """Describe each metric of a ``best`` rule that no checkpoint has, and name the metrics that they have.
 
-    Where none has any metric, it is said once so many saves were made; what is only being captured does not count.
+    If no checkpoint has any metric, the result is empty before ``saves_min`` saves. Snapshots do not count.
     """
-    asked: dict[str, list[str]] = {}
+    configured: dict[str, list[str]] = {}
     for tier in view.tiers:
         for rule in tier.retain:
             if isinstance(rule.rules, BestRule):
-                asked.setdefault(rule.rules.metric, []).append(tier.name)
-    whole = [c for c in view.checkpoints if any(map(c.readable_on, c.copies))] if asked else []
+                configured.setdefault(rule.rules.metric, []).append(tier.name)
+    whole = [c for c in view.checkpoints if any(map(c.readable_on, c.copies))] if configured else []
     given = sorted({name for checkpoint in whole for name in checkpoint.metrics})
     if not given and max((c.ordinal for c in whole), default=0) < saves_min:
         return {}
     return {
         metric: _describe_missing(metric, tiers, given)
-        for metric, tiers in asked.items()
+        for metric, tiers in configured.items()
         if metric not in given
     }
 
 
 def _describe_missing(metric: str, tiers: list[str], given: list[str]) -> str:
-    said = (
+    problem = (
         f'retain.best of {", ".join(tiers)} keeps nothing: no checkpoint has the metric "{metric}"'
     )
     if not given:
-        return f"{said}, nor any other; save takes them as metrics={{...}}"
-    return f"{said}; they have {few_of(given)}{nearest(metric, given)}"
+        return f"{problem}, nor any other; save takes them as metrics={{...}}"
+    return f"{problem}; they have {few_of(given)}{nearest(metric, given)}"
 
 
 Kept = dict[CheckpointId, str]
@@ -188,7 +188,7 @@ Kept = dict[CheckpointId, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EveryRule:
-    """One checkpoint for so many training ``steps``, or for each period of so many seconds."""
+    """One checkpoint per ``steps`` training steps, or per period of ``period_s`` seconds."""
 
     steps: int | None = None
     period_s: float | None = None
@@ -213,7 +213,7 @@ class BestRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagsRule:
-    """What bears one of these tags; any tag where none is named."""
+    """Checkpoints with one of these tags; with any tag if ``names`` is empty."""
 
     names: tuple[str, ...] = ()
 
@@ -230,11 +230,11 @@ def keep_last(tier: TierView, count: int, now_s: float) -> Kept:
 
 @register("retain", "every", rules=EveryRule, words=str)
 def keep_every(tier: TierView, every: EveryRule, now_s: float) -> Kept:
-    """Keep the first of each so many steps, or of each period.
+    """Keep the first of each number of steps, or of each period.
 
     Steps are counted from 0: with 1000, the first checkpoint at or after 1000, at or after 2000 and so on, whether or
-    not the cadence meets those steps; and step 0 itself. Periods are counted from 1970 in UTC, so a day is a day of
-    the calendar. The first, not the newest: it is known for good when it arrives, and nothing newer displaces it.
+    not the cadence saves those steps; and step 0 itself. Periods are counted from 1970 in UTC, so that a day is a day
+    of the calendar. The first, not the newest, as no newer one replaces it.
     """
     if every.period_s is not None:
         return _first_of_periods(tier.checkpoints, every.period_s)
@@ -264,7 +264,8 @@ def _first_of_periods(checkpoints: Iterable[CheckpointView], period_s: float) ->
 
 @register("retain", "best", rules=BestRule, words=str)
 def keep_best(tier: TierView, best: BestRule, now_s: float) -> Kept:
-    """Keep the best by a metric; of equal ones the newer is better. What has no such metric, or nan, is none."""
+    """Keep the best by a metric; of equal ones the newer is better. One without the metric, or with nan, is never
+    kept."""
     sign = 1 if best.mode is Direction.MIN else -1
     measured = [c for c in tier.checkpoints if not math.isnan(c.metrics.get(best.metric, math.nan))]
     newest_first = sorted(measured, key=lambda c: c.id, reverse=True)
@@ -288,7 +289,7 @@ def _when_too_old(tier: TierView, seconds: float, now_s: float) -> float | None:
     words=lambda seconds: f"for {format_period(seconds)}",
 )
 def keep_for(tier: TierView, seconds: float, now_s: float) -> Kept:
-    """Keep what was saved less than ``seconds`` ago; what does not say when it was saved stays."""
+    """Keep what was saved less than ``seconds`` ago, and what has no time of saving."""
     kept = {}
     for checkpoint in tier.checkpoints:
         if checkpoint.wall_time_s is None:
@@ -300,7 +301,7 @@ def keep_for(tier: TierView, seconds: float, now_s: float) -> Kept:
 
 @register("retain", "tags", rules=TagsRule, words=str)
 def keep_tagged(tier: TierView, tags: TagsRule, now_s: float) -> Kept:
-    """Keep what bears one of the tags."""
+    """Keep what has one of the tags."""
     kept = {}
     for checkpoint in tier.checkpoints:
         found = checkpoint.tags if not tags.names else checkpoint.tags & frozenset(tags.names)

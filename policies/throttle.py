@@ -1,8 +1,7 @@
-"""Yielding: how much of a tier's rate a flush may take, by what it does to the training's steps. Pure.
+"""Throttling: what share of a tier's rate a flush may use, by its effect on the training's steps. Pure.
 
-Steps that a flush went on beside are held against steps without one. Where they are longer, by more than steps differ
-anyway, the flush is slowed to half; where they are not any more, it is let go a quarter faster. Between these two
-nothing changes, so that the pace does not swing with every step.
+Steps during a flush are compared with steps without one. If they are longer, by more than steps vary anyway, the share
+is halved; once they are not, it grows by a quarter. In between it is unchanged, so that the rate does not oscillate.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from dataclasses import dataclass
 from tierfall.core.types.units import format_share
 
 STEPS_MIN = 8
-"""So many steps of each kind are needed to tell."""
+"""The least number of steps of each kind for a decision."""
 RISE = 0.05
 FALL = 0.02
 SLOWER = 0.5
 FASTER = 1.25
 LEAST = 0.1
-"""A flush goes on at a tenth of its rate at least."""
+"""The smallest share."""
 SPARE = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YieldDecision:
-    """The share of a tier's rate that a flush may take (1: all), and why."""
+    """The share of a tier's rate that a flush may use (1: all), and why."""
 
     share: float
     reason: str
@@ -35,8 +34,8 @@ class YieldDecision:
 def plan_yield(
     *, idle_s: Sequence[float], busy_s: Sequence[float], share: float, least: float
 ) -> YieldDecision:
-    """Choose the share for the next steps. ``idle_s`` are the seconds of steps without a flush, ``busy_s`` of those
-    beside one that took ``share``; it takes ``least`` at least, whatever it does."""
+    """Choose the share for the next steps. ``idle_s`` are the durations of steps without a flush, ``busy_s`` of those
+    during one with ``share``; the result is ``least`` or more, whatever its effect."""
     least = min(1.0, max(LEAST, least))
     if min(len(idle_s), len(busy_s)) < STEPS_MIN:
         return YieldDecision(
@@ -44,8 +43,8 @@ def plan_yield(
         )
     usual_s = statistics.median(idle_s)
     rise = statistics.median(busy_s) / usual_s - 1.0
-    differ = statistics.median(abs(each - usual_s) for each in idle_s) / usual_s
-    if rise > max(RISE, 2 * differ):
+    variation = statistics.median(abs(each - usual_s) for each in idle_s) / usual_s
+    if rise > max(RISE, 2 * variation):
         slower = max(least, share * SLOWER)
         if slower >= share:
             reason = f"steps take {format_share(rise)} longer, and it goes no slower than {format_share(least)}"
@@ -66,8 +65,8 @@ def least_share(
     within_s: float | None,
     bytes_per_s: float,
 ) -> float:
-    """Return the share of its rate that a tier needs to keep up with the saves, and to keep what was promised in time;
-    a tenth more, since nothing is that exact. ``every_s`` is how far apart its checkpoints come."""
+    """Return the share of its rate that a tier needs to keep up with the saves, and to meet ``flush.within``; a tenth
+    more, as rates vary. ``every_s``: seconds between its checkpoints."""
     times = [seconds for seconds in (every_s, within_s) if seconds]
     if not times or bytes_per_s <= 0:
         return LEAST

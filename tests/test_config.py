@@ -323,15 +323,15 @@ def test_a_dict_has_places_and_no_lines() -> None:
         ),
         (
             config_of(interval={"every": 100, "overhead": "3%"}),
-            "interval: every and overhead contradict each other; take every alone, or leave it out",
+            "interval: every and overhead contradict each other; keep every alone, or remove it",
         ),
         (config_of(interval={"overhead": "0%"}), "interval.overhead: 0 does not fit; .*3.5%"),
         (config_of(interval={"overhead": "100%"}), "interval.overhead: 100% leaves no time"),
         (config_of(interval={"mtbf": "0s"}), "interval.mtbf.process: 0 does not fit; .* 4h"),
-        (config_of(interval={"mtbf": {}}), "interval.mtbf: says no time; expected 4h, or"),
+        (config_of(interval={"mtbf": {}}), "interval.mtbf: has no time; expected 4h, or"),
         (
             config_of(interval={"mtbf": {"process": "2h", "node": "1h"}}),
-            "interval.mtbf: a loss of more comes more often than a loss of less; expected process",
+            "interval.mtbf: a more severe loss occurs more often than a less severe one; expected process",
         ),
         (
             config_of(interval={"on_signal": ["SIGTRM"]}),
@@ -339,7 +339,7 @@ def test_a_dict_has_places_and_no_lines() -> None:
         ),
         (
             config_of(interval={"on_signal": ["SIGKILL"]}),
-            r"interval.on_signal\[0\]: a program cannot go on after SIGKILL",
+            r"interval.on_signal\[0\]: a program cannot continue after SIGKILL",
         ),
         (
             config_of(interval={"on_signal": [["SIGTERM"]]}),
@@ -347,13 +347,13 @@ def test_a_dict_has_places_and_no_lines() -> None:
         ),
         (
             config_of(drain={"on_signal": ["SIGUSR1", "SIGSTOP"]}),
-            r"drain.on_signal\[1\]: a program cannot go on after SIGSTOP",
+            r"drain.on_signal\[1\]: a program cannot continue after SIGSTOP",
         ),
         (
             config_of(drain={"on_signal": []}),
             r"drain.on_signal: an empty list does not fit; .*\[SIGTERM\]",
         ),
-        (config_of(interval={"every": "0s"}), 'interval.every: "0s" is no interval; .*10m'),
+        (config_of(interval={"every": "0s"}), 'interval.every: "0s" is not above 0; .*10m'),
         (
             config_of(interval={"every": 0}),
             "interval.every: 0 does not fit; expected a whole number of training",
@@ -390,7 +390,7 @@ def test_a_dict_has_places_and_no_lines() -> None:
             "retain: unknown key of a host tier; expected one of name, kind, capacity",
         ),
         (host_of(capacity="16GIB"), r'capacity: unknown unit "GIB" \(did you mean "GiB"\?\)'),
-        (host_of(capacity=0), "capacity: nothing fits into 0 bytes"),
+        (host_of(capacity=0), "capacity: 0 bytes are not a size"),
         (
             host_of(when_full="drop"),
             'when_full: "drop" does not fit; expected one of wait, skip, supersede',
@@ -403,11 +403,11 @@ def test_a_dict_has_places_and_no_lines() -> None:
         (host_of(when_full=None), "when_full: nothing does not fit; expected one of wait, skip"),
         (tier_of(path=""), 'path: "" is not a path; expected a folder such as ./checkpoints'),
         (tier_of(path="a\0b"), "path: not a path as text"),
-        (tier_of(path="\ud800"), "path: .* is no usable path"),
-        (tier_of(path="~nobody-of-that-name/c"), "path: '~nobody.*' is no usable path"),
+        (tier_of(path="\ud800"), "path: .* is not a usable path"),
+        (tier_of(path="~nobody-of-that-name/c"), "path: '~nobody.*' is not a usable path"),
         (
             tier_of(path="$HOME/ck"),
-            r'tiers\[1\].path: "\$HOME/ck" holds \$HOME, .*write \$\{env:HOME\}$',
+            r'tiers\[1\].path: "\$HOME/ck" contains \$HOME, .*write \$\{env:HOME\}$',
         ),
         (
             tier_of(path="/x/${USER}/ck"),
@@ -422,7 +422,7 @@ def test_a_dict_has_places_and_no_lines() -> None:
         ),
         (tier_of(shared="maybe"), 'shared: "maybe" does not fit; expected true or false'),
         (tier_of(bandwidth="500MB"), r'bandwidth: unknown unit "MB" \(did you mean "MB/s"\?\)'),
-        (tier_of(bandwidth=0), "bandwidth: nothing moves at 0 bytes per second"),
+        (tier_of(bandwidth=0), "bandwidth: 0 bytes per second is not a rate"),
         (
             tier_of(flush=None),
             r"flush: nothing does not fit; expected a mapping such as \{every: 1\}",
@@ -468,8 +468,8 @@ FILE = {"name": "file", "kind": "file", "path": "./c"}
     ("tiers", "message"),
     [
         ([FILE], "tiers: there is no host tier"),
-        ([FILE, HOST], r"tiers\[1\].kind: a host tier must stand earlier"),
-        ([HOST, DEVICE], r"tiers\[1\].kind: a device tier must stand earlier"),
+        ([FILE, HOST], r"tiers\[1\].kind: a host tier must come earlier"),
+        ([HOST, DEVICE], r"tiers\[1\].kind: a device tier must come earlier"),
         (
             [HOST, {**HOST, "name": "b"}],
             r"tiers\[1\].kind: a second host tier; expected exactly one",
@@ -519,12 +519,12 @@ def test_a_broken_file_says_line_and_column(load: Load) -> None:
         ("run\n", "tiers.yaml:1: expected a mapping"),
         (
             "run: x\nrun: y\ntiers: ./c",
-            "tiers.yaml:2: run: the key stands here twice, first on line 1",
+            "tiers.yaml:2: run: the key occurs twice here, first on line 1",
         ),
-        ("{run: x, tiers: ./c, run: y}", "tiers.yaml:1: run: the key stands here twice"),
+        ("{run: x, tiers: ./c, run: y}", "tiers.yaml:1: run: the key occurs twice here"),
         (
             "run: x\ntiers:\n- {name: h, kind: host, name: h}",
-            r"tiers.yaml:3: tiers\[0\].name: the key stands here twice",
+            r"tiers.yaml:3: tiers\[0\].name: the key occurs twice here",
         ),
         ("run: x\n---\nrun: y\n", "tiers.yaml:2:1: not valid YAML"),
         ("run: \a\n", "tiers.yaml:1: not valid YAML"),
@@ -543,7 +543,9 @@ def test_a_file_that_is_no_configuration_is_refused(load: Load, text: str, messa
 
 
 def test_a_file_that_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no such file .* give the path of a YAML file"):
+    with pytest.raises(
+        ConfigError, match=r"there is no such file .* expected the path of a YAML file"
+    ):
         load_config(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="is a folder; expected a YAML file"):
         load_config(tmp_path)
@@ -682,21 +684,21 @@ def test_a_bandwidth_is_a_rate_or_a_share(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bandwidth": "0%"}, r"bandwidth: nothing moves at 0% of a rate; expected a rate .*50%"),
+        ({"bandwidth": "0%"}, r"bandwidth: 0% is not a rate; expected a rate .*50%"),
         ({"bandwidth": "120%"}, "bandwidth: '120%' is more than the whole"),
         ({"bandwidth": "fast"}, "bandwidth: 'fast' is not a number"),
         ({"bandwidth": 0.5}, "bandwidth: 0.5 is not usable here"),
-        ({"flush": {"within": 0}}, "flush.within: 0 is no time at all; expected a time above 0"),
-        ({"retain": {"for": "0s"}}, 'retain.for: "0s" is no time at all; expected a time'),
+        ({"flush": {"within": 0}}, "flush.within: 0 is not above 0; expected a time above 0"),
+        ({"retain": {"for": "0s"}}, 'retain.for: "0s" is not above 0; expected a time'),
         ({"retain": {"tags": []}}, "retain.tags: an empty list does not fit; expected true"),
-        ({"evict": {"order": {"cheapest": 3}}}, "order.cheapest: 3 does not fit: it takes no set"),
+        ({"evict": {"order": {"cheapest": 3}}}, "order.cheapest: 3 does not fit: it has no set"),
         ({"flush": {"yield": "maybe"}}, r"flush.yield: .*expected true or false"),
         (
             {"flush": {"order": "newest"}},
             r'flush.order.newest: unknown order; did you mean "newest_first"\?',
         ),
         ({"when_full": "drop"}, "when_full: .*expected one of wait, skip, supersede"),
-        ({"max_wait": 0}, "max_wait: 0 is no time at all"),
+        ({"max_wait": 0}, "max_wait: 0 is not above 0"),
     ],
 )
 def test_what_a_flush_is_told_wrongly_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -76,7 +76,7 @@ def verdicts(view: View) -> dict[int, tuple[Verdict, str]]:
         (
             "retian",
             "x",
-            "register: 'retian' is no kind of policy; expected one of interval, retain, evict, flush; did you",
+            "register: 'retian' is not a kind of policy; expected one of interval, retain, evict, flush; did you",
         ),
         ("retain", "a b", "register: retain policy: 'a b' is not a usable name"),
         ("retain", "last", "there is a retain policy named 'last' already, tierfall.policies."),
@@ -259,7 +259,7 @@ def test_a_policy_without_settings_takes_none(value: Any) -> None:
         ({"evict": {"order": "oldst"}}, r'evict.order.oldst: unknown order; did you mean "oldest"'),
         ({"evict": {"order": ["oldest"]}}, "evict.order: a list does not fit; expected the name"),
         ({"evict": {"order": {"a": 1, "b": 2}}}, "evict.order: a mapping does not fit; expected"),
-        ({"evict": {"low": "50%"}}, r"evict: low says nothing without high; expected \{high: 90%"),
+        ({"evict": {"low": "50%"}}, r"evict: low has no effect without high; expected \{high: 90%"),
         ({"evict": {"high": "50%", "low": "60%"}}, "evict: high must be above 0%, and low no high"),
         ({"evict": {"high": "0%"}}, "evict: high must be above 0%"),
         ({"evict": {"high": 0.9}}, "evict.high: 0.9 is not usable here; expected a share"),
@@ -321,7 +321,7 @@ def install(folder: Path, points: str, **modules: str) -> None:
     [
         ("1 / 0", r"the plug-in brought of bring-along could not be loaded: ZeroDivisionError"),
         ("import no_such_module_anywhere", "bring-along could not be loaded: ModuleNotFoundError"),
-        ("pass", r"was loaded and registers none of that name; expected @tierfall.policies.regis"),
+        ("pass", r"was loaded and registers no such policy; expected @tierfall.policies.regis"),
     ],
 )
 def test_a_broken_plug_in_is_named(
@@ -362,7 +362,7 @@ def names_one_twice(tier: TierView, rules: Any, now_s: float) -> Any:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (fails, r"the retain policy mine failed: KeyError('loss'): it keeps everything"),
+        (fails, r"the retain policy mine failed: KeyError('loss'): everything is kept"),
         (answers_with_none, "the retain policy mine failed: TypeError("),
         (speaks_of_others, "the retain policy mine failed: ValueError("),
     ],
@@ -400,7 +400,7 @@ def test_an_order_that_fails_leaves_the_oldest_first(
         (fails, "the flush policy mine failed: KeyError('loss')"),
         (answers_with_none, "the flush policy mine failed: TypeError("),
         (speaks_of_others, "the flush policy mine failed: ValueError("),
-        (names_one_twice, "the flush policy mine failed: ValueError('it speaks of 3@1 twice')"),
+        (names_one_twice, "the flush policy mine failed: ValueError('it returned 3@1 twice')"),
     ],
 )
 def test_an_order_of_flush_that_fails_lets_the_oldest_go_first_and_says_so_once(
@@ -454,7 +454,7 @@ def test_a_flush_in_an_order_of_ones_own_goes_by_it_and_on_where_it_fails(tmp_pa
             {"order": ["in_order"]},
             "flush.order: a list does not fit; expected the name of an order",
         ),
-        ({"order": {"newest_first": 3}}, "newest_first: 3 does not fit: it takes no settings"),
+        ({"order": {"newest_first": 3}}, "newest_first: 3 does not fit: it has no settings"),
     ],
 )
 def test_an_order_of_flush_that_is_asked_for_wrongly_is_refused(

@@ -1,8 +1,8 @@
-"""The configuration: one YAML file, or a dict of the same shape, read into a frozen model or refused with the place.
+"""The configuration: one YAML file, or a dict of the same shape, validated into a frozen model.
 
-``model`` says which keys there are and what their values mean; ``source`` reads a file and keeps its line numbers;
-``environment`` fills in ``${env:NAME}``; ``loading`` puts them together and words the errors. Nothing here opens a
-tier or looks at the machine, except for the working directory and the environment.
+``model``, ``sections``, ``interval`` and ``retention`` define the keys; ``fields`` parses values; ``chain`` checks the
+tiers together; ``source`` reads a file; ``loading`` combines them and describes the errors; ``plugins`` finds policies.
+Nothing here opens a tier, or depends on the machine except for the working directory and the environment.
 """
 
 from tierfall.config.interval import IntervalSection, Mtbf
@@ -16,7 +16,7 @@ from tierfall.config.model import (
     StoredTierConfig,
     Tier,
 )
-from tierfall.config.retaining import BestSection, EvictSection, RetainSection
+from tierfall.config.retention import BestSection, EvictSection, RetainSection
 from tierfall.config.sections import (
     CaptureSection,
     CompressSection,

@@ -1,8 +1,8 @@
-"""The kinds of value that the configuration holds: how each is read, and how the JSON schema describes it.
+"""The types of values in the configuration: how each is parsed, and its JSON schema.
 
-Every reader takes what YAML gives (text, numbers, true or false) and raises pydantic's custom errors in our words. An
-error's ``expected`` never holds the value that was read, so it can be shown where the value is a secret. This module
-knows neither the key that it reads nor the file.
+A parser accepts what YAML yields (text, numbers, true or false) and raises pydantic's custom errors. ``expected`` of an
+error never contains the value, so that it can be shown where the value is a secret. This module knows neither keys nor
+files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
+from signal import Signals
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, WithJsonSchema
@@ -41,12 +42,12 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*
 
 
 def wrong(message: str, *, expected: str) -> PydanticCustomError:
-    """A wrong value; the texts go in as context, because pydantic reads braces in a template."""
+    """Return the error for a wrong value. The texts are context, as pydantic interprets braces in a template."""
     return PydanticCustomError(WRONG, "{message}", {"message": message, "expected": expected})
 
 
 def show(value: object) -> str:
-    """Write a value for an error message, as the YAML file has it, and not too long."""
+    """Format a value for an error message as in YAML, 60 characters at most."""
     match value:
         case None:
             return "nothing"
@@ -65,7 +66,7 @@ def show(value: object) -> str:
 
 
 def choice(words: type[StrEnum]) -> BeforeValidator:
-    """Read one word of a closed set."""
+    """Parse one word of a closed set."""
     expected = f"one of {', '.join(words)}"
 
     def read(value: object) -> object:
@@ -78,7 +79,7 @@ def choice(words: type[StrEnum]) -> BeforeValidator:
 
 
 def any_word(words: type[StrEnum]) -> WithJsonSchema:
-    """Describe a closed set to editors."""
+    """JSON schema of a closed set."""
     return WithJsonSchema({"type": "string", "enum": [*words]})
 
 
@@ -94,7 +95,7 @@ def _parsed(parse: Callable[[Any], Any], expected: str) -> BeforeValidator:
 
 
 def number_or_text(pattern: str, *, minimum: int = 0, number: str = "integer") -> WithJsonSchema:
-    """Describe to editors what is a number or a text."""
+    """JSON schema of a number, or of text that matches a pattern."""
     return WithJsonSchema(
         {
             "anyOf": [
@@ -108,14 +109,14 @@ def number_or_text(pattern: str, *, minimum: int = 0, number: str = "integer") -
 def _positive_size(value: int | str) -> int:
     size_bytes = units.parse_size(value)
     if size_bytes == 0:
-        raise ConfigError(f"nothing fits into 0 bytes; expected {units.EXPECTED_SIZE}")
+        raise ConfigError(f"0 bytes are not a size; expected {units.EXPECTED_SIZE}")
     return size_bytes
 
 
 def _positive_rate(value: int | str) -> int:
     bytes_per_s = units.parse_rate(value)
     if bytes_per_s == 0:
-        raise ConfigError(f"nothing moves at 0 bytes per second; expected {units.EXPECTED_RATE}")
+        raise ConfigError(f"0 bytes per second is not a rate; expected {units.EXPECTED_RATE}")
     return bytes_per_s
 
 
@@ -124,14 +125,14 @@ def _bandwidth(value: int | str) -> int | float:
         return _positive_rate(value)
     share = units.parse_share(value)
     if share == 0:
-        raise ConfigError(f"nothing moves at 0% of a rate; expected {_EXPECTED_BANDWIDTH}")
+        raise ConfigError(f"0% is not a rate; expected {_EXPECTED_BANDWIDTH}")
     return float(share)
 
 
 def _wait(value: float | str) -> float:
     seconds = units.parse_duration(value)
     if seconds == 0:
-        raise ConfigError(f"{show(value)} is no time at all; expected {_EXPECTED_WAIT}")
+        raise ConfigError(f"{show(value)} is not above 0; expected {_EXPECTED_WAIT}")
     return seconds
 
 
@@ -143,7 +144,7 @@ def _chunk(value: int | str) -> int:
 
 
 def _count(value: object) -> int:
-    """Read a count; digits in text count too, since that is what ``${env:NAME}`` gives."""
+    """Parse a count; also from digits in text, as ``${env:NAME}`` is always text."""
     number = _whole(value)
     if number is None or number < 1:
         raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_COUNT}")
@@ -158,7 +159,7 @@ def _level(value: object) -> int:
 
 
 def _url(value: object) -> str:
-    """Check an address; what is wrong is told without it, since it may hold what is secret."""
+    """Check an address. No message contains it, as it may contain a secret."""
     if not isinstance(value, str):
         raise ConfigError(f"{show(value)} is not an address; expected {_EXPECTED_URL}")
     check_url(value)
@@ -166,7 +167,7 @@ def _url(value: object) -> str:
 
 
 def every() -> BeforeValidator:
-    """Read a number of training steps, or a time; that is a float then."""
+    """Parse a number of training steps (int), or a time in seconds (float)."""
     return _parsed(_every, _EXPECTED_EVERY)
 
 
@@ -175,7 +176,7 @@ def _every(value: object) -> int | float:
     if number is None and isinstance(value, str):
         seconds = units.parse_duration(value)
         if seconds == 0:
-            raise ConfigError(f"{show(value)} is no interval; expected {_EXPECTED_EVERY}")
+            raise ConfigError(f"{show(value)} is not above 0; expected {_EXPECTED_EVERY}")
         return seconds
     if number is None or number < 1:
         raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_EVERY}")
@@ -207,7 +208,7 @@ def _name(value: object) -> str:
 
 
 def _path(value: object) -> Path:
-    """Make a path absolute, so that it means the same after the program has changed its folder."""
+    """Make a path absolute, so that a later change of the working directory does not affect it."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ConfigError(f"{show(value)} is not a path; expected a folder such as ./checkpoints")
     text = os.fspath(value)
@@ -216,13 +217,13 @@ def _path(value: object) -> Path:
     if variable := _VARIABLE.search(text):
         name = variable[1] or variable[2]
         raise ConfigError(
-            f"{show(text)} holds {variable[0]}, which is not filled in; write ${{env:{name}}}"
+            f"{show(text)} contains {variable[0]}, which is not replaced; write ${{env:{name}}}"
         )
     try:
         os.fsencode(text)
         expanded = Path(text).expanduser()
     except (RuntimeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{text!r} is no usable path: {error}") from error
+        raise ConfigError(f"{text!r} is not a usable path: {error}") from error
     return Path.cwd() / expanded
 
 
@@ -254,7 +255,7 @@ Bandwidth = Annotated[
         }
     ),
 ]
-"""Bytes per second as a whole number, or a share of what was measured as a fraction."""
+"""Bytes per second as an int, or a share of the measured rate as a float."""
 Duration = Annotated[
     float,
     _parsed(units.parse_duration, units.EXPECTED_DURATION),
@@ -295,3 +296,42 @@ Folder = Annotated[
     _parsed(_path, _EXPECTED_FOLDER),
     WithJsonSchema({"type": "string", "minLength": 1}),
 ]
+
+
+_EXPECTED_SIGNAL = "the name of a signal such as SIGTERM or SIGUSR1"
+_EXPECTED_SIGNALS = "a list such as [SIGTERM]"
+_FATAL = frozenset(
+    {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGSYS"}
+)
+
+
+def _signal(value: object) -> object:
+    known = sorted({number.name for number in Signals} - _FATAL)
+    if isinstance(value, str) and value in known:
+        return value
+    if isinstance(value, str) and value in _FATAL:
+        raise wrong(
+            f"a program cannot continue after {value}; expected {_EXPECTED_SIGNAL}",
+            expected=_EXPECTED_SIGNAL,
+        )
+    near = nearest(value, known) if isinstance(value, str) else ""
+    raise wrong(f"not a signal; expected {_EXPECTED_SIGNAL}{near}", expected=_EXPECTED_SIGNAL)
+
+
+def _signal_names(value: object) -> object:
+    if not isinstance(value, list | tuple) or not value:
+        raise wrong(
+            f"{show(value)} does not fit; expected {_EXPECTED_SIGNALS}", expected=_EXPECTED_SIGNALS
+        )
+    return tuple(dict.fromkeys(value)) if all(isinstance(name, str) for name in value) else value
+
+
+Signal = Annotated[
+    str, BeforeValidator(_signal), WithJsonSchema({"type": "string", "pattern": "^SIG"})
+]
+SignalNames = Annotated[tuple[Signal, ...], BeforeValidator(_signal_names)]
+"""One or more."""
+
+
+def signals_named(names: tuple[str, ...]) -> frozenset[Signals]:
+    return frozenset(Signals[name] for name in names)

@@ -1,4 +1,4 @@
-"""The section ``interval`` of the YAML file: when ``maybe_save`` saves, and by what measure."""
+"""The section ``interval`` of the YAML file: when ``maybe_save`` saves."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tierfall.config.fields import (
     Duration,
     Flag,
     Share,
+    Signal,
     every,
     number_or_text,
     wrong,
 )
-from tierfall.config.registered import known_keys, with_registered
+from tierfall.config.plugins import known_keys, with_registered
 from tierfall.config.sections import Section
-from tierfall.config.signal_names import Signal
 from tierfall.core.types import units
 from tierfall.core.types.policy import PolicyKind, Rule
 
 OVERHEAD = 0.035
-"""What saving may cost where nobody says otherwise: CheckFreq's (FAST'21) default."""
+"""The default share of training time that saving may cost: CheckFreq's (FAST'21)."""
 
 
 def _above_zero(example: str) -> AfterValidator:
@@ -49,7 +49,7 @@ def _below_one(value: float) -> float:
 
 
 def _write_every(value: int | float | None) -> Any:
-    """Steps as a number, a time as text: read again, it means the same."""
+    """Serialize steps as a number and a time as text, so that the result parses to the same value."""
     return f"{value:.9f}s" if isinstance(value, float) else value
 
 
@@ -70,40 +70,39 @@ Time = Annotated[Duration, _above_zero("4h")]
 
 
 class Mtbf(Section):
-    """How often training fails, by what is lost. Each counts the worse losses too."""
+    """How often training fails, by loss class. Each includes the more severe classes."""
 
     process_s: Time | None = Field(
         default=None,
         alias="process",
-        description="The mean time between failures that end the training, whatever else they take; a time in "
-        "the place of the mapping is this one.",
+        description="The mean time between failures that end the training, whatever else is lost; a time instead of "
+        "the mapping is this one.",
         examples=["4h"],
     )
     node_s: Time | None = Field(
         default=None,
         alias="node",
-        description="The mean time between failures that lose a node, with its memory and its disks; absent: each "
-        "failure is taken for one.",
+        description="The mean time between failures that lose a node, with its memory and its disks; absent: the same "
+        "as process.",
         examples=["12h"],
     )
     site_s: Time | None = Field(
         default=None,
         alias="site",
-        description="The mean time between failures that lose all that is not in an object store; absent: each that "
-        "loses a node is taken for one.",
+        description="The mean time between failures that lose all but object stores; absent: the same as node.",
         examples=["90d"],
     )
 
     @model_validator(mode="after")
-    def _rises(self) -> Self:
+    def _increases(self) -> Self:
         times = [s for s in (self.process_s, self.node_s, self.site_s) if s is not None]
         if not times:
-            raise wrong("says no time; expected 4h, or {process: 4h, node: 12h}", expected="4h")
+            raise wrong("has no time; expected 4h, or {process: 4h, node: 12h}", expected="4h")
         if times != sorted(times):
             expected = "process at most node, and node at most site"
             raise wrong(
-                f"a loss of more comes more often than a loss of less; expected {expected}: who loses a node loses its "
-                "processes too",
+                f"a more severe loss occurs more often than a less severe one; expected {expected}: the loss of a "
+                "node is also the loss of its processes",
                 expected=expected,
             )
         return self
@@ -118,8 +117,8 @@ def _as_mtbf(value: object) -> object:
 
 
 class IntervalSection(Section):
-    """When maybe_save saves: by one of every, overhead and mtbf, or a policy that was registered; on_signal and at_end
-    come on top."""
+    """When maybe_save saves: by one of every, overhead and mtbf, or a registered policy; on_signal and at_end are
+    additional."""
 
     model_config = ConfigDict(
         extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}}
@@ -127,20 +126,21 @@ class IntervalSection(Section):
 
     every: Every | None = Field(
         default=None,
-        description="Save every so many training steps, or every so much time, such as 10m.",
+        description="The interval in training steps, or as a time such as 10m.",
         examples=[100],
     )
     overhead: Overhead | None = Field(
         default=None,
-        description="The share of training time that saving may cost: the first steps and saves are measured, and the "
-        "interval follows what they cost. The default, 3.5%, where neither every nor mtbf is set.",
+        description="The share of training time that saving may cost: the interval is computed from measured steps and "
+        "saves. The default, 3.5%, if neither every nor mtbf is set.",
         examples=["3.5%"],
     )
     mtbf: Annotated[Mtbf | None, BeforeValidator(_as_mtbf, str | int | float | Mtbf | None)] = (
         Field(
             default=None,
-            description="The mean time between failures, to find the interval that loses the least time to saving and "
-            "to failures (Young and Daly); a time, or one per loss: {process: 4h, node: 12h, site: 90d}.",
+            description="The mean time between failures, from which the interval is computed that loses the least time "
+            "to saving and to failures (Young and Daly); a time, or one per loss class: {process: 4h, node: 12h, "
+            "site: 90d}.",
             examples=["4h"],
         )
     )
@@ -148,13 +148,13 @@ class IntervalSection(Section):
         tuple[Signal, ...], BeforeValidator(_or_none, tuple[Signal, ...] | None)
     ] = Field(
         default=(),
-        description="Signals on which the next maybe_save saves, whatever the interval says.",
+        description="Signals after which the next maybe_save saves, whatever the interval.",
         examples=[["SIGTERM"]],
     )
     at_end: Flag = Field(
         default=False,
-        description="Whether close saves the last step that maybe_save was given, where it is not saved yet; every "
-        "tier gets it.",
+        description="Whether close saves the last step that maybe_save was called with, if it is not saved yet; every "
+        "tier receives it.",
         examples=[True],
     )
 
@@ -171,31 +171,32 @@ class IntervalSection(Section):
         named += self.model_extra or {}
         if len(named) > 1:
             raise wrong(
-                f"{' and '.join(named)} contradict each other; take {named[0]} alone, or leave it out: every is fixed, "
-                "overhead follows what saving costs, mtbf what failures cost too",
+                f"{' and '.join(named)} contradict each other; keep {named[0]} alone, or remove it: every is fixed, "
+                "overhead depends on what saving costs, mtbf also on what failures cost",
                 expected="one of every, overhead and mtbf",
             )
         return self
 
     @property
     def every_steps(self) -> int | None:
-        """The interval in steps, where it is set so."""
+        """The interval in steps, if it is set in steps."""
         return self.every if isinstance(self.every, int) else None
 
     @property
     def every_s(self) -> float | None:
-        """The interval in seconds, where it is set so."""
+        """The interval in seconds, if it is set as a time."""
         return self.every if isinstance(self.every, float) else None
 
     def rule(self) -> Rule | None:
-        """Give a policy that was registered as those of kind ``interval`` are asked with it; None where none is."""
+        """Return the registered policy that is configured, as a rule of kind ``interval``; None if there is none."""
         for name, rules in (self.model_extra or {}).items():
             return plugins.rule(PolicyKind.INTERVAL, name, rules)
         return None
 
     @property
     def budget(self) -> float | None:
-        """The share that saving may cost, where that decides, or a policy of somebody else's has no answer."""
+        """The share of training time that saving may cost; None where every or mtbf decides. It also applies where a
+        plug-in's policy has no answer."""
         if self.every is not None or self.mtbf is not None:
             return None
         return OVERHEAD if self.overhead is None else self.overhead

@@ -1,21 +1,35 @@
-"""Turns a file, a dict or a ready model into a ``Config``, or into one error that names everything that is wrong."""
+"""Turns a file, a dict or a ready model into a ``Config``, or into one error that names everything that is wrong.
+
+An error gives the place, what was expected, and the nearest known key; these come from the model itself (keys,
+examples). A value that came from the environment is never shown.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from tierfall.config.environment import EnvironmentFill
-from tierfall.config.model import CHAIN, Config
-from tierfall.config.places import Problem, write_place
-from tierfall.config.rules import check_chain, link_of
-from tierfall.config.source import YamlSource, read_yaml
-from tierfall.config.wording import problems_of
+from tierfall.config.chain import check_chain, link_of
+from tierfall.config.fields import WRONG, show
+from tierfall.config.model import CHAIN, TIER_MODELS, Config
+from tierfall.config.source import (
+    EnvironmentFill,
+    Place,
+    Problem,
+    YamlSource,
+    read_yaml,
+    write_place,
+)
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.keys import check_name
+from tierfall.core.types.text import nearest, with_article
+from tierfall.core.types.values import TierKind
 
 
 def load_config(
@@ -24,10 +38,10 @@ def load_config(
     run: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Config:
-    """Read a configuration from the path of a YAML file, from a dict of the same shape, or take a ready one.
+    """Return the configuration in a YAML file, in a dict of the same shape, or in a ``Config``.
 
-    ``run`` stands for the run's name, whatever the source says. ``${env:NAME}`` in text is filled in from ``environ``;
-    its value appears in no message. Relative paths start at the working directory.
+    ``run`` overrides the name of the run. ``${env:NAME}`` in text is replaced from ``environ``; its value appears in no
+    message. Relative paths start at the working directory.
 
     Raises ConfigError; the message names every problem, each with file, line and place.
     """
@@ -46,7 +60,7 @@ def load_config(
     unfilled = {problem.place for problem in filling.problems}
     problems = [*read.problems, *filling.problems, *(p for p in found if p.place not in unfilled)]
     if config is None or problems:
-        raise _error(read, problems)
+        raise _config_error(read, problems)
     return config
 
 
@@ -63,28 +77,141 @@ def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> YamlSource:
 def _validate(
     values: dict[str, object], filling: EnvironmentFill
 ) -> tuple[Config | None, list[Problem]]:
-    """Validate; the error is not kept as a context, since its details hold what the environment gave."""
+    """Validate the values. The error is not chained: its details contain values from the environment."""
     try:
         return Config.model_validate(values), []
     except ValidationError as error:
         problems = list(problems_of(error, filling))
-        asked = any(details["type"] == CHAIN for details in error.errors(include_url=False))
-    # pydantic asks about the chain only where all else is right; everything is to be said at once.
+        chain_checked = any(d["type"] == CHAIN for d in error.errors(include_url=False))
+    # pydantic checks the chain only if all else is valid; one message is to name all problems
     tiers = values.get("tiers")
-    if not asked and isinstance(tiers, list):
+    if not chain_checked and isinstance(tiers, list):
         problems += check_chain([link_of(tier) for tier in tiers])
     return None, problems
 
 
-def _error(read: YamlSource, problems: list[Problem]) -> ConfigError:
-    in_order = sorted(problems, key=lambda problem: read.line(problem.place) or 0)
-    lines = [f"{read.where(problem.place)}{_at(problem)}" for problem in in_order]
+def _config_error(source: YamlSource, problems: list[Problem]) -> ConfigError:
+    in_order = sorted(problems, key=lambda problem: source.line(problem.place) or 0)
+    lines = [f"{source.where(problem.place)}{_format_problem(problem)}" for problem in in_order]
     if len(lines) == 1:
         return ConfigError(lines[0])
     listed = "".join(f"\n  {line}" for line in lines)
-    return ConfigError(f"{read.label or 'configuration'}: {len(lines)} problems{listed}")
+    return ConfigError(f"{source.label or 'configuration'}: {len(lines)} problems{listed}")
 
 
-def _at(problem: Problem) -> str:
+def _format_problem(problem: Problem) -> str:
     place = write_place(problem.place)
     return f"{place}: {problem.message}" if place else problem.message
+
+
+_EXPECTED = {
+    "string_type": "text",
+    "tuple_type": "a list",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "dict_type": "a mapping",
+}
+
+
+def problems_of(error: ValidationError, filling: EnvironmentFill) -> Iterator[Problem]:
+    """Describe every error of a validation."""
+    for details in error.errors(include_url=False):
+        if details["type"] == CHAIN:
+            yield from details["ctx"]["findings"]
+        else:
+            yield _problem(details, filling)
+
+
+def _problem(details: ErrorDetails, filling: EnvironmentFill) -> Problem:
+    location, kind, context = details["loc"], details["type"], details.get("ctx", {})
+    place = _without_tag(location)
+    original = filling.original(place)
+    if kind == WRONG and original is None:
+        return Problem(place=place, message=context["message"])
+    if kind in ("extra_forbidden", "invalid_key"):
+        return Problem(place=place, message=_unknown_key(location))
+    if kind == "missing":
+        return Problem(place=place, message=f"missing; expected a value{_example(location)}")
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        return _wrong_kind((*place, "kind"), context.get("tag"), filling)
+    expected = context.get("expected") or f"{_EXPECTED.get(kind, 'a value')}{_example(location)}"
+    return Problem(
+        place=place,
+        message=f"{_describe_value(details['input'], original)} does not fit; expected {expected}",
+    )
+
+
+def _describe_value(value: object, original: str | None) -> str:
+    return show(value) if original is None else f"the value of {original}"
+
+
+def _wrong_kind(place: Place, tag: object, filling: EnvironmentFill) -> Problem:
+    expected = f"expected one of {', '.join(TierKind)}"
+    if tag is None:
+        return Problem(place=place, message=f"missing; {expected}")
+    original = filling.original(place)
+    near = nearest(str(tag), TierKind) if original is None else ""
+    return Problem(
+        place=place, message=f"{_describe_value(tag, original)} does not fit; {expected}{near}"
+    )
+
+
+def _unknown_key(location: Place) -> str:
+    model, key = _model_at(location[:-1]), location[-1]
+    known = list(_fields(model))
+    near = nearest(str(key), known) or f"; expected one of {', '.join(known)}"
+    kind = (
+        f" of {with_article(str(location[2]))} tier"
+        if len(location) == 4 and location[0] == "tiers"
+        else ""
+    )
+    return f"unknown key{kind}{near}"
+
+
+def _example(location: Place) -> str:
+    """Return `` such as`` with the example of a field, or nothing if the model has none."""
+    field = _fields(_model_at(location[:-1])).get(str(location[-1])) if location else None
+    if field is None or not field.examples:
+        return ""
+    return f" such as {_flow(field.examples[0])}"
+
+
+def _flow(value: object) -> str:
+    """Write a value in YAML's flow style."""
+    match value:
+        case bool():
+            return show(value)
+        case dict():
+            return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(_flow(inner) for inner in value) + "]"
+        case _:
+            return str(value)
+
+
+def _without_tag(location: Place) -> Place:
+    """Remove the kind that pydantic inserts into the location of a field of a tier."""
+    return (*location[:2], *location[3:]) if location[:1] == ("tiers",) else location
+
+
+def _model_at(location: Place) -> type[BaseModel]:
+    """Return the section that contains a location of pydantic's."""
+    model: type[BaseModel] = Config
+    if location[:1] == ("tiers",) and len(location) > 2:
+        model, location = TIER_MODELS[str(location[2])], location[3:]
+    for part in location:
+        field = _fields(model).get(str(part))
+        model = (_section_in(field.annotation) if field else None) or model
+    return model
+
+
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a section by their keys in YAML."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_section_in(inner) for inner in get_args(annotation))
+    return next((section for section in found if section is not None), None)

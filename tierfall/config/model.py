@@ -1,7 +1,7 @@
 """The model of the YAML file: its first level, and the tiers.
 
-The model holds numbers and absolute paths; it opens nothing. What is wrong with one value is found where the value is
-read (``fields``), what is wrong with the chain in ``rules``.
+The model contains numbers and absolute paths; it opens nothing. Single values are checked in ``fields``, the tiers
+together in ``chain``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from tierfall.config.events import EventsSection, expand_events
+from tierfall.config.chain import FOLDER, check_chain, link_of
 from tierfall.config.fields import (
     Bandwidth,
     Chunk,
@@ -30,38 +30,39 @@ from tierfall.config.fields import (
     wrong,
 )
 from tierfall.config.interval import IntervalSection
-from tierfall.config.places import write_place
-from tierfall.config.retaining import EvictSection, RetainSection
-from tierfall.config.rules import FOLDER, check_chain, link_of
+from tierfall.config.retention import EvictSection, RetainSection
 from tierfall.config.sections import (
     CaptureSection,
     CompressSection,
     DrainSection,
+    EventsSection,
     FlushSection,
     OnClose,
     Section,
+    expand_events,
 )
+from tierfall.config.source import write_place
 from tierfall.core.types.values import Driver, OnError, TierKind, WhenFull
 
 CHAIN = "chain"
-"""The type of the error that holds what is wrong with the tiers as a whole, as ``findings`` in its context."""
+"""The type of the error whose context has the problems of the chain as ``findings``."""
 
 
 class _Tier(Section):
     name: Name = Field(
-        description="What the tier is called: in commands, reports and messages.", examples=["nvme"]
+        description="The name of the tier in commands, reports and messages.", examples=["nvme"]
     )
 
 
 class DeviceTierConfig(_Tier):
-    """Spare memory of the GPU, per rank, for what a step would wait for. It holds no checkpoint of its own."""
+    """Spare memory of the GPU, per rank, for tensors that a step would wait for. It stores no checkpoint."""
 
     kind: Literal[TierKind.DEVICE] = Field(
-        description="device: spare memory of the GPU. Without a GPU it is left out, and that is said."
+        description="device: spare memory of the GPU. Without a GPU the tier is omitted, with a warning."
     )
     capacity_bytes: Size = Field(
         alias="capacity",
-        description="How much to take when the run is opened, per rank.",
+        description="How much to allocate when the run is opened, per rank.",
         examples=["4GiB"],
     )
 
@@ -75,65 +76,65 @@ class HostTierConfig(_Tier):
     capacity_bytes: Size | None = Field(
         default=None,
         alias="capacity",
-        description="How much to take, per rank; absent: 2.2 times the first image, at most half of the "
+        description="How much to allocate, per rank; absent: 2.2 times the first image, at most half of the "
         "free memory.",
         examples=["16GiB"],
     )
     when_full: Annotated[WhenFull, choice(WhenFull), any_word(WhenFull)] = Field(
         default=WhenFull.WAIT,
         description="What a save does when there is no room. wait: it waits, up to max_wait, and is skipped then. "
-        "skip: it is skipped at once. supersede: the oldest snapshot that no stored tier has, or copies just now, is "
-        "given up for it, where nothing hangs on that one; else it waits.",
+        "skip: it is skipped at once. supersede: it replaces the oldest snapshot that no stored tier has, or is "
+        "copying, if that one is not needed; else it waits.",
         examples=["supersede"],
     )
     folder: Folder | None = Field(
         default=None,
-        description="Where the memory's files lie; absent: a folder of the user's own in /dev/shm, or in "
-        "the temporary folder where there is no /dev/shm.",
+        description="The folder of the memory's files; absent: a folder of the user's own in /dev/shm, or in "
+        "the temporary folder if there is no /dev/shm.",
         examples=["/dev/shm/checkpoints"],
     )
     on_close: Annotated[OnClose, choice(OnClose), any_word(OnClose)] = Field(
         default=OnClose.RELEASE,
-        description="release: a clean close gives the memory back, once all is durable below. keep: the images stay "
+        description="release: a clean close frees the memory, once all is durable below. keep: the images remain "
         "in memory for the next start.",
         examples=["keep"],
     )
 
 
-_OF_WRITING = frozenset(
+_KEYS_OF_WRITING = frozenset(
     (
         *("bandwidth", "capacity_bytes", "compress", "evict", "flush", "max_wait_s", "retain"),
         "when_full",
     )
 )
-"""What is said of a tier that is written to alone."""
+"""Keys that apply only to a tier that is written to."""
 
 
 class StoredTierConfig(_Tier):
-    """A tier that keeps checkpoints in files or objects."""
+    """A tier that stores checkpoints in files or objects."""
 
     read_only: Flag = Field(
         default=False,
         description="Whether the tier is only restored from: nothing is flushed to it, and nothing there is changed or "
-        "dropped.",
+        "deleted.",
         examples=[True],
     )
     shared: Flag | None = Field(
         default=None,
-        description="Whether all nodes see the same files; absent: an object store is shared, and a folder what open "
-        "finds where there are several nodes; what is not shared is not counted on when a node is lost.",
+        description="Whether all nodes see the same files; absent: an object store is shared, and for a folder open "
+        "finds out if there are several nodes. A tier that is not shared does not survive the loss of a node.",
         examples=[True],
     )
     capacity_bytes: Size | None = Field(
         default=None,
         alias="capacity",
-        description="The most that tierfall may take there; per node where it is not shared; absent: what "
+        description="The most that tierfall may store there; per node if it is not shared; absent: what "
         "the medium has.",
         examples=["500GiB"],
     )
     flush: FlushSection = Field(
         default=FlushSection(),
-        description="Which checkpoints the tier takes.",
+        description="Which checkpoints the tier receives.",
         examples=[{"every": 1}],
     )
     retain: RetainSection = Field(
@@ -141,7 +142,7 @@ class StoredTierConfig(_Tier):
     )
     evict: EvictSection = Field(
         default=EvictSection(),
-        description="What it gives up where its capacity is short.",
+        description="What it deletes if its capacity is short.",
         examples=[{"order": "oldest"}],
     )
     compress: CompressSection = Field(
@@ -152,14 +153,14 @@ class StoredTierConfig(_Tier):
     bandwidth: Bandwidth | None = Field(
         default=None,
         description="The most that may be written there per second, by one rank: a rate, or a share of how fast the "
-        "tier was seen to be; absent: no limit.",
+        "tier was measured to be; absent: no limit.",
         examples=["500MB/s", "50%"],
     )
     when_full: Annotated[WhenFull, choice(WhenFull), any_word(WhenFull)] | None = Field(
         default=None,
-        description="What becomes of what waits for this tier where it is behind and the tiers above are full of "
-        "that. wait: it is waited for. skip: of what only waits, the newest is given up. supersede: the oldest is. "
-        "Nothing is given up that something hangs on. Absent: as the host tier says.",
+        description="What happens to checkpoints that this tier is owed, if it is behind and the tiers above are full "
+        "of them. wait: saves wait. skip: the newest that is not being copied is given up. supersede: the oldest is. "
+        "None is given up that is needed. Absent: as the host tier.",
         examples=["supersede"],
     )
     max_wait_s: Wait | None = Field(
@@ -181,13 +182,13 @@ class StoredTierConfig(_Tier):
         return self.bandwidth if isinstance(self.bandwidth, float) else None
 
     @model_validator(mode="after")
-    def _what_is_only_read_has_no_rules_of_writing(self) -> Self:
-        given = sorted(_OF_WRITING & self.model_fields_set)
+    def _read_only_has_no_keys_of_writing(self) -> Self:
+        given = sorted(_KEYS_OF_WRITING & self.model_fields_set)
         if self.read_only and given:
             words = ", ".join(type(self).model_fields[name].alias or name for name in given)
             raise wrong(
-                f"read_only: true, and {words}: nothing is written to a tier that is only restored from; leave one of "
-                "them out",
+                f"read_only: true, and {words}: nothing is written to a tier that is only restored from; remove one of "
+                "them",
                 expected="read_only alone, or the rules of a tier that is written to",
             )
         return self
@@ -217,38 +218,38 @@ class FileTierConfig(StoredTierConfig):
 
     @property
     def place(self) -> str:
-        """What tells it from other places."""
+        """Identifies it among other places."""
         return os.path.realpath(self.path)
 
 
 class ObjectTierConfig(StoredTierConfig):
-    """An object store, or any place that fsspec knows."""
+    """An object store, or any address that fsspec supports."""
 
     kind: Literal[TierKind.OBJECT] = Field(description="object: an object store, by its address.")
     url: Url = Field(
-        description="Where it is: s3://bucket/prefix, gs://, az://, file:///folder, or another of fsspec's.",
+        description="Its address: s3://bucket/prefix, gs://, az://, file:///folder, or another of fsspec's.",
         examples=["s3://bucket/checkpoints"],
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
         repr=False,
-        description="What fsspec calls the storage options: endpoint_url, key, secret. Never shown anywhere.",
+        description="fsspec's storage options: endpoint_url, key, secret. Never shown.",
         examples=[{"endpoint_url": "${env:S3_ENDPOINT}"}],
     )
     driver: Annotated[Driver, choice(Driver), any_word(Driver)] | None = Field(
         default=None,
-        description="The library that speaks to it (not s3://); absent: obstore where it serves it, else fsspec.",
+        description="The library that accesses it (not s3://); absent: obstore if that supports it, else fsspec.",
         examples=["fsspec"],
     )
 
     @property
     def folder(self) -> Path | None:
-        """The folder that it is, if it is one."""
+        """Its folder, if the address is of a folder."""
         return Path(self.url.removeprefix(FOLDER)) if self.url.startswith(FOLDER) else None
 
     @property
     def place(self) -> str:
-        """What tells it from other places."""
+        """Identifies it among other places."""
         return self.url.rstrip("/") if self.folder is None else os.path.realpath(self.folder)
 
 
@@ -265,7 +266,7 @@ TIER_MODELS: dict[str, type[_Tier]] = {
 
 
 def _expand_tiers(value: object) -> object:
-    """Let a path alone stand for host memory and a folder named ``disk``."""
+    """Expand a path alone to host memory and a folder named ``disk``."""
     if isinstance(value, str | Path):
         return [
             {"name": "host", "kind": TierKind.HOST.value},
@@ -279,7 +280,7 @@ def _or_default(value: object) -> object:
 
 
 class Config(Section):
-    """Where checkpoints of a training run go, and when."""
+    """When a training run is saved, and to which tiers."""
 
     run: Name = Field(
         description="The name of the training run: a folder of that name in every tier.",
@@ -299,8 +300,8 @@ class Config(Section):
     )
     drain: DrainSection | None = Field(
         default=None,
-        description="What is done when the process is told that it will end soon; absent: nothing, and signals are not "
-        "listened to.",
+        description="What is done when a signal announces the end of the process; absent: nothing, and no signal "
+        "is handled.",
         examples=[{"on_signal": ["SIGTERM"], "deadline": "25s"}],
     )
     on_error: Annotated[OnError, choice(OnError), any_word(OnError)] = Field(
@@ -334,8 +335,8 @@ class Config(Section):
     events: Annotated[EventsSection, BeforeValidator(expand_events, str | EventsSection)] | None = (
         Field(
             default=None,
-            description="Where to write what happens, a line of JSON each: a file, or a mapping of path and max; "
-            "absent: nowhere.",
+            description="The event log, one line of JSON per event: a file, or a mapping of path and max; "
+            "absent: none.",
             examples=[{"path": "./events.jsonl"}],
         )
     )
@@ -347,7 +348,7 @@ class Config(Section):
     )
 
     @model_validator(mode="after")
-    def _chain_is_sound(self) -> Self:
+    def _chain_is_valid(self) -> Self:
         findings = check_chain(
             [
                 link_of(
@@ -365,17 +366,17 @@ class Config(Section):
 
     @property
     def host(self) -> HostTierConfig:
-        """The tier that every checkpoint falls through."""
+        """The tier that every checkpoint passes through."""
         return next(tier for tier in self.tiers if isinstance(tier, HostTierConfig))
 
     @property
     def device(self) -> DeviceTierConfig | None:
-        """The spare memory of the GPU, where the chain has some."""
+        """The spare memory of the GPU, if the chain has any."""
         return next((tier for tier in self.tiers if isinstance(tier, DeviceTierConfig)), None)
 
     @property
     def chain(self) -> tuple[HostTierConfig | FileTierConfig | ObjectTierConfig, ...]:
-        """The tiers that hold checkpoints, fastest first."""
+        """The tiers that store checkpoints, fastest first."""
         return tuple(tier for tier in self.tiers if not isinstance(tier, DeviceTierConfig))
 
     @property
@@ -387,11 +388,11 @@ class Config(Section):
 
     @property
     def written(self) -> tuple[FileTierConfig | ObjectTierConfig, ...]:
-        """Those of them that are written to."""
+        """The folders and object stores that are written to, fastest first."""
         return tuple(tier for tier in self.stored if not tier.read_only)
 
     def reading_only(self, names: Collection[str]) -> Self:
-        """Return a configuration in which the tiers of these names are only read."""
+        """Return a copy in which the tiers of these names are read-only."""
         return self.model_copy(
             update={
                 "tiers": tuple(

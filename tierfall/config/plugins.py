@@ -1,8 +1,8 @@
-"""Policies that come from elsewhere: found by name, loaded where a package brings them along, and kept from doing harm.
+"""Policies by name, those of plug-ins included: found, loaded, their settings read, and their failures contained.
 
-A package brings a policy along by an entry point of the group ``tierfall.policies``, named by kind and name, as in
-``retain.milestones = "my_package.policies"``: what it names is imported when a configuration asks for that policy, and
-registers it. A policy of somebody else's that raises, or answers with what is no answer, loses nobody a checkpoint.
+A package provides a policy by an entry point of the group ``tierfall.policies``, named KIND.NAME, as in
+``retain.milestones = "my_package.policies"``. The module that it names is imported when a configuration uses that
+policy, and registers it. A plug-in's policy that raises, or returns an invalid answer, never costs a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from functools import wraps
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
-from pydantic import PydanticUserError, TypeAdapter
+from pydantic import BaseModel, PydanticUserError, TypeAdapter, WithJsonSchema
+from pydantic_core import InitErrorDetails, ValidationError
 
+from tierfall.config.fields import show, wrong
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.policy import Policy, PolicyKind, Rule
+from tierfall.core.types.text import nearest
 from tierfall.core.types.view import TierView
 from tierfall.policies import registry
 
@@ -26,14 +29,14 @@ logger = logging.getLogger("tierfall")
 
 GROUP = "tierfall.policies"
 LEAST_S = 1.0
-"""A policy of somebody else's is asked again by time alone no sooner than after so many seconds."""
+"""The least seconds between two calls of a plug-in's policy that are due by time alone."""
 _NOTHING: TypeAdapter[bool] = TypeAdapter(Literal[True])
 
 
 def find(kind: PolicyKind, name: str) -> Policy | None:
-    """Return a policy that is registered, or that an installed package brings along; None where neither is.
+    """Return a policy that is registered, or that an installed package provides; None if there is none.
 
-    Raises ConfigError, which names the plug-in, where that cannot be loaded or does not register what it says.
+    Raises ConfigError, which names the plug-in, if it cannot be loaded or does not register that policy.
     """
     found = registry.find(kind, name)
     if found is not None:
@@ -43,22 +46,22 @@ def find(kind: PolicyKind, name: str) -> Policy | None:
         found = registry.find(kind, name)
         if found is None:
             raise ConfigError(
-                f"{kind} policy {name}: the plug-in {_describe(point)} was loaded and registers none of that name; "
+                f"{kind} policy {name}: the plug-in {_describe_plugin(point)} was loaded and registers no such policy; "
                 f'expected @tierfall.policies.register("{kind}", "{name}") in it'
             )
     return found
 
 
 def names_of(kind: PolicyKind) -> tuple[str, ...]:
-    """Name all policies of a kind that there are, without loading any."""
+    """Names of all policies of a kind; loads none."""
     prefix = f"{kind}."
-    brought = (p.name.removeprefix(prefix) for p in _entry_points(kind))
-    return tuple(dict.fromkeys((*registry.names_of(kind), *brought)))
+    provided = (p.name.removeprefix(prefix) for p in _entry_points(kind))
+    return tuple(dict.fromkeys((*registry.names_of(kind), *provided)))
 
 
 def read_rules(policy: Policy, value: object) -> Any:
-    """Read what stands behind a policy's name in YAML by its own model; true means that nothing does. Raises pydantic's
-    ValidationError, and ConfigError where the policy was registered with what is no type."""
+    """Validate the settings of a policy in YAML by its own model; ``true`` stands for no settings. Raises pydantic's
+    ValidationError, and ConfigError if the policy was registered with ``rules`` that pydantic cannot validate."""
     if policy.rules is None:
         return _NOTHING.validate_python(value in (None, True, "true") or value == {} or value)
     try:
@@ -72,7 +75,7 @@ def read_rules(policy: Policy, value: object) -> Any:
 
 
 def rule(kind: PolicyKind, name: str, rules: Any) -> Rule:
-    """Make a rule of a policy that was found before, with rules that were read before."""
+    """Bind a policy to its settings. The calls of a plug-in's policy are guarded."""
     policy = find(kind, name)
     if policy is None:
         raise ConfigError(f"{kind} policy {name}: it is not registered in this process")
@@ -92,17 +95,17 @@ def _load(point: EntryPoint, *, what: str) -> None:
         point.load()
     except Exception as error:
         raise ConfigError(
-            f"{what}: the plug-in {_describe(point)} could not be loaded: {error!r}; mend or uninstall it, or leave "
-            f"{what} out"
+            f"{what}: the plug-in {_describe_plugin(point)} could not be loaded: {error!r}; repair or uninstall it, or "
+            f"remove {what} from the configuration"
         ) from error
 
 
-def _describe(point: EntryPoint) -> str:
+def _describe_plugin(point: EntryPoint) -> str:
     package = f" of {point.dist.name}" if point.dist is not None else ""
     return f"{point.value}{package}"
 
 
-# Care ------------------------------------------------------------------------------------------------
+# Guards ----------------------------------------------------------------------------------------------
 
 
 def _is_ours(policy: Policy) -> bool:
@@ -110,22 +113,22 @@ def _is_ours(policy: Policy) -> bool:
 
 
 def _failure_logger(policy: Policy) -> Callable[[Exception], str]:
-    """Return what words a policy's failure; each is logged once."""
-    said: set[str] = set()
+    """Return a function that describes a failure of the policy, and logs each description once."""
+    logged: set[str] = set()
 
-    def failed(error: Exception) -> str:
+    def report_failure(error: Exception) -> str:
         text = f"the {policy.kind} policy {policy.name} failed: {error!r}"
-        if text not in said:
-            said.add(text)
+        if text not in logged:
+            logged.add(text)
             logger.error("%s", text, exc_info=error)
         return text
 
-    return failed
+    return report_failure
 
 
 def _guarded_interval(policy: Policy) -> Policy:
-    """Wrap a cadence so that, where it fails, it has no answer."""
-    failed = _failure_logger(policy)
+    """Wrap a cadence policy: if it fails, it has no answer, and the default decides."""
+    report_failure = _failure_logger(policy)
 
     @wraps(policy.decide)
     def decide(measured: Any, rules: Any, now_s: float) -> tuple[int, str] | None:
@@ -133,10 +136,10 @@ def _guarded_interval(policy: Policy) -> Policy:
             steps, reason = policy.decide(measured, rules, now_s)
             if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
                 raise ValueError(
-                    f"it must answer with a whole number of steps, 1 or more, not {steps!r}"
+                    f"it must return a whole number of steps, 1 or more, not {steps!r}"
                 )
-        except Exception as error:  # noqa: BLE001 - it is logged, and the default stands for its answer
-            failed(error)
+        except Exception as error:  # noqa: BLE001 - logged; the default decides
+            report_failure(error)
             return None
         return steps, str(reason)
 
@@ -144,18 +147,18 @@ def _guarded_interval(policy: Policy) -> Policy:
 
 
 def _guarded(policy: Policy) -> Policy:
-    """Wrap a policy so that it harms nothing when it fails: then a rule of retention wants everything, and an order
-    says nothing, which leaves the oldest first."""
-    failed = _failure_logger(policy)
+    """Wrap a policy so that a failure is safe: a rule of retention then keeps everything, and an order is empty, so
+    that the oldest is first."""
+    report_failure = _failure_logger(policy)
 
     @wraps(policy.decide)
     def decide(tier: TierView, rules: Any, now_s: float) -> Any:
         try:
-            return _ANSWERS[policy.kind](policy.decide(tier, rules, now_s), tier)
-        except Exception as error:  # noqa: BLE001 - it is logged, and what is safe stands for its answer
-            text = failed(error)
+            return _CHECKS[policy.kind](policy.decide(tier, rules, now_s), tier)
+        except Exception as error:  # noqa: BLE001 - logged; the safe answer follows
+            text = report_failure(error)
         if policy.kind is PolicyKind.RETAIN:
-            return {c.id: f"{text}: it keeps everything" for c in tier.checkpoints}
+            return {c.id: f"{text}: everything is kept" for c in tier.checkpoints}
         return []
 
     def due(tier: TierView, rules: Any, now_s: float) -> float | None:
@@ -164,36 +167,119 @@ def _guarded(policy: Policy) -> Policy:
             when = policy.due(tier, rules, now_s)
             return None if when is None else max(float(when), now_s + LEAST_S)
         except Exception as error:  # noqa: BLE001 - as above
-            failed(error)
+            report_failure(error)
             return None
 
     return replace(policy, decide=decide, due=None if policy.due is None else due)
 
 
-def _kept(answer: Any, tier: TierView) -> dict[Any, str]:
-    """Check what a rule of retention answers: checkpoints of those that it was asked about, each with a reason."""
+def _check_kept(answer: Any, tier: TierView) -> dict[Any, str]:
+    """Check the answer of a rule of retention: a reason for each id, of ids that it was given."""
     if not isinstance(answer, Mapping):
-        raise TypeError(f"it must answer with a mapping of ids to reasons, not {answer!r}")
-    asked = {c.id for c in tier.checkpoints}
-    if strange := [id for id in answer if id not in asked]:
-        raise ValueError(f"it speaks of {strange[0]!r}, which it was not asked about")
+        raise TypeError(f"it must return a mapping of ids to reasons, not {answer!r}")
+    given = {c.id for c in tier.checkpoints}
+    if strange := [id for id in answer if id not in given]:
+        raise ValueError(f"it returned {strange[0]!r}, which it was not given")
     return {id: str(reason) for id, reason in answer.items()}
 
 
-def _ordered(answer: Any, tier: TierView) -> list[tuple[Any, str]]:
-    """Check what an order answers: pairs of a checkpoint of those that it was asked about and a reason, each once."""
+def _check_order(answer: Any, tier: TierView) -> list[tuple[Any, str]]:
+    """Check the answer of an order: pairs of an id that it was given and a reason, each id at most once."""
     pairs = [(id, str(reason)) for id, reason in answer]
-    asked = {c.id for c in tier.checkpoints}
-    if strange := [id for id, _ in pairs if id not in asked]:
-        raise ValueError(f"it speaks of {strange[0]!r}, which it was not asked about")
-    said = Counter(id for id, _ in pairs)
-    if twice := [id for id, times in said.items() if times > 1]:
-        raise ValueError(f"it speaks of {twice[0]} twice")
+    given = {c.id for c in tier.checkpoints}
+    if strange := [id for id, _ in pairs if id not in given]:
+        raise ValueError(f"it returned {strange[0]!r}, which it was not given")
+    counts = Counter(id for id, _ in pairs)
+    if twice := [id for id, times in counts.items() if times > 1]:
+        raise ValueError(f"it returned {twice[0]} twice")
     return pairs
 
 
-_ANSWERS: Mapping[PolicyKind, Callable[[Any, TierView], Any]] = {
-    PolicyKind.RETAIN: _kept,
-    PolicyKind.EVICT: _ordered,
-    PolicyKind.FLUSH: _ordered,
+_CHECKS: Mapping[PolicyKind, Callable[[Any, TierView], Any]] = {
+    PolicyKind.RETAIN: _check_kept,
+    PolicyKind.EVICT: _check_order,
+    PolicyKind.FLUSH: _check_order,
 }
+
+
+def known_keys(section: type[BaseModel]) -> Sequence[str]:
+    """Keys of a section in YAML."""
+    return [field.alias or name for name, field in section.model_fields.items()]
+
+
+def with_registered(
+    kind: PolicyKind, value: Mapping[str, Any], known: Sequence[str]
+) -> dict[str, Any]:
+    """Replace the value of each key that the section does not have by the settings of the policy of that name. Keys
+    without a value are removed."""
+    return {
+        key: inner if key in known else registered(kind, key, inner, known)
+        for key, inner in value.items()
+        if inner is not None
+    }
+
+
+def registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any:
+    """Validate the settings of a registered policy; raises a ValidationError with their location."""
+    location: tuple[Any, ...] = (name,)
+    policy = None
+    try:
+        policy = find(kind, str(name)) if isinstance(name, str) else None
+        if policy is not None:
+            return read_rules(policy, value)
+        words = dict.fromkeys((*known, *names_of(kind)))
+        near = nearest(str(name), words) or (
+            f"; expected one of {', '.join(words)}, or a policy that was registered before (docs/write-a-policy.md)"
+        )
+        problems = [(location, f"unknown {'key' if known else 'order'}{near}")]
+        expected = "a policy that is registered"
+    except ConfigError as error:
+        problems, expected = [(location, str(error))], "a policy whose plug-in can be loaded"
+    except ValidationError as error:
+        problems = [
+            (
+                (*location, *found["loc"]),
+                f"{show(found['input'])} does not fit: {_describe_mismatch(policy, found['msg'])}",
+            )
+            for found in error.errors(include_url=False, include_context=False)
+        ]
+        expected = f"the settings of the {kind} policy {name}"
+    raise ValidationError.from_exception_data(
+        kind,
+        [
+            InitErrorDetails(type=wrong(text, expected=expected), loc=place, input=None)
+            for place, text in problems
+        ],
+        hide_input=True,
+    ) from None
+
+
+def read_order(kind: PolicyKind, value: object) -> dict[str, Any] | None:
+    """Validate an order: its name, or a mapping of its name to its settings."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        name, rules = value, None
+    elif isinstance(value, Mapping) and len(value) == 1:
+        ((name, rules),) = value.items()
+    else:
+        expected = f"the name of an order such as {' or '.join(names_of(kind)[:2])}"
+        raise wrong(f"{show(value)} does not fit; expected {expected}", expected=expected)
+    return {name: registered(kind, name, rules, ())}
+
+
+def order_rule(kind: PolicyKind, order: Mapping[str, Any] | None) -> Rule | None:
+    """Return the rule of a validated order; None for the default order."""
+    for name, rules in (order or {}).items():
+        return rule(kind, name, rules)
+    return None
+
+
+ORDER_SCHEMA = WithJsonSchema(
+    {"anyOf": [{"type": "string"}, {"type": "object", "maxProperties": 1}]}
+)
+
+
+def _describe_mismatch(policy: Policy | None, message: str) -> str:
+    """Return pydantic's message; a policy without settings has no model, and pydantic's message is of no use."""
+    return message if policy and policy.rules else "it has no settings; expected true"

@@ -1,14 +1,17 @@
-"""The sections of the YAML file below its first level, but for the tiers themselves: every key and its default.
+"""Sections of the YAML file below its first level: every key and its default.
 
-Keys in YAML are the aliases; attributes carry their unit.
+Keys in YAML are the aliases; the names of attributes end in their unit.
 """
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -20,31 +23,34 @@ from pydantic import (
 from tierfall.config.fields import (
     Count,
     Flag,
+    Folder,
     Level,
     Rate,
+    SignalNames,
+    Size,
     Wait,
     any_word,
     choice,
     show,
     wrong,
 )
-from tierfall.config.registered import ORDER_SCHEMA, order_rule, read_order
-from tierfall.config.signal_names import SignalNames
+from tierfall.config.plugins import ORDER_SCHEMA, order_rule, read_order
 from tierfall.core.types.policy import PolicyKind, Rule
 from tierfall.core.types.text import nearest
+from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CaptureMode, Codec, Verify
 from tierfall.policies.flush import IN_ORDER
 
 
 class OnClose(StrEnum):
-    """What a clean close does with the images in memory, once all is durable below."""
+    """What a clean close does with the images in memory, once all are durable below."""
 
     RELEASE = "release"
     KEEP = "keep"
 
 
 class Section(BaseModel):
-    """A mapping of the file: frozen, and with no keys but its own."""
+    """A mapping of the file: frozen, without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", hide_input_in_errors=True, serialize_by_alias=True
@@ -52,7 +58,7 @@ class Section(BaseModel):
 
 
 def _read_verify(value: object) -> object:
-    """Read the word, or true or false, as YAML reads ``on`` and ``off``."""
+    """Accept the words, and true and false, as YAML parses ``on`` and ``off`` to these."""
     if isinstance(value, bool):
         return Verify.FULL if value else Verify.OFF
     if isinstance(value, str):  # a variable's value is text
@@ -76,7 +82,7 @@ class CaptureSection(Section):
         default=CaptureMode.LAZY,
         description="lazy: save returns at once, and the state is copied until the optimizer's next "
         "step. blocking: save returns when the state is copied. auto: whichever costs this run less, "
-        "found out by trying both.",
+        "by measuring both.",
         examples=["blocking"],
     )
     verify: Annotated[
@@ -85,26 +91,26 @@ class CaptureSection(Section):
         default=Verify.SAMPLE,
         description="How much of a lazily captured image is compared with the state as it was at save, before the "
         "image is sealed. sample: short tensors whole, about a hundred places of longer ones, and in rotation as much "
-        "as fits into 1 % of a step. full (or true): every byte in host memory. off (or false): version counters and "
-        "addresses alone; then frozen parameters are copied before save returns. A snapshot that differs is given up, "
-        "and the tensor named.",
+        "as fits into 1 % of a step. full (or true): every byte in host memory. off (or false): only version counters "
+        "and addresses; then frozen parameters are copied before save returns. A snapshot that differs is given up, "
+        "and the error names the tensor.",
         examples=["full"],
     )
     bandwidth_bytes_per_s: Rate | None = Field(
         default=None,
         alias="bandwidth",
-        description="The most that a lazy capture may take of the bus to the device, or of memory, until the "
+        description="The most that a lazy capture may use of the bus to the device, or of memory, until the "
         "optimizer's step waits for it.",
         examples=["10GB/s"],
     )
 
 
 class FlushSection(Section):
-    """Which checkpoints a tier takes."""
+    """Which checkpoints a tier receives."""
 
     every: Count = Field(
         default=1,
-        description="Take every so many of the saved checkpoints (not training steps), counted over restarts.",
+        description="N: the tier receives every Nth saved checkpoint (not step), counted across restarts.",
         examples=[10],
     )
     order: Annotated[
@@ -113,48 +119,48 @@ class FlushSection(Section):
         ORDER_SCHEMA,
     ] = Field(
         default=None,
-        description="Which waiting checkpoint goes first. in_order (the default): the oldest. newest_first: the "
-        "newest, and older ones after it. Or an order that was registered. In any order but the first, those that the "
-        "tier's retention would drop at once are given up. A copy that was begun is finished first.",
+        description="Which waiting checkpoint is copied first. in_order (the default): the oldest. newest_first: the "
+        "newest, and older ones after it. Or a registered order. In any order but in_order, those that the tier's "
+        "retention would delete at once are given up. A copy that was begun is finished first.",
         examples=["newest_first"],
     )
     within_s: Wait | None = Field(
         default=None,
         alias="within",
-        description="How far behind the tier may be: how long ago the oldest checkpoint may have been saved that is "
-        "newer than all that it has. Where it is further behind, that is said once, and counted. What it is owed is "
-        "not superseded.",
+        description="How far behind the tier may be: the greatest age of the oldest checkpoint that is newer than all "
+        "that it has. If it is further behind, that is logged once, and counted. Checkpoints that it is owed are not "
+        "superseded.",
         examples=["10m"],
     )
 
     yields: Flag = Field(
         default=True,
         alias="yield",
-        description="Whether the tier is written slower while training's steps take longer beside that: down to what "
-        "keeps up with the saves and with within, and to a tenth of its rate at least.",
+        description="Whether the tier is written slower if flushing slows training: down to the rate that keeps up "
+        "with the saves and with within, and never below a tenth of its rate.",
         examples=[False],
     )
 
     def rule(self) -> Rule | None:
-        """Give the order as policies of kind ``flush`` are asked with it; None for the default, also by its name."""
+        """Return the order as a rule of kind ``flush``; None for the default, also where it is named."""
         return None if IN_ORDER in (self.order or ()) else order_rule(PolicyKind.FLUSH, self.order)
 
 
 class DrainSection(Section):
-    """What is done when the process is told that it will end soon."""
+    """What is done when a signal announces the end of the process."""
 
     on_signal: SignalNames = Field(
         default=("SIGTERM",),
-        description="The signals that announce the end. On one of them, whatever the training thread is in the middle "
-        "of, what can still become durable until the deadline does, the most valuable first; then the signal has the "
-        "effect that it had before.",
+        description="The signals that announce the end. On one of them, whatever the training thread is doing, all "
+        "that can become durable before the deadline does, the most valuable first; then the signal has the effect "
+        "that it had before.",
         examples=[["SIGTERM", "SIGUSR1"]],
         json_schema_extra={"default": ["SIGTERM"]},
     )
     deadline_s: Wait = Field(
         default=25.0,
         alias="deadline",
-        description="How long that may take: a little less than the notice that is given.",
+        description="How long that may take: a little less than the notice before the process is killed.",
         examples=["110s"],
         json_schema_extra={"default": "25s"},
     )
@@ -165,13 +171,13 @@ class CompressSection(Section):
 
     codec: Annotated[Codec, choice(Codec), any_word(Codec)] = Field(
         default=Codec.NONE,
-        description="none: stored as it is. zstd: in the zstd seekable format, which zstd -d reads. planes: the bytes "
-        "sorted by their place in an item, then zstd; smaller, and only tierfall reads it.",
+        description="none: uncompressed. zstd: the zstd seekable format, which zstd -d reads. planes: bytes grouped by "
+        "their position in an item, then zstd; smaller, and only tierfall reads it.",
         examples=["zstd"],
     )
     level: Level | None = Field(
         default=None,
-        description="How hard zstd tries, from 1 (the default, and mostly the best choice) to 19.",
+        description="The level of zstd, from 1 (the default, and usually the best choice) to 19.",
         examples=[3],
     )
 
@@ -183,3 +189,61 @@ class CompressSection(Section):
                 expected="{codec: zstd, level: 3}",
             )
         return self
+
+
+MAX_BYTES_LEAST = 64 << 10
+RANK, RUN = "{rank}", "{run}"
+_EXPECTED_FILE = f"a file such as ./events.jsonl, with {RANK} and {RUN} to be filled in"
+_ADDRESS = re.compile(r"/[a-z][a-z0-9+.-]+:/")
+_PLACEHOLDER = re.compile(r"\{[^{}]*\}")
+
+
+def _check_placeholders(path: Path) -> Path:
+    if _ADDRESS.search(str(path)):  # Path has turned // into /
+        raise wrong(
+            f"an address cannot be appended to; expected {_EXPECTED_FILE}", expected=_EXPECTED_FILE
+        )
+    for found in _PLACEHOLDER.findall(str(path)):
+        if found not in (RANK, RUN):
+            raise wrong(
+                f'"{found}" is not a placeholder; expected {_EXPECTED_FILE}',
+                expected=_EXPECTED_FILE,
+            )
+    return path
+
+
+def _check_max_bytes(max_bytes: int) -> int:
+    if max_bytes < MAX_BYTES_LEAST:
+        expected = f"{format_size(MAX_BYTES_LEAST)} or more"
+        raise wrong(f"{max_bytes} bytes are too few; expected {expected}", expected=expected)
+    return max_bytes
+
+
+class EventsSection(Section):
+    """The event log: one line of JSON per event."""
+
+    path: Annotated[Folder, AfterValidator(_check_placeholders)] = Field(
+        description="The file. {run} is replaced by the name of the run. Rank 0 writes it, for all; with {rank} in it "
+        "every rank writes its own.",
+        examples=["./events.jsonl"],
+    )
+    max_bytes: Annotated[Size, AfterValidator(_check_max_bytes)] = Field(
+        default=64 << 20,
+        alias="max",
+        description="The most that it uses on the disk, 64KiB or more: at half of that the file is renamed to the "
+        "same name with .1 appended, replacing the one before.",
+        examples=["64MiB"],
+        json_schema_extra={"default": "64MiB"},
+    )
+
+    def file_of(self, *, run: str, rank: int) -> Path | None:
+        """Return the file that a rank writes; None if it writes none."""
+        text = str(self.path)
+        if rank != 0 and RANK not in text:
+            return None
+        return Path(text.replace(RUN, run).replace(RANK, str(rank)))
+
+
+def expand_events(value: object) -> object:
+    """Expand a path alone to the section."""
+    return {"path": value} if isinstance(value, str | Path) else value

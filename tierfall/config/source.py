@@ -1,11 +1,14 @@
-"""Reads a YAML file into plain values, and remembers on which line each of them stands.
+"""Reads a YAML file into plain values with their line numbers, and replaces ``${env:NAME}`` in their text.
 
-Safe YAML only: no tag makes an object. A key that stands twice in one mapping is a problem, since YAML itself would
-silently take the last. This module knows nothing of which keys there are.
+Safe YAML only: no tag makes an object. A key that occurs twice in one mapping is a problem, since YAML itself would
+silently use the last. A place is the path from the top to a value, ``("tiers", 2, "flush", "every")``, and is written
+``tiers[2].flush.every``. What a variable holds may be a secret: messages show the text as the file has it. This module
+does not know which keys exist.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +16,31 @@ from typing import ClassVar
 
 import yaml
 
-from tierfall.config.places import Place, Problem
 from tierfall.core.types.errors import ConfigError
+
+Place = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One error in a configuration."""
+
+    place: Place
+    message: str
+
+
+def write_place(place: Place) -> str:
+    """Write a place as in ``tiers[2].flush.every``; empty for the whole configuration."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return "".join(parts).removeprefix(".")
+
 
 _FILE_BYTES_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YamlSource:
-    """What was read: plain values, the line of each place, and what is wrong with the text itself."""
+    """Plain values, the line of each place, and the errors of the text itself."""
 
     label: str
     value: object
@@ -29,16 +48,16 @@ class YamlSource:
     problems: tuple[Problem, ...] = ()
 
     def where(self, place: Place) -> str:
-        """Say file and line of a place, or of the nearest one around it; empty without a file."""
+        """Return ``FILE:LINE: `` of a place, or of the nearest one around it; empty if there is no file."""
         if not self.label:
             return ""
         line = self.line(place)
         return f"{self.label}: " if line is None else f"{self.label}:{line}: "
 
     def line(self, place: Place) -> int | None:
-        """Give the line of a place, or of the nearest one around it that has a line."""
-        around = (place[:length] for length in range(len(place), -1, -1))
-        return next((self.lines[part] for part in around if part in self.lines), None)
+        """Return the line of a place, or of the nearest one around it that has one."""
+        outward = (place[:length] for length in range(len(place), -1, -1))
+        return next((self.lines[part] for part in outward if part in self.lines), None)
 
 
 def read_yaml(path: Path) -> YamlSource:
@@ -51,7 +70,7 @@ def parse_yaml(text: str, *, label: str) -> YamlSource:
     try:
         node, problems, value = _compose(text)
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{label}{_words(error)}") from error
+        raise ConfigError(f"{label}{_format_yaml_error(error)}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{label}:{line}: not valid YAML: {error.reason}") from error
@@ -63,7 +82,7 @@ def parse_yaml(text: str, *, label: str) -> YamlSource:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML, in which a date is text: nothing here is a date, but a run's name may look like one."""
+    """Safe YAML without dates: no value is one, but the name of a run may look like one."""
 
     yaml_constructors: ClassVar = {
         **yaml.SafeLoader.yaml_constructors,
@@ -72,7 +91,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _compose(text: str) -> tuple[yaml.Node | None, tuple[Problem, ...], object]:
-    """Parse into nodes, look at them, and make values of them (which resolves merge keys in the nodes, too)."""
+    """Parse into nodes, check these, and construct values. Constructing also resolves merge keys in the nodes, so that
+    the check comes first."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -88,7 +108,7 @@ def _read_text(path: Path) -> str:
             data = file.read(_FILE_BYTES_MAX + 1)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{path}: there is no such file (looked from {Path.cwd()}); give the path of a YAML file, or a dict"
+            f"{path}: there is no such file (relative to {Path.cwd()}); expected the path of a YAML file, or a dict"
         ) from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path}: is a folder; expected a YAML file") from error
@@ -102,7 +122,7 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path}: is not text in UTF-8 (byte {error.start})") from error
 
 
-def _words(error: yaml.MarkedYAMLError) -> str:
+def _format_yaml_error(error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     place = f":{mark.line + 1}:{mark.column + 1}: " if mark else ": "
     context = f" ({error.context})" if error.context else ""
@@ -110,35 +130,90 @@ def _words(error: yaml.MarkedYAMLError) -> str:
 
 
 def _repeated_keys(node: yaml.Node, place: Place, around: tuple[int, ...]) -> Iterator[Problem]:
-    """Find keys that stand twice, and refuse what contains itself."""
+    """Find keys that occur twice. Raises an error for a value that contains itself, by an anchor."""
     if id(node) in around:
         raise yaml.constructor.ConstructorError(
             None, None, "a value that contains itself", node.start_mark
         )
     first: dict[str | int, int] = {}
-    for part, inner, line in _inside(node):
+    for part, inner, line in _children(node):
         if part in first:
             yield Problem(
                 place=(*place, part),
-                message=f"the key stands here twice, first on line {first[part]}; remove one",
+                message=f"the key occurs twice here, first on line {first[part]}; remove one",
             )
         first.setdefault(part, line)
         yield from _repeated_keys(inner, (*place, part), (*around, id(node)))
 
 
 def _lines(node: yaml.Node, place: Place) -> Iterator[tuple[Place, int]]:
-    """Give the line of every place: of its key in a mapping, of its beginning in a list."""
+    """Yield the line of every place: of its key in a mapping, of its beginning in a list."""
     if place == ():
         yield (), node.start_mark.line + 1
-    for part, inner, line in _inside(node):
+    for part, inner, line in _children(node):
         yield (*place, part), line
         yield from _lines(inner, (*place, part))
 
 
-def _inside(node: yaml.Node) -> Iterator[tuple[str | int, yaml.Node, int]]:
+def _children(node: yaml.Node) -> Iterator[tuple[str | int, yaml.Node, int]]:
     if isinstance(node, yaml.MappingNode):
         for key, inner in node.value:
             yield str(key.value), inner, key.start_mark.line + 1
     elif isinstance(node, yaml.SequenceNode):
         for index, inner in enumerate(node.value):
             yield index, inner, inner.start_mark.line + 1
+
+
+_REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}|(\$\{[^}]*\}?)")
+_BRACED = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
+
+
+@dataclass(slots=True)
+class EnvironmentFill:
+    """Replaces references, and records the original texts (``hidden``) and the errors."""
+
+    environ: Mapping[str, str]
+    hidden: dict[Place, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def fill(self, value: object, place: Place = ()) -> object:
+        """Return a copy of the value in plain dicts and lists, with every reference replaced. The text of a variable is
+        not searched for references."""
+        match value:
+            case str():
+                return self._fill_text(value, place)
+            case Mapping():
+                return {key: self.fill(inner, (*place, key)) for key, inner in value.items()}
+            case list() | tuple():
+                return [self.fill(inner, (*place, index)) for index, inner in enumerate(value)]
+            case _:
+                return value
+
+    def original(self, place: Place) -> str | None:
+        """Return the text at a place, or at one around it, as it was before a variable replaced a reference in it."""
+        outward = (place[:length] for length in range(len(place), -1, -1))
+        return next((self.hidden[part] for part in outward if part in self.hidden), None)
+
+    def _fill_text(self, text: str, place: Place) -> str:
+        if "${" not in text:
+            return text
+        self.hidden[place] = text
+        return _REFERENCE.sub(lambda match: self._value_of(match, place), text)
+
+    def _value_of(self, match: re.Match[str], place: Place) -> str:
+        name, malformed = match[1], match[2]
+        if malformed is not None:
+            hint = f": write ${{env:{malformed[2:-1]}}}" if _BRACED.fullmatch(malformed) else ""
+            self._add_problem(
+                place, f"{malformed} is not a reference; expected ${{env:NAME}}{hint}"
+            )
+            return "nothing"  # still text: the field's own check reports no second error
+        if name not in self.environ:
+            self._add_problem(
+                place, f"the environment variable {name} is not set; set it, or write the value"
+            )
+            return match[0]
+        return self.environ[name]
+
+    def _add_problem(self, place: Place, message: str) -> None:
+        self.problems.append(Problem(place=place, message=message))

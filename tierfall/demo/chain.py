@@ -1,6 +1,6 @@
-"""The demo's chain of tiers: the file that describes it, what lies on it, and how to damage it.
+"""The demo's chain of tiers: its configuration file, the checkpoints on it, and how to damage them.
 
-It looks from outside, through ``tierfall.ops.reader``, as ``tierfall ls`` does.
+It inspects tiers with ``tierfall.ops.reader``, as ``tierfall ls`` does.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def still_owed(chain: Chain, listings: Mapping[str, Listing]) -> set[tuple[Check
 
 
 def lose_node(chain: Chain) -> None:
-    """Remove what lies on this node: host memory, and the file tier's folder.
+    """Remove all that is on this node: host memory, and the file tier's folder.
 
     Raises OSError where something of it stays.
     """

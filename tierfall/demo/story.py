@@ -1,6 +1,6 @@
-"""The story: train, kill in the middle of a flush, go on, damage a copy, lose the node, compare, and add up.
+"""The acts of the demo: train, kill during a flush, continue, damage a copy, lose the node, compare, and sum up.
 
-Each act is a function over a ``Stage``. An act that does not show what it is to show raises DemoError.
+Each act is a function of a ``Stage``. An act whose result is not the expected one raises DemoError.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Stage:
                 yield line
 
     def play(self, trainer: Trainer, *, saves: bool = True) -> Act:
-        """Let a trainer run to its end."""
+        """Run a trainer to its end."""
         for _ in self.follow(trainer, saves=saves):
             pass
         return trainer.act
@@ -89,7 +89,7 @@ def train_and_kill(stage: Stage) -> tuple[Act, CheckpointId]:
             took_s = _under_way_s(stage)
             time.sleep(SETTLE_S)
             cut = id_of(stage.progress.arriving[STORE])
-            if not _is_as_told(stage, trainer, cut):
+            if not _matches_event_log(stage, trainer, cut):
                 trainer.thaw()
                 continue
             trainer.kill()
@@ -107,7 +107,7 @@ def train_and_kill(stage: Stage) -> tuple[Act, CheckpointId]:
 
 
 def _is_ripe(stage: Stage, act: Act, step: int) -> bool:
-    """Say whether a copy is on its way to the object tier which the next start will finish."""
+    """Return whether a copy to the object tier is under way that the next start will finish."""
     copy = stage.progress.arriving.get(STORE)
     if copy is None or step < KILL_FROM * stage.steps:
         return False
@@ -132,9 +132,9 @@ def _usual_s(act: Act) -> float:
     return float(done[-1]["seconds"]) if done else 0.0
 
 
-def _is_as_told(stage: Stage, trainer: Trainer, cut: CheckpointId) -> bool:
-    """Say whether, while nothing moves, the copy has still no commit record, and the event log has told of every
-    image: a kill loses what waits to be written there."""
+def _matches_event_log(stage: Stage, trainer: Trainer, cut: CheckpointId) -> bool:
+    """Return whether, while the trainer is stopped, the copy has no commit record yet, and the event log has an event
+    of every image: a kill loses events that are not written."""
     for line in trainer.read():
         stage.progress.add(line)
     listings = chains.look(stage.chain)
@@ -267,7 +267,7 @@ def check_came_from(restored: Line, *tiers: str) -> None:
 
 
 def lose_node_and_restore(stage: Stage, saved: str) -> tuple[Act, float]:
-    """Lose what lies on this node; a fresh process has to restore the same bytes from the object tier alone.
+    """Lose all that is on this node; a fresh process has to restore the same bytes from the object tier alone.
 
     Returns, too, when the node was lost.
     """

@@ -1,6 +1,6 @@
-"""What happened when, from the event log and the trainers' own lines: the data behind the picture, and where it goes.
+"""The data of the picture, from the event log and the trainers' own output, and where the picture is written.
 
-Every time is in seconds since the first trainer was started. ``picture`` draws it, where matplotlib is installed.
+Times are in seconds since the start of the first trainer. ``picture`` draws it, if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOSE = "tierfall-demo.png"
 
 
 class Kind(StrEnum):
-    """What a bar stands for."""
+    """The meaning of a bar."""
 
     CAPTURE = "capture"
     FLUSH = "flush"
@@ -53,7 +53,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A run on its tiers, the fastest first; ``moments`` say when something happened to it, and what."""
+    """A run on its tiers, fastest first; ``moments`` are its events with their times."""
 
     tiers: tuple[str, ...]
     bars: tuple[Bar, ...]
@@ -80,7 +80,7 @@ def make_timeline(
 
 
 def _bars(act: Act, origin_s: float, found: Collection[Copy]) -> Iterator[Bar]:
-    """A bar from the line that says that something began to the one that says that it is done, or to the kill."""
+    """A bar from the line that reports a begin to the line that reports its end, or to the kill."""
     begun: dict[Copy, float] = {}
 
     def bar(kind: Kind, copy: Copy, begin_s: float, end_s: float) -> Bar:
@@ -125,7 +125,7 @@ def _process(act: Act, origin_s: float) -> Process:
 
 
 def picture_path(folder: Path | None, wanted: Path | None) -> Path:
-    """Say where the picture goes: where it is wanted, else into the folder that is kept, else to the working directory.
+    """Return the path of the picture: the requested one, else in the kept folder, else in the working directory.
 
     Raises DemoError, before anything is trained for it, where no file can be there.
     """
@@ -141,7 +141,7 @@ def picture_path(folder: Path | None, wanted: Path | None) -> Path:
 
 
 def draw_picture(screen: Screen, timeline: Timeline, path: Path) -> Path | None:
-    """Write the picture and say where it is; where that cannot be, say why, and return None."""
+    """Write the picture and print its path; if that fails, print why, and return None."""
     try:
         picture = importlib.import_module("tierfall.demo.picture")
     except ModuleNotFoundError as error:

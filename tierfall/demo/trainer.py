@@ -1,7 +1,7 @@
 """The process that trains, and that the demo kills: ``python -m tierfall.demo.trainer``.
 
 It is an ordinary user of tierfall's public API. It writes a line of JSON when it is ``ready``, for each ``step``, and
-when it has ``ended``; what becomes of its checkpoints is in the event log of the run.
+when it has ``ended``; the event log of the run records its checkpoints.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def write(log: IO[str], kind: str, **members: Any) -> None:
 
 
 def restored(report: tierfall.RestoreReport) -> dict[str, Any]:
-    """Say what was restored: each shard's source as shard, tier and bytes, and what was passed over and why."""
+    """Report what was restored: each shard's source as shard, tier and bytes, and the skipped copies with reasons."""
     return {
         "step": report.step,
         "attempt": report.attempt,

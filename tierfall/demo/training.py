@@ -1,7 +1,7 @@
-"""The training itself: what a user has before tierfall comes, and the few lines that tierfall adds.
+"""The training: a loop without tierfall, and the few lines that tierfall adds.
 
-Every source of chance is seeded and the number of threads is fixed, so that two runs give the same losses to the last
-bit. Its data is real English text that every machine with Python has.
+Every random generator is seeded and the number of threads is fixed, so that two runs have bit-identical losses. Its
+data is English text that every installation of Python has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A folder of ``torch.distributed.checkpoint``, written by its own writer in one process.
 
-``dcp.load`` reads any block of any tensor of it into any layout. Nothing but an export imports this: DCP is slow to
-load.
+``dcp.load`` reads any block of any tensor of it into any layout. Only an export imports this module: importing DCP is
+slow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tierfall.export.torch_file import first_cause
 
 
 class _DcpWriter(FileSystemWriter):
-    """Names the folder as it will be called, not as it is until then."""
+    """Records the final path of the folder instead of the temporary one."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         super().__init__(folder, thread_count=1, sync_files=True)  # with more, failures are lost
@@ -32,11 +32,13 @@ class _DcpWriter(FileSystemWriter):
 
 
 def save_dcp(state: Mapping[str, Any], folder: Path, path: Path) -> None:
-    """Write a state into ``folder``, which is to become ``path``. Raises BackendError where DCP cannot write it, and
-    what lies behind that where it says so."""
+    """Write a state into ``folder``, which is renamed to ``path`` later. Raises BackendError if DCP cannot write it, or
+    the OSError or interrupt behind that if DCP reports it."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled"
+            )  # intended: one process writes
             metadata = save(dict(state), storage_writer=_DcpWriter(folder, path), no_dist=True)
     except CheckpointException as error:
         failures = [failure for failure, _ in error.failures.values()]

@@ -1,10 +1,10 @@
-"""Exporting: a checkpoint, or a part of it, as one file, or as a folder of DCP, that needs no tierfall to be read.
+"""Export: a checkpoint, or a part of it, as one file or as a DCP folder, which are readable without tierfall.
 
-The state of all ranks is merged: tensors are whole, values are rank 0's, and what other ranks have otherwise is below
-``per_rank.<rank>``. One rank is the same with nothing to merge.
+The state of all ranks is merged: tensors are whole, values are rank 0's, and differing entries of other ranks are below
+``per_rank.<rank>``. With one rank there is nothing to merge.
 
-Every chunk is verified before its bytes are written, and read from the next copy where one is damaged. Bytes go to
-their places in the safetensors file itself, or in a file beside, mapped, from which torch writes.
+Every chunk is verified before its bytes are written; a damaged one is read from the next copy. Bytes are written to
+their offsets in the safetensors file itself, or in a mapped temporary file, from which torch writes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ import torch
 
 from tierfall.core.copies.shard_reader import OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
-from tierfall.core.image.tree import CONTAINERS_AND_OBJECTS, OptimizerNode, ValueNode, leaves
+from tierfall.core.image.tree import (
+    CONTAINERS_AND_OBJECTS,
+    MapNode,
+    ModuleNode,
+    OptimizerNode,
+    ValueNode,
+    leaves,
+)
 from tierfall.core.load.build import CPU, Builder
 from tierfall.core.types.errors import ConfigError
-from tierfall.export.dcp_names import as_state, by_parameter, prefix_of
 from tierfall.export.gather import MergedCheckpoint, gather, slots_in
 from tierfall.export.options import (
     ExportFormat,
@@ -53,11 +59,11 @@ def export(
     wish: ExportOptions,
     watch: Watch = lambda done, total: None,
 ) -> ExportResult:
-    """Write one checkpoint, read from ``tiers``, fastest first; ``watch`` gets bytes written and bytes in all.
+    """Write one checkpoint, read from ``tiers``, fastest first; ``watch`` receives bytes written and bytes in all.
 
-    Raises ConfigError for parts that are not there, IntegrityError where no copy is good, BackendError and
-    CapacityError for what is wrong with the place, RestoreError where a registered type is not registered here, and for
-    what ranks do not have alike.
+    Raises ConfigError for unknown parts, IntegrityError if no copy is good, BackendError and CapacityError for an
+    unusable target, RestoreError for a type that is not registered in this process, and for parts that differ among
+    ranks and cannot be merged.
     """
     gathered = gather(checkpoint, tiers, open_image, watch)
     path = wish.to
@@ -70,7 +76,7 @@ def export(
     gathered.check(parts)
     tensors, notes = _EXPORT[wish.format](gathered, parts, path, wish)
     if gathered.own is not None and any(part.name in ("", gathered.own) for part in parts):
-        notes.append(f"what ranks had otherwise than rank 0 stands below {gathered.own}, by rank")
+        notes.append(f"entries that differ from rank 0's are below {gathered.own}, by rank")
     return make_result(checkpoint.id, path, tensors, gathered.tally, notes)
 
 
@@ -81,7 +87,7 @@ def _export_safetensors(
     gathered: MergedCheckpoint, parts: tuple[StatePart, ...], path: Path, wish: ExportOptions
 ) -> tuple[int, list[str]]:
     header = gathered.header
-    said = {"tierfall.checkpoint": f"{gathered.run} {gathered.id}"}
+    metadata = {"tierfall.checkpoint": f"{gathered.run} {gathered.id}"}
     if wish.only:
         named: dict[str, int] = {}
         for part in parts:
@@ -91,15 +97,15 @@ def _export_safetensors(
         return _export_image(gathered, path, wish)
     else:
         named = {stored.name: slot for slot, stored in enumerate(header.tensors)}
-        said[VALUES] = _named_values(gathered, parts)
+        metadata[VALUES] = _named_values(gathered, parts)
         notes = []
     if not named:
         raise ConfigError(
-            f"export: {', '.join(wish.only) or gathered.id} holds no tensor, and safetensors holds nothing else; "
+            f"export: {', '.join(wish.only) or gathered.id} has no tensor, and safetensors stores nothing else; "
             "use --format torch"
         )
     by_items = sorted(named.values(), key=lambda slot: (-header.tensors[slot].dtype.itemsize, slot))
-    head, places, length = lay_out(header, named, by_items, said)
+    head, places, length = lay_out(header, named, by_items, metadata)
     with _opened(path, wish, length) as descriptor:
         write_all(descriptor, memoryview(head), 0)
         gathered.write(places, descriptor)
@@ -109,7 +115,7 @@ def _export_safetensors(
 def _export_image(
     gathered: MergedCheckpoint, path: Path, wish: ExportOptions
 ) -> tuple[int, list[str]]:
-    """The whole state of one rank is what its image is: a safetensors file already."""
+    """The image of a single rank is a safetensors file already."""
     with (
         gathered.images.open(0) as job,
         _opened(path, wish, job.manifest.image_bytes) as descriptor,
@@ -120,7 +126,7 @@ def _export_image(
 
 @contextmanager
 def _opened(path: Path, wish: ExportOptions, length: int) -> Iterator[int]:
-    """Give the descriptor of a file to write ``length`` bytes into; raises as ``new_file`` does."""
+    """Open a file for ``length`` bytes, and yield its descriptor; raises as ``new_file`` does."""
     with new_file(path, replace=wish.replace, room_bytes=length) as unfinished:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -130,7 +136,7 @@ def _opened(path: Path, wish: ExportOptions, length: int) -> Iterator[int]:
 
 
 def _named_values(gathered: MergedCheckpoint, parts: Sequence[StatePart]) -> str:
-    """Return what is no tensor, by name: the tagged JSON of each value, and the tensors that are parts of it."""
+    """Return the values by name: for each its tagged JSON, and the names of the tensors that are parts of it."""
     header = gathered.header
     return json.dumps(
         {
@@ -147,7 +153,7 @@ def _named_values(gathered: MergedCheckpoint, parts: Sequence[StatePart]) -> str
 
 
 class _MappedBuilder(Builder):
-    """Builds a state whose tensors are in a mapped file: ``places`` are, by slot, where the bytes of each begin."""
+    """Builds a state whose tensors are in a mapped file; ``places`` has the offset of each tensor."""
 
     def __init__(
         self, gathered: MergedCheckpoint, mapping: mmap.mmap, places: Mapping[int, int]
@@ -158,7 +164,7 @@ class _MappedBuilder(Builder):
         self._mapped: dict[int, torch.Tensor] = {}
 
     def flat(self, slot: int, device: torch.device) -> torch.Tensor:
-        """Return a slot's bytes where they are, as a storage of its own: torch.save writes whole storages."""
+        """Return the bytes of a tensor in the mapping, as a storage of its own: torch.save writes whole storages."""
         if slot not in self._mapped:
             length = self.header.tensors[slot].length
             self._mapped[slot] = (
@@ -172,17 +178,17 @@ class _MappedBuilder(Builder):
 
 
 class _DcpBuilder(_MappedBuilder):
-    """Builds optimizers' states as DCP names them."""
+    """Builds the states of optimizers with DCP's names."""
 
     def _optimizer(self, node: OptimizerNode, device: torch.device) -> dict[str, Any]:
         built = super()._optimizer(node, device)
-        return by_parameter(node, built, prefix_of(node, self.header.tree))
+        return _by_parameter(node, built, _prefix_of(node, self.header.tree))
 
 
 def _build(
     kind: type[_MappedBuilder], gathered: MergedCheckpoint, parts: Sequence[StatePart], beside: Path
 ) -> Any:
-    """Build the state that the parts are, or the one part, its tensors in a file without a name, which goes with its
+    """Build the state of the parts, or of a single part. Its tensors are in an unlinked file, which is freed with its
     mapping; each begins at a multiple of 64 bytes."""
     places, end = {}, 0
     for slot in slots_in(parts):
@@ -191,7 +197,7 @@ def _build(
     path = beside.with_name(f"{beside.name}.image")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        path.unlink()  # whatever happens
+        path.unlink()  # so that nothing remains after a crash
         os.ftruncate(descriptor, max(end, 1))
         gathered.write({slot: (start,) for slot, start in places.items()}, descriptor)
         mapping = mmap.mmap(descriptor, max(end, 1), access=mmap.ACCESS_COPY)
@@ -221,12 +227,40 @@ def _export_dcp(
 
     with new_folder(path, room_bytes=_room_bytes(gathered, parts)) as unfinished:
         state = _build(_DcpBuilder, gathered, parts, unfinished)
-        save_dcp(as_state(state, parts[0].name), unfinished, path)
+        save_dcp(_as_state(state, parts[0].name), unfinished, path)
     return len(slots_in(parts)), []
 
 
+def _by_parameter(node: OptimizerNode, built: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Key an optimizer's state by the names of its parameters without ``prefix``, as ``get_optimizer_state_dict`` does;
+    by their numbers if the names are unknown."""
+    if None in node.names:
+        return built
+    names = [str(name).removeprefix(prefix) for name in node.names]
+    state = {names[k] if isinstance(k, int) else k: v for k, v in built["state"].items()}
+    groups = [
+        {**group, "params": [names[number] for number in group["params"]]}
+        for group in built["param_groups"]
+    ]
+    return {**built, "state": state, "param_groups": groups}
+
+
+def _prefix_of(node: OptimizerNode, tree: MapNode) -> str:
+    """Return the prefix of the names of an optimizer's parameters: the name of the one module that has them."""
+    for key, child in tree.entries:
+        prefix = f"{key}."
+        if isinstance(child, ModuleNode) and all(str(n).startswith(prefix) for n in node.names):
+            return prefix
+    return ""
+
+
+def _as_state(built: Any, name: str) -> dict[str, Any]:
+    """Return a built part as a state_dict; a part that is no dict is keyed by the last component of its name."""
+    return built if isinstance(built, dict) else {name.rpartition(".")[2]: built}
+
+
 def _room_bytes(gathered: MergedCheckpoint, parts: Sequence[StatePart]) -> int:
-    """What torch writes, and what it is given, in bytes."""
+    """Bytes of the mapped file, and of what torch writes from it."""
     return 2 * sum(gathered.header.tensors[slot].length for slot in slots_in(parts))
 
 

@@ -1,12 +1,13 @@
-"""One checkpoint of any number of ranks as one state: a merged header, and its whole tensors, written into a file.
+"""One checkpoint of any number of ranks as one state: a merged header, and whole tensors, written into a file.
 
-Bytes go from the ranks' images to their places in the file, each chunk verified before. A block that is a contiguous
-range of its tensor goes there through the buffer of a chunk, of which there are two. Others (columns) are put together
-in memory first, some rows at a time.
+Bytes are copied from the ranks' images to their offsets in the file; each chunk is verified first. A tensor block that
+is a contiguous range of its tensor is written from the buffer of a chunk, of which there are two. Others (columns) are
+assembled in memory first, some rows at a time.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,15 +30,14 @@ from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.export.output import write_all
 from tierfall.export.select import StatePart
-from tierfall.export.stream import FileSpan, write_spans
 from tierfall.ops.commands import Progress, Watch
 
 CHUNKS_MAX = 2
 """How many chunks may be in memory at once."""
 ROWS_BYTES = 128 << 20
-"""So much is put together in memory at once, and read for it, or one row if that is larger."""
+"""The most that is assembled in memory at once, or one row if that is larger."""
 COMPARED_BYTES = 16 << 20
-"""So much of what ranks have under one name is compared at once."""
+"""The most that is compared between two ranks at once."""
 
 
 class RankImages:
@@ -58,7 +58,7 @@ class RankImages:
             job.fill(fills, WrittenTargets())
 
     def chunk_digests(self, rank: int, start: int, end: int) -> tuple[int, int, tuple[str, ...]]:
-        """Return what tells bytes of an image apart, by the digests of the chunks that they lie in."""
+        """Return an identity of a range of an image: its offset and the digests of the chunks around it."""
         manifest = self._parts.manifest(Shard(rank, self.world_size))
         low, high = start // manifest.chunk_bytes, (end - 1) // manifest.chunk_bytes
         return start, manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
@@ -76,8 +76,8 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedCheckpoint:
-    """One checkpoint, merged over its ranks. ``own`` is the name below which single ranks' entries are that differ from
-    rank 0's, where there are such."""
+    """One checkpoint, merged over its ranks. ``own`` is the name below which entries of single ranks are that differ
+    from rank 0's, if there are any."""
 
     run: str
     id: CheckpointId
@@ -92,7 +92,7 @@ class MergedCheckpoint:
         return self.merged.header
 
     def check(self, parts: Sequence[StatePart]) -> None:
-        """Raise RestoreError where the ranks do not have one of these parts alike, or not all of it."""
+        """Raise RestoreError for a part that differs among the ranks, or is incomplete."""
         for part in parts:
             for name, leaf in leaves(part.node, part.name):
                 if isinstance(leaf, ConflictNode):
@@ -100,16 +100,16 @@ class MergedCheckpoint:
         for slot in slots_in(parts):
             stored, blocks = self.header.tensors[slot], self.merged.blocks[slot]
             if sum(block.end - block.start for block in blocks) < stored.length:
-                raise RestoreError(f"{self.header.what}: {stored.name}: it is not there whole")
+                raise RestoreError(f"{self.header.what}: {stored.name}: it is incomplete")
 
     def write_image(self, job: ShardReader, descriptor: int) -> None:
-        """Write the image of the one rank as it is. Raises as ``write`` does."""
+        """Write the image of a single rank unchanged. Raises as ``write`` does."""
         length = job.manifest.image_bytes
         span = FileSpan(start=0, end=length, targets=(0,))
-        write_spans(job, [span], descriptor, Progress(self.watch, length))
+        _write_spans(job, [span], descriptor, Progress(self.watch, length))
 
     def write(self, places: Mapping[int, Sequence[int]], descriptor: int) -> None:
-        """Write the tensors of ``places`` into a file; ``places`` are, by slot, the offsets at which its bytes begin.
+        """Write tensors into a file; ``places`` has the offsets at which each begins, one or more.
 
         Raises as ``ChunkReader.read`` does, and OSError.
         """
@@ -127,12 +127,12 @@ class MergedCheckpoint:
                     FileSpan(start=base + s.start, end=base + s.end, targets=s.targets)
                     for s in sorted(those, key=lambda span: span.start)
                 ]
-                write_spans(job, moved, descriptor, progress)
+                _write_spans(job, moved, descriptor, progress)
         for batch in self._batches(cut):
             self._write_rows(batch, places, descriptor, progress)
 
     def _span(self, slot: int, block: TensorBlock, starts: Sequence[int]) -> FileSpan:
-        """Return where a block that is a contiguous range of its tensor comes from in the data, and goes to."""
+        """Return source and targets of a block that is a contiguous range of its tensor."""
         before = block.offset[0] * self._row_bytes(slot) if block.offset else 0
         targets = tuple(start + before for start in starts)
         return FileSpan(start=block.start, end=block.end, targets=targets)
@@ -144,9 +144,9 @@ class MergedCheckpoint:
         descriptor: int,
         progress: Progress,
     ) -> None:
-        """Put rows together in memory, and write them."""
+        """Assemble rows in memory, and write them."""
         shapes = [self.header.tensors[rows.slot].shape for rows in batch]
-        wants = [
+        targets = [
             BlockTarget(
                 slot=rows.slot,
                 target=torch.empty(rows.bytes, dtype=torch.uint8),
@@ -155,14 +155,14 @@ class MergedCheckpoint:
             )
             for rows, shape in zip(batch, shapes, strict=True)
         ]
-        reads = plan_block_reads(self.merged, wants, same=())
+        reads = plan_block_reads(self.merged, targets, same=())
         for rank, fills in sorted(reads.fills.items()):
             self.images.read(rank, fills)
         reads.finish()
-        for rows, want in zip(batch, wants, strict=True):
+        for rows, block in zip(batch, targets, strict=True):
             before = rows.first * self._row_bytes(rows.slot)
             for start in places[rows.slot]:
-                write_all(descriptor, want.target.numpy().data, start + before)
+                write_all(descriptor, block.target.numpy().data, start + before)
             progress.add(rows.bytes)
 
     def _batches(self, slots: Sequence[int]) -> Iterator[list[_Rows]]:
@@ -187,7 +187,7 @@ class MergedCheckpoint:
         return stored.length // stored.shape[0] if stored.length and stored.shape else 0
 
     def _is_cut(self, slot: int) -> bool:
-        """Say whether some block of a tensor is no contiguous range of it."""
+        """Return whether some block of a tensor is not a contiguous range of it."""
         stored = self.header.tensors[slot]
         blocks = self.merged.blocks[slot]
         return stored.length > 0 and any(b.lengths[1:] != stored.shape[1:] for b in blocks)
@@ -223,11 +223,49 @@ def gather(
     )
 
 
-# What ranks have alike -------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSpan:
+    """Bytes ``start`` to ``end`` of an image, and the offsets in the file at which they are written."""
+
+    start: int
+    end: int
+    targets: tuple[int, ...]
+
+
+def _write_spans(
+    job: ShardReader, spans: Sequence[FileSpan], descriptor: int, progress: Progress
+) -> None:
+    """Write spans of an image, sorted and disjoint, to their offsets in a file.
+
+    Raises as ``ChunkReader.read`` does, and OSError.
+    """
+    manifest, ends = job.manifest, [span.end for span in spans]
+
+    def overlapping(index: int) -> Sequence[FileSpan]:
+        start, end = manifest.chunk_range(index)
+        first = stop = bisect_right(ends, start)
+        while stop < len(spans) and spans[stop].start < end:
+            stop += 1
+        return spans[first:stop]
+
+    def write(index: int, view: memoryview) -> None:
+        start, end = manifest.chunk_range(index)
+        written = 0
+        for span in overlapping(index):
+            low, high = max(start, span.start), min(end, span.end)
+            for target in span.targets:
+                write_all(descriptor, view[low - start : high - start], target + low - span.start)
+            written += high - low
+        progress.add(written)
+
+    job.read_chunks([i for i in range(manifest.chunk_count) if overlapping(i)], write)
+
+
+# Comparing ranks -------------------------------------------------------------------------------------
 
 
 def _differing(images: RankImages, rank: int, pairs: Sequence[TensorPair]) -> frozenset[TensorPair]:
-    """Return the pairs whose bytes differ. Those in chunks of the same digests are the same; others are read."""
+    """Return the pairs whose bytes differ. Equal digests of their chunks prove equality; other pairs are read."""
     found: set[TensorPair] = set()
     slices: list[tuple[TensorPair, int, int]] = []
     for pair in dict.fromkeys(pairs):

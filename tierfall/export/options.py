@@ -1,4 +1,4 @@
-"""What an export is asked for, what it says of itself, and how its files are named and laid out."""
+"""The options and the result of an export, and the names and layout of its files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES_SHOWN = 4
 
 
 class ExportFormat(StrEnum):
-    """What is written."""
+    """The format of an export."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
@@ -33,7 +33,7 @@ _SUFFIXES = {ExportFormat.SAFETENSORS: ".safetensors", ExportFormat.TORCH: ".pt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What to export: the parts named by ``only`` (none: all of it) into the folder ``to``."""
+    """The parts named by ``only`` (empty: all) are exported into the folder ``to``."""
 
     to: Path
     format: ExportFormat
@@ -43,7 +43,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportResult:
-    """What was written, from which tiers it was read (in bytes), what was passed over, and what is worth knowing."""
+    """What was written, the bytes read from each tier, the copies that were skipped, and notes for the user."""
 
     id: CheckpointId
     path: Path
@@ -57,7 +57,7 @@ class ExportResult:
 def make_result(
     id: CheckpointId, path: Path, tensors: int, tally: ReadTally, notes: Sequence[str]
 ) -> ExportResult:
-    """Say what was written at ``path``, a file or a folder of files."""
+    """Return the result of an export at ``path``, a file or a folder of files."""
     files = [path] if path.is_file() else list(path.iterdir())
     return ExportResult(
         id=id,
@@ -71,7 +71,7 @@ def make_result(
 
 
 def file_name(run: str, id: CheckpointId, wish: ExportOptions) -> str:
-    """Name the file of an export. Raises ConfigError where a part's name cannot name one."""
+    """Return the name of the exported file. Raises ConfigError if the name of a part is not a file name."""
     name = f"{run}-step-{id.step:08d}"
     if len(wish.only) == 1:
         (name,) = wish.only
@@ -83,19 +83,19 @@ def file_name(run: str, id: CheckpointId, wish: ExportOptions) -> str:
 def lay_out(
     header: ImageHeader, named: Mapping[str, int], slots: Sequence[int], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[int, list[int]], int]:
-    """Return the header of a safetensors file that holds the tensors ``named``, where in the file each of their slots
-    begins (once for each name), and its length.
+    """Return the header of a safetensors file with the tensors ``named``, the offsets of each in the file (one for each
+    of its names), and the length of the file.
 
-    Tensors stand in the order of ``slots``, which must keep each aligned to its items.
+    Tensors are stored in the order of ``slots``, which must keep each aligned to its items.
     """
     order = {slot: number for number, slot in enumerate(slots)}
-    true = {
+    unsupported = {
         name: [dtypes.name_of(tensor.dtype), list(tensor.shape)]
         for name, slot in named.items()
         if dtypes.code_of((tensor := header.tensors[slot]).dtype) is None
     }
-    said = {"tierfall.dtypes": json.dumps(true)} if true else {}
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata, **said}}
+    dtypes_of = {"tierfall.dtypes": json.dumps(unsupported)} if unsupported else {}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata, **dtypes_of}}
     places: dict[int, list[int]] = {}
     end = 0
     for name, slot in sorted(named.items(), key=lambda item: (order[item[1]], item[0])):
@@ -117,7 +117,9 @@ def left_out(parts: Sequence[StatePart]) -> list[str]:
     left = [name for part in parts for name in values_of(part)]
     if not left:
         return []
-    return [f"left out, since safetensors holds tensors alone: {some(left)}; --format torch has it"]
+    return [
+        f"omitted, as safetensors stores only tensors: {some(left)}; --format torch includes it"
+    ]
 
 
 def as_bytes(header: ImageHeader, named: Mapping[str, int]) -> list[str]:

@@ -1,7 +1,7 @@
-"""A file, or a folder, that appears whole under its name, or not at all: what ``export`` writes.
+"""Atomic creation of the file or folder that ``export`` writes.
 
-It is written under a name of its own beside its place, synced, and renamed. Whatever fails leaves nothing behind, nor
-the folders that were made for it. A kill may leave the unfinished file, whose name says what it is.
+It is written under a temporary name in the same folder, synced, and renamed. After a failure it is removed, with the
+folders that were created for it. After a kill the temporary file may remain; its name ends in ``.unfinished``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ UNFINISHED_SUFFIX = ".unfinished"
 
 @contextmanager
 def new_file(path: Path, *, replace: bool, room_bytes: int) -> Iterator[Path]:
-    """Give the name to write under; after the block the file stands at ``path``, durably.
+    """Yield the path to write to; after the block the file is durable at ``path``.
 
-    ``room_bytes`` is what the block will write in all. Raises BackendError where ``path`` is taken and not to be
-    replaced, or the folder cannot be used; CapacityError, before anything is written, where there is no room.
+    ``room_bytes`` is what the block writes in all. Raises BackendError if ``path`` exists and ``replace`` is false, or
+    the folder is unusable; CapacityError, before anything is written, if there is no room.
     """
     check_free(path, replace=replace)
     with translated(f"export to {path.parent}"):
@@ -47,9 +47,9 @@ def new_file(path: Path, *, replace: bool, room_bytes: int) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path, *, room_bytes: int) -> Iterator[Path]:
-    """Give the folder to write files into; after the block it stands at ``path``, durably, with all of them.
+    """Yield the folder to write files into; after the block it is durable at ``path``.
 
-    Raises as ``new_file`` does, and where ``path`` is there: only an empty folder gives way.
+    Raises as ``new_file`` does, and if ``path`` exists, unless it is an empty folder.
     """
     check_free_folder(path)
     with translated(f"export to {path}"):
@@ -72,7 +72,7 @@ def new_folder(path: Path, *, room_bytes: int) -> Iterator[Path]:
 
 
 def check_free_folder(path: Path) -> None:
-    """Raise BackendError where something stands at ``path`` that is no empty folder, or in place of what it lies in."""
+    """Raise BackendError if ``path`` exists and is no empty folder, or its parent is no folder."""
     with translated(f"export to {path}"):
         if os.path.lexists(path.parent) and not path.parent.is_dir():
             raise BackendError(f"export: {path.parent} is no folder; name another")
@@ -84,8 +84,8 @@ def check_free_folder(path: Path) -> None:
 
 
 def check_free(path: Path, *, replace: bool) -> None:
-    """Raise BackendError where something stands at ``path`` that must stay, or in place of its folder, and where that
-    cannot be seen."""
+    """Raise BackendError if ``path`` exists and must not be replaced, its parent is no folder, or either cannot be
+    examined."""
     with translated(f"export to {path}"):
         if os.path.lexists(path.parent) and not path.parent.is_dir():
             raise BackendError(
@@ -100,7 +100,7 @@ def check_free(path: Path, *, replace: bool) -> None:
 
 
 def _make_folders(folder: Path) -> list[Path]:
-    """Make what is missing of a path, and return it, innermost first."""
+    """Create the missing folders of a path, and return them, innermost first."""
     missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
@@ -111,7 +111,7 @@ def _remove_folders(made: list[Path]) -> None:
         try:
             folder.rmdir()
         except OSError:
-            return  # somebody put something there meanwhile
+            return  # another process has created something in it
 
 
 def _check_room(path: Path, needed_bytes: int) -> None:
@@ -133,7 +133,7 @@ def _sync(path: Path) -> None:
 
 
 def write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    """Write a whole view at an offset; the system may take it in pieces."""
+    """Write a whole view at an offset; a single call may write less."""
     while len(view):
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count

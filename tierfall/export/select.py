@@ -1,6 +1,6 @@
-"""A part of a checkpoint's state, named as ``--only`` names it, and the tensors in it under the names that they get.
+"""Parts of a state, as ``--only`` names them, and the names of their tensors in an export.
 
-It works on an image's header alone: nothing here reads bytes or touches a tier.
+Everything is found in the header of an image: nothing here reads tensors or accesses a tier.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class StatePart:
 
 
 def select(header: ImageHeader, only: Sequence[str]) -> tuple[StatePart, ...]:
-    """Find the parts that ``only`` names, or the whole state where it names none.
+    """Return the parts that ``only`` names, or the whole state if it is empty.
 
-    Raises ConfigError for a name that nothing has, saying which there are.
+    Raises ConfigError for an unknown name; the message lists the known ones.
     """
     parts = []
     for name in only:
@@ -45,18 +45,18 @@ def select(header: ImageHeader, only: Sequence[str]) -> tuple[StatePart, ...]:
         if node is None:
             there = ", ".join(names.part(key) for key, _ in header.tree.entries)
             raise ConfigError(
-                f"--only {name!r}: nothing of that name is in the checkpoint; expected one of {there}, or, with dots, "
-                "what lies below"
+                f"--only {name!r}: the checkpoint has no part of that name; expected one of {there}, or, with dots, "
+                "a name below"
             )
         parts.append(StatePart(name, node))
     for part in parts:
         if any(names.is_within(part.name, other.name) for other in parts if other is not part):
-            raise ConfigError(f"--only {part.name!r}: it is named twice, or lies within another")
+            raise ConfigError(f"--only {part.name!r}: it is named twice, or is within another")
     return tuple(parts) or (StatePart("", header.tree),)
 
 
 def _find(node: Node, name: str) -> Node | None:
-    """Return what lies at a dotted name below a node."""
+    """Return the node at a dotted name below a node."""
     match node:
         case ModuleNode():
             return _find_in_module(node, name)
@@ -72,7 +72,7 @@ def _find(node: Node, name: str) -> Node | None:
 
 
 def _find_in_module(node: ModuleNode, name: str) -> Node | None:
-    """A module's entries have dots in their names: what lies below one of them is a state of its own."""
+    """The names of a module's entries contain dots: those below a prefix form a state of their own."""
     for _, below, child in node.entries:
         if below == name:
             return child
@@ -85,9 +85,9 @@ def _find_in_module(node: ModuleNode, name: str) -> Node | None:
 
 
 def tensors_of(header: ImageHeader, part: StatePart, *, full_names: bool) -> dict[str, int]:
-    """Name the tensors of a part, with their places in the image's table; what is tied stands under each of its names.
+    """Return the tensors of a part by name, each with its index in the image's table; a tied tensor has several names.
 
-    ``full_names`` keeps the name of the part in front.
+    ``full_names`` keeps the name of the part as a prefix.
     """
     found: dict[str, int] = {}
     for name, slot in _named(header, part.name, part.node):
@@ -108,7 +108,7 @@ def _named(header: ImageHeader, name: str, node: Node) -> Iterator[tuple[str, in
 
 
 def values_of(part: StatePart) -> list[str]:
-    """Name what is no tensor and is not stored as one: numbers, short text, None and the like."""
+    """Return the names of values that are not stored as tensors: numbers, short text, None."""
     return [
         name
         for name, leaf in leaves(part.node, part.name, CONTAINERS_AND_OBJECTS)

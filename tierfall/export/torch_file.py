@@ -1,4 +1,4 @@
-"""Writing what was gathered as a file of ``torch.save``."""
+"""Writes a state as a file of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tierfall.core.types.errors import BackendError
 
 
 def save_torch(value: object, unfinished: Path, path: Path) -> list[str]:
-    """Write a value to ``unfinished``, which is to become ``path``, and return what is worth knowing of the file.
+    """Write a value to ``unfinished``, which is renamed to ``path`` later; returns notes for the user.
 
-    Raises BackendError where torch cannot write it, and what lies behind that where torch hides it.
+    Raises BackendError if torch cannot write it, or the OSError or KeyboardInterrupt that torch's error hides.
     """
     try:
-        with open(unfinished, "xb") as file:  # by its name torch would call what is in it
+        with open(unfinished, "xb") as file:  # torch would record the temporary name in the file
             torch.save(value, file)
-    except RuntimeError as error:  # what torch makes of a full disk or Ctrl-C, among others
+    except RuntimeError as error:  # also for a full disk, or Ctrl-C
         if (first := first_cause(error)) is not None:
             raise first from None
         why = str(error).splitlines()[0]
@@ -27,7 +27,7 @@ def save_torch(value: object, unfinished: Path, path: Path) -> list[str]:
 
 
 def first_cause(error: RuntimeError) -> BaseException | None:
-    """Return what torch's own error hides, if anything: having failed to write, it fails again to end the file."""
+    """Return the OSError or interrupt that torch's error hides: after a failed write, closing the file fails too."""
     first: BaseException = error
     while first.__context__ is not None and not isinstance(first, KeyboardInterrupt):
         first = first.__context__
@@ -35,12 +35,12 @@ def first_cause(error: RuntimeError) -> BaseException | None:
 
 
 def _why_not_plain(path: Path) -> list[str]:
-    """Find out whether ``torch.load`` takes the file as it comes, by trying; nothing of its tensors is read."""
+    """Try whether ``torch.load`` accepts the file by default; no tensor is read."""
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
         return [
-            "torch.load takes it with weights_only=False alone, since it holds more than tensors and plain values, "
+            "torch.load accepts it only with weights_only=False, since it contains more than tensors and plain values, "
             "such as the random state of NumPy; --only names the parts to export"
         ]
     return []

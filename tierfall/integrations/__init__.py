@@ -1,7 +1,7 @@
-"""Integrations: tierfall beneath what others write checkpoints by.
+"""Integrations: tierfall as the storage of other checkpoint libraries.
 
-``path`` serves ``tiers://`` to whatever takes an fsspec path. Importing this package registers it; where tierfall is
-installed, fsspec finds it by itself.
+``path`` provides ``tiers://`` to any library that accepts an fsspec path. Importing this package registers it; fsspec
+also finds it as an entry point of the installed package.
 """
 
 from fsspec import register_implementation  # type: ignore[import-untyped]

@@ -1,9 +1,9 @@
-"""``tiers://``: a run's checkpoints as a file system, for whatever takes only a path.
+"""``tiers://``: the checkpoints of a run as a file system, for libraries that accept only a path.
 
     torch.distributed.checkpoint.save(state, checkpoint_id="tiers://run/step-00000100")
 
-It serves what DCP does: files are written, one rename of ``.metadata`` makes a checkpoint of them, and they are read.
-It holds nothing itself: ``run.by_path`` stages and commits, ``path_reading`` finds and reads.
+It supports the operations of DCP: files are written, renaming ``.metadata`` commits them as a checkpoint, and they are
+read. It has no state: ``run.by_path`` stages and commits, ``path_reading`` finds and reads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIG = "TIERFALL_CONFIG"
 _DATA, _TEMPORARY = ".distcp", f"{METADATA}.tmp"
 _opening = threading.Lock()
 _loaded: dict[str, tuple[CheckpointId, int]] = {}
-"""What was loaded of each run that nobody here had open: who comes to save it goes on from there."""
+"""What was loaded from each run that was not open in this process: a later save continues from there."""
 
 
 class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
@@ -49,7 +49,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     # Writing ---------------------------------------------------------------------------------------
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Begin to save a step. Raises StepError for one that may not be saved, as one that is there already."""
+        """Begin to save a step. Raises StepError for one that may not be saved, such as one that exists."""
         where = self._parse(path)
         _writer(where).begin(_own_step(where))
 
@@ -75,7 +75,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             self.rm_file(one)
 
     def rm_file(self, path: str) -> None:
-        """Give up the save that a file belongs to; what is committed is not deleted so."""
+        """Give up the save that a file belongs to; a committed checkpoint is not deleted."""
         where = self._parse(path)
         saves = _open_run(where)
         if saves is not None and where.step is not None and saves.is_staged(where.step):
@@ -143,7 +143,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return _folder(where.run)
 
     def exists(self, path: str, **more: Any) -> bool:
-        """Say whether something is there; raises what kept a tier from being asked."""
+        """Return whether the path exists; raises the error of a tier that could not be listed."""
         try:
             self.info(self._strip_protocol(path))
         except FileNotFoundError:
@@ -151,9 +151,9 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return True
 
     def ls(self, path: str, detail: bool = True, **more: Any) -> list[Any]:
-        """List the runs that are open here, the steps of a run that were saved by path, or the files of one.
+        """List the runs that are open in this process, the steps of a run that were saved by path, or the files of one.
 
-        The steps are those of all tiers: where one of them cannot be read, its error is raised."""
+        The steps are those of all tiers: if one of them cannot be read, its error is raised."""
         path = self._strip_protocol(path)
         where = self._parse(path)
         if not where.run:
@@ -173,7 +173,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         on_error: Any = None,
         **more: Any,
     ) -> Any:
-        """As fsspec's, and so ``find`` and ``glob``: but what cannot be read is raised, not left out."""
+        """As fsspec's, also for ``find`` and ``glob``, but errors are raised instead of omitted."""
         return super().walk(path, maxdepth, topdown, on_error or _raise_unless_absent, **more)
 
     def _parse(self, path: str) -> TierPath:
@@ -225,7 +225,7 @@ def _no_file(where: TierPath, files: CheckpointFiles) -> KeyNotFoundError:
 
 
 def _open_run(where: TierPath) -> PathSaves | None:
-    """Find the Checkpointer that is open for a path's run."""
+    """Return the Checkpointer that is open for a path's run."""
     if not where.run:
         raise ConfigError(f"{where} names no run")
     found = [saves for saves in opened_runs() if saves.session.run == where.run]
@@ -257,7 +257,7 @@ def _tiers(where: TierPath) -> Iterator[ReadableTiers]:
 
 
 def _writer(where: TierPath) -> PathSaves:
-    """Find who saves a path's run; the configuration's Checkpointer is opened, until the process ends."""
+    """Return the Checkpointer of a path's run; if none is open, the configuration's is, until the process ends."""
     with _opening:
         saves = _open_run(where)
         if saves is not None:
@@ -293,7 +293,7 @@ def _own_step(where: TierPath) -> int:
 
 
 def _is_staged(where: TierPath) -> bool:
-    """Say whether a path is of a step that this process is writing: nothing of it is there yet."""
+    """Return whether a path is of a step that this process is writing: none of its files exists yet."""
     if where.step is None or where.attempt is not None:
         return False
     saves = _open_run(where)
@@ -301,7 +301,7 @@ def _is_staged(where: TierPath) -> bool:
 
 
 def _note_loaded(where: TierPath, checkpoint: KnownCheckpoint) -> None:
-    """Whoever reads a step's metadata loads it: a start that has saved nothing goes on from there."""
+    """Reading the metadata of a step means loading it: a start that has saved nothing continues from there."""
     saves = _open_run(where)
     if checkpoint.commit is None:
         return

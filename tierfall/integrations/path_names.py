@@ -1,4 +1,4 @@
-"""What a path names: ``tiers://RUN/step-STEP/FILE``. Pure."""
+"""Paths of the form ``tiers://RUN/step-STEP/FILE``. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORM = f"{PROTOCOL}://RUN/step-STEP (or step-STEP-aATTEMPT), and a file's name 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierPath:
-    """What a path leads to: everything, a run, a step of it (of the live line, without ``attempt``), or a file."""
+    """A parsed path: the root, a run, a checkpoint (of the live lineage if ``attempt`` is None), or a file of it."""
 
     run: str = ""
     step: int | None = None
@@ -33,7 +33,7 @@ class TierPath:
 
 
 def parse(path: str) -> TierPath:
-    """Read a path, without its protocol. Raises ConfigError for what is none."""
+    """Parse a path without its protocol. Raises ConfigError if it has another form."""
     run, _, below = path.strip("/").partition("/")
     if not run:
         return TierPath()
@@ -43,11 +43,11 @@ def parse(path: str) -> TierPath:
         return TierPath(run=run)
     step = _STEP.match(folder)
     if step is None or "/" in name:
-        raise ConfigError(f"{PROTOCOL}://{path} is no path of a checkpoint; expected {_FORM}")
+        raise ConfigError(f"{PROTOCOL}://{path} is not a path of a checkpoint; expected {_FORM}")
     attempt = None if step[2] is None else int(step[2])
     return TierPath(run=run, step=int(step[1]), attempt=attempt, name=name)
 
 
 def folder_of(run: str, id: CheckpointId, *, live: bool) -> str:
-    """Name a checkpoint as a path without a protocol; one that is not the live line's, with its attempt."""
+    """Return the path of a checkpoint without the protocol; with the attempt if it is not of the live lineage."""
     return f"{run}/step-{id.step:08d}" if live else f"{run}/{keys.step_folder(id)}"

@@ -1,7 +1,7 @@
 """Reading by path: the files of a checkpoint that was saved by path, verified chunk by chunk from its fastest copies.
 
-A file is on one rank: the headers of all say on which. What this process cannot see, memory of another rank say, it
-cannot read; that is an error, never absence.
+Each file is in the image of one rank, which the headers name. A file in storage that this process cannot access, such
+as memory of another rank, is an error, never absence.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ _BUFFER_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadableTiers:
-    """The tiers of one run, as they can be read: what they hold, fastest first, how their images are opened, and what
-    was read of them."""
+    """The tiers of one run for reading, fastest first: their listings, how to open their images, and what was read."""
 
     run: str
     listings: tuple[Listing, ...]
@@ -50,8 +49,8 @@ class ReadableTiers:
         return {known.id: known for known in merge(self.listings) if not known.tombstoned}
 
     def find(self, where: TierPath) -> KnownCheckpoint:
-        """Find the checkpoint that a path names. Raises KeyNotFoundError where every tier answered and none has it,
-        else what kept one from answering."""
+        """Return the checkpoint that a path names. Raises KeyNotFoundError if all tiers were listed and none has it,
+        else the error of a tier that was not listed."""
         known = self.checkpoints()
         fitting = [
             one
@@ -71,7 +70,7 @@ class ReadableTiers:
         )
 
     def check_read(self, where: TierPath, doubt: str) -> None:
-        """Raise what kept a tier from being read, with what that leaves in doubt."""
+        """Raise the error of a tier that could not be read, with what is unknown because of it."""
         for listing in self.listings:
             if listing.error is not None:
                 raise type(listing.error)(
@@ -92,7 +91,7 @@ def tiers_of(where: TierPath, saves: PathSaves | None, config: str) -> Iterator[
 
 
 def _tiers_of_session(saves: PathSaves) -> ReadableTiers:
-    """The tiers of the run that this process saves. In memory counts what is sealed on all ranks."""
+    """The tiers of the run that this process saves. Of host memory, images count that are sealed on all ranks."""
     session = saves.session
     host = session.host.name
     regions = session.ask(
@@ -118,7 +117,7 @@ def _tiers_of_session(saves: PathSaves) -> ReadableTiers:
 
 
 class _SettledImage:
-    """An image in memory that may come to hold another: what is checked is a copy of it, and that is what is used."""
+    """An image in memory whose region may be reused: a copy of its bytes is verified and used."""
 
     def __init__(self, image: Image) -> None:
         self._image = image
@@ -153,7 +152,7 @@ class CheckpointFiles:
     """The files of one checkpoint."""
 
     def __init__(self, checkpoint: KnownCheckpoint, tiers: ReadableTiers) -> None:
-        """Raises IntegrityError where every commit record of it is damaged."""
+        """Raises IntegrityError if every commit record of it is damaged."""
         if checkpoint.commit is None:
             raise IntegrityError(f"every commit record of {checkpoint.id} is damaged")
         self._checkpoint = checkpoint
@@ -164,18 +163,18 @@ class CheckpointFiles:
         self._images: dict[int, tuple[ChunkReader, Manifest]] = {}
 
     def is_by_path(self) -> bool:
-        """Say whether files were saved, not a state: any rank's part tells."""
+        """Return whether files were saved, not a state; the header of any rank shows it."""
         seen = (rank for rank in range(self._world_size) if self._is_seen(rank))
         return are_files(self._header(next(seen, 0)))
 
     def all(self) -> dict[str, StoredFile]:
-        """Find every file, whichever rank wrote it; none for a checkpoint that was not saved by path."""
+        """Return the files of all ranks; none for a checkpoint that was not saved by path."""
         if not self.is_by_path():
             return {}
         return self._among(range(self._world_size))
 
     def find(self, name: str) -> StoredFile | None:
-        """Find one file: first on the rank that its name tells, or rank 0, then on all."""
+        """Return one file: first tries the rank in its name, or rank 0, then all."""
         if not self.is_by_path():
             return None
         writer = _WRITER.match(name)
@@ -218,7 +217,7 @@ class CheckpointFiles:
         return self._images[rank]
 
     def _check_seen(self, rank: int) -> None:
-        """Raise UnreachableError where no tier that answered here has a rank's part."""
+        """Raise UnreachableError if no tier that was listed has a rank's shard."""
         if not self._is_seen(rank):
             raise UnreachableError(
                 f"rank {rank}'s part of {self._checkpoint.id} is on no tier that this process sees: it is in the "
@@ -226,7 +225,7 @@ class CheckpointFiles:
             )
 
     def _is_seen(self, rank: int) -> bool:
-        """Say whether some copy's record names a rank's part, or is damaged."""
+        """Return whether the record of some copy names a rank's shard, or is damaged."""
         name = keys.manifest_name(Shard(rank, self._world_size))
         commits = [copy.commit for copy in self._checkpoint.copies.values()]
         return any(commit is None or commit.file(name) is not None for commit in commits)
@@ -244,7 +243,7 @@ class CheckpointFiles:
 
 
 class _PathStream(io.RawIOBase):
-    """A file as it is read: one chunk, the last that was read, is kept."""
+    """A file for reading, which caches the last chunk that was read."""
 
     def __init__(self, reader: ChunkReader, manifest: Manifest, file: StoredFile) -> None:
         self._reader = reader
@@ -303,7 +302,7 @@ class _PathStream(io.RawIOBase):
 
 
 class PathFile(io.BufferedReader):
-    """An open file; ``size`` is in bytes, as fsspec's files tell it."""
+    """An open file; ``size`` is in bytes, as in fsspec's files."""
 
     def __init__(self, stream: io.RawIOBase, size: int, close: Callable[[], None]) -> None:
         super().__init__(stream, _BUFFER_BYTES)

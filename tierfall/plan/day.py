@@ -1,7 +1,7 @@
-"""A day: what a configuration will do over a day. Pure: (rules, rates, image, interval) -> figures with reasons.
+"""The forecast of a day: figures for each tier, with reasons. Pure: no I/O, no clock.
 
-The day is played on the policies themselves (``simulate``). The work is bounded: of a day that is longer than what it
-buys, the rest goes on as the second half of what was played.
+A simulated run (``simulate``) gives the figures. Its work is bounded: where it ends before the day does, the rest of
+the day is extrapolated from the second half of what was simulated.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from tierfall.plan.simulate import (
     CounterSample,
     SimulatedChain,
     Simulation,
+    TierCounters,
     Workload,
     copy_s_of,
-    keeps_all,
+    ranks_on,
 )
 
 DAY_S = 86_400.0
 WORK_MAX = 1_000_000
-"""How many looks of a policy at a checkpoint are played: some seconds of one core."""
+"""About 10,000 steps of the coordinator: a few seconds of one core, or the day of a run that saves every 2 minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierForecast:
-    """What becomes of one tier. Bytes are those that its capacity counts: one rank's in memory, one node's where the
-    tier is not shared, else all.
+    """One tier after a day. Bytes are those that its capacity counts: of one rank in memory, of one node where the tier
+    is not shared, of all ranks otherwise.
 
-    A checkpoint of ``copy_bytes`` comes every ``every_s``, and takes ``copy_s`` to write (None: its rate is not known),
-    so that it writes for the share ``busy`` of the time, and falls behind by ``behind_per_h`` checkpoints. ``kept`` and
-    ``bytes`` are there at the end, ``kept_max`` and ``bytes_max`` at most. ``full_s``: when it had no room for a copy
-    first; ``waits``: nothing may go then, and it takes no more. ``lag_s``: from save to commit, of the last copy.
-    ``late_s``: when it was first further behind than its ``within``.
+    A checkpoint of ``copy_bytes`` arrives every ``every_s`` and takes ``copy_s`` to write (None: the rate is unknown).
+    The tier writes for the share ``busy`` of the time, and falls behind by ``behind_per_h`` checkpoints. ``kept`` and
+    ``bytes`` are of the end of the day, ``kept_max`` and ``bytes_max`` the largest. ``full_s``: when a copy first found
+    no room; ``waits``: nothing could be deleted for it. ``lag_s``: from save to commit, of the last copy. ``late_s``:
+    when the tier first exceeded its ``flush.within``.
     """
 
     name: str
@@ -57,8 +58,8 @@ class TierForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DayForecast:
-    """What becomes of a run: saves that were taken, skipped and given up for later ones, how long training waited for
-    room in memory, and each tier. ``played_s``: what was played of ``horizon_s``; the rest follows its trend."""
+    """A run after a day: saves that succeeded, were skipped, and were superseded by later ones; how long training
+    waited for room in memory; and each tier. ``played_s``: how much of ``horizon_s`` was simulated."""
 
     horizon_s: float
     played_s: float
@@ -73,81 +74,95 @@ class DayForecast:
 def forecast_day(
     chain: SimulatedChain, load: Workload, *, horizon_s: float = DAY_S, work_max: int = WORK_MAX
 ) -> DayForecast:
-    """Say what a run does in ``horizon_s`` seconds from an empty start."""
-    play = Simulation(chain, load, work_max=work_max)
-    half, end = play.until(horizon_s)
+    """Forecast the ``horizon_s`` seconds of a run after an empty start."""
+    simulation = Simulation(chain, load, work_max=work_max)
+    half, end = simulation.until(horizon_s)
     rest_s = horizon_s - end.at_s
     trend = rest_s / (end.at_s - half.at_s) if rest_s > 0 and end.at_s > half.at_s else 0.0
 
-    def ends(then: float, now: float) -> float:
+    def extrapolated(then: float, now: float) -> float:
         return now + (now - then) * trend
 
-    saves = round(ends(half.saves, end.saves))
-    course = (half, end, trend)
-    made = DayForecast(
+    saves = round(extrapolated(half.saves, end.saves))
+    forecast = DayForecast(
         horizon_s=horizon_s,
         played_s=end.at_s,
         saves=saves,
-        skipped=round(ends(half.skipped, end.skipped)),
-        superseded=round(ends(half.superseded, end.superseded)),
-        waited_s=ends(half.waited_s, end.waited_s),
+        skipped=round(extrapolated(half.skipped, end.skipped)),
+        superseded=round(extrapolated(half.superseded, end.superseded)),
+        waited_s=extrapolated(half.waited_s, end.waited_s),
         tiers=tuple(
-            _tier(rules, chain, load, play, course, saves_max=saves) for rules in chain.rules
+            _forecast_tier(
+                rules,
+                chain,
+                load,
+                simulation.counters[rules.name],
+                half,
+                end,
+                trend,
+                saves_max=saves,
+            )
+            for rules in chain.rules
         ),
         reasons=(),
     )
-    return replace(made, reasons=tuple(_reasons(made)))
+    return replace(forecast, reasons=tuple(_reasons_of_run(forecast)))
 
 
-def _reasons(made: DayForecast) -> Iterator[str]:
-    """Say what a run loses to a full memory, and what is not exact here."""
-    asked = made.saves + made.skipped
-    lost = [f"{made.skipped} of {asked} saves are skipped"] * bool(made.skipped)
-    lost += [f"{made.superseded} of {asked} are given up for later ones"] * bool(made.superseded)
-    lost += [f"training waits {format_duration(made.waited_s)} in all"] * (made.waited_s >= 1.0)
-    if lost:
-        host = made.tiers[0]
-        slow = [tier.name for tier in made.tiers if tier.behind_per_h > 0 or tier.waits]
+def _reasons_of_run(run: DayForecast) -> Iterator[str]:
+    """Describe what full memory costs the run, and how much of the day is extrapolated."""
+    requested = run.saves + run.skipped
+    losses = []
+    if run.skipped:
+        losses.append(f"{run.skipped} of {requested} saves are skipped")
+    if run.superseded:
+        losses.append(f"{run.superseded} of {requested} are superseded by later ones")
+    if run.waited_s >= 1.0:
+        losses.append(f"training waits {format_duration(run.waited_s)} in all")
+    if losses:
+        host = run.tiers[0]
+        slow = [tier.name for tier in run.tiers if tier.behind_per_h > 0 or tier.waits]
         held = f", held for {', '.join(slow)}" if slow else ""
         since = f" from {format_duration(host.full_s)} on" if host.full_s is not None else ""
-        yield f"memory is full{since}{held}: {', '.join(lost)}"
-    if made.played_s < made.horizon_s:
+        yield f"memory is full{since}{held}: {', '.join(losses)}"
+    if run.played_s < run.horizon_s:
         yield (
-            f"{format_duration(made.played_s)} were played, the rest follows the trend of their second half"
+            f"{format_duration(run.played_s)} were simulated; the rest is extrapolated from their second half"
         )
 
 
-def _tier(
+def _forecast_tier(
     rules: TierRules,
     chain: SimulatedChain,
     load: Workload,
-    play: Simulation,
-    course: tuple[CounterSample, CounterSample, float],
+    counters: TierCounters,
+    half: CounterSample,
+    end: CounterSample,
+    trend: float,
     *,
     saves_max: int,
 ) -> TierForecast:
-    half, end, trend = course
-    name, size = rules.name, play.copy_bytes[rules.name]
-    counted = play.counted[name]
+    """``trend``: how many times the second half of the simulated time still fits into the day."""
+    name, size = rules.name, load.image_bytes * ranks_on(rules, chain, load)
     grown = max(0, end.kept[name] - half.kept[name])
-    kept = min(saves_max, round(play.kept(name) + grown * trend))
-    full_s = counted.full_s
+    kept = min(saves_max, round(counters.kept + grown * trend))
+    full_s = counters.full_s
     if rules.kind is not TierKind.HOST and rules.capacity_bytes is not None:
-        most = rules.capacity_bytes // size
-        if kept > most and full_s is None:
+        kept_limit = rules.capacity_bytes // size
+        if kept > kept_limit and full_s is None:
             per_s = grown / (end.at_s - half.at_s)
-            full_s = end.at_s + (most - end.kept[name]) / per_s
-        kept = min(kept, most)
-    late_s = counted.late_s
+            full_s = end.at_s + (kept_limit - end.kept[name]) / per_s
+        kept = min(kept, kept_limit)
+    late_s = counters.late_s
     if late_s is None and rules.within_s is not None:
         grown_s = end.behind_s[name] - half.behind_s[name]
         if end.behind_s[name] + grown_s * trend > rules.within_s:
-            still_s = (rules.within_s - end.behind_s[name]) * (end.at_s - half.at_s) / grown_s
-            late_s = end.at_s + max(0.0, still_s)
+            left_s = (rules.within_s - end.behind_s[name]) * (end.at_s - half.at_s) / grown_s
+            late_s = end.at_s + max(0.0, left_s)
     every_s = load.save_every_s * (rules.flush_every if rules.kind is not TierKind.HOST else 1)
     copy_s = None if rules.kind is TierKind.HOST else copy_s_of(rules, chain, load)
     behind = 0.0 if not copy_s else max(0.0, 3600 / every_s - 3600 / copy_s)
-    made = TierForecast(
+    tier = TierForecast(
         name=name,
         copy_bytes=size,
         every_s=every_s,
@@ -155,51 +170,50 @@ def _tier(
         busy=None if copy_s is None else copy_s / every_s,
         behind_per_h=behind,
         kept=kept,
-        kept_max=max(counted.kept_max, kept),
+        kept_max=max(counters.kept_max, kept),
         bytes=kept * size,
-        bytes_max=max(counted.kept_max, kept) * size,
+        bytes_max=max(counters.kept_max, kept) * size,
         full_s=full_s,
-        waits=counted.waits,
-        lag_s=counted.lag_s,
+        waits=counters.refuses,
+        lag_s=counters.lag_s,
         late_s=late_s,
         reasons=(),
     )
-    return _with_reasons(made, rules, chain, load)
+    return replace(tier, reasons=tuple(_reasons_of_tier(tier, rules, chain, load)))
 
 
 def _short(count: float) -> str:
     return f"{count:.0f}" if count >= 100 else f"{count:.2g}" if count < 0.1 else f"{count:.1f}"
 
 
-def _with_reasons(
+def _reasons_of_tier(
     tier: TierForecast, rules: TierRules, chain: SimulatedChain, load: Workload
-) -> TierForecast:
-    found = []
-    if rules.kind is not TierKind.HOST:
-        capacity = rules.capacity_bytes
-        if tier.copy_s is None:
-            found.append("how fast it writes is not known: it is taken to keep up")
-        elif tier.behind_per_h:
-            comes = load.image_bytes * load.ranks_per_node / tier.every_s
-            found.append(
-                f"falls behind by {_short(tier.behind_per_h)} checkpoints an hour: its "
-                f"{format_rate(chain.rates[rules.name])} against {format_rate(comes)} of images"
-            )
-        if tier.late_s is not None and rules.within_s is not None:
-            found.append(
-                f"further behind than {format_duration(rules.within_s)} (flush.within) after "
-                f"{format_duration(tier.late_s)}"
-            )
-        if capacity is not None and capacity < tier.copy_bytes:
-            found.append(
-                f"cannot hold one checkpoint: {format_size(tier.copy_bytes)}, its capacity is "
-                f"{format_size(capacity)}"
-            )
-        elif tier.full_s is not None:
-            then = "the oldest makes room"
-            if tier.waits:
-                then = "nothing may go there, and newer ones do not arrive"
-            found.append(f"full after {format_duration(tier.full_s)}: then {then}")
-        elif keeps_all(rules):
-            found.append("keeps all it gets, without a bound")
-    return replace(tier, reasons=tuple(found))
+) -> Iterator[str]:
+    if rules.kind is TierKind.HOST:
+        return
+    capacity = rules.capacity_bytes
+    if tier.copy_s is None:
+        yield "its write rate is unknown: it is assumed to keep up"
+    elif tier.behind_per_h:
+        needed = load.image_bytes * load.ranks_per_node / tier.every_s
+        yield (
+            f"falls behind by {_short(tier.behind_per_h)} checkpoints an hour: its "
+            f"{format_rate(chain.rates[rules.name])} against {format_rate(needed)} of images"
+        )
+    if tier.late_s is not None and rules.within_s is not None:
+        yield (
+            f"further behind than {format_duration(rules.within_s)} (flush.within) after "
+            f"{format_duration(tier.late_s)}"
+        )
+    if capacity is not None and capacity < tier.copy_bytes:
+        yield (
+            f"cannot hold one checkpoint: {format_size(tier.copy_bytes)}, its capacity is "
+            f"{format_size(capacity)}"
+        )
+    elif tier.full_s is not None:
+        then = "the oldest is deleted for each new one"
+        if tier.waits:
+            then = "nothing may be deleted there, and newer ones do not arrive"
+        yield f"full after {format_duration(tier.full_s)}: then {then}"
+    elif rules.capacity_bytes is None and not rules.retain:
+        yield "keeps all checkpoints, without a bound"

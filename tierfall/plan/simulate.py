@@ -1,31 +1,62 @@
-"""Playing a run, whole copy by whole copy, on the policies themselves, so that each rule counts as it does in a run.
+"""A simulated run: the coordinator of a real run, on a virtual clock, with tiers that only count bytes and seconds.
 
-Pure: the clock is a number. A flush begins when its image is sealed, deletions take no time, nothing fails.
+It knows no tier, no backend and no configuration. Saves arrive at a fixed interval, each stored tier writes at a fixed
+rate, nothing fails, and listing, committing and deleting take no time.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
-from tierfall.core.types.values import CheckpointId, CopyState, TierKind, WhenFull
-from tierfall.core.types.view import CheckpointView, CopyView, TierRules, Verdict, View
-from tierfall.policies.backpressure import plan_relief, plan_superseding
-from tierfall.policies.eviction import plan_eviction
-from tierfall.policies.flush import plan_flush, tiers_owed
-from tierfall.policies.retention import plan_retention
+from tierfall.core.capture.events import CaptureBegun, CaptureSealed
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.capture.snapshot import HostRegion, Snapshot
+from tierfall.core.format.documents import Spliced
+from tierfall.core.format.records import Commit, Geometry, Lineage, Manifest, NamedFile
+from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.scheduler.flush.lane import LaneLimits
+from tierfall.core.scheduler.ledger.ledger import ALONE, Ledger
+from tierfall.core.scheduler.ledger.tasks import (
+    AdmissionRequest,
+    CopyRun,
+    DeleteCopy,
+    Event,
+    FinishCopy,
+    OpenShard,
+    Outcome,
+    ReadMarks,
+    Task,
+)
+from tierfall.core.scheduler.policies import Policies
+from tierfall.core.types import events, keys
+from tierfall.core.types.values import CheckpointId, SaveOutcome, TierKind, WhenFull
+from tierfall.core.types.view import Eviction, TierRules, View
+from tierfall.policies import defaults
 
-WORK_OF_EVENT = 10
-MARKS_MAX = 2000
 DEFAULT_IMAGES = 2.2
-"""How many images host memory takes where no capacity is given, as ``arena_folder`` chooses."""
+"""Host memory in images where no capacity is configured: what ``arena_folder`` chooses."""
+CHUNKS = 4
+"""Chunks per image. A copy may change its source between two chunks, so that memory is released before its end."""
+WORK_OF_STEP = 100
+"""Work of one ``Coordinator.step`` besides that for each checkpoint."""
+SAMPLES_MAX = 2000
+RUN, ATTEMPT, ATTEMPT_ID, NODE = "forecast", 1, "0" * 32, "node"
+NO_TENSORS = Spliced(b"[]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is saved: one rank's image in bytes, seconds from save to save, training steps between them, and how many
-    ranks on how many nodes."""
+    """What is saved: bytes of one rank's image, seconds between saves, training steps between saves, ranks, nodes."""
 
     image_bytes: int
     save_every_s: float
@@ -40,8 +71,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedChain:
-    """What it is saved to. ``rates`` are bytes per second that one node writes to a tier, as far as known; ``shared``
-    names the tiers that all nodes see; ``host_bytes`` is one rank's memory (None: 2.2 images)."""
+    """The tiers. ``rates`` are bytes per second that one node writes to a tier (missing: unknown, and taken as
+    instant); ``shared`` names the tiers that all nodes see; ``host_bytes`` is one rank's memory (None: 2.2 images)."""
 
     rules: tuple[TierRules, ...]
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -51,44 +82,22 @@ class SimulatedChain:
 
 
 @dataclass(slots=True)
-class _SimulatedCheckpoint:
-    """One checkpoint of the play."""
+class TierCounters:
+    """What happened on one tier so far. ``full_s``: when a copy first found no room. ``refuses``: at some time nothing
+    could be deleted to make room. ``lag_s``: seconds from save to commit of the last copy. ``late_s``: when the tier
+    first exceeded its ``flush.within``."""
 
-    id: CheckpointId
-    ordinal: int
-    saved_s: float
-    copies: dict[str, CopyState]
-    owed: set[str]
-
-
-@dataclass(slots=True)
-class _SimulatedLane:
-    """What is on its way to a tier."""
-
-    rules: TierRules
-    copy_bytes: int
-    copy_s: float
-    active: _SimulatedCheckpoint | None = None
-    refuses: bool = False
-    done_s: float = math.inf
-
-
-@dataclass(slots=True)
-class _Counted:
-    """What a tier has seen."""
-
-    settled: int = 0
+    kept: int = 0
     kept_max: int = 0
     full_s: float | None = None
-    waits: bool = False
+    refuses: bool = False
     lag_s: float | None = None
-    due_s: dict[CheckpointId, float] = field(default_factory=dict)
     late_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CounterSample:
-    """The counters at a moment."""
+    """The counters at one time. ``behind_s``: per tier, the age of the oldest save that is newer than all it has."""
 
     at_s: float
     saves: int
@@ -99,331 +108,317 @@ class CounterSample:
     behind_s: Mapping[str, float]
 
 
+class SimulatedMemory:
+    """The host tier: ``HostMemory`` without bytes."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = self.free_bytes = capacity_bytes
+
+    def allocate(self, *, image_bytes: int, records_bytes: int) -> HostRegion | None:
+        if image_bytes > self.free_bytes:
+            return None
+        self.free_bytes -= image_bytes
+        return cast(HostRegion, SimulatedRegion(self, image_bytes))
+
+    def would_fit(
+        self, *, image_bytes: int, records_bytes: int, without: Collection[HostRegion]
+    ) -> bool:
+        regions = cast(Collection[SimulatedRegion], without)
+        return image_bytes <= self.free_bytes + sum(region.bytes for region in regions)
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRegion:
+    """Of ``HostRegion``, what the coordinator uses of an image that no process adopts."""
+
+    memory: SimulatedMemory
+    bytes: int
+    sealed: bool = False
+
+    def unseal(self) -> None:
+        self.sealed = False
+
+    def release(self) -> None:
+        self.memory.free_bytes += self.bytes
+        self.bytes = 0
+
+
+class WatchedPolicies:
+    """The policies of a run; ``on_eviction`` receives each tier and plan when room is needed."""
+
+    def __init__(self, on_eviction: Callable[[str, Eviction], None]) -> None:
+        self._on_eviction = on_eviction
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(defaults, name)
+
+    def plan_eviction(
+        self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
+    ) -> Eviction:
+        plan = defaults.plan_eviction(view, tier_name, need_bytes=need_bytes, free_bytes=free_bytes)
+        self._on_eviction(tier_name, plan)
+        return plan
+
+
 class Simulation:
-    """Saves and copies in the order of their times."""
+    """One rank's coordinator, and the training loop that saves. A tier's capacity is divided by the ranks that write
+    to it, so that this rank stands for all."""
 
     def __init__(self, chain: SimulatedChain, load: Workload, *, work_max: int) -> None:
         self._chain, self._load, self._work_left = chain, load, work_max
         self._host = next(r for r in chain.rules if r.kind is TierKind.HOST)
-        self.copy_bytes = {r.name: copy_bytes_of(r, chain, load) for r in chain.rules}
-        self._host_bytes = chain.host_bytes or math.ceil(DEFAULT_IMAGES * load.image_bytes)
-        self._lanes = [
-            _SimulatedLane(r, self.copy_bytes[r.name], copy_s_of(r, chain, load) or 0.0)
-            for r in chain.rules
-            if r.kind is not TierKind.HOST
-        ]
-        self._skips = self._host.when_full is WhenFull.SKIP
-        self._gives_up = self._host.when_full is WhenFull.SUPERSEDE or any(
-            lane.rules.when_full in (WhenFull.SKIP, WhenFull.SUPERSEDE) for lane in self._lanes
+        self._stored = [r for r in chain.rules if r.kind is not TierKind.HOST]
+        self._copy_s = {r.name: copy_s_of(r, chain, load) or 0.0 for r in self._stored}
+        self._geometry = Geometry(
+            image_bytes=load.image_bytes,
+            data_start=0,
+            chunk_bytes=max(1, math.ceil(load.image_bytes / CHUNKS)),
         )
-        self._held: list[_SimulatedCheckpoint] = []
-        self.counted = {r.name: _Counted() for r in chain.rules}
-        self.now_s = 0.0
-        self.saves = self.skipped = self.superseded = self._ordinal = self._steps = 0
-        self.waited_s = 0.0
+        self.counters = {r.name: TierCounters() for r in chain.rules}
+        self.now_s = self.waited_s = 0.0
+        self.saves = self.skipped = self.superseded = self._step = 0
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_numbers = itertools.count()
+        self._wake_s: float | None = None
+        self._has_news = False
+        self._coordinator = self._make_coordinator()
+
+    def _make_coordinator(self) -> Coordinator:
+        rules = tuple(
+            r
+            if r.capacity_bytes is None or r.kind is TierKind.HOST
+            else replace(r, capacity_bytes=r.capacity_bytes // ranks_on(r, self._chain, self._load))
+            for r in self._chain.rules
+        )
+        limits = LaneLimits(parallel=1, budget_bytes=self._load.image_bytes)
+        capacity_bytes = self._chain.host_bytes or math.ceil(
+            DEFAULT_IMAGES * self._load.image_bytes
+        )
+        return Coordinator(
+            ledger=Ledger(rules, self._host.name),
+            lanes={r.name: limits for r in self._stored},
+            host=SimulatedMemory(capacity_bytes),
+            policies=cast(Policies, WatchedPolicies(self._on_eviction_planned)),
+            submit=self._run,
+            max_wait_s=self._chain.max_wait_s,
+            when_full=self._host.when_full or WhenFull.WAIT,
+            notify=self._on_event,
+        )
 
     def until(self, horizon_s: float) -> tuple[CounterSample, CounterSample]:
-        """Play; returns the counters at half of what was played, and at its end: at the horizon, or at a save. What is
-        kept, and how far a tier is behind, goes up and down: of each half it is the most."""
-        marks = [self.mark()]
-        next_save_s = self._load.save_every_s
-        while self._work_left > 0:
-            self._work_left -= WORK_OF_EVENT + 6 * len(self._held)
-            if min(next_save_s, self._next_done_s()) > horizon_s:
-                self.now_s = horizon_s
-                for lane in self._lanes:
-                    self._note_late(lane.rules)
-                marks.append(self.mark())
-                break
-            if next_save_s < self._next_done_s():
-                self.now_s = next_save_s
-                waited_s = self._save(horizon_s)
-                next_save_s += waited_s + self._load.save_every_s
-                marks.append(self.mark())
-                if len(marks) > MARKS_MAX:
-                    del marks[-2:0:-2]  # the last one stays
-            else:
-                self._finish_one()
-        end = marks[-1]
-        early = [m for m in marks if m.at_s <= end.at_s / 2]
-        return _with_most(early), _with_most(marks[len(early) :] or early)
+        """Run to the horizon, or to the save at which the work is spent. Returns the counters at half of that time and
+        at its end, each with the largest ``kept`` and ``behind_s`` of its half, as these rise and fall."""
+        samples = [self.sample()]
+        self._after(self._load.save_every_s, self._save)
+        with _silent(logging.getLogger("tierfall")):
+            while True:
+                answered = self.saves + self.skipped
+                self._advance(min(self._next_s(), horizon_s))
+                if self.now_s >= horizon_s:
+                    samples.append(self.sample())
+                    break
+                if self.saves + self.skipped > answered:
+                    samples.append(self.sample())
+                    if self._work_left <= 0:
+                        break
+                    if len(samples) > SAMPLES_MAX:
+                        del samples[-2:0:-2]  # keeps the last
+        end = samples[-1]
+        early = [s for s in samples if s.at_s <= end.at_s / 2]
+        return _with_most(early), _with_most(samples[len(early) :] or early)
 
-    def mark(self) -> CounterSample:
-        kept = {name: self.kept(name) for name in self.counted}
-        behind_s = {name: self._behind_s(name) for name in self.counted}
+    def sample(self) -> CounterSample:
+        backlog = self._coordinator.pressure
         return CounterSample(
-            self.now_s, self.saves, self.skipped, self.superseded, self.waited_s, kept, behind_s
+            self.now_s,
+            self.saves,
+            self.skipped,
+            self.superseded,
+            self.waited_s,
+            kept={name: tier.kept for name, tier in self.counters.items()},
+            behind_s={r.name: backlog.behind_s(r.name, self.now_s) for r in self._stored},
         )
 
-    def kept(self, tier: str) -> int:
-        """How many whole copies a tier holds."""
-        whole = (CopyState.SEALED, CopyState.COMMITTED)
-        here = sum(one.copies.get(tier) in whole for one in self._held)
-        return here + self.counted[tier].settled
+    # Time ----------------------------------------------------------------------------------------------
 
-    # Saves -------------------------------------------------------------------------------------------
+    def _after(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (self.now_s + seconds, next(self._timer_numbers), call))
 
-    def _save(self, horizon_s: float) -> float:
-        """Save, or skip; returns how long training waited for room."""
-        began_s = self.now_s
-        self._steps += self._load.steps_per_save
-        while not self._made_room():
-            counted = self.counted[self._host.name]
-            counted.full_s = began_s if counted.full_s is None else counted.full_s
-            over_s = min(began_s + self._max_wait_s(), horizon_s)
-            if self._skips or self._next_done_s() > over_s:
-                self.now_s = began_s if self._skips else max(began_s, over_s)
-                self.skipped += self.now_s < horizon_s
-                self.waited_s += self.now_s - began_s
-                return self.now_s - began_s
-            self._finish_one()
-        self._ordinal += 1
-        self.saves += 1
-        owed = tiers_owed(self._chain.rules, self._ordinal)
-        self._held.append(
-            _SimulatedCheckpoint(
-                CheckpointId(self._steps, 1),
-                self._ordinal,
-                self.now_s,
-                {self._host.name: CopyState.SEALED},
-                set(owed),
+    def _next_s(self) -> float:
+        times = [at_s for at_s, _, _ in self._timers[:1]]
+        return min(times if self._wake_s is None else [*times, self._wake_s], default=math.inf)
+
+    def _advance(self, now_s: float) -> None:
+        """Let time pass to ``now_s``, and the coordinator react to all that is due."""
+        self.now_s = max(self.now_s, now_s)
+        while self._timers and self._timers[0][0] <= self.now_s:
+            heapq.heappop(self._timers)[2]()
+        self._has_news = True
+        while self._has_news:
+            self._has_news = False
+            self._wake_s = self._coordinator.step(self.now_s)
+            self._work_left -= WORK_OF_STEP + len(self._coordinator.ledger.entries)
+        for name, count in self._coordinator.pressure.late.items():
+            if count and self.counters[name].late_s is None:
+                self.counters[name].late_s = self.now_s
+
+    def _post(self, event: Event) -> None:
+        self._coordinator.post(event)
+        self._has_news = True
+
+    # Saves ---------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        self._step += self._load.steps_per_save
+        id = CheckpointId(self._step, ATTEMPT)
+        self._post(
+            AdmissionRequest(
+                id=id,
+                image_bytes=self._load.image_bytes,
+                records_bytes=0,
+                deadline_s=self.now_s + self._chain.max_wait_s,
+                answer=partial(self._on_admitted, id, self.now_s),
             )
         )
-        for tier in owed:
-            self.counted[tier].due_s[self._held[-1].id] = self.now_s
-        self._note_most(self._host.name)
-        self._begin_all()
-        self.waited_s += self.now_s - began_s
-        return self.now_s - began_s
 
-    def _max_wait_s(self) -> float:
-        """How long a save waits: as long as any tier that memory is held for may be waited for."""
-        behind = {tier for one in self._held if self._host.name in one.copies for tier in one.owed}
-        bounds_s = (self._rules(tier).max_wait_s for tier in behind)
-        return max(
-            (self._chain.max_wait_s if bound is None else bound for bound in bounds_s),
-            default=self._chain.max_wait_s,
-        )
-
-    def _made_room(self) -> bool:
-        """Let images leave memory until one fits; False where none may go."""
-        host, need = self._host.name, self._load.image_bytes
-        while (free := self._host_bytes - self._used(host)) < need:
-            plan = plan_eviction(self._view(), host, need_bytes=need, free_bytes=free)
-            self._worked()
-            if plan.drops:
-                self._drop(host, plan.drops[0].checkpoint)
-            elif not self._gives_up or not self._supersede(free):
-                return False
-        return True
-
-    def _supersede(self, free: int) -> bool:
-        host, need = self._host.name, self._load.image_bytes
-        decisions = plan_superseding(
-            self._view(), host, fits=lambda gone: free + len(gone) * need >= need
-        )
-        self._worked()
-        for decision in decisions:
-            if decision.verdict is Verdict.DROP:
-                self.superseded += 1
-                counted = self.counted[host]
-                counted.full_s = self.now_s if counted.full_s is None else counted.full_s
-                self._drop(host, decision.checkpoint)
-                return True
-        return False
-
-    # Copies ------------------------------------------------------------------------------------------
-
-    def _next_done_s(self) -> float:
-        return min((lane.done_s for lane in self._lanes), default=math.inf)
-
-    def _finish_one(self) -> None:
-        lane = min(self._lanes, key=lambda lane: lane.done_s)
-        assert lane.active is not None
-        one, tier = lane.active, lane.rules.name
-        self.now_s = max(self.now_s, lane.done_s)
-        lane.active, lane.done_s = None, math.inf
-        one.copies[tier] = CopyState.COMMITTED
-        one.owed.discard(tier)
-        counted = self.counted[tier]
-        counted.lag_s = self.now_s - one.saved_s
-        self._note_late(lane.rules)
-        counted.due_s = {id: at_s for id, at_s in counted.due_s.items() if id > one.id}
-        self._note_most(tier)
-        for other in self._lanes:
-            if other.rules.retain:
-                self._retain(other.rules.name)
-        self._settle()
-        self._begin_all()
-
-    def _retain(self, tier: str) -> None:
-        decisions = plan_retention(self._view(), tier)
-        self._worked(len(decisions))
-        for decision in decisions:
-            if decision.verdict is Verdict.DROP:
-                self._drop(tier, decision.checkpoint)
-
-    def _begin_all(self) -> None:
-        for lane in self._lanes:
-            if lane.active is None:
-                self._begin(lane)
-
-    def _begin(self, lane: _SimulatedLane) -> None:
-        tier = lane.rules.name
-        one = self._next_for(lane.rules)
-        if one is None or not self._has_room(lane):
+    def _on_admitted(
+        self,
+        id: CheckpointId,
+        asked_s: float,
+        region: HostRegion | None,
+        error: BaseException | None,
+    ) -> None:
+        """Capture at once, or skip the save. The interval to the next one begins here."""
+        self.waited_s += self.now_s - asked_s
+        self._after(self._load.save_every_s, self._save)
+        if region is None:
+            self.skipped += 1
             return
-        one.copies[tier] = CopyState.ARRIVING
-        lane.active, lane.done_s = one, self.now_s + lane.copy_s
+        self.saves += 1
+        snapshot = self._capture(id, region)
+        self._post(CaptureBegun(snapshot=snapshot, tiers=snapshot.handle.tiers))
+        self._post(CaptureSealed(id=id))
 
-    def _next_for(self, rules: TierRules) -> _SimulatedCheckpoint | None:
-        """Find what a tier takes next, and let go of what it is not to get any more."""
-        waiting = {held.id: held for held in self._held if rules.name in held.owed}
-        if rules.in_order:
-            return next(iter(waiting.values()), None)
-        for decision in plan_flush(self._view(), rules.name) if waiting else ():
-            self._worked()
-            if decision.verdict is Verdict.KEEP:
-                return waiting[decision.checkpoint]
-            waiting[decision.checkpoint].owed.discard(rules.name)
-        return None
-
-    def _has_room(self, lane: _SimulatedLane) -> bool:
-        tier, capacity = lane.rules.name, lane.rules.capacity_bytes
-        if capacity is None:
-            return True
-        used = self._used(tier)
-        free = capacity - used
-        if free >= lane.copy_bytes and not lane.rules.is_high(used + lane.copy_bytes):
-            lane.refuses = False
-            return True
-        counted = self.counted[tier]
-        counted.full_s = self.now_s if counted.full_s is None else counted.full_s
-        plan = plan_eviction(self._view(), tier, need_bytes=lane.copy_bytes, free_bytes=free)
-        self._worked()
-        while plan.missing_bytes > 0 and self._relieve(tier, plan.missing_bytes):
-            plan = plan_eviction(self._view(), tier, need_bytes=lane.copy_bytes, free_bytes=free)
-        lane.refuses = plan.missing_bytes > 0
-        if lane.refuses:
-            counted.waits = True
-            return False
-        for decision in plan.drops:
-            self._drop(tier, decision.checkpoint)
-        return True
-
-    def _relieve(self, tier: str, missing_bytes: int) -> bool:
-        """Give up what slower tiers wait for of one copy on a tier that is full; False where none may go."""
-        decisions = plan_relief(self._view(), tier, missing_bytes=missing_bytes)
-        self._worked()
-        for decision in decisions:
-            next(one for one in self._held if one.id == decision.checkpoint).owed.discard(
-                decision.tier
-            )
-        return bool(decisions)
-
-    # What is there -----------------------------------------------------------------------------------
-
-    def _used(self, tier: str) -> int:
-        here = sum(tier in one.copies for one in self._held) + self.counted[tier].settled
-        return here * self.copy_bytes[tier]
-
-    def _drop(self, tier: str, id: CheckpointId) -> None:
-        for one in self._held:
-            if one.id == id:
-                del one.copies[tier]
-                if not one.copies:
-                    self._held.remove(one)
-                    for counted in self.counted.values():
-                        counted.due_s.pop(id, None)
-                return
-
-    def _settle(self) -> None:
-        """Leave out of the picture what lies for good on tiers that keep all they get: no policy asks about it, once a
-        newer one is there."""
-        newest: set[str] = set()
-        for one in reversed(list(self._held)):
-            tiers = set(one.copies)
-            forever = all(keeps_all(self._rules(tier)) for tier in tiers)
-            if forever and not one.owed and tiers <= newest:
-                for tier in tiers:
-                    self.counted[tier].settled += 1
-                self._held.remove(one)
-            whole = (t for t, state in one.copies.items() if state is CopyState.COMMITTED)
-            newest.update(whole)
-
-    def _rules(self, tier: str) -> TierRules:
-        return next(rules for rules in self._chain.rules if rules.name == tier)
-
-    def _note_most(self, tier: str) -> None:
-        counted = self.counted[tier]
-        counted.kept_max = max(counted.kept_max, self.kept(tier))
-
-    def _behind_s(self, tier: str) -> float:
-        """How long ago the oldest checkpoint was saved that is newer than all that a tier has."""
-        return self.now_s - min(self.counted[tier].due_s.values(), default=self.now_s)
-
-    def _note_late(self, rules: TierRules) -> None:
-        counted, bound_s = self.counted[rules.name], rules.within_s
-        if counted.late_s is None and bound_s is not None and self._behind_s(rules.name) > bound_s:
-            counted.late_s = min(counted.due_s.values()) + bound_s
-
-    def _worked(self, decisions: int = 1) -> None:
-        self._work_left -= max(1, decisions) * len(self._held)
-
-    def _view(self) -> View:
-        return View(
-            tiers=self._chain.rules,
-            checkpoints=tuple(map(self._view_of, self._held)),
-            failing=frozenset(lane.rules.name for lane in self._lanes if lane.refuses),
+    def _capture(self, id: CheckpointId, region: HostRegion) -> Snapshot:
+        line = Lineage(
+            run=RUN, checkpoint=id, attempt_id=ATTEMPT_ID, ordinal=self.saves, started_from=None
+        )
+        owed = defaults.tiers_owed(self._chain.rules, self.saves)
+        image = NamedFile(name=keys.shard_name(ALONE), bytes=self._load.image_bytes, digest=None)
+        return Snapshot(
+            line=line,
+            shard=ALONE,
+            geometry=self._geometry,
+            structure="",
+            pieces=NO_TENSORS,
+            region=region,
+            handle=SaveHandle(id, owed, in_memory=self._host.name, clock=lambda: self.now_s),
+            filling=cast(Any, None),  # only the capture thread uses it
             wall_time_s=self.now_s,
+            node=NODE,
+            manifest=Manifest(
+                line=line,
+                shard=ALONE,
+                image_bytes=self._geometry.image_bytes,
+                data_start=self._geometry.data_start,
+                chunk_bytes=self._geometry.chunk_bytes,
+                digests=(),
+                structure="",
+                pieces=NO_TENSORS,
+            ),
+            commit=Commit(
+                line=line, world_size=1, files=(image,), nodes=(NODE,), wall_time_s=self.now_s
+            ),
         )
 
-    def _view_of(self, one: _SimulatedCheckpoint) -> CheckpointView:
-        copied = any(lane.active is one for lane in self._lanes)
-        return CheckpointView(
-            id=one.id,
-            ordinal=one.ordinal,
-            started_from=None,
-            copies={
-                tier: CopyView(
-                    state=state,
-                    bytes=self.copy_bytes[tier],
-                    leased=copied and self._reads(one, tier),
-                )
-                for tier, state in one.copies.items()
-            },
-            owed=frozenset(one.owed),
-            settling=copied,
-            wall_time_s=one.saved_s,
-        )
+    # Tasks ---------------------------------------------------------------------------------------------
 
-    def _reads(self, one: _SimulatedCheckpoint, tier: str) -> bool:
-        """Say whether what is copied is read there: a copy goes on from another tier where one has it."""
-        return not any(
-            other != tier and state is CopyState.COMMITTED for other, state in one.copies.items()
-        )
+    def _run(self, task: Task) -> None:
+        """Copying takes the tier's time; every other task succeeds at once."""
+        if isinstance(task, CopyRun):
+            seconds = self._copy_s[task.tier] * (task.end - task.start) / self._load.image_bytes
+            outcome = Outcome(task=task, seconds=seconds, bytes=task.end - task.start)
+            self._after(seconds, partial(self._post, outcome))
+        else:
+            self._post(Outcome(task=task, value=_value_of(task)))
+
+    # Counters ------------------------------------------------------------------------------------------
+
+    def _on_eviction_planned(self, tier: str, plan: Eviction) -> None:
+        """A stored tier plans an eviction only where a copy finds no room; memory does so for each save."""
+        counters = self.counters[tier]
+        if counters.full_s is None and (tier != self._host.name or plan.missing_bytes):
+            counters.full_s = self.now_s
+
+    def _on_event(self, event: events.Event) -> None:
+        match event:
+            case events.Captured():
+                self._count(self._host.name, +1)
+            case events.SaveEnded(outcome=SaveOutcome.SUPERSEDED):
+                self.superseded += 1
+            case events.Committed():
+                self._count(event.tier, +1)
+                self.counters[event.tier].lag_s = event.seconds
+            case events.Evicted() | events.Dropped(unfinished=False):
+                self._count(event.tier, -1)
+            case events.TierFailing():
+                self.counters[event.tier].refuses = True
+
+    def _count(self, tier: str, change: int) -> None:
+        counters = self.counters[tier]
+        counters.kept += change
+        counters.kept_max = max(counters.kept_max, counters.kept)
 
 
-def _with_most(marks: Sequence[CounterSample]) -> CounterSample:
-    tiers = marks[-1].kept
-    most = {tier: max(m.kept[tier] for m in marks) for tier in tiers}
-    behind_s = {tier: max(m.behind_s[tier] for m in marks) for tier in tiers}
-    return replace(marks[-1], kept=most, behind_s=behind_s)
+def _value_of(task: Task) -> Any:
+    """What a worker would return for a task that succeeded."""
+    match task:
+        case OpenShard():
+            return (
+                SimpleNamespace(),
+                None,
+            )  # a writer that nothing writes with, and no manifest that was read
+        case FinishCopy():
+            return task.commit
+        case ReadMarks():
+            return dict.fromkeys(task.ids, frozenset())
+        case DeleteCopy(unfinished=False):
+            return frozenset()
+    return None
 
 
-def keeps_all(rules: TierRules) -> bool:
-    is_stored = rules.kind is not TierKind.HOST
-    return is_stored and rules.capacity_bytes is None and not rules.retain
+@contextmanager
+def _silent(logger: logging.Logger) -> Iterator[None]:
+    """Drop what this thread logs: it reports on checkpoints that do not exist."""
+    thread = threading.get_ident()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(is_of_another_thread)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_another_thread)
 
 
-def copy_bytes_of(rules: TierRules, chain: SimulatedChain, load: Workload) -> int:
-    """The bytes of a checkpoint that a tier's capacity counts."""
+def _with_most(samples: Sequence[CounterSample]) -> CounterSample:
+    end = samples[-1]
+    return replace(
+        end,
+        kept={tier: max(s.kept[tier] for s in samples) for tier in end.kept},
+        behind_s={tier: max(s.behind_s[tier] for s in samples) for tier in end.behind_s},
+    )
+
+
+def ranks_on(rules: TierRules, chain: SimulatedChain, load: Workload) -> int:
+    """How many ranks' images a tier's capacity counts."""
     if rules.kind is TierKind.HOST:
-        return load.image_bytes
-    return load.image_bytes * (load.ranks if rules.name in chain.shared else load.ranks_per_node)
+        return 1
+    return load.ranks if rules.name in chain.shared else load.ranks_per_node
 
 
 def copy_s_of(rules: TierRules, chain: SimulatedChain, load: Workload) -> float | None:
-    """How long a node's part of a checkpoint takes to a tier; None where nobody knows."""
+    """How long the images of one node take to a tier, in seconds; None if its rate is unknown."""
     rate = chain.rates.get(rules.name)
     return None if not rate else load.image_bytes * load.ranks_per_node / rate

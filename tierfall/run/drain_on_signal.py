@@ -9,7 +9,7 @@ from collections.abc import Callable
 from signal import Signals
 
 from tierfall.config import Config
-from tierfall.config.signal_names import signals_named
+from tierfall.config.fields import signals_named
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.text import few_of
 from tierfall.core.types.units import format_duration

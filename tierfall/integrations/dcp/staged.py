@@ -1,4 +1,4 @@
-"""What a stager hands to the writer beside it: a capture that has begun, and what it holds."""
+"""What a stager passes to its writer: a capture that has begun, and the tensors in it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tierfall.core.types.errors import CaptureError
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A capture that was begun before DCP planned: its handle, or what kept it from being begun, and dtype and shape of
-    what it holds, by name."""
+    """A capture that began before DCP planned: its handle, or the error instead of one, and dtype and shape of its
+    tensors by name."""
 
     begun: SaveHandle | Exception
     tensors: Mapping[str, tuple[torch.dtype, torch.Size]]
 
     def handle(self, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
-        """Return the handle of what DCP plans to write. Raises what kept the capture from being begun, and CaptureError
-        where something else was captured: a planner renamed or changed it."""
+        """Return the handle of what DCP plans to write. Raises the error of the capture if it did not begin, and
+        CaptureError if a planner renamed or changed what was captured."""
         if isinstance(self.begun, Exception):
             raise self.begun
         for write in plan.items:
@@ -34,12 +34,12 @@ class Staged:
             if self.tensors.get(name) != planned or not self._is_hollow(name, planner):
                 raise CaptureError(
                     f"dcp.async_save: {name} is planned as {planned[0]} {tuple(planned[1])}, and was captured "
-                    "otherwise or not at all: a LazyStager takes the state as async_save gets it, before a "
+                    "otherwise or not at all: a LazyStager captures the state that async_save receives, before a "
                     "planner changes it"
                 )
         return self.begun
 
     def _is_hollow(self, name: str, planner: SavePlanner) -> bool:
-        """Say whether what is planned is what was staged."""
+        """Return whether the planned tensor is the staged one, which is on the meta device."""
         held = planner.state_dict.get(name) if isinstance(planner, DefaultSavePlanner) else None
         return isinstance(held, torch.Tensor) and held.is_meta

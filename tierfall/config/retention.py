@@ -1,7 +1,7 @@
-"""The sections ``retain`` and ``evict`` of a stored tier, with the rules and orders that a user has registered.
+"""The sections ``retain`` and ``evict`` of a stored tier, with registered rules and orders.
 
-What is not one of the section's own keys is a registered policy (``tierfall.config.plugins``); what stands behind it
-is read by that policy's own model, and kept as what it made of it.
+A key that the section does not have is the name of a registered policy (``tierfall.config.plugins``); its value is
+validated by that policy's own model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tierfall.config.fields import (
     show,
     wrong,
 )
-from tierfall.config.registered import (
+from tierfall.config.plugins import (
     ORDER_SCHEMA,
     known_keys,
     order_rule,
@@ -48,7 +48,7 @@ _EXPECTED_TAGS = "true for any tag, or a list of tags such as [release]"
 
 
 def _every(value: object) -> int | str:
-    """Read steps as a number; a time stays text, so that it reads as one again."""
+    """Parse steps to a number; a time remains text, so that it serializes as a time."""
     number = int(value) if isinstance(value, str) and _is_digits(value) else value
     if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
         return number
@@ -110,17 +110,19 @@ class BestSection(Section):
     """The best checkpoints by a metric."""
 
     metric: str = Field(
-        description="The name of the metric, as save is given it.", examples=["loss"]
+        description="The name of the metric, as it is passed to save.", examples=["loss"]
     )
     mode: Annotated[Direction, choice(Direction), any_word(Direction)] = Field(
-        default=Direction.MIN, description="Whether less is better, or more.", examples=["max"]
+        default=Direction.MIN,
+        description="Whether the least is the best, or the greatest.",
+        examples=["max"],
     )
     count: Count = Field(default=1, description="How many to keep.", examples=[2])
 
 
 class RetainSection(Section):
-    """Which checkpoints a tier keeps: what any of these rules wants; pinned ones, and the newest, stay whatever this
-    says. Other keys are rules that were registered."""
+    """Which checkpoints a tier keeps: those that any of these rules keeps. Pinned ones and the newest are kept in any
+    case. Other keys are registered rules."""
 
     model_config = ConfigDict(
         extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}}
@@ -128,13 +130,13 @@ class RetainSection(Section):
 
     last: Count | None = Field(
         default=None,
-        description="Keep the newest so many.",
+        description="Keep the newest N.",
         examples=[3],
     )
     every: EveryKept | None = Field(
         default=None,
-        description="Keep the first at or after each multiple of so many training steps; or, with a time such as 1d, "
-        "the first of each such period in UTC.",
+        description="Keep the first at or after each multiple of N training steps; or, with a time such as 1d, the "
+        "first of each such period in UTC.",
         examples=[1000, "1d"],
     )
     best: BestSection | None = Field(
@@ -145,12 +147,12 @@ class RetainSection(Section):
     for_s: Wait | None = Field(
         default=None,
         alias="for",
-        description="Keep what was saved less than so long ago.",
+        description="Keep what was saved less than this time ago.",
         examples=["30d"],
     )
     tags: TagsKept | None = Field(
         default=None,
-        description="Keep what bears one of these tags; true: any tag.",
+        description="Keep what has one of these tags; true: any tag.",
         examples=[["release"], True],
     )
 
@@ -162,8 +164,8 @@ class RetainSection(Section):
         return with_registered(PolicyKind.RETAIN, value, known_keys(cls))
 
     def rules(self) -> tuple[Rule, ...]:
-        """Give the rules as policies of kind ``retain`` are asked with them."""
-        asked: dict[str, Any] = {
+        """Return the configured rules, each bound to its policy of kind ``retain``."""
+        configured: dict[str, Any] = {
             "last": self.last,
             "every": None if self.every is None else _as_every(self.every),
             "best": None
@@ -176,14 +178,14 @@ class RetainSection(Section):
         }
         built_in = [
             plugins.rule(PolicyKind.RETAIN, name, rules)
-            for name, rules in asked.items()
+            for name, rules in configured.items()
             if rules is not None
         ]
-        more = [
+        registered = [
             plugins.rule(PolicyKind.RETAIN, name, rules)
             for name, rules in (self.model_extra or {}).items()
         ]
-        return (*built_in, *more)
+        return (*built_in, *registered)
 
 
 def _as_every(every: int | str) -> EveryRule:
@@ -193,16 +195,16 @@ def _as_every(every: int | str) -> EveryRule:
 
 
 class EvictSection(Section):
-    """What a tier gives up where its capacity is short: first what no rule of retain wants to keep."""
+    """What a tier deletes if its capacity is short: first what no rule of retain keeps."""
 
     high: Watermark | None = Field(
         default=None,
-        description="The share of the capacity above which copies are given up; absent: only where there is no room.",
+        description="The share of the capacity above which copies are deleted; absent: only if there is no room.",
         examples=["90%"],
     )
     low: Watermark | None = Field(
         default=None,
-        description="The share of the capacity down to which they are given up then; absent: as high.",
+        description="The share of the capacity down to which they are deleted then; absent: as high.",
         examples=["80%"],
     )
     order: Annotated[
@@ -211,16 +213,16 @@ class EvictSection(Section):
         ORDER_SCHEMA,
     ] = Field(
         default=None,
-        description="What goes first. cheapest (the default): what another tier holds as safely, and is quick to read "
-        "back from there; then the oldest. oldest: the oldest. Or an order that was registered.",
+        description="What is deleted first. cheapest (the default): what another tier stores as safely and restores "
+        "fastest; then the oldest. oldest: the oldest. Or a registered order.",
         examples=["oldest"],
     )
 
     @model_validator(mode="after")
-    def _marks_fit(self) -> Self:
+    def _check_watermarks(self) -> Self:
         expected = "{high: 90%, low: 80%}"
         if self.low is not None and self.high is None:
-            raise wrong(f"low says nothing without high; expected {expected}", expected=expected)
+            raise wrong(f"low has no effect without high; expected {expected}", expected=expected)
         if self.high == 0 or (self.low is not None and self.low > (self.high or 0)):
             raise wrong(
                 f"high must be above 0%, and low no higher; expected {expected}", expected=expected
@@ -228,5 +230,5 @@ class EvictSection(Section):
         return self
 
     def rule(self) -> Rule | None:
-        """Give the order as policies of kind ``evict`` are asked with it; None for the default."""
+        """Return the order as a rule of kind ``evict``; None for the default."""
         return order_rule(PolicyKind.EVICT, self.order)

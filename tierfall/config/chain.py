@@ -1,7 +1,7 @@
-"""Rules about the chain of tiers as a whole: which kinds, in which order, and nothing twice.
+"""Checks of the chain of tiers as a whole: which kinds, in which order, and no duplicates.
 
-They look at links, the few facts that matter of each tier, so that they can be asked of a parsed configuration and of
-one that has errors elsewhere. Messages name places, never values: a value may have come from the environment.
+They check links, the few relevant properties of each tier, so that they apply to a valid configuration and to one with
+errors elsewhere. Messages name places, never values: a value may be from the environment.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierfall.config.places import Problem
+from tierfall.config.source import Problem
 from tierfall.core.types.text import with_article
 from tierfall.core.types.values import TierKind
 
@@ -20,8 +20,7 @@ _RANKS = {TierKind.DEVICE: 0, TierKind.HOST: 1, TierKind.FILE: 2, TierKind.OBJEC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What the rules need of one tier; None is what is missing or not usable there. ``folder`` and ``url`` say where it
-    is; ``unshared`` that it is called not shared."""
+    """The properties of one tier; None where missing or invalid. ``unshared``: the file has ``shared: false``."""
 
     name: str | None = None
     kind: TierKind | None = None
@@ -31,7 +30,7 @@ class Link:
 
 
 def link_of(tier: object) -> Link:
-    """Read a link from a tier as YAML gave it, whatever that is."""
+    """Return the link of a tier as YAML yields it, valid or not."""
     if not isinstance(tier, Mapping):
         return Link()
     name, kind, path, url = (tier.get(key) for key in ("name", "kind", "path", "url"))
@@ -49,7 +48,7 @@ def link_of(tier: object) -> Link:
 
 
 def _endpoint(options: object) -> str:
-    """Which server an address is of, where the options say it: one bucket's name may stand for many."""
+    """Return the server that the options name: two servers may have buckets of the same name."""
     if not isinstance(options, Mapping):
         return ""
     client = options.get("client_kwargs")
@@ -60,7 +59,7 @@ def _endpoint(options: object) -> str:
 
 
 def check_chain(links: Sequence[Link]) -> list[Problem]:
-    """Find what is wrong with the chain, each with the place to look at."""
+    """Return the problems of the chain, each with its place."""
     if not links:
         return [_problem("the list is empty; expected at least a tier of kind host", "tiers")]
     folders = [_real_path(link.folder) if link.folder else None for link in links]
@@ -72,7 +71,7 @@ def check_chain(links: Sequence[Link]) -> list[Problem]:
         *_twice(
             [link.name for link in links],
             ["name"] * len(links),
-            "tiers are told apart by their names",
+            "tiers are identified by their names",
         ),
         *_twice(folders, keys, "two tiers in one folder would count one copy as two"),
         *_twice(
@@ -92,7 +91,7 @@ def _shared(links: Sequence[Link]) -> Iterator[Problem]:
 def _real_path(path: str) -> str | None:
     try:
         return os.path.realpath(path)
-    except ValueError:  # no path at all, which is told where its value is read
+    except ValueError:  # not a path: the field's own check reports it
         return None
 
 
@@ -108,20 +107,20 @@ def _kinds(links: Sequence[Link]) -> Iterator[Problem]:
             yield _problem(f"a second {kind} tier; expected {expected}", "tiers", index, "kind")
     if TierKind.HOST not in kinds and None not in kinds:
         yield _problem(
-            "there is no host tier, and every checkpoint falls through one; add {name: host, kind: host}",
+            "there is no host tier, and every checkpoint passes through one; add {name: host, kind: host}",
             "tiers",
         )
 
 
 def _order(links: Sequence[Link]) -> Iterator[Problem]:
-    """The order is device, host, then stored tiers as the user likes, fastest first."""
+    """The order is device, host, then stored tiers, which the user orders, fastest first."""
     highest = 0
     for index, link in enumerate(links):
         if link.kind is None:
             continue
         if _RANKS[link.kind] < highest:
             yield _problem(
-                f"{with_article(link.kind)} tier must stand earlier; expected device, host, then file and object "
+                f"{with_article(link.kind)} tier must come earlier; expected device, host, then file and object "
                 "tiers, fastest first",
                 *("tiers", index, "kind"),
             )
