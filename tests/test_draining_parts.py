@@ -175,7 +175,7 @@ def test_a_tier_that_fails_keeps_no_other_from_getting_its_copy(
     monkeypatch.setattr(PosixBackend, "create", create)
     drained = drain(left.config(0), SOON_S)
     assert [owed.tier for owed in drained.done] == ["far"]
-    assert "flush of 1@1 to nvme: " in drained.problems[0]
+    assert "flush of 1@1 to nvme failed" in drained.problems[0]
     assert drained.memory_kept
 
 

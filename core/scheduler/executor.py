@@ -132,6 +132,14 @@ class _SourceError(Exception):
     """The failure came from where the bytes were read; the cause is what counts."""
 
 
+CompleteCommit = Callable[[Commit, str], Commit]
+
+
+def complete_as_it_is(commit: Commit, tier: str) -> Commit:
+    """All images that the record is to name were brought by ranks of this run."""
+    return commit
+
+
 class TaskRunner:
     """Carries out one task at a time, on the calling thread.
 
@@ -139,7 +147,8 @@ class TaskRunner:
     which reads the same (``shared_reads``), and stays there while it is written: a slow tier holds up nobody else.
 
     ``attempt`` says on whose behalf: a task that writes, deletes or marks ends in FencedError where its tier knows a
-    newer one. None: it is a person's order that is carried out, by a process that must not commit.
+    newer one. None: it is a person's order that is carried out, by a process that must not commit. ``complete`` returns
+    the record of several ranks to be committed on a tier, by what other machines have brought there; it may raise.
     """
 
     def __init__(
@@ -148,9 +157,11 @@ class TaskRunner:
         pools: Mapping[str, BufferPool],
         attempt: Callable[[], Attempt | None],
         *,
+        complete: CompleteCommit = complete_as_it_is,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stores = stores
+        self._complete = complete
         self._clock = clock
         self._pools = pools
         self._shared = SharedReads(pools)
@@ -384,7 +395,7 @@ class TaskRunner:
         return commit
 
     def _commit(self, task: CommitCopy, store: TaskStore) -> Commit:
-        commit = task.commit
+        commit = self._complete(task.commit, task.tier)
         if task.tables and (task.repairs or not store.holds(task.id)):
             # an index that is named stays as it is
             commit = self._indexer.leave(store, commit, task.tables)

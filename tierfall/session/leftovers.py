@@ -29,7 +29,7 @@ from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard
 from tierfall.setup.tiers import any_slot
 from tierfall.telemetry.status import remove_status
 from tierfall.tiers.arena.arena import lock_name
-from tierfall.tiers.host import HeldImage, HostTier, slots_in
+from tierfall.tiers.host import HeldImage, HostTier, damaged, slots_in
 
 logger = logging.getLogger("tierfall")
 
@@ -50,17 +50,21 @@ class AdoptedSlot:
             self.lock.release()
 
 
-def adopt_slots(folder: Path, *, first: int, name: str, run: str) -> list[AdoptedSlot]:
+def adopt_slots(
+    folder: Path, *, first: int, name: str, run: str, refuses_damaged: bool = False
+) -> list[AdoptedSlot]:
     """Take every slot from ``first`` on that has an arena. What is empty goes; what cannot be read is said, and stays.
 
-    Raises LockError where another process owns one: a rank of an earlier start that still lives.
+    Raises LockError where another process owns one: a rank of an earlier start that still lives; with
+    ``refuses_damaged``, ConfigError where one cannot be read.
     """
     adopted: list[AdoptedSlot] = []
     try:
         for slot in slots_in(folder):
             if slot >= first:
                 lock = RunLock.take(folder / lock_name(slot), run=run)
-                adopted += _adopt(lock, any_slot(folder, slot, name=name, run=run))
+                host = any_slot(folder, slot, name=name, run=run)
+                adopted += _adopt(lock, host, refuses_damaged=refuses_damaged)
     except BaseException:
         for one in adopted:
             one.close(keep=True)
@@ -68,10 +72,13 @@ def adopt_slots(folder: Path, *, first: int, name: str, run: str) -> list[Adopte
     return adopted
 
 
-def _adopt(lock: RunLock, host: HostTier) -> list[AdoptedSlot]:
+def _adopt(lock: RunLock, host: HostTier, *, refuses_damaged: bool) -> list[AdoptedSlot]:
     try:
         host.attach(page_lock=False)
     except TierfallError as error:
+        if refuses_damaged:
+            lock.release()
+            raise damaged(error, host.path) from error
         logger.warning(
             "open: the host memory that a rank of an earlier start left is not read, and stays: %s",
             error,

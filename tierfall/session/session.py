@@ -28,7 +28,7 @@ from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult
 from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.executor import TaskRunner
+from tierfall.core.scheduler.executor import CompleteCommit, TaskRunner, complete_as_it_is
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import LedgerQuery
 from tierfall.core.scheduler.workers import Workers
@@ -97,10 +97,12 @@ class Session:
         accept_arena: bool = False,
         adopts: bool = False,
         tending: bool = False,
+        draining: bool = False,
     ) -> None:
         """Open everything but the attempt; ``start`` follows. Whatever fails leaves nothing open. ``adopts``: go on
         from the memory of other ranks than those of now. ``tending``: only carry out orders, also in what any ranks
-        have left in memory."""
+        have left in memory. ``draining``: flush that memory on behalf of the attempt that left it, while other machines
+        may do the same."""
         self.config = config
         self.run = run
         self.ranks = ranks or Ranks.alone()
@@ -109,6 +111,9 @@ class Session:
         self.attempt: Attempt | None = None
         self.probed = False
         self._tending = tending
+        self._draining = draining
+        self.complete: CompleteCommit = complete_as_it_is
+        """Completes the commit record of several ranks' images before it is written; set before ``build``."""
         self._closed = False
         self._told_of: set[Key] = set()
         self.listeners: dict[str | int, Callable[[RankMessage], None]] = {}
@@ -138,9 +143,11 @@ class Session:
                 self.host.attach()
             except IntegrityError as error:
                 raise damaged(error, self.host.path) from error
-            if tending or (adopts and self.ranks.topology.is_leader):
+            if tending or draining or (adopts and self.ranks.topology.is_leader):
                 first = len(self.ranks.topology.local_ranks)
-                self.adopted = adopt_slots(folder, first=first, name=self.host.name, run=run)
+                self.adopted = adopt_slots(
+                    folder, first=first, name=self.host.name, run=run, refuses_damaged=draining
+                )
             self.stores, self.errors = open_stores(config, run, find_read_only=True)
             self.go_on_reading(
                 {name: s.read_only for name, s in self.stores.items() if s.read_only}
@@ -156,10 +163,13 @@ class Session:
             self._held = self.listings
             self._seen: frozenset[str] = frozenset()
             self._scattered: frozenset[CheckpointId] = frozenset()
-            self._inherited: tuple[Commit, ...] = ()
+            self.inherited: tuple[Commit, ...] = ()
+            """Checkpoints of other ranks than those of now, whose images in memory are flushed on."""
             self._deleted: frozenset[CheckpointId] = frozenset()
             self._marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = {}
-            self.puts_together = adopts and (self.ranks.many or self._has_images_of_others())
+            self.puts_together = (adopts or draining) and (
+                self.ranks.many or self._has_images_of_others()
+            )
             check_life(
                 self.hosts(),
                 self.stores,
@@ -179,13 +189,14 @@ class Session:
         self.identities = TierIdentities(self.config, self.stores, self._folder, self.listings)
         self.go_on_reading(self.identities.refuse_aliases())
         for name, error in self.identities.missing(self.listings).items():
-            self._leave_out(name, error)
+            self.leave_out_tier(name, error)
             logger.warning(
                 "open: goes on without tier %s, for as long as this process runs: %s", name, error
             )
         self.identities.refuse_swapped()
 
-    def _leave_out(self, name: str, error: TierfallError) -> None:
+    def leave_out_tier(self, name: str, error: TierfallError) -> None:
+        """Go on without a tier."""
         self.stores.pop(name).close()
         self.errors[name] = error
         self.listings = tuple(
@@ -227,7 +238,7 @@ class Session:
         self._held = held_by_all(self, start)
         self._seen = start.seen
         self._scattered = start.scattered
-        self._inherited = start.inherited
+        self.inherited = start.inherited
         self._deleted = start.deleted
         self._marks = start.marks
         self._warn_of_two_lives()
@@ -284,7 +295,9 @@ class Session:
         for name, why in tiers.items():
             if name in self.errors:
                 continue
-            self._leave_out(name, UnreachableError(f"{name}: other ranks cannot reach it: {why}"))
+            self.leave_out_tier(
+                name, UnreachableError(f"{name}: other ranks cannot reach it: {why}")
+            )
             logger.warning(
                 "open: all ranks go on without tier %s, for as long as they run: %s", name, why
             )
@@ -401,12 +414,17 @@ class Session:
             if name in written
         }
         self.workers = Workers(
-            TaskRunner(self.stores, lane_pools(self.config, lanes), lambda: self.attempt),
+            TaskRunner(
+                self.stores,
+                lane_pools(self.config, lanes),
+                lambda: self.attempt,
+                complete=self.complete,
+            ),
             {name: limits.parallel for name, limits in lanes.items()},
             name=self.run,
         )
-        if self.attempt is not None:
-            self._discard_leftovers()
+        if self.attempt is not None and not (self._draining and self.puts_together):
+            self._discard_leftovers()  # on a shared tier, another machine's drain may be writing
         self.coordinator = Coordinator(
             ledger=ledger,
             lanes=lanes,
@@ -463,7 +481,7 @@ class Session:
     def _saved_by_others(self) -> tuple[Commit, ...]:
         """Say which checkpoints in memory other ranks saved, whose parts are one here: all of them, for who tends."""
         if not self._tending:
-            return self._inherited
+            return self.inherited
         memory = next(x for x in self.listings if x.tier == self.host.name)
         return tuple(c.commit for c in memory.copies if c.commit and c.commit.world_size > 1)
 

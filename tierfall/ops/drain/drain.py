@@ -19,15 +19,16 @@ from tierfall.core.format.records import Attempt
 from tierfall.core.types.errors import FencedError, IntegrityError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.ops.commands import POLL_S, Progress, Watch, check_folders, unread, view_of
-from tierfall.ops.drain.shards import PartsDrain, drain_parts
-from tierfall.ops.local_memory import LocalMemory
+from tierfall.ops.commands import POLL_S, Watch, check_folders, unread, view_of
+from tierfall.ops.drain.shards import MachineShards
 from tierfall.session.drain_forecast import ForecastLog
+from tierfall.session.leftovers import images_in
 from tierfall.session.requests import must_keep_memory
 from tierfall.session.session import Session
 from tierfall.setup.attempts import attempt_of, ids_by_commits, newest_attempt
-from tierfall.setup.tiers import open_stores
-from tierfall.tiers.host import HeldImage
+from tierfall.setup.tiers import run_folder
+from tierfall.tiers.arena.folder import prepare_folder
+from tierfall.tiers.host import HeldImage, slots_in
 from tierfall.tiers.stored import StoredTier
 
 
@@ -70,21 +71,23 @@ def drain(
     """
     began = time.monotonic()
     check_folders(config)
-    with LocalMemory(config) as memory:
-        if any(
-            image.commit.world_size > 1 for of in memory.parts().values() for image in of.values()
-        ):
-            return _drain_parts(config, memory, deadline_s, watch, tell, began)
-    session = Session(config, run=config.run, accept_arena=True)
+    slots = len(slots_in(prepare_folder(run_folder(config, config.run))))
+    session = Session(config, run=config.run, accept_arena=True, draining=True)
+    shards = MachineShards(session, slots)
     try:
-        images = session.host.images()
+        images = images_in(session.hosts())
         if not images:  # whoever owned the run a moment ago has flushed them
             session.abandon()
             return DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
-        newest = max(images.values(), key=_order)
+        _, newest = max(images, key=lambda held: (held[0].attempt, held[0].step))
         session.attempt = writer_of(newest, session.listings, session.stores, session.host.path)
         planned = _plan(session)
+        if session.puts_together:
+            shards.prepare()
+            planned = tuple(owed for owed in planned if shards.may_flush(owed.checkpoint))
         session.build()
+        if session.puts_together:
+            shards.add_stored()
         session.coordinator.ledger.knows_what_is_good()  # room is made for what memory holds
         until_s = None if deadline_s is None else began + deadline_s
         if until_s is not None:  # before anything begins in another order
@@ -99,7 +102,7 @@ def drain(
         if session.coordinator.fenced is not None:
             raise session.coordinator.fenced
         done = session.ask(lambda: _committed(session, planned))
-        problems = [str(error) for error in session.coordinator.errors]
+        problems = [*shards.problems, *map(str, session.coordinator.errors)]
         kept = must_keep_memory(session)
     finally:
         session.close(keep_memory=kept)
@@ -114,68 +117,6 @@ def drain(
         memory_kept=kept,
         seconds=time.monotonic() - began,
     )
-
-
-def _drain_parts(
-    config: Config,
-    memory: LocalMemory,
-    deadline_s: float | None,
-    watch: Watch,
-    tell: Callable[[str], None],
-    began: float,
-) -> DrainResult:
-    """Do it for the memory of several ranks."""
-    stores, errors = open_stores(config, config.run)
-    try:
-        listings = (
-            memory.listing(),
-            *(
-                stores[tier.name].list()
-                if tier.name in stores
-                else Listing(tier=tier.name, error=errors[tier.name])
-                for tier in config.stored
-            ),
-        )
-        held = [image for parts in memory.parts().values() for image in parts.values()]
-        moved = Progress(watch, 0)
-        drain = PartsDrain(
-            config=config,
-            memory=memory,
-            stores={
-                x.tier: stores[x.tier] for x in listings if x.error is None and x.tier in stores
-            },
-            listings=listings,
-            attempt=writer_of(max(held, key=_order), listings, stores, memory.path),
-            ends_s=None if deadline_s is None else began + deadline_s,
-            tell=tell,
-            on_bytes=moved.add,
-        )
-        planned = drain.plan()
-        sizes = {copy.id: copy.bytes for copy in listings[0].copies}
-        moved.total = sum(sizes[id] for id, _ in planned)
-        drain_parts(drain, planned, config.max_wait_s)
-        kept = drain.must_keep(planned)
-        if not kept:
-            memory.give_back()
-    finally:
-        for store in stores.values():
-            store.close()
-    owed = {
-        copy: OwedCopy(checkpoint=copy[0], tier=copy[1], bytes=sizes[copy[0]]) for copy in planned
-    }
-    silent = [f"tier {name} could not be read: {error}" for name, error in unread(listings).items()]
-    return DrainResult(
-        done=tuple(owed[copy] for copy in planned if copy in drain.done),
-        left=tuple(owed[copy] for copy in planned if copy not in drain.done),
-        problems=(*drain.problems, *silent),
-        memory_kept=kept,
-        seconds=time.monotonic() - began,
-    )
-
-
-def _order(image: HeldImage) -> tuple[int, int]:
-    id = image.commit.line.checkpoint
-    return id.attempt, id.step
 
 
 def writer_of(
@@ -243,7 +184,7 @@ def _owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
     return tuple(
         OwedCopy(checkpoint=c.id, tier=tier, bytes=max(copy.bytes for copy in c.copies.values()))
         for c in view.checkpoints
-        for tier in sorted(c.owed)
+        for tier in (t.name for t in config.stored if t.name in c.owed)
     )
 
 
@@ -261,6 +202,7 @@ def _wait(
     while True:
         left = POLL_S if ends_s is None else min(POLL_S, max(0.0, ends_s - time.monotonic()))
         if session.wait_idle(left) or (ends_s is not None and time.monotonic() >= ends_s):
+            watch(session.ask(lambda: _moved(session)), total)
             return
         watch(session.ask(lambda: _moved(session)), total)
         if ends_s is not None:
