@@ -53,7 +53,6 @@ FOLDERS = (
     "tierfall.telemetry",
     "tierfall.session",
     "tierfall.ops",
-    "tierfall.ops.drain",
     "tierfall.run",
     "tierfall.export",
     "tierfall.integrations.dcp",

@@ -33,7 +33,7 @@ from tierfall.core.types.errors import (
     RestoreError,
     UnreachableError,
 )
-from tierfall.ops.drain.drain import drain
+from tierfall.ops.drain import drain
 from tierfall.run import group_commands
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.run.saver import Saver

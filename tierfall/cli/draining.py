@@ -23,10 +23,9 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_duration, format_size, parse_duration
 from tierfall.ops.commands import unread
-from tierfall.ops.drain.drain import DrainResult, known_owed
-from tierfall.ops.drain.drain import drain as drain_run
-from tierfall.ops.local_memory import left_in_memory
-from tierfall.ops.reader import RunReader
+from tierfall.ops.drain import DrainResult, known_owed
+from tierfall.ops.drain import drain as drain_run
+from tierfall.ops.reader import RunReader, left_in_memory
 
 
 def drain(

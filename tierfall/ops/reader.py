@@ -16,19 +16,55 @@ from tierfall.backends.posix.backend import NoFolderError, PosixBackend
 from tierfall.config import Config
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import Listing
+from tierfall.core.format.records import Lineage, read_commit
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, TierfallError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
-from tierfall.ops.local_memory import find_owner
-from tierfall.ops.moved_folder import moved_run, moved_shard, moved_step
 from tierfall.session.leftovers import regions_in
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import SLOT, any_slot, list_all, open_stores, run_folder
-from tierfall.tiers.arena.arena import lock_name
+from tierfall.tiers.arena.arena import arena_name, lock_name
 from tierfall.tiers.host import HeldImage, HostTier
 from tierfall.tiers.stored import StoredTier
+
+_RECORD_BYTES_MAX = 64 << 20
+
+
+def known_slots(folder: Path) -> list[int]:
+    """Return the numbers of the slots in a run's folder that have an arena or a lock."""
+    found = {
+        path.stem.removeprefix("slot-")
+        for pattern in (arena_name(0), lock_name(0))
+        for path in folder.glob(pattern.replace("0", "*"))
+    }
+    return sorted(int(number) for number in found if number.isdecimal())
+
+
+def find_owner(folder: Path) -> LockOwner | None:
+    """Return the living process that owns the lowest slot of a run's folder on this machine, or None."""
+    owners = (RunLock.owner(folder / lock_name(slot)) for slot in known_slots(folder))
+    return next((owner for owner in owners if owner is not None), None)
+
+
+def left_in_memory(config: Config) -> tuple[int, list[TierfallError]]:
+    """Count the images that all ranks have left in host memory, and list what is damaged; no slot is locked."""
+    folder = run_folder(config, config.run)
+    count, problems = 0, []
+    for slot in known_slots(folder):
+        host = any_slot(folder, slot, name=config.host.name, run=config.run)
+        try:
+            if not host.attach(writable=False):
+                continue
+            listing = host.list()
+        except TierfallError as error:
+            problems.append(error)
+            continue
+        count += len(listing.copies)
+        problems += listing.damaged
+        host.close(keep=True)
+    return count, problems
 
 
 class RunReader:
@@ -201,3 +237,59 @@ def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, Listing]]:
     backend = PosixBackend(place.root, read_only=True)
     store = StoredTier(name=str(place.root), run=place.run, backend=backend, links=backend.links)
     return store, {store.name: store.list()}
+
+
+# Folders that were copied or renamed -------------------------------------------------------------------
+
+
+def written_as(folder: Path) -> Lineage | None:
+    """Read which run and checkpoint a step's folder was written as; None where nothing there says it."""
+    try:
+        record = folder / keys.COMMIT_NAME
+        if record.stat().st_size > _RECORD_BYTES_MAX:
+            return None
+        return read_commit(record.read_bytes(), what=str(record)).line
+    except (OSError, TierfallError):
+        return None
+
+
+def moved_step(folder: Path) -> str | None:
+    """Say where a step's folder belongs; None where it lies there, or nothing there says it."""
+    line = written_as(folder)
+    if line is None or _is_at_home(folder, line):
+        return None
+    home = keys.step_prefix(line.run, line.checkpoint).rstrip("/")
+    return f"put it below a folder named {line.run}, as it was written ({home})"
+
+
+def moved_run(folder: Path) -> str | None:
+    """Say how a run's folder was named; None where one of its steps lies where it belongs, or nothing says it."""
+    try:
+        steps = [child for child in folder.iterdir() if keys.parse_step_folder(child.name)]
+    except OSError:
+        return None
+    lines = {step: line for step in steps if (line := written_as(step)) is not None}
+    if not lines or any(_is_at_home(step, line) for step, line in lines.items()):
+        return None
+    runs = sorted({line.run for line in lines.values()})
+    if len(runs) > 1 or runs[0] == folder.name:
+        return None
+    return (
+        f"{folder} speaks of run {runs[0]}: it was renamed, or moved here from elsewhere; name it {runs[0]}, as it was "
+        "written"
+    )
+
+
+def moved_shard(shard: Path) -> str | None:
+    """Say what a shard without the records of its checkpoint is good for; None where they lie beside it."""
+    if (shard.parent / keys.COMMIT_NAME).exists():
+        return None
+    return (
+        f"{shard} is a shard without the records of its checkpoint, which say whether it is whole: copy the step's "
+        "folder, below one named like its run, as it was written; safetensors.torch.load_file opens the file alone"
+    )
+
+
+def _is_at_home(folder: Path, line: Lineage) -> bool:
+    here: CheckpointId | None = keys.parse_step_folder(folder.name)
+    return (folder.parent.name, here) == (line.run, line.checkpoint)

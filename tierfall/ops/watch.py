@@ -15,7 +15,7 @@ from typing import Any, Self
 from tierfall.config import Config
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types.errors import TierfallError
-from tierfall.ops.local_memory import slots_in
+from tierfall.ops.reader import known_slots
 from tierfall.setup.tiers import run_folder
 from tierfall.telemetry.event_reader import LogTail
 from tierfall.telemetry.status import Status, read_status
@@ -100,7 +100,7 @@ class Watcher:
 
     def look(self) -> RunSnapshot:
         problems: list[str] = []
-        slots = tuple(self._slot(number, problems) for number in slots_in(self._folder))
+        slots = tuple(self._slot(number, problems) for number in known_slots(self._folder))
         glimpse = RunSnapshot(
             wall_time_s=time.time(), slots=slots, events=(), problems=tuple(problems)
         )

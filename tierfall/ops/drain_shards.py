@@ -35,12 +35,13 @@ class AwaitedShardsError(TierfallError):
 @dataclass(slots=True)
 class MachineShards:
     """Prepares a session that drains the memory of several ranks: ``prepare`` before ``Session.build``, ``add_stored``
-    after it. ``slots`` is the number of ranks that have left memory on this machine; ``problems`` name what cannot be
-    flushed, each with the reason."""
+    after it. ``slots`` is the number of ranks that have left memory on this machine; ``unknown`` are
+    the tiers that may or may not be shared; ``problems`` name what cannot be flushed, each with the reason."""
 
     session: Session
     slots: int
     problems: list[str] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)
     _world_size: int = 1
     _shared: set[str] = field(default_factory=set)
     _known: Mapping[CheckpointId, KnownCheckpoint] = field(default_factory=dict)
@@ -62,6 +63,8 @@ class MachineShards:
                 if self.are_all_here or self._is_shared(tier):
                     self._shared.add(tier.name)
             except IntegrityError as error:
+                self.unknown.add(tier.name)
+                self.problems.append(str(error))
                 session.leave_out_tier(tier.name, error)
         session.config = session.config.model_copy(
             update={
@@ -165,7 +168,7 @@ class MachineShards:
         files = _files_there(store, commit, shards)
         if files is None:
             raise AwaitedShardsError(
-                f"{commit.line.checkpoint} on {tier}: this machine's images are there, and other ranks' are not yet: "
+                f"{commit.line.checkpoint} on {tier}: this machine's images are there, other ranks' are not yet: "
                 "drain the other machines, the last one commits it"
             )
         return replace(commit, files=files)

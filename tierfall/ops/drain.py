@@ -20,7 +20,7 @@ from tierfall.core.types.errors import FencedError, IntegrityError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.ops.commands import POLL_S, Watch, check_folders, unread, view_of
-from tierfall.ops.drain.shards import MachineShards
+from tierfall.ops.drain_shards import MachineShards
 from tierfall.session.drain_forecast import ForecastLog
 from tierfall.session.leftovers import images_in
 from tierfall.session.requests import must_keep_memory
@@ -109,6 +109,7 @@ def drain(
     problems += [
         f"tier {name} could not be read: {error}"
         for name, error in unread(session.listings).items()
+        if name not in shards.unknown
     ]
     return DrainResult(
         done=tuple(owed for owed in planned if owed in done),
