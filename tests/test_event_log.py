@@ -18,8 +18,7 @@ from tierfall.core.types import events
 from tierfall.core.types.events import Event
 from tierfall.core.types.values import CheckpointId
 from tierfall.telemetry import event_log
-from tierfall.telemetry.event_log import EventLog, LogFile, part_before
-from tierfall.telemetry.event_reader import LogTail, last_events
+from tierfall.telemetry.event_log import EventLog, LogFile, LogTail, last_events, part_before
 
 MAX_BYTES = 64 << 10
 

@@ -132,14 +132,6 @@ class _SourceError(Exception):
     """The failure came from where the bytes were read; the cause is what counts."""
 
 
-CompleteCommit = Callable[[Commit, str], Commit]
-
-
-def complete_as_it_is(commit: Commit, tier: str) -> Commit:
-    """All images that the record is to name were brought by ranks of this run."""
-    return commit
-
-
 class TaskRunner:
     """Carries out one task at a time, on the calling thread.
 
@@ -147,8 +139,8 @@ class TaskRunner:
     which reads the same (``shared_reads``), and stays there while it is written: a slow tier holds up nobody else.
 
     ``attempt`` says on whose behalf: a task that writes, deletes or marks ends in FencedError where its tier knows a
-    newer one. None: it is a person's order that is carried out, by a process that must not commit. ``complete`` returns
-    the record of several ranks to be committed on a tier, by what other machines have brought there; it may raise.
+    newer one. None: it is a person's order that is carried out, by a process that must not commit. ``complete``
+    adds to the record of several ranks what other machines have uploaded to a tier; it may raise.
     """
 
     def __init__(
@@ -157,7 +149,7 @@ class TaskRunner:
         pools: Mapping[str, BufferPool],
         attempt: Callable[[], Attempt | None],
         *,
-        complete: CompleteCommit = complete_as_it_is,
+        complete: Callable[[Commit, str], Commit] = lambda commit, tier: commit,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stores = stores

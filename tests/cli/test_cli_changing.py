@@ -165,11 +165,11 @@ def test_a_person_at_a_terminal_is_asked(
     typed: str,
     left: list[int],
 ) -> None:
-    from tierfall.cli import changing
+    from tierfall.cli import commands
 
     cli = make_cli()
     saved(cli, [1, 2])
-    monkeypatch.setattr(changing, "at_terminal", lambda: True)
+    monkeypatch.setattr(commands, "at_terminal", lambda: True)
     answer = cli("rm", "2", input=typed + "\n", code=0 if typed == "y" else 1)
     assert "Delete it?" in answer.out
     assert steps_on(tmp_path / "disk") == left

@@ -12,7 +12,7 @@ from cli_kit import Cli
 
 import tierfall
 from tests.steps import state_of
-from tierfall.cli.foreseeing import ForecastInputs, MeasuredRun, measure_run, workload
+from tierfall.cli.check import ForecastInputs, MeasuredRun, measure_run, workload
 from tierfall.config import load_config
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint
 from tierfall.core.format.records import Commit, Lineage, NamedFile
@@ -36,7 +36,7 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
         found = measuring.measure(*args)
         return tuple(replace(tier, write_bytes_per_s=RATES.get(tier.name)) for tier in found)
 
-    monkeypatch.setattr("tierfall.cli.measuring.measure", measure)
+    monkeypatch.setattr("tierfall.cli.check.measure", measure)
 
 
 @pytest.fixture

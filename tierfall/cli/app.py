@@ -12,16 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import tierfall
-from tierfall.cli import (
-    changing,
-    checking,
-    copying,
-    draining,
-    exporting,
-    looking,
-    measuring,
-    watching,
-)
+from tierfall.cli import check, commands, copy_export, drain, ls_show, verify, watch
 from tierfall.cli.common import CommandRefused, Exit, code_of, end, listen_to_warnings
 from tierfall.core.types.errors import TierfallError
 from tierfall.demo.command import demo
@@ -101,20 +92,20 @@ def _prepare(
 
 
 for _function, _summary in (
-    (looking.ls, "List the steps of a run, tier by tier."),
-    (looking.show, "Show one step in full."),
-    (measuring.check, "Check the file, and measure every tier."),
-    (checking.verify, "Read back and check every file of every copy, and repair."),
-    (exporting.export, "Write a step as one file for other programs."),
-    (copying.copy, "Bring a step to a tier that does not hold it."),
-    (changing.prune, "Apply the rules of retention now."),
-    (changing.pin, "Keep a step, whatever the rules say."),
-    (changing.unpin, "Take the pin off a step."),
-    (changing.rm, "Delete a step from every tier."),
-    (changing.forget, "Let the others forget a tier that was emptied on purpose."),
-    (draining.drain, "Finish the flush of what a dead trainer left in memory."),
-    (watching.watch, "Show tiers, copies and transfers as they are, live."),
-    (looking.schema, "Print the JSON schema of the YAML file."),
+    (ls_show.ls, "List the steps of a run, tier by tier."),
+    (ls_show.show, "Show one step in full."),
+    (check.check, "Check the file, and measure every tier."),
+    (verify.verify, "Read back and check every file of every copy, and repair."),
+    (copy_export.export, "Write a step as one file for other programs."),
+    (copy_export.copy, "Bring a step to a tier that does not hold it."),
+    (commands.prune, "Apply the rules of retention now."),
+    (commands.pin, "Keep a step, whatever the rules say."),
+    (commands.unpin, "Take the pin off a step."),
+    (commands.rm, "Delete a step from every tier."),
+    (commands.forget, "Let the others forget a tier that was emptied on purpose."),
+    (drain.drain, "Finish the flush of what a dead trainer left in memory."),
+    (watch.watch, "Show tiers, copies and transfers as they are, live."),
+    (ls_show.schema, "Print the JSON schema of the YAML file."),
     (demo, "Train, kill and restore a small model, and show the timeline."),
 ):
     app.command(short_help=_summary)(_function)

@@ -10,14 +10,25 @@ import json
 import logging
 import re
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from types import TracebackType
+from typing import Annotated, Any, NoReturn, Self
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from tierfall.config import Config, load_config
@@ -278,3 +289,41 @@ def readable_number(value: object) -> float | None:
     if isinstance(value, int | float) and abs(value) < NUMBER_MAX:
         return float(value)
     return None
+
+
+class ProgressBar:
+    """A bar with rate and time left; shows nothing where nobody watches. Thread-safe."""
+
+    def __init__(self, label: str, total: int, *, shown: bool) -> None:
+        """``total`` counts bytes."""
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            transient=True,
+            disable=not shown,
+        )
+        self._task: TaskID = self._progress.add_task(label, total=total)
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._progress.advance(self._task, count)
+
+    def set(self, done: int, total: int) -> None:
+        with self._lock:
+            self._progress.update(self._task, completed=done, total=total)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()

@@ -32,7 +32,7 @@ from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import (
     discard_unfinished,
     marks_of,
-    origin,
+    open_source,
     owning,
     writable,
     write_files,
@@ -146,7 +146,7 @@ def _copy(
     counter: Progress,
 ) -> CopyResult:
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
-    source = origin(checkpoint, held, reader.opener())
+    source = open_source(checkpoint, held, reader.opener())
     attempt = writing_attempt(reader, listings, source.commit.line, tier=store.name)
     there = next(listing for listing in listings if listing.tier == store.name)
     _check_room(reader.config, there, source.commit)

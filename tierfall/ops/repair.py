@@ -33,7 +33,7 @@ from tierfall.ops.write_copy import (
     OnBytes,
     discard_unfinished,
     mark_of,
-    origin,
+    open_source,
     replace_document,
     writable,
     write_files,
@@ -178,7 +178,7 @@ class Repairer:
         self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
     ) -> str:
         tiers = self._sources(store, checkpoint, copy)
-        source = origin(checkpoint, tiers, self._reader.opener())
+        source = open_source(checkpoint, tiers, self._reader.opener())
         attempt = writing_attempt(self._reader, self._listings, source.commit.line, tier=store.name)
         store.check_fence(attempt)
         limits = lane_limits(store, self._reader.config)

@@ -18,7 +18,7 @@ from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally, run_in_thr
 from tierfall.core.copies.image_writes import begun_image, publish_image
 from tierfall.core.copies.shard_reader import OpenImage, find_images
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
-from tierfall.core.format.commit_files import files_of, plain, with_index
+from tierfall.core.format.commit_files import plain, with_index
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Attempt, Commit, Lineage, Manifest, Mark, geometry
 from tierfall.core.runtime.buffers import BufferPool
@@ -121,25 +121,20 @@ class CheckpointSource:
         return self.commit.line.checkpoint
 
 
-def origin(
-    checkpoint: KnownCheckpoint,
-    tiers: Sequence[str],
-    open_image: OpenImage,
-    shards: Sequence[Shard] | None = None,
+def open_source(
+    checkpoint: KnownCheckpoint, tiers: Sequence[str], open_image: OpenImage
 ) -> CheckpointSource:
-    """Open the images of some shards of a checkpoint, or of all, for reading from ``tiers``, fastest first; raises as
-    ``find_images`` does."""
+    """Open the images of all shards of a checkpoint for reading from ``tiers``, fastest first.
+
+    Raises IntegrityError where no tier has a good commit record, and as ``find_images`` does.
+    """
     records = {t: c for t in tiers if (c := checkpoint.copies[t].commit) is not None}
     if not records:
         raise IntegrityError(f"no other tier holds a good commit record of {checkpoint.id}")
     commit = _united([plain(record) for record in records.values()])
-    if shards is None:
-        shards = [Shard(rank, commit.world_size) for rank in range(commit.world_size)]
-    else:
-        files = [file for shard in shards for file in files_of(commit, shard)]
-        commit = replace(commit, files=tuple(files))
     tally, opened = ReadTally(), []
-    for shard in shards:
+    for rank in range(commit.world_size):
+        shard = Shard(rank, commit.world_size)
         images, manifest = find_images(checkpoint, tiers, open_image, shard, tally)
         opened.append((manifest, ChunkReader(images, manifest, tally)))
     return CheckpointSource(commit=commit, shards=tuple(opened), tally=tally)
@@ -156,39 +151,32 @@ def _united(records: Sequence[Commit]) -> Commit:
 
 
 def write_files(
-    store: StoredTier, limits: LaneLimits, origin: CheckpointSource, on_bytes: OnBytes
+    store: StoredTier, limits: LaneLimits, source: CheckpointSource, on_bytes: OnBytes
 ) -> Commit:
     """Write images and records of all ranks, each complete before it is visible; return the commit record that names
-    them. Raises as ``write_parts`` does."""
-    return leave_index(store, write_parts(store, limits, origin, on_bytes))
+    them.
 
-
-def write_parts(
-    store: StoredTier, limits: LaneLimits, origin: CheckpointSource, on_bytes: OnBytes
-) -> Commit:
-    """Write images and manifests of some ranks, or of all; return the record with what was written in it.
-
-    What is there under these names is replaced once all of an image was read and verified. Raises the error of the
-    source or of the tier.
+    A file of the same name is replaced once the whole image was read and verified. Raises the error of the source or of
+    the tier.
     """
-    commit = origin.commit
-    for manifest, reader in origin.shards:
+    commit = source.commit
+    for manifest, reader in source.shards:
         shard = manifest.shard
         named = commit.file(keys.manifest_name(shard))
         if named is None or sha256(manifest.encode()) != named.digest:
             raise StepError(
-                f"{origin.id}: its manifest holds what this version does not write; use the tierfall that saved it"
+                f"{source.id}: its manifest has members that this version does not write; use the tierfall that saved it"
             )
-        with begun_image(store, origin.id, shard, geometry(manifest), manifest.pieces) as writer:
+        with begun_image(store, source.id, shard, geometry(manifest), manifest.pieces) as writer:
             # Frames of a packed image go in order.
             in_order = replace(limits, parallel=1) if store.packs else limits
             _write_chunks(manifest, reader, in_order, writer.put, on_bytes)
-            commit = publish_image(store, writer, manifest, commit, id=origin.id, shard=shard)
-    return commit
+            commit = publish_image(store, writer, manifest, commit, id=source.id, shard=shard)
+    return _write_index(store, commit)
 
 
-def leave_index(store: StoredTier, commit: Commit) -> Commit:
-    """Leave the index of several ranks' images, once all of them are there; return the record that names it too."""
+def _write_index(store: StoredTier, commit: Commit) -> Commit:
+    """Write the tensor index of several ranks' images; return the record that names it too."""
     if commit.world_size == 1:
         return commit
     index = make_index(store, commit)

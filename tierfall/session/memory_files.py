@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -169,3 +170,17 @@ class MemoryFiles:
         if what != self._said:
             self._said = what
             logger.warning("%s: %s; that is tried again", self._session.host.name, what)
+
+
+def log_allocation(tier: str) -> Callable[[int, int], None]:
+    """Return a callback that logs the progress of a host memory allocation every two seconds."""
+    last = time.monotonic()
+
+    def log(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= 2.0 and done < total:
+            last = now
+            logger.info("%s: allocating host memory: %d of %d MiB", tier, done >> 20, total >> 20)
+
+    return log

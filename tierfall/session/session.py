@@ -28,7 +28,7 @@ from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult
 from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.executor import CompleteCommit, TaskRunner, complete_as_it_is
+from tierfall.core.scheduler.executor import TaskRunner
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import LedgerQuery
 from tierfall.core.scheduler.workers import Workers
@@ -55,7 +55,7 @@ from tierfall.session.leftovers import (
     opened_slots_of_others,
     regions_in,
 )
-from tierfall.session.memory_files import MemoryFiles
+from tierfall.session.memory_files import MemoryFiles, log_allocation
 from tierfall.session.start import agree_on_start, held_by_all, is_owner, is_shared
 from tierfall.session.status_writer import StatusWriter
 from tierfall.setup.attempts import next_number, warn_of_two_lives
@@ -112,7 +112,7 @@ class Session:
         self.probed = False
         self._tending = tending
         self._draining = draining
-        self.complete: CompleteCommit = complete_as_it_is
+        self.complete: Callable[[Commit, str], Commit] = lambda commit, tier: commit
         """Completes the commit record of several ranks' images before it is written; set before ``build``."""
         self._closed = False
         self._told_of: set[Key] = set()
@@ -137,7 +137,7 @@ class Session:
                 slot=self.ranks.slot,
                 shard=self.ranks.shard,
                 capacity_bytes=config.host.capacity_bytes,
-                progress=_log_progress(config.host.name),
+                progress=log_allocation(config.host.name),
             )
             try:
                 self.host.attach()
@@ -413,13 +413,10 @@ class Session:
             for name, store in self.stores.items()
             if name in written
         }
+        pools = lane_pools(self.config, lanes)
+        runner = TaskRunner(self.stores, pools, lambda: self.attempt, complete=self.complete)
         self.workers = Workers(
-            TaskRunner(
-                self.stores,
-                lane_pools(self.config, lanes),
-                lambda: self.attempt,
-                complete=self.complete,
-            ),
+            runner,
             {name: limits.parallel for name, limits in lanes.items()},
             name=self.run,
         )
@@ -676,17 +673,3 @@ class Session:
 
 def _ignore_answer(value: object, error: BaseException | None) -> None:
     """Nobody waits for this answer."""
-
-
-def _log_progress(tier: str) -> Callable[[int, int], None]:
-    """Say how the allocation of host memory goes on, every few seconds."""
-    last = time.monotonic()
-
-    def say(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= 2.0 and done < total:
-            last = now
-            logger.info("%s: allocating host memory: %d of %d MiB", tier, done >> 20, total >> 20)
-
-    return say

@@ -13,6 +13,7 @@ from tierfall.cli.common import (
     CommandOutput,
     ConfigOption,
     JsonOption,
+    ProgressBar,
     RunOption,
     StepArgument,
     counted,
@@ -26,7 +27,6 @@ from tierfall.cli.common import (
     warn_of,
     watched,
 )
-from tierfall.cli.progress import ProgressBar
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner

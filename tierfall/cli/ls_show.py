@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import typer
 from rich.table import Table
 
-from tierfall.cli import losses
 from tierfall.cli.common import (
     CommandOutput,
     ConfigOption,
@@ -25,13 +25,27 @@ from tierfall.cli.common import (
     parse_step,
     table,
 )
-from tierfall.cli.facts import ManifestFacts, RunFacts, manifest_facts
+from tierfall.cli.run_facts import (
+    RunFacts,
+    format_bounds,
+    known_bounds,
+    lost_and_read_back,
+    reported_bounds,
+)
 from tierfall.config import Config
+from tierfall.core.copies.images import checked_manifest
 from tierfall.core.format.catalog import KnownCheckpoint
-from tierfall.core.types.errors import BackendError
+from tierfall.core.format.records import Manifest
+from tierfall.core.types import keys
+from tierfall.core.types.errors import (
+    BackendError,
+    IntegrityError,
+    NotSupportedError,
+    TierfallError,
+)
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_size
-from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import living
 from tierfall.telemetry.status import Status
@@ -54,7 +68,7 @@ def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption =
             "tiers": [_tier_members(reader, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known],
             "loss_bound": to_json(
-                losses.reported_bounds(trainer) if trainer else losses.known_bounds(facts.safety)
+                reported_bounds(trainer) if trainer else known_bounds(facts.safety)
             ),
         }
         if facts.rows_with_damage():
@@ -199,9 +213,9 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
     )
     yield f"run {settings.run}: {what}" + (f" ({held})" if held else "")
     if trainer is not None:
-        yield losses.format_bounds(losses.reported_bounds(trainer), what=losses.lost_and_read_back)
+        yield format_bounds(reported_bounds(trainer), what=lost_and_read_back)
     elif facts.known:
-        yield losses.format_bounds(losses.known_bounds(facts.safety), tuple(facts.unread))
+        yield format_bounds(known_bounds(facts.safety), tuple(facts.unread))
     if facts.owner is not None:
         yield f"a trainer owns it: {facts.owner}"
 
@@ -293,3 +307,87 @@ def _files(
     except BackendError as error:
         answer.problem(f"tier {tier}: its files could not be listed: {error}")
         return []
+
+
+# Manifests -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFacts:
+    """A tensor, or the piece of it, that an image holds."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestFacts:
+    """What a manifest says of its image."""
+
+    shard: str
+    image_bytes: int
+    chunks: int
+    chunk_bytes: int
+    tensors: tuple[TensorFacts, ...]
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors)
+
+    def largest(self, count: int) -> list[TensorFacts]:
+        return sorted(self.tensors, key=lambda t: (-t.bytes, t.name))[:count]
+
+
+def manifest_facts(
+    reader: RunReader, checkpoint: KnownCheckpoint
+) -> tuple[list[ManifestFacts], list[tuple[str, TierfallError]]]:
+    """Read each shard's manifest from the fastest copy that has a good one; the second are the bad ones met."""
+    found: list[ManifestFacts] = []
+    problems: list[tuple[str, TierfallError]] = []
+    if checkpoint.commit is None:
+        return found, problems
+    size = checkpoint.commit.world_size
+    opener = reader.opener()
+    for rank in range(size):
+        shard = Shard(rank, size)
+        for tier, copy in checkpoint.copies.items():
+            if copy.commit is None:
+                continue
+            if size > 1 and copy.commit.file(keys.manifest_name(shard)) is None:
+                continue  # the record of one node, or of one rank's memory, names its own parts
+            try:
+                manifest = checked_manifest(opener(tier, checkpoint.id, shard), copy.commit, shard)
+                found.append(_manifested(manifest))
+            except (IntegrityError, NotSupportedError, BackendError) as error:
+                problems.append((tier, error))
+                continue
+            break
+    return found, problems
+
+
+def _manifested(manifest: Manifest) -> ManifestFacts:
+    shard = manifest.shard
+    try:
+        tensors = tuple(_tensor(piece) for piece in json.loads(manifest.pieces))
+    except (KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(
+            f"manifest of {manifest.line.checkpoint}: its table of tensors is off: {error!r}"
+        ) from error
+    return ManifestFacts(
+        shard=f"rank {shard.rank} of {shard.world_size}",
+        image_bytes=manifest.image_bytes,
+        chunks=manifest.chunk_count,
+        chunk_bytes=manifest.chunk_bytes,
+        tensors=tensors,
+    )
+
+
+def _tensor(piece: dict[str, Any]) -> TensorFacts:
+    return TensorFacts(
+        name=str(piece["name"]),
+        dtype=str(piece["dtype"]),
+        shape=tuple(int(length) for length in piece["lengths"]),
+        bytes=int(piece["end"]) - int(piece["start"]),
+    )

@@ -11,13 +11,13 @@ from tierfall.cli.common import (
     ConfigOption,
     Exit,
     JsonOption,
+    ProgressBar,
     RunOption,
     counted,
     load_settings,
     refuse,
     watched,
 )
-from tierfall.cli.progress import ProgressBar
 from tierfall.config import Config
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-from tierfall.core.copies.images import checked_manifest
+from tierfall.cli.common import readable_number
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
-from tierfall.core.format.records import Manifest
 from tierfall.core.runtime.run_lock import LockOwner
-from tierfall.core.types import keys
 from tierfall.core.types.errors import (
-    BackendError,
-    IntegrityError,
-    NotSupportedError,
     TierfallError,
 )
-from tierfall.core.types.values import CheckpointId, CopyState, Shard, TierKind
+from tierfall.core.types.loss_bound import LossBound
+from tierfall.core.types.units import format_duration
+from tierfall.core.types.values import (
+    LOSS_CLASSES,
+    CheckpointId,
+    CopyState,
+    LossClass,
+    TierKind,
+)
 from tierfall.core.types.view import Decision, Verdict, View
 from tierfall.ops.commands import unread, view_of
 from tierfall.ops.reader import RunReader
 from tierfall.policies.defaults import plan_retention
+from tierfall.policies.forecast import loss_bounds
 from tierfall.setup.tiers import tier_rules
+from tierfall.telemetry.status import LossStatus, Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,82 +125,58 @@ class RunFacts:
         return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorFacts:
-    """A tensor, or the piece of it, that an image holds."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
+# What a failure would cost -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManifestFacts:
-    """What a manifest says of its image."""
-
-    shard: str
-    image_bytes: int
-    chunks: int
-    chunk_bytes: int
-    tensors: tuple[TensorFacts, ...]
-
-    @property
-    def tensor_bytes(self) -> int:
-        return sum(tensor.bytes for tensor in self.tensors)
-
-    def largest(self, count: int) -> list[TensorFacts]:
-        return sorted(self.tensors, key=lambda t: (-t.bytes, t.name))[:count]
+def known_bounds(view: View) -> dict[LossClass, LossBound]:
+    """Say what would be lost, counted from the newest step that is anywhere: where training is, is not known."""
+    steps = [c.id.step for c in view.checkpoints if c.live and any(map(c.readable_on, c.copies))]
+    return loss_bounds(view, step=max(steps, default=None))
 
 
-def manifest_facts(
-    reader: RunReader, checkpoint: KnownCheckpoint
-) -> tuple[list[ManifestFacts], list[tuple[str, TierfallError]]]:
-    """Read each shard's manifest from the fastest copy that has a good one; the second are the bad ones met."""
-    found: list[ManifestFacts] = []
-    problems: list[tuple[str, TierfallError]] = []
-    if checkpoint.commit is None:
-        return found, problems
-    size = checkpoint.commit.world_size
-    opener = reader.opener()
-    for rank in range(size):
-        shard = Shard(rank, size)
-        for tier, copy in checkpoint.copies.items():
-            if copy.commit is None:
-                continue
-            if size > 1 and copy.commit.file(keys.manifest_name(shard)) is None:
-                continue  # the record of one node, or of one rank's memory, names its own parts
-            try:
-                manifest = checked_manifest(opener(tier, checkpoint.id, shard), copy.commit, shard)
-                found.append(_manifested(manifest))
-            except (IntegrityError, NotSupportedError, BackendError) as error:
-                problems.append((tier, error))
-                continue
-            break
-    return found, problems
+def reported_bounds(status: Status) -> dict[LossClass, LossBound]:
+    """Read what a trainer says, which knows where training is and how fast its tiers are read."""
+    return {lost: _read_bound(status.loss_bound.get(lost)) for lost in LOSS_CLASSES}
 
 
-def _manifested(manifest: Manifest) -> ManifestFacts:
-    shard = manifest.shard
-    try:
-        tensors = tuple(_tensor(piece) for piece in json.loads(manifest.pieces))
-    except (KeyError, TypeError, ValueError) as error:
-        raise IntegrityError(
-            f"manifest of {manifest.line.checkpoint}: its table of tensors is off: {error!r}"
-        ) from error
-    return ManifestFacts(
-        shard=f"rank {shard.rank} of {shard.world_size}",
-        image_bytes=manifest.image_bytes,
-        chunks=manifest.chunk_count,
-        chunk_bytes=manifest.chunk_bytes,
-        tensors=tensors,
+def _read_bound(found: LossStatus | None) -> LossBound:
+    if found is None:
+        return LossBound(survives=None)
+    return LossBound(
+        survives=CheckpointId(found.step, found.attempt),
+        tier=found.tier,
+        steps_lost=found.steps_lost,
+        seconds_lost=readable_number(found.seconds_lost),
+        restore_s=readable_number(found.restore_s),
     )
 
 
-def _tensor(piece: dict[str, Any]) -> TensorFacts:
-    return TensorFacts(
-        name=str(piece["name"]),
-        dtype=str(piece["dtype"]),
-        shape=tuple(int(length) for length in piece["lengths"]),
-        bytes=int(piece["end"]) - int(piece["start"]),
-    )
+def read_back(bound: LossBound) -> str:
+    """Say what survives, where, and how long it takes to read back."""
+    if bound.survives is None:
+        return "nothing"
+    where = f"{bound.survives} on {bound.tier}"
+    if bound.restore_s is not None:
+        where += f", read back in {format_duration(bound.restore_s)}"
+    return where
+
+
+def lost_and_read_back(bound: LossBound) -> str:
+    """Say as well how far training is past it, as its trainer knows."""
+    if bound.survives is None or bound.steps_lost is None:
+        return read_back(bound)
+    ago = "" if bound.seconds_lost is None else f" ({format_duration(bound.seconds_lost)})"
+    steps = f"{bound.steps_lost} step{'' if bound.steps_lost == 1 else 's'}"
+    return f"{read_back(bound)}, {steps}{ago} lost"
+
+
+def format_bounds(
+    bounds: Mapping[LossClass, LossBound],
+    unread: Collection[str] = (),
+    *,
+    what: Callable[[LossBound], str] = read_back,
+) -> str:
+    """Say it in one line."""
+    said = [f"of the {lost}, {what(bound)}" for lost, bound in bounds.items()]
+    doubt = f" (not asked: {', '.join(unread)})" if unread else ""
+    return f"survives the loss {'; '.join(said)}{doubt}"

@@ -11,6 +11,7 @@ from tierfall.cli.common import (
     CommandOutput,
     ConfigOption,
     JsonOption,
+    ProgressBar,
     RunOption,
     check_tier,
     counted,
@@ -22,7 +23,6 @@ from tierfall.cli.common import (
     warn_of,
     watched,
 )
-from tierfall.cli.progress import ProgressBar
 from tierfall.config import Config
 from tierfall.core.copies.verify import CheckedCopy
 from tierfall.core.types.text import members

@@ -1,0 +1,220 @@
+"""``copy``: bring a step to a tier that does not hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierfall.cli.common import (
+    CommandOutput,
+    ConfigOption,
+    Exit,
+    JsonOption,
+    ProgressBar,
+    RunOption,
+    StepArgument,
+    check_tier,
+    code_of,
+    counted,
+    find_on,
+    load_settings,
+    parse_step,
+    refuse,
+    warn_of,
+    watched,
+)
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
+from tierfall.core.types.errors import IntegrityError, TierfallError
+from tierfall.core.types.text import members
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId
+from tierfall.export.export import ExportFormat, ExportOptions, ExportResult
+from tierfall.export.export import export as export_checkpoint
+from tierfall.ops import commands
+from tierfall.ops.commands import unread
+from tierfall.ops.copy import CopyResult
+from tierfall.ops.copy import copy as copy_checkpoint
+from tierfall.ops.reader import RunReader
+
+
+def copy(
+    step: StepArgument,
+    to: Annotated[str, typer.Option("--to", metavar="TIER", help="The tier to bring it to.")],
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring a step to a tier that does not hold it, with its marks, from the best copy there is."""
+    settings = load_settings(config, run)
+    named = parse_step(step)
+    check_tier(settings, to)
+    if to == settings.host.name:
+        refuse(f"copy: {to} is memory, which is the trainer's alone; name another tier", Exit.USAGE)
+    answer = CommandOutput(as_json)
+    with RunReader(settings) as reader:
+        owner = reader.owner()
+        listings = reader.list()
+        elsewhere = commands.trained_elsewhere(listings, reader.stores)
+        id = find_certain(answer, listings, named, None, doing="copy").id
+    if owner is not None:
+        refuse(
+            f"copy: a trainer owns run {settings.run!r} ({owner}) and flushes by the rules of the file; nothing was "
+            "copied. Copy once it has ended, or start it with another flush: {every: ...} for that tier"
+        )
+    warn_of(elsewhere)
+    with (
+        naming_unread_tiers(answer, listings),
+        ProgressBar("copy", 0, shown=watched(as_json)) as watch,
+    ):
+        copied = copy_checkpoint(settings, id, to, watch.set)
+    _report_copy(answer, settings.run, copied)
+    answer.finish()
+
+
+def _report_copy(answer: CommandOutput, run: str, copied: CopyResult) -> None:
+    answer.document = {"run": run, **members(copied)}
+    size = format_size(copied.bytes)
+    if copied.already:
+        answer.show(f"{copied.tier} holds {copied.id} already, and it is good ({size} read)")
+    else:
+        sources = ", ".join(copied.sources)
+        answer.show(
+            f"copied {copied.id} from {sources} to {copied.tier}, which did not hold it ({size})"
+        )
+    if copied.marks:
+        answer.show(f"brought along, since other tiers have it: {', '.join(copied.marks)}")
+    answer.show(*(f"note: {note}" for note in copied.notes))
+
+
+# Tiers that could not be read ----------------------------------------------------------------------
+
+
+def find_certain(
+    answer: CommandOutput,
+    listings: Sequence[Listing],
+    named: tuple[int, int | None],
+    tier: str | None,
+    *,
+    doing: str,
+) -> KnownCheckpoint:
+    """Find the checkpoint that STEP names, and note the tiers that could not be read.
+
+    Ends the command where it is not there, and where STEP names no attempt and a tier that could not be read may hold
+    that step of a newer one: then the one that was found may be of a line that was left behind.
+    """
+    found = find_on(answer, listings, named, tier, doing=doing)
+    if tier is not None:
+        return found
+    silent = unread(listings)
+    answer.note_unread(silent)
+    if silent and named[1] is None and may_be_newer(listings, found.id):
+        choice = f"name it {found.id}" + (", or a tier by --tier" if doing == "export" else "")
+        answer.refuse(
+            f"{doing}: a newer attempt than that of {found.id} may have saved step {found.id.step} too, on "
+            f"{', '.join(silent)}: if {found.id} is meant, {choice}"
+        )
+    return found
+
+
+def may_be_newer(listings: Sequence[Listing], id: CheckpointId) -> bool:
+    """Say whether a later attempt than a checkpoint's may have saved its step again: there was one, and it is not known
+    to have begun at that step or above."""
+    known = merge(listings)
+    numbers = {n for listing in listings for n in listing.attempts} | {c.id.attempt for c in known}
+    begun = {start.attempt: start.step for start in starts_in(listings) if not start.passed_over}
+    newest = max(numbers, default=id.attempt)
+    return any(begun.get(n, -1) < id.step for n in range(id.attempt + 1, newest + 1))
+
+
+@contextmanager
+def naming_unread_tiers(
+    answer: CommandOutput, listings: Sequence[Listing], gone: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
+    """End the command where the block fails, with the tiers that were noted, and what an unread one may mean for it.
+
+    ``gone`` is asked where no good copy was found, and says so if they were dropped meanwhile.
+    """
+    silent = ", ".join(unread(listings))
+    try:
+        yield
+    except IntegrityError as error:
+        if dropped := gone():
+            answer.refuse(dropped)
+        more = f"; {silent} could not be read and may hold a good copy" if silent else ""
+        answer.refuse(f"{error}{more}")
+    except TierfallError as error:
+        answer.refuse(error, code_of(error))
+
+
+# export --------------------------------------------------------------------------------------------
+
+
+def export(
+    step: StepArgument,
+    to: Annotated[
+        Path, typer.Option("--to", metavar="DIR", help="The folder to write into; made if missing.")
+    ],
+    format: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format",
+            help="safetensors, torch for torch.load, or dcp for torch.distributed.checkpoint: DIR itself.",
+        ),
+    ] = ExportFormat.SAFETENSORS,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PREFIX", help="Export this part alone: model. May be given again."
+        ),
+    ] = None,
+    tier: Annotated[
+        str | None, typer.Option("--tier", metavar="NAME", help="Read from this tier only.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file of that name that is there.")
+    ] = False,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint as one file, or as a folder of DCP, from the fastest good copy; every chunk is verified."""
+    settings = load_settings(config, run)
+    named = parse_step(step)
+    check_tier(settings, tier)
+    answer = CommandOutput(as_json)
+    wish = ExportOptions(to=to.expanduser(), format=format, only=tuple(only or ()), replace=force)
+    with RunReader(settings) as reader:
+        listings = reader.list()
+        checkpoint = find_certain(answer, listings, named, tier, doing="export")
+        held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
+        tiers = [name for name in held if tier in (None, name)]
+        with (
+            naming_unread_tiers(answer, listings, lambda: _dropped(reader, checkpoint.id, tiers)),
+            ProgressBar("export", 0, shown=watched(as_json)) as watch,
+        ):
+            exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch.set)
+    _report_export(answer, settings.run, exported)
+    answer.finish()
+
+
+def _dropped(reader: RunReader, id: CheckpointId, tiers: Sequence[str]) -> str:
+    """Say so where none of the tiers that held a checkpoint has a commit record of it any more."""
+    again = [listing for listing in reader.list() if listing.tier in tiers]
+    if any(listing.error is not None or listing.copy(id) is not None for listing in again):
+        return ""
+    return f"export: {id} was dropped while it was read"
+
+
+def _report_export(answer: CommandOutput, run: str, exported: ExportResult) -> None:
+    answer.document = {"run": run, **members(exported)}
+    tensors = counted(exported.tensors, "tensor", "tensors")
+    answer.show(
+        f"exported {exported.id} from {', '.join(exported.sources)} to {exported.path}: {tensors}, "
+        f"{format_size(exported.bytes)}"
+    )
+    answer.show(*(f"passed over: {f.what}: {f.reason}" for f in exported.fallbacks))
+    answer.show(*(f"note: {note}" for note in exported.notes))
