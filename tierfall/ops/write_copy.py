@@ -165,7 +165,7 @@ def write_files(
         named = commit.file(keys.manifest_name(shard))
         if named is None or sha256(manifest.encode()) != named.digest:
             raise StepError(
-                f"{source.id}: its manifest has members that this version does not write; use the tierfall that saved it"
+                f"{source.id}: its manifest has members that this version cannot write; use the version that saved it"
             )
         with begun_image(store, source.id, shard, geometry(manifest), manifest.pieces) as writer:
             # Frames of a packed image go in order.
@@ -215,11 +215,11 @@ def _read_run(
 ) -> memoryview:
     if run[1] - run[0] == 1:
         return reader.read(run[0], buffer)
-    origin, end = _run_range(manifest, run)
+    first_byte, end = _run_range(manifest, run)
     for index in range(*run):
-        view = reader.read(index, buffer[manifest.chunk_range(index)[0] - origin :])
+        view = reader.read(index, buffer[manifest.chunk_range(index)[0] - first_byte :])
         assert view.obj is buffer.obj, "tiers that are open for reading only copy what they read"
-    return buffer[: end - origin]
+    return buffer[: end - first_byte]
 
 
 def discard_unfinished(store: StoredTier, run: str, id: CheckpointId) -> None:
