@@ -245,8 +245,8 @@ def test_the_command_says_what_it_did(left: Opener) -> None:
     assert done.exit_code == 0, done.output
     assert "flushed 1@1 to nvme (" in done.output
     assert "run run: 2 of 2 copies made durable" in done.output
-    assert "host memory is given back" in done.output
-    assert command(left, "drain").output == "run run: nothing lies in host memory\n"
+    assert "host memory is freed" in done.output
+    assert command(left, "drain").output == "run run: nothing is in host memory\n"
 
 
 def test_a_rank_that_lives_is_left_alone(left: Opener) -> None:

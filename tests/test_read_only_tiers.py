@@ -151,7 +151,7 @@ def test_what_lies_on_a_read_only_tier_is_listed_and_not_owed_to_others(
         return answer.output
 
     assert "the process, 2@1 on archive" in run("ls")
-    assert "the tier is read-only: nothing there is dropped" in run("show", "2", "--json")
+    assert "the tier is read-only: nothing is deleted there" in run("show", "2", "--json")
     assert "still owed" not in run("drain")
     assert "archive: read-only: it is restored from" in run("check", "--size", "64KiB")
 

@@ -120,7 +120,7 @@ def test_rm_takes_a_step_from_every_tier_and_from_memory(
     cli("rm", "2@1", "--yes")
     assert cli.steps() == {}
     assert not list(memory.rglob("*.arena")), "memory without an image is given back"
-    assert cli("drain").out == "run run: nothing lies in host memory\n"
+    assert cli("drain").out == "run run: nothing is in host memory\n"
 
 
 def test_rm_leaves_files_of_others_alone(make_cli: MakeCli, saved: Saved, tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_run_of_another_node_is_warned_about(
     assert cli("pin", "1").err == ""
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     for words in (["pin", "1"], ["prune"]):
-        assert "its trainer may live" in cli(*words).err
+        assert "whether its trainer is alive" in cli(*words).err
 
 
 def test_after_an_order_the_run_goes_on(make_cli: MakeCli, saved: Saved, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_step_that_is_dropped_while_it_is_exported_is_not_called_damaged(
     monkeypatch.setattr(copy_export, "export_checkpoint", drop_first)
     err = cli("export", "1", "--to", str(tmp_path / "out"), code=1).err
     if len(gone) == 2:
-        assert err == "tierfall: export: 1@1 was dropped while it was read\n"
+        assert err == "tierfall: export: 1@1 was deleted while it was read\n"
     else:
         assert "damaged in every copy" in err
 
@@ -141,7 +141,7 @@ def test_a_copy_says_what_it_did_and_why(cli: Cli, tmp_path: Path) -> None:
     assert answer.out.splitlines()[0].startswith(
         "copied 1@1 from disk to far, which did not hold it ("
     )
-    assert "brought along, since other tiers have it: pin\n" in answer.out
+    assert "marks copied from other tiers: pin\n" in answer.out
     assert steps_on(tmp_path / "far") == [1, 2]
     again = cli("copy", "1", "--to", "far")
     assert again.out.startswith("far holds 1@1 already, and it is good (")

@@ -126,7 +126,7 @@ def test_a_run_that_has_saved_tells_the_rest(cli: Cli) -> None:
 def test_what_is_missing_is_named(cli: Cli) -> None:
     assert cli.json("check", *SMALL)["forecast"] is None
     assert cli.json("check", *SMALL)["loss_bound"] is None
-    assert "no forecast of a day: it takes the size" in cli("check", *SMALL).out
+    assert "no forecast of a day: it needs the size" in cli("check", *SMALL).out
     assert "no forecast" in cli("check", *SMALL, "--image", "9GiB").out
     assert "no forecast" in cli("check", *SMALL, "--image", "9GiB", "--step-time", "2s").out
 
@@ -135,14 +135,14 @@ def test_what_is_missing_is_named(cli: Cli) -> None:
     ("words", "said"),
     [
         (("--image", "9Gib"), "--image: unknown unit"),
-        (("--image", "0"), "--image: '0' is none"),
+        (("--image", "0"), "--image: '0' is invalid"),
         (("--save-every", "often"), "--save-every: "),
-        (("--step-time", "0s"), "--step-time: '0s' is none"),
-        (("--steps-per-hour", "0"), "--steps-per-hour: 0.0 is none"),
-        (("--steps-per-hour", "nan"), "--steps-per-hour: nan is none"),
-        (("--step-time", "1s", "--steps-per-hour", "9"), "give one of them"),
-        (("--ranks", "0"), "--ranks: 0 does not fit"),
-        (("--ranks", "2", "--nodes", "3"), "--nodes: 3 nodes have no 2 ranks"),
+        (("--step-time", "0s"), "--step-time: '0s' is invalid"),
+        (("--steps-per-hour", "0"), "--steps-per-hour: 0.0 is invalid"),
+        (("--steps-per-hour", "nan"), "--steps-per-hour: nan is invalid"),
+        (("--step-time", "1s", "--steps-per-hour", "9"), "exclude each other"),
+        (("--ranks", "0"), "--ranks: 0 is invalid"),
+        (("--ranks", "2", "--nodes", "3"), "--nodes: 3 nodes are more than 2 ranks"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

@@ -1,4 +1,8 @@
-"""``check``: is the file right, is every tier there, how fast is it, what does it promise, what does a day bring."""
+"""``check``: validate the configuration, measure every tier, list its guarantees, and forecast a day.
+
+The forecast needs the size of an image and the interval between saves: from the options, or from the run's newest
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,7 @@ from tierfall.setup.tiers import tier_rules
 
 def check(
     size: Annotated[
-        str, typer.Option("--size", metavar="SIZE", help="How much to write to each tier.")
+        str, typer.Option("--size", metavar="SIZE", help="Bytes to write to each tier.")
     ] = "64MiB",
     image: Annotated[
         str | None,
@@ -59,7 +63,7 @@ def check(
     ] = None,
     save_every: Annotated[
         str | None,
-        typer.Option("--save-every", metavar="TIME", help="For the forecast: from save to save."),
+        typer.Option("--save-every", metavar="TIME", help="For the forecast: time between saves."),
     ] = None,
     step_time: Annotated[
         str | None,
@@ -67,22 +71,26 @@ def check(
     ] = None,
     steps_per_hour: Annotated[
         float | None,
-        typer.Option("--steps-per-hour", metavar="N", help="The same, the other way round."),
+        typer.Option(
+            "--steps-per-hour",
+            metavar="N",
+            help="For the forecast: steps in an hour, in place of --step-time.",
+        ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", metavar="N", help="For the forecast: all ranks.")
+        int | None, typer.Option("--ranks", metavar="N", help="For the forecast: number of ranks.")
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="N", help="For the forecast: their nodes.")
+        int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
     ] = None,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the file, open and measure every tier with real bytes, which are removed again, and foresee a day."""
+    """Check the configuration, measure every tier with real bytes, which are removed again, and forecast a day."""
     settings = load_settings(config, run)
     size_bytes = _size(size)
-    wishes = ForecastInputs.read(
+    inputs = ForecastInputs.read(
         image=image,
         save_every=save_every,
         step_time=step_time,
@@ -92,7 +100,7 @@ def check(
     )
     answer = CommandOutput(as_json)
     console = Console(stderr=False)
-    with console.status("check", spinner="line") if watched(as_json) else _Silent() as status:
+    with console.status("check", spinner="line") if watched(as_json) else _NoSpinner() as status:
         tiers = measure(settings, size_bytes, lambda name: status.update(f"check: {name}"))
     answer.document = {
         "run": settings.run,
@@ -100,7 +108,7 @@ def check(
         "tiers": [members(tier) for tier in tiers],
     }
     _show(answer, tiers, size_bytes)
-    foresee(answer, settings, tiers, wishes)
+    report_day(answer, settings, tiers, inputs)
     _report_loss_bounds(answer, settings, tiers)
     answer.finish()
 
@@ -108,8 +116,8 @@ def check(
 def _report_loss_bounds(
     answer: CommandOutput, settings: Config, tiers: Sequence[TierMeasurement]
 ) -> None:
-    """Say what survives each loss, where a run has saved, how long reading it takes at the measured rates, and which
-    metrics none of its checkpoints has."""
+    """Report what survives each loss, how long reading it takes at the measured rates, and which metrics of ``retain``
+    no checkpoint has."""
     with RunReader(settings) as reader:
         facts = RunFacts.gather(reader)
     rates = {t.name: t.read_bytes_per_s for t in tiers if t.read_bytes_per_s is not None}
@@ -122,15 +130,15 @@ def _report_loss_bounds(
     answer.show(*notes)
 
 
-class _Silent:
-    """Stands where nobody watches."""
+class _NoSpinner:
+    """In place of the spinner, where stdout is no terminal."""
 
-    def __enter__(self) -> _Silent:
+    def __enter__(self) -> _NoSpinner:
         return self
 
     def __exit__(self, *error: object) -> None: ...
 
-    def update(self, what: str) -> None: ...
+    def update(self, status: str) -> None: ...
 
 
 def _size(text: str) -> int:
@@ -140,7 +148,10 @@ def _size(text: str) -> int:
         refuse(f"--size: {error}", Exit.USAGE)
     if not 0 < size_bytes <= SIZE_MAX_BYTES:
         most = format_size(SIZE_MAX_BYTES)
-        refuse(f"--size: {text!r} makes no measurement; expected up to {most}", Exit.USAGE)
+        refuse(
+            f"--size: {text!r} cannot be measured; expected more than 0, and {most} at most",
+            Exit.USAGE,
+        )
     return size_bytes
 
 
@@ -161,7 +172,7 @@ def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes:
     answer.show(made)
     for tier in tiers:
         if tier.durable is not None:
-            answer.show(f"{tier.name}: {', '.join(_promises(tier))}")
+            answer.show(f"{tier.name}: {', '.join(_guarantees(tier))}")
         if tier.read_only:
             answer.show(
                 f"{tier.name}: read-only: it is restored from, and nothing is flushed to it"
@@ -173,12 +184,12 @@ def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes:
     answer.show(f"{answered}; measured with {format_size(size_bytes)} each")
 
 
-def _promises(tier: TierMeasurement) -> list[str]:
-    durable = "durable" if tier.durable else "NOT durable: a power cut may take what was written"
+def _guarantees(tier: TierMeasurement) -> list[str]:
+    durable = "durable" if tier.durable else "NOT durable: a power cut may lose what was written"
     fenced = (
-        "zombies are fenced"
+        "fenced"
         if tier.fenced
-        else "zombies are NOT fenced: an earlier start that still lives may commit there"
+        else "NOT fenced: an older start that is still alive may commit there"
     )
     direct = "direct I/O" if tier.direct_io else "no direct I/O"
     if not tier.direct_io and tier.kind != "object":
@@ -198,16 +209,16 @@ def _bytes(count: int | None) -> str:
 
 
 LATEST = 50
-"""How many of a run's newest checkpoints say how long its steps take."""
-WHAT_HELPS = (
-    "no forecast of a day: it takes the size of one rank's image (--image 9GiB) and how often it is saved "
-    "(--save-every 10m, or --step-time 2s with interval.every); a run that has saved twice tells both"
+"""The time of a step is taken from so many of a run's newest checkpoints."""
+NO_FORECAST = (
+    "no forecast of a day: it needs the size of one rank's image (--image 9GiB) and the time between saves "
+    "(--save-every 10m, or --step-time 2s with interval.every); of a run that has saved twice both are known"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastInputs:
-    """What a person says of the training; None is left to the run to tell."""
+    """The options about the training; None: by the run's checkpoints."""
 
     image_bytes: int | None
     save_every_s: float | None
@@ -226,16 +237,18 @@ class ForecastInputs:
         ranks: int | None,
         nodes: int | None,
     ) -> ForecastInputs:
-        """Read the options; ends the command where one makes no sense."""
+        """Parse the options; ends the command where one is invalid."""
         if step_time is not None and steps_per_hour is not None:
-            refuse("--step-time and --steps-per-hour say the same: give one of them", Exit.USAGE)
+            refuse("--step-time and --steps-per-hour exclude each other", Exit.USAGE)
         if steps_per_hour is not None and not 0 < steps_per_hour < float("inf"):
-            refuse(f"--steps-per-hour: {steps_per_hour} is none; expected more than 0", Exit.USAGE)
+            refuse(
+                f"--steps-per-hour: {steps_per_hour} is invalid; expected more than 0", Exit.USAGE
+            )
         for word, count in (("--ranks", ranks), ("--nodes", nodes)):
             if count is not None and count < 1:
-                refuse(f"{word}: {count} does not fit; expected 1 or more", Exit.USAGE)
+                refuse(f"{word}: {count} is invalid; expected 1 or more", Exit.USAGE)
         if ranks is not None and (nodes or 1) > ranks:
-            refuse(f"--nodes: {nodes} nodes have no {ranks} ranks between them", Exit.USAGE)
+            refuse(f"--nodes: {nodes} nodes are more than {ranks} ranks", Exit.USAGE)
         step_s = _positive("--step-time", step_time, parse_duration)
         return cls(
             image_bytes=_positive("--image", image, parse_size),
@@ -246,7 +259,7 @@ class ForecastInputs:
         )
 
 
-NO_WISHES = ForecastInputs(image_bytes=None, save_every_s=None, step_s=None, ranks=None, nodes=None)
+NO_INPUTS = ForecastInputs(image_bytes=None, save_every_s=None, step_s=None, ranks=None, nodes=None)
 
 
 def _positive(word: str, text: str | None, parse: Any) -> Any:
@@ -257,13 +270,13 @@ def _positive(word: str, text: str | None, parse: Any) -> Any:
     except ConfigError as error:
         refuse(f"{word}: {error}", Exit.USAGE)
     if value <= 0:
-        refuse(f"{word}: {text!r} is none; expected more than 0", Exit.USAGE)
+        refuse(f"{word}: {text!r} is invalid; expected more than 0", Exit.USAGE)
     return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """What a run's own checkpoints say of it."""
+    """Sizes and times by the run's own checkpoints; None: not known."""
 
     image_bytes: int | None = None
     step_s: float | None = None
@@ -273,7 +286,7 @@ class MeasuredRun:
 
 
 def measure_run(known: Sequence[KnownCheckpoint]) -> MeasuredRun:
-    """Read sizes and times off the newest checkpoints of the live line, as far as one attempt saved them."""
+    """Take sizes and times from the newest checkpoints of the live lineage that the newest attempt saved."""
     commits = [c.commit for c in known if c.commit is not None and not c.abandoned]
     if not commits:
         return MeasuredRun()
@@ -304,18 +317,18 @@ def _one_rank(commit: Commit) -> int:
     return -(-commit.image_bytes // max(1, images))
 
 
-def workload(settings: Config, wishes: ForecastInputs, run: MeasuredRun) -> Workload | None:
+def workload(settings: Config, inputs: ForecastInputs, run: MeasuredRun) -> Workload | None:
     """Put together what is known; None where size or interval are not."""
-    image = wishes.image_bytes or run.image_bytes
+    image = inputs.image_bytes or run.image_bytes
     interval = settings.interval
     steps = interval.every_steps
-    step_s = wishes.step_s or run.step_s
+    step_s = inputs.step_s or run.step_s
     by_rule = steps * step_s if steps and step_s else interval.every_s
-    save_every_s = wishes.save_every_s or by_rule or run.save_every_s
+    save_every_s = inputs.save_every_s or by_rule or run.save_every_s
     if image is None or save_every_s is None:
         return None
-    ranks = wishes.ranks or (run.ranks if wishes.image_bytes is None else None) or 1
-    nodes = wishes.nodes or (run.nodes if ranks == run.ranks else None) or 1
+    ranks = inputs.ranks or (run.ranks if inputs.image_bytes is None else None) or 1
+    nodes = inputs.nodes or (run.nodes if ranks == run.ranks else None) or 1
     return Workload(
         image_bytes=image,
         save_every_s=save_every_s,
@@ -325,24 +338,24 @@ def workload(settings: Config, wishes: ForecastInputs, run: MeasuredRun) -> Work
     )
 
 
-def foresee(
+def report_day(
     answer: CommandOutput,
     settings: Config,
     tiers: Sequence[TierMeasurement],
-    wishes: ForecastInputs,
+    inputs: ForecastInputs,
 ) -> None:
-    """Say what a day brings, or what is missing to say it."""
-    load = workload(settings, wishes, MeasuredRun())
+    """Report the forecast of a day, or the options that it needs."""
+    load = workload(settings, inputs, MeasuredRun())
     source = "by the options"
     if load is None:
         source = (
-            "by the run's own checkpoints" if wishes == NO_WISHES else "by the options and the run"
+            "by the run's own checkpoints" if inputs == NO_INPUTS else "by the options and the run"
         )
         with RunReader(settings) as reader:
-            load = workload(settings, wishes, measure_run(merge(reader.list())))
+            load = workload(settings, inputs, measure_run(merge(reader.list())))
     if load is None:
         answer.document["forecast"] = None
-        answer.show("", WHAT_HELPS)
+        answer.show("", NO_FORECAST)
         return
     rates = _rates(settings, tiers)
     chain = SimulatedChain(
@@ -358,12 +371,12 @@ def foresee(
     answer.show("", *_shown(made, load, source))
     packed = [t.name for t in settings.stored if t.compress.codec is not Codec.NONE]
     if packed:
-        answer.show(f"{', '.join(packed)}: packed copies take less; they are counted unpacked here")
+        answer.show(f"{', '.join(packed)}: the forecast counts packed copies with their raw size")
 
 
 def _rates(settings: Config, tiers: Sequence[TierMeasurement]) -> dict[str, float]:
-    """What was measured, and no more than the file allows: a short measurement may be faster than that, and is not
-    held to a share."""
+    """Return the write rates: as measured, and at most what ``bandwidth`` allows, which a short measurement may
+    exceed."""
     rules = {tier.name: tier for tier in settings.stored}
     found: dict[str, float] = {}
     for tier in tiers:

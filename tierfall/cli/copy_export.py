@@ -1,4 +1,5 @@
-"""``copy``: bring a step to a tier that does not hold it."""
+"""``copy``: copy a step to a tier that does not hold it. ``export``: write a step, or a part of it, as a file that can
+be read without tierfall."""
 
 from __future__ import annotations
 
@@ -43,17 +44,19 @@ from tierfall.ops.reader import RunReader
 
 def copy(
     step: StepArgument,
-    to: Annotated[str, typer.Option("--to", metavar="TIER", help="The tier to bring it to.")],
+    to: Annotated[str, typer.Option("--to", metavar="TIER", help="The tier to copy to.")],
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring a step to a tier that does not hold it, with its marks, from the best copy there is."""
+    """Copy a step to a tier that does not hold it, with its marks, from the fastest good copy."""
     settings = load_settings(config, run)
     named = parse_step(step)
     check_tier(settings, to)
     if to == settings.host.name:
-        refuse(f"copy: {to} is memory, which is the trainer's alone; name another tier", Exit.USAGE)
+        refuse(
+            f"copy: {to} is memory, which only the trainer writes; name another tier", Exit.USAGE
+        )
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
         owner = reader.owner()
@@ -86,7 +89,7 @@ def _report_copy(answer: CommandOutput, run: str, copied: CopyResult) -> None:
             f"copied {copied.id} from {sources} to {copied.tier}, which did not hold it ({size})"
         )
     if copied.marks:
-        answer.show(f"brought along, since other tiers have it: {', '.join(copied.marks)}")
+        answer.show(f"marks copied from other tiers: {', '.join(copied.marks)}")
     answer.show(*(f"note: {note}" for note in copied.notes))
 
 
@@ -101,10 +104,10 @@ def find_certain(
     *,
     doing: str,
 ) -> KnownCheckpoint:
-    """Find the checkpoint that STEP names, and note the tiers that could not be read.
+    """Find the checkpoint that STEP names, and report the tiers that could not be read.
 
-    Ends the command where it is not there, and where STEP names no attempt and a tier that could not be read may hold
-    that step of a newer one: then the one that was found may be of a line that was left behind.
+    Ends the command where it is absent, and where STEP names no attempt and an unread tier may hold that step of a
+    newer attempt: the one that was found may be abandoned.
     """
     found = find_on(answer, listings, named, tier, doing=doing)
     if tier is not None:
@@ -121,8 +124,8 @@ def find_certain(
 
 
 def may_be_newer(listings: Sequence[Listing], id: CheckpointId) -> bool:
-    """Say whether a later attempt than a checkpoint's may have saved its step again: there was one, and it is not known
-    to have begun at that step or above."""
+    """Whether a later attempt may have saved the checkpoint's step again: one exists, and is not known to have started
+    at that step or above."""
     known = merge(listings)
     numbers = {n for listing in listings for n in listing.attempts} | {c.id.attempt for c in known}
     begun = {start.attempt: start.step for start in starts_in(listings) if not start.passed_over}
@@ -134,9 +137,9 @@ def may_be_newer(listings: Sequence[Listing], id: CheckpointId) -> bool:
 def naming_unread_tiers(
     answer: CommandOutput, listings: Sequence[Listing], gone: Callable[[], str] = lambda: ""
 ) -> Iterator[None]:
-    """End the command where the block fails, with the tiers that were noted, and what an unread one may mean for it.
+    """End the command where the block raises; where no copy was good, name the unread tiers that may hold a good one.
 
-    ``gone`` is asked where no good copy was found, and says so if they were dropped meanwhile.
+    ``gone`` returns a message if the copies were deleted meanwhile; it is called where no good copy was found.
     """
     silent = ", ".join(unread(listings))
     try:
@@ -156,7 +159,8 @@ def naming_unread_tiers(
 def export(
     step: StepArgument,
     to: Annotated[
-        Path, typer.Option("--to", metavar="DIR", help="The folder to write into; made if missing.")
+        Path,
+        typer.Option("--to", metavar="DIR", help="The folder to write into; created if missing."),
     ],
     format: Annotated[
         ExportFormat,
@@ -168,20 +172,20 @@ def export(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            "--only", metavar="PREFIX", help="Export this part alone: model. May be given again."
+            "--only", metavar="PREFIX", help="Export only this part: model. May be repeated."
         ),
     ] = None,
     tier: Annotated[
         str | None, typer.Option("--tier", metavar="NAME", help="Read from this tier only.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a file of that name that is there.")
+        bool, typer.Option("--force", help="Replace an existing file of that name.")
     ] = False,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as one file, or as a folder of DCP, from the fastest good copy; every chunk is verified."""
+    """Write a checkpoint as one file, or as a DCP folder, from the fastest good copy; every chunk is verified."""
     settings = load_settings(config, run)
     named = parse_step(step)
     check_tier(settings, tier)
@@ -202,11 +206,11 @@ def export(
 
 
 def _dropped(reader: RunReader, id: CheckpointId, tiers: Sequence[str]) -> str:
-    """Say so where none of the tiers that held a checkpoint has a commit record of it any more."""
+    """Return a message if no tier that held the checkpoint has a commit record of it any more, else an empty text."""
     again = [listing for listing in reader.list() if listing.tier in tiers]
     if any(listing.error is not None or listing.copy(id) is not None for listing in again):
         return ""
-    return f"export: {id} was dropped while it was read"
+    return f"export: {id} was deleted while it was read"
 
 
 def _report_export(answer: CommandOutput, run: str, exported: ExportResult) -> None:

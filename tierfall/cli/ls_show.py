@@ -1,4 +1,4 @@
-"""``ls``, ``show`` and ``schema``: commands that only look, beside a living trainer too."""
+"""``ls``, ``show`` and ``schema``: commands that only read, beside a living trainer too."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tierfall.cli.common import (
 from tierfall.cli.run_facts import (
     RunFacts,
     format_bounds,
+    format_loss,
     known_bounds,
-    lost_and_read_back,
     reported_bounds,
 )
 from tierfall.config import Config
@@ -55,7 +55,7 @@ _OF_MANIFEST = ("shard", "image_bytes", "chunks", "chunk_bytes", "tensor_bytes",
 
 
 def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
-    """List the steps of a run: on which tiers, in what state, how large, how old."""
+    """List the steps of a run: age, size, and the state on each tier."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
@@ -83,7 +83,7 @@ def show(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show one step in full: its line, its files, its copies and why each stays or goes."""
+    """Show one step in full: its lineage, its files, its copies and why each is kept or deleted."""
     settings = load_settings(config, run)
     named = parse_step(step)
     answer = CommandOutput(as_json)
@@ -156,7 +156,7 @@ def _note_unread(answer: CommandOutput, facts: RunFacts) -> None:
     answer.note_unread(facts.unread)
     for listing in facts.listings:
         for damage in listing.damaged:
-            answer.problem(f"tier {listing.tier} holds something damaged: {damage}")
+            answer.problem(f"tier {listing.tier} holds a damaged file: {damage}")
         for copy in listing.copies:
             if copy.damage is not None:
                 answer.problem(f"{copy.id} is damaged on {of_tier(listing.tier, copy.damage)}")
@@ -213,7 +213,7 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
     )
     yield f"run {settings.run}: {what}" + (f" ({held})" if held else "")
     if trainer is not None:
-        yield format_bounds(reported_bounds(trainer), what=lost_and_read_back)
+        yield format_bounds(reported_bounds(trainer), describe=format_loss)
     elif facts.known:
         yield format_bounds(known_bounds(facts.safety), tuple(facts.unread))
     if facts.owner is not None:
@@ -228,7 +228,7 @@ def _in_full(
 ) -> Iterable[Table | str]:
     yield _head(facts, checkpoint)
     yield ""
-    copies = table("COPY", "STATE", "SIZE", "MARKS", "STAYS OR GOES", right=("SIZE",))
+    copies = table("COPY", "STATE", "SIZE", "MARKS", "RETENTION", right=("SIZE",))
     for tier, copy in checkpoint.copies.items():
         decision = facts.decision(tier, checkpoint.id)
         copies.add_row(
@@ -258,7 +258,7 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
     made.add_row("attempt", str(checkpoint.id.attempt))
     if commit is not None:
         start = commit.line.started_from
-        made.add_row("line", f"number {commit.line.ordinal}, {_from(start)}")
+        made.add_row("lineage", f"number {commit.line.ordinal}, {_from(start)}")
         made.add_row("saved", f"{_wall_time(commit.wall_time_s)}, {_age(facts, checkpoint)} ago")
         made.add_row(
             "by", f"{', '.join(commit.nodes)} ({counted(commit.world_size, 'rank', 'ranks')})"
@@ -274,7 +274,7 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
 
 
 def _from(start: CheckpointId | None) -> str:
-    return "begun anew" if start is None else f"continued from {start}"
+    return "started from nothing" if start is None else f"continued from {start}"
 
 
 def _wall_time(wall_time_s: float) -> str:
@@ -298,7 +298,7 @@ def _manifest_lines(manifest: ManifestFacts) -> Iterable[Table | str]:
 def _files(
     reader: RunReader, tier: str, checkpoint: KnownCheckpoint, answer: CommandOutput
 ) -> list[tuple[str, int]]:
-    """Name the files of a copy; what lies in memory has none."""
+    """Return name and size of each file of a copy; none for host memory."""
     store = reader.stores.get(tier)
     if store is None:
         return []
@@ -314,7 +314,7 @@ def _files(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """A tensor, or the piece of it, that an image holds."""
+    """A tensor, or the block of it that an image holds."""
 
     name: str
     dtype: str
@@ -324,7 +324,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestFacts:
-    """What a manifest says of its image."""
+    """One image by its manifest; sizes are raw bytes."""
 
     shard: str
     image_bytes: int
@@ -343,7 +343,7 @@ class ManifestFacts:
 def manifest_facts(
     reader: RunReader, checkpoint: KnownCheckpoint
 ) -> tuple[list[ManifestFacts], list[tuple[str, TierfallError]]]:
-    """Read each shard's manifest from the fastest copy that has a good one; the second are the bad ones met."""
+    """Read each shard's manifest from the fastest copy where it is good; return also the errors, each with its tier."""
     found: list[ManifestFacts] = []
     problems: list[tuple[str, TierfallError]] = []
     if checkpoint.commit is None:
@@ -356,10 +356,10 @@ def manifest_facts(
             if copy.commit is None:
                 continue
             if size > 1 and copy.commit.file(keys.manifest_name(shard)) is None:
-                continue  # the record of one node, or of one rank's memory, names its own parts
+                continue  # the record of one node, or of one rank's memory, names only its own shards
             try:
                 manifest = checked_manifest(opener(tier, checkpoint.id, shard), copy.commit, shard)
-                found.append(_manifested(manifest))
+                found.append(_facts_of(manifest))
             except (IntegrityError, NotSupportedError, BackendError) as error:
                 problems.append((tier, error))
                 continue
@@ -367,13 +367,13 @@ def manifest_facts(
     return found, problems
 
 
-def _manifested(manifest: Manifest) -> ManifestFacts:
+def _facts_of(manifest: Manifest) -> ManifestFacts:
     shard = manifest.shard
     try:
         tensors = tuple(_tensor(piece) for piece in json.loads(manifest.pieces))
     except (KeyError, TypeError, ValueError) as error:
         raise IntegrityError(
-            f"manifest of {manifest.line.checkpoint}: its table of tensors is off: {error!r}"
+            f"manifest of {manifest.line.checkpoint}: its tensor table is invalid: {error!r}"
         ) from error
     return ManifestFacts(
         shard=f"rank {shard.rank} of {shard.world_size}",

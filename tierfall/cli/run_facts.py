@@ -1,4 +1,5 @@
-"""What ``ls`` and ``show`` know of a run: listings, decisions and manifests, gathered once and asked by name."""
+"""What the reading commands show of a run: listings, retention decisions and loss bounds, from one listing of all
+tiers."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from tierfall.cli.common import readable_number
+from tierfall.cli.common import counted, readable_number
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types.errors import (
@@ -33,13 +34,13 @@ from tierfall.telemetry.status import LossStatus, Status
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """One look at all tiers of a run."""
+    """One listing of all tiers of a run. ``safety`` is ``view`` with the read-only tiers, whose copies survive losses
+    too."""
 
     listings: tuple[Listing, ...]
     known: tuple[KnownCheckpoint, ...]
     view: View
     safety: View
-    """As ``view``, with the tiers that are only read: what is there is not lost."""
     owner: LockOwner | None
     wall_time_s: float
 
@@ -67,17 +68,17 @@ class RunFacts:
         return unread(self.listings)
 
     def rows(self) -> list[CheckpointId]:
-        """Every checkpoint, and what is not one yet."""
+        """Return every checkpoint, and every unfinished one."""
         unfinished = {id for listing in self.listings for id in listing.unfinished}
         return sorted({*self.by_id, *unfinished})
 
     def rows_with_damage(self) -> list[CheckpointId]:
-        """As ``rows``, with the steps in whose folders' places something else lies."""
+        """Return ``rows``, and the steps whose folder is a file or a link."""
         no_folders = {e.checkpoint for listing in self.listings for e in listing.no_folders()}
         return sorted({*self.rows(), *no_folders})
 
     def cell(self, id: CheckpointId, tier: str) -> str:
-        """Say in a word what a tier holds of a checkpoint."""
+        """Return the state of a tier's copy in one word; ``-``: none; ``?``: the tier could not be read."""
         listing = next(x for x in self.listings if x.tier == tier)
         if listing.error is not None:
             return "?"
@@ -95,15 +96,15 @@ class RunFacts:
         return None if saved_s is None else max(0.0, self.wall_time_s - saved_s)
 
     def owed(self, id: CheckpointId) -> tuple[str, ...]:
-        """Name the tiers that were read and still wait for it."""
+        """Return the tiers that were read and are still owed a copy."""
         seen = next(c for c in self.view.checkpoints if c.id == id)
         owed = seen.owed - self.unread.keys()
         return tuple(tier.name for tier in self.view.tiers if tier.name in owed)
 
     def decision(self, tier: str, id: CheckpointId) -> Decision:
-        """Say what becomes of a copy by rule, and why."""
+        """Return what retention decides about a copy, with the reason."""
         if all(rules.name != tier for rules in self.view.tiers):
-            reason = "the tier is read-only: nothing there is dropped"
+            reason = "the tier is read-only: nothing is deleted there"
             return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
         if self.view.tier(tier).kind is TierKind.HOST:
             return self._in_memory(tier, id)
@@ -111,17 +112,17 @@ class RunFacts:
             if decision.checkpoint == id:
                 return decision
         reason = (
-            "it is damaged and counts for nothing: a trainer writes it anew where another copy is good, or lets it go "
-            "where the rules would; so does 'tierfall verify --repair', or 'tierfall rm'"
+            "it is damaged, and nothing relies on it: a trainer repairs it from a good copy, or deletes it where the "
+            "rules do; so do 'tierfall verify --repair' and 'tierfall rm'"
         )
         return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
 
     def _in_memory(self, tier: str, id: CheckpointId) -> Decision:
         newest = max((c.id for c in self.view.on(tier) if c.live), default=None)
         if newest == id:
-            reason = "the newest in memory always stays"
+            reason = "the newest in memory is always kept"
         else:
-            reason = "until a save needs its room; the oldest go first"
+            reason = "until a save needs its room; the oldest is evicted first"
         return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
 
 
@@ -129,13 +130,13 @@ class RunFacts:
 
 
 def known_bounds(view: View) -> dict[LossClass, LossBound]:
-    """Say what would be lost, counted from the newest step that is anywhere: where training is, is not known."""
+    """Return what each loss would cost, counted from the newest step on any tier: the current step is not known."""
     steps = [c.id.step for c in view.checkpoints if c.live and any(map(c.readable_on, c.copies))]
     return loss_bounds(view, step=max(steps, default=None))
 
 
 def reported_bounds(status: Status) -> dict[LossClass, LossBound]:
-    """Read what a trainer says, which knows where training is and how fast its tiers are read."""
+    """Return what each loss would cost by a trainer's status: it knows the current step and the read rates."""
     return {lost: _read_bound(status.loss_bound.get(lost)) for lost in LOSS_CLASSES}
 
 
@@ -151,8 +152,8 @@ def _read_bound(found: LossStatus | None) -> LossBound:
     )
 
 
-def read_back(bound: LossBound) -> str:
-    """Say what survives, where, and how long it takes to read back."""
+def format_survivor(bound: LossBound) -> str:
+    """Format what survives, on which tier, and how long reading it takes."""
     if bound.survives is None:
         return "nothing"
     where = f"{bound.survives} on {bound.tier}"
@@ -161,22 +162,22 @@ def read_back(bound: LossBound) -> str:
     return where
 
 
-def lost_and_read_back(bound: LossBound) -> str:
-    """Say as well how far training is past it, as its trainer knows."""
+def format_loss(bound: LossBound) -> str:
+    """Format the same, with the steps and the time that would be lost, where the trainer has reported them."""
     if bound.survives is None or bound.steps_lost is None:
-        return read_back(bound)
+        return format_survivor(bound)
     ago = "" if bound.seconds_lost is None else f" ({format_duration(bound.seconds_lost)})"
-    steps = f"{bound.steps_lost} step{'' if bound.steps_lost == 1 else 's'}"
-    return f"{read_back(bound)}, {steps}{ago} lost"
+    steps = counted(bound.steps_lost, "step", "steps")
+    return f"{format_survivor(bound)}, {steps}{ago} lost"
 
 
 def format_bounds(
     bounds: Mapping[LossClass, LossBound],
     unread: Collection[str] = (),
     *,
-    what: Callable[[LossBound], str] = read_back,
+    describe: Callable[[LossBound], str] = format_survivor,
 ) -> str:
-    """Say it in one line."""
-    said = [f"of the {lost}, {what(bound)}" for lost, bound in bounds.items()]
-    doubt = f" (not asked: {', '.join(unread)})" if unread else ""
-    return f"survives the loss {'; '.join(said)}{doubt}"
+    """Format all loss bounds as one line; ``unread`` names the tiers that could not be read."""
+    parts = [f"of the {lost}, {describe(bound)}" for lost, bound in bounds.items()]
+    doubt = f" (not read: {', '.join(unread)})" if unread else ""
+    return f"survives the loss {'; '.join(parts)}{doubt}"

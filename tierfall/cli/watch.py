@@ -1,4 +1,5 @@
-"""``watch``: a live view of tiers, copies, transfers and events, beside a trainer or without one."""
+"""``watch``: a live view of tiers, copies, transfers and events: by the trainer's status, or by a listing of the
+tiers."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from tierfall.cli.common import (
     refuse,
     table,
 )
-from tierfall.cli.run_facts import RunFacts, format_bounds, lost_and_read_back, reported_bounds
+from tierfall.cli.run_facts import RunFacts, format_bounds, format_loss, reported_bounds
 from tierfall.config import Config
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.loss_bound import LossBound
@@ -60,14 +61,14 @@ EVERY_S_LEAST = 0.1
 
 def watch(
     every: Annotated[
-        str, typer.Option("--every", metavar="TIME", help="How often to look again.")
+        str, typer.Option("--every", metavar="TIME", help="Time between two frames.")
     ] = "1s",
-    once: Annotated[bool, typer.Option("--once", help="Show one frame, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a run as it is: its tiers, its copies, what is on its way, what a loss would take, and the last events."""
+    """Show a run live: tiers, copies, transfers, what a failure would cost, and the last events."""
     settings = load_settings(config, run)
     every_s = _every(every)
     with Watcher(settings, run=settings.run) as watcher:
@@ -77,11 +78,11 @@ def watch(
             return
         try:
             with _screen(as_json=as_json) as show:
-                for picture in frames:
-                    show(picture)
+                for frame in frames:
+                    show(frame)
                     time.sleep(every_s)
         except KeyboardInterrupt:
-            return  # that is how it is ended
+            return  # Ctrl-C is how a person ends it
 
 
 def _every(text: str) -> float:
@@ -91,22 +92,23 @@ def _every(text: str) -> float:
         refuse(f"--every: {error}", Exit.USAGE)
     if every_s < EVERY_S_LEAST:
         least = format_duration(EVERY_S_LEAST)
-        refuse(f"--every: {text!r} is too often; expected {least} or more", Exit.USAGE)
+        refuse(f"--every: {text!r} is too short; expected {least} or more", Exit.USAGE)
     return every_s
 
 
 def _frames(settings: Config, watcher: Watcher) -> Iterator[RunView]:
-    """Look again and again: at what a living trainer says, else at the tiers, less often."""
+    """Give a view per frame: by the status of a living trainer, else by a listing of the tiers every
+    ``LIST_EVERY_S``."""
     facts: RunFacts | None = None
     while True:
-        glimpse = watcher.look()
-        if (live := glimpse.live) is not None:
+        snapshot = watcher.look()
+        if (live := snapshot.live) is not None:
             facts = None
-            yield view_of_status(live, glimpse)
+            yield view_of_status(live, snapshot)
             continue
-        if facts is None or glimpse.wall_time_s >= facts.wall_time_s + LIST_EVERY_S:
+        if facts is None or snapshot.wall_time_s >= facts.wall_time_s + LIST_EVERY_S:
             facts = _gather(settings)
-        yield view_of_facts(settings.run, facts, glimpse)
+        yield view_of_facts(settings.run, facts, snapshot)
 
 
 def _gather(settings: Config) -> RunFacts:
@@ -114,41 +116,41 @@ def _gather(settings: Config) -> RunFacts:
         return RunFacts.gather(reader)
 
 
-def _once(picture: RunView, *, as_json: bool) -> None:
-    answer = CommandOutput(as_json, document=picture.document)
-    for problem in picture.problems:
+def _once(frame: RunView, *, as_json: bool) -> None:
+    answer = CommandOutput(as_json, document=frame.document)
+    for problem in frame.problems:
         answer.problem(problem)
-    answer.show(*picture.shown())
+    answer.show(*frame.shown())
     answer.finish()
 
 
 @contextmanager
 def _screen(*, as_json: bool) -> Iterator[Any]:
-    """Say where frames go: a line of JSON each, a part of the terminal, or one below the other where nobody watches."""
+    """Give what prints a frame: as a line of JSON, in place on a terminal, or below the last one in a file or pipe."""
     if as_json:
         yield _print_line
     elif not sys.stdout.isatty():
         yield _print_below
     else:
         with Live(auto_refresh=False, screen=False) as live:
-            yield lambda picture: live.update(_drawn(picture), refresh=True)
+            yield lambda frame: live.update(_drawn(frame), refresh=True)
 
 
-def _print_line(picture: RunView) -> None:
-    outcome = {"ok": not picture.problems, "problems": list(picture.problems)}
-    typer.echo(json.dumps(picture.document | outcome, allow_nan=False))
+def _print_line(frame: RunView) -> None:
+    outcome = {"ok": not frame.problems, "problems": list(frame.problems)}
+    typer.echo(json.dumps(frame.document | outcome, allow_nan=False))
     sys.stdout.flush()
 
 
-def _print_below(picture: RunView) -> None:
+def _print_below(frame: RunView) -> None:
     answer = CommandOutput(as_json=False)
-    answer.show(*picture.shown(), *(f"tierfall: {problem}" for problem in picture.problems), "")
+    answer.show(*frame.shown(), *(f"tierfall: {problem}" for problem in frame.problems), "")
     answer.finish()
     sys.stdout.flush()
 
 
-def _drawn(picture: RunView) -> RenderableType:
-    parts = (*picture.shown(), *(f"tierfall: {problem}" for problem in picture.problems))
+def _drawn(frame: RunView) -> RenderableType:
+    parts = (*frame.shown(), *(f"tierfall: {problem}" for problem in frame.problems))
     return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
 
 
@@ -159,14 +161,14 @@ ROWS_MAX = 12
 EVENTS_SHOWN = 6
 HANGS_AFTER_S = 15.0
 TIME_MAX_S = 3e10
-_TOLD = ("bytes", "seconds", "outcome", "reason", "doing", "count")
+_SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """A run at a moment. ``problems`` are what could not be read, ``unread`` the tiers of which nothing is known."""
+    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not."""
 
-    glimpse: RunSnapshot
+    snapshot: RunSnapshot
     seen: RunStatus
     bounds: dict[LossClass, LossBound]
     unread: tuple[str, ...] = ()
@@ -176,20 +178,20 @@ class RunView:
     def document(self) -> dict[str, Any]:
         return {
             "run": self.seen.run,
-            "wall_time_s": self.glimpse.wall_time_s,
-            "owner": owner_members(self.glimpse.owner),
-            "slots": [_slot_members(self.glimpse, slot) for slot in self.glimpse.slots],
+            "wall_time_s": self.snapshot.wall_time_s,
+            "owner": owner_members(self.snapshot.owner),
+            "slots": [_slot_members(self.snapshot, slot) for slot in self.snapshot.slots],
             **self.seen.model_dump(mode="json", include=RunStatus.model_fields.keys() - {"run"}),
             "newest": {
                 str(lost): bound.survives and bound.survives.step
                 for lost, bound in self.bounds.items()
             },
             "loss_bound": to_json(self.bounds),
-            "events": list(self.glimpse.events),
+            "events": list(self.snapshot.events),
         }
 
     def shown(self) -> Iterator[Table | str]:
-        """What a person sees of it."""
+        """Give the lines and tables of a frame."""
         yield from _heading(self)
         yield ""
         seen = self.seen
@@ -204,31 +206,31 @@ class RunView:
             yield ""
             yield _transfer_table(seen.transfers)
         yield ""
-        yield format_bounds(self.bounds, self.unread, what=lost_and_read_back)
-        if len(self.glimpse.slots) > 1:
+        yield format_bounds(self.bounds, self.unread, describe=format_loss)
+        if len(self.snapshot.slots) > 1:
             yield ""
-            yield _slot_table(self.glimpse)
-        if self.glimpse.events:
+            yield _slot_table(self.snapshot)
+        if self.snapshot.events:
             yield ""
-            yield from (_format_event(event) for event in self.glimpse.events[-EVENTS_SHOWN:])
+            yield from (_format_event(event) for event in self.snapshot.events[-EVENTS_SHOWN:])
 
 
-def view_of_status(status: Status, glimpse: RunSnapshot) -> RunView:
-    """What a living trainer says."""
+def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
+    """Return the frame of a living trainer's status."""
     return RunView(
-        glimpse=glimpse,
+        snapshot=snapshot,
         seen=status,
         bounds=reported_bounds(status),
-        problems=glimpse.problems,
+        problems=snapshot.problems,
     )
 
 
-def view_of_facts(run: str, facts: RunFacts, glimpse: RunSnapshot) -> RunView:
-    """What the tiers hold, where no trainer says it."""
+def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
+    """Return the frame of a listing of the tiers, where no trainer is alive."""
     unread = (of_tier(tier, error) for tier, error in facts.unread.items())
     damaged = (of_tier(x.tier, error) for x in facts.listings for error in x.damaged)
     return RunView(
-        glimpse=glimpse,
+        snapshot=snapshot,
         seen=RunStatus(
             run=run,
             tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.view.tiers),
@@ -237,7 +239,7 @@ def view_of_facts(run: str, facts: RunFacts, glimpse: RunSnapshot) -> RunView:
         ),
         bounds=loss_bounds(facts.safety),
         unread=tuple(facts.unread),
-        problems=(*glimpse.problems, *unread, *damaged),
+        problems=(*snapshot.problems, *unread, *damaged),
     )
 
 
@@ -276,14 +278,14 @@ def _listed(facts: RunFacts, id: CheckpointId) -> CheckpointStatus:
 # For programs ----------------------------------------------------------------------------------------
 
 
-def _slot_members(glimpse: RunSnapshot, slot: RankProcess) -> dict[str, Any]:
+def _slot_members(snapshot: RunSnapshot, slot: RankProcess) -> dict[str, Any]:
     status = slot.status
     return {
         "slot": slot.number,
         "alive": slot.alive,
         "owner": owner_members(slot.owner),
         **members(status, "rank", "world_size", "attempt", "pid", "node"),
-        "age_s": glimpse.age_s(status) if status else None,
+        "age_s": snapshot.age_s(status) if status else None,
         **members(status, "failure", "lost_events"),
         "transfers": [t.model_dump(mode="json") for t in status.transfers] if status else [],
     }
@@ -292,33 +294,33 @@ def _slot_members(glimpse: RunSnapshot, slot: RankProcess) -> dict[str, Any]:
 # For people ------------------------------------------------------------------------------------------
 
 
-def _heading(picture: RunView) -> Iterator[str]:
-    glimpse = picture.glimpse
-    if (live := glimpse.live) is not None:
+def _heading(frame: RunView) -> Iterator[str]:
+    snapshot = frame.snapshot
+    if (live := snapshot.live) is not None:
         yield (
-            f"run {live.run}: process {live.pid} on {live.node} is at it, rank {live.rank} of "
+            f"run {live.run}: trained by process {live.pid} on {live.node}, rank {live.rank} of "
             f"{live.world_size}, attempt {live.attempt}"
         )
         if live.failure:
-            yield f"it flushes nothing any more: {live.failure}"
-        elif (age_s := glimpse.age_s(live)) > HANGS_AFTER_S:
-            yield f"it has said nothing for {format_duration(age_s)}: it may hang"
+            yield f"it has stopped flushing: {live.failure}"
+        elif (age_s := snapshot.age_s(live)) > HANGS_AFTER_S:
+            yield f"its status is {format_duration(age_s)} old: it may hang"
         return
-    if glimpse.owner is not None:
-        yield f"run {picture.seen.run}: a process owns it, and has said nothing yet: {glimpse.owner}"
+    if snapshot.owner is not None:
+        yield f"run {frame.seen.run}: a process owns it, and has written no status yet: {snapshot.owner}"
     else:
-        yield f"run {picture.seen.run}: no trainer lives on this machine; this is what the tiers hold"
-    if (last := glimpse.last_words) is not None:
-        yield f"process {last.pid} is gone, and said last, {_ago(glimpse, last)}:"
+        yield f"run {frame.seen.run}: no trainer is alive on this machine; this is what the tiers hold"
+    if (last := snapshot.last_words) is not None:
+        yield f"process {last.pid} has ended; its last status, {_ago(snapshot, last)}:"
         for transfer in last.transfers:
             share = format_share(transfer.done_bytes / max(1, transfer.bytes))
-            yield f"  {transfer.step}@{transfer.attempt} was on its way to {transfer.tier}: {share}"
+            yield f"  {transfer.step}@{transfer.attempt} was being copied to {transfer.tier}: {share}"
         if not last.transfers:
-            yield "  nothing was on its way"
+            yield "  nothing was being copied"
 
 
-def _ago(glimpse: RunSnapshot, status: Status) -> str:
-    return f"{format_duration(round(glimpse.age_s(status)))} ago"
+def _ago(snapshot: RunSnapshot, status: Status) -> str:
+    return f"{format_duration(round(snapshot.age_s(status)))} ago"
 
 
 def _tier_table(tiers: tuple[TierStatus, ...]) -> Table:
@@ -338,14 +340,14 @@ def _tier_table(tiers: tuple[TierStatus, ...]) -> Table:
     return made
 
 
-def _grid(picture: RunView) -> Table:
-    names = [tier.name for tier in picture.seen.tiers]
+def _grid(frame: RunView) -> Table:
+    names = [tier.name for tier in frame.seen.tiers]
     made = table("STEP", *names, "", right=("STEP",))
-    for one in picture.seen.checkpoints[-ROWS_MAX:]:
+    for one in frame.seen.checkpoints[-ROWS_MAX:]:
         remarks = [
             w for w, said in (("pinned", one.pinned), ("left behind", one.abandoned)) if said
         ]
-        cells = (_cell(one, name, alive=picture.glimpse.live is not None) for name in names)
+        cells = (_cell(one, name, alive=frame.snapshot.live is not None) for name in names)
         made.add_row(f"{one.step}@{one.attempt}", *cells, ", ".join(remarks))
     return made
 
@@ -363,7 +365,7 @@ def _cell(one: CheckpointStatus, tier: str, *, alive: bool) -> str:
 
 def _transfer_table(transfers: tuple[TransferStatus, ...]) -> Table:
     right = ("DONE", "SIZE", "RATE", "LEFT")
-    made = table("ON ITS WAY", "TO", "PHASE", *right, right=right)
+    made = table("COPY", "TO", "PHASE", *right, right=right)
     for one in transfers:
         made.add_row(
             f"{one.step}@{one.attempt}",
@@ -377,10 +379,10 @@ def _transfer_table(transfers: tuple[TransferStatus, ...]) -> Table:
     return made
 
 
-def _slot_table(glimpse: RunSnapshot) -> Table:
+def _slot_table(snapshot: RunSnapshot) -> Table:
     right = ("SLOT", "RANK", "PROCESS", "SEEN")
-    made = table(*right, "IN MEMORY", "ON ITS WAY", right=right)
-    for slot in glimpse.slots:
+    made = table(*right, "IN MEMORY", "COPIES", right=right)
+    for slot in snapshot.slots:
         status = slot.status
         if status is None:
             process = "-" if slot.owner is None else str(slot.owner.pid)
@@ -391,7 +393,7 @@ def _slot_table(glimpse: RunSnapshot) -> Table:
             str(slot.number),
             str(status.rank),
             str(status.pid) if slot.alive else f"{status.pid} (gone)",
-            _ago(glimpse, status),
+            _ago(snapshot, status),
             format_size(host.used_bytes),
             ", ".join(f"{t.step}@{t.attempt} to {t.tier}" for t in status.transfers) or "-",
         )
@@ -399,7 +401,7 @@ def _slot_table(glimpse: RunSnapshot) -> Table:
 
 
 def _format_event(event: dict[str, Any]) -> str:
-    """One event as a line: when, what, of which step, on which tier, and what is known of it."""
+    """Format an event as one line: time, kind, step, tier and its other members."""
     at = readable_number(event.get("wall_time_s"))
     when = (
         "-" if at is None or abs(at) > TIME_MAX_S else time.strftime("%H:%M:%S", time.localtime(at))
@@ -409,7 +411,7 @@ def _format_event(event: dict[str, Any]) -> str:
         parts.append(f"{event['step']}@{event.get('attempt')}")
     if "tier" in event:
         parts.append(str(event["tier"]))
-    for name in _TOLD:
+    for name in _SHOWN_MEMBERS:
         value = event.get(name)
         number = readable_number(value)
         if name == "bytes" and number is not None:
