@@ -190,8 +190,8 @@ def test_a_copy_beyond_the_rules_lives_on_through_the_next_start(
     saved(cli, [1, 2])
     cli("copy", "1", "--to", "far")
     text = cli("copy", "2", "--to", "far").out
-    assert "drop it again" not in text, "the newest stays"
-    assert "note: now that 2@1 is there, the rules of far drop 1@1 after the next commit" in text
+    assert "delete it again" not in text, "the newest stays"
+    assert "note: beside 2@1, the rules of far delete 1@1 after the next commit" in text
     saved(cli, [3])
     assert 2 in steps_on(tmp_path / "far")
 

@@ -198,7 +198,7 @@ def test_show_for_people_names_the_largest_tensor_and_the_reasons(
 def test_a_step_of_a_line_that_was_left_behind_is_shown_by_its_attempt(make_cli: MakeCli) -> None:
     cli = make_cli(disk={}, far={"shared": True, "flush": {"every": 2}})
     two_lines(cli)
-    assert "4@1 (of a line that was left behind): name it so" in cli("show", "4", code=1).err
+    assert "4@1 (abandoned): name it with its attempt" in cli("show", "4", code=1).err
     assert cli.json("show", "4@1")["abandoned"]
     assert cli.json("show", "3")["attempt"] == 2
     assert cli("show", "3@1", code=1).out == ""

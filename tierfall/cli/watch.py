@@ -310,7 +310,7 @@ def _heading(frame: RunView) -> Iterator[str]:
         yield f"run {frame.seen.run}: a process owns it, and has written no status yet: {snapshot.owner}"
     else:
         yield f"run {frame.seen.run}: no trainer is alive on this machine; this is what the tiers hold"
-    if (last := snapshot.last_words) is not None:
+    if (last := snapshot.last_status) is not None:
         yield f"process {last.pid} has ended; its last status, {_ago(snapshot, last)}:"
         for transfer in last.transfers:
             share = format_share(transfer.done_bytes / max(1, transfer.bytes))

@@ -1,7 +1,7 @@
-"""Draining: finishing the flush of what a trainer that died left in host memory.
+"""``tierfall drain``: flush what a dead trainer left in host memory, by a session and its coordinator.
 
-It writes on behalf of the attempt that left the images, and so respects the fence: where a newer attempt exists,
-nothing is written. What is planned is worked out before anything moves; memory is given back once all is durable.
+It writes on behalf of the attempt that left the images: where a newer attempt exists, the fence stops it. The owed
+copies are listed before the first is begun; memory is freed once all of them are durable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tierfall.tiers.stored import StoredTier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwedCopy:
-    """A copy that a tier is to get."""
+    """A copy that a tier is owed; ``bytes`` is its raw size."""
 
     checkpoint: CheckpointId
     tier: str
@@ -46,7 +46,8 @@ class OwedCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainResult:
-    """What a drain made durable, what is left and why, and whether images stay in memory."""
+    """``done`` are the copies that became durable, ``left`` those that are still owed; ``memory_kept``: host memory was
+    not freed."""
 
     done: tuple[OwedCopy, ...]
     left: tuple[OwedCopy, ...]
@@ -59,15 +60,16 @@ def drain(
     config: Config,
     deadline_s: float | None,
     watch: Watch = lambda done, total: None,
-    tell: Callable[[str], None] = lambda line: None,
+    on_forecast: Callable[[str], None] = lambda line: None,
 ) -> DrainResult:
-    """Flush what host memory holds, for ``deadline_s`` seconds at most; ``watch`` is told bytes moved and bytes in all.
+    """Flush what host memory holds, for ``deadline_s`` seconds at most (None: until done).
 
-    With a deadline, what is most valuable goes first, and what cannot arrive in time is not begun. ``tell`` is given
-    what is to be expected in words: when it begins, and again once a copy has shown how fast the tiers are.
+    With a deadline, the most valuable copies come first, and a copy that cannot arrive in time is not begun.
+    ``on_forecast`` is called with a sentence per forecast: at the start, and again once the rates of tiers are known.
+    ``watch`` is called with bytes copied and bytes in total.
 
-    Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer lives;
-    UnreachableError, before anything is made, where a tier's folder is not there.
+    Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer is alive;
+    UnreachableError, before anything is created, where a tier's folder is missing.
     """
     began = time.monotonic()
     check_folders(config)
@@ -76,7 +78,7 @@ def drain(
     shards = MachineShards(session, slots)
     try:
         images = images_in(session.hosts())
-        if not images:  # whoever owned the run a moment ago has flushed them
+        if not images:  # the owner of a moment ago has flushed them
             session.abandon()
             return DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
         _, newest = max(images, key=lambda held: (held[0].attempt, held[0].step))
@@ -88,9 +90,9 @@ def drain(
         session.build()
         if session.puts_together:
             shards.add_stored()
-        session.coordinator.ledger.knows_what_is_good()  # room is made for what memory holds
+        session.coordinator.ledger.knows_what_is_good()  # else no copy would be evicted for room
         until_s = None if deadline_s is None else began + deadline_s
-        if until_s is not None:  # before anything begins in another order
+        if until_s is not None:  # before the first copy is begun in another order
             session.coordinator.draining.begin(session, until_s, time.monotonic())
         session.start()
     except BaseException:
@@ -98,7 +100,7 @@ def drain(
         raise
     kept = True
     try:
-        _wait(session, planned, until_s, watch, tell)
+        _wait(session, planned, until_s, watch, on_forecast)
         if session.coordinator.fenced is not None:
             raise session.coordinator.fenced
         done = session.ask(lambda: _committed(session, planned))
@@ -123,9 +125,10 @@ def drain(
 def writer_of(
     newest: HeldImage, listings: Sequence[Listing], stores: Mapping[str, StoredTier], path: Path
 ) -> Attempt:
-    """Return the attempt that left the newest image, to write on its behalf, unless another came after it.
+    """Return the attempt that left the newest image, or a later one of this node whose process is dead.
 
-    A later attempt of this node whose process is dead saved nothing here that memory does not hold: it is taken up too.
+    Such a process saved nothing that memory does not hold. Raises FencedError where another later attempt exists,
+    IntegrityError where the record of one is damaged.
     """
     line = newest.commit.line
     number = line.checkpoint.attempt
@@ -134,12 +137,12 @@ def writer_of(
     except IntegrityError as error:
         raise IntegrityError(
             f"drain: {error}: it may be of a newer start than the one that left {path}, and nothing is written beside "
-            f"that one. If no newer start of run {line.run!r} is alive, remove that file, and drain again"
+            f"a newer start. If no newer start of run {line.run!r} is alive, remove that file, and drain again"
         ) from error
     if later is None:
         attempt = attempt_of(line)
-        # That these images are to be brought is a person's order: a damaged record counts as theirs, unless commit
-        # records say that the number is another attempt's.
+        # A person has asked for these images to be flushed: a damaged record counts as theirs, unless commit records
+        # show that the number is another attempt's.
         for listing in listings:
             if listing.tier in stores and ids_by_commits(listing, number) <= {attempt.id}:
                 stores[listing.tier].vouch_for(attempt)
@@ -148,7 +151,7 @@ def writer_of(
     if not _is_dead(attempt):
         raise FencedError(
             f"drain: attempt {number} of run {line.run!r} was followed by attempt {attempt.number} (process "
-            f"{attempt.pid} on {attempt.node}), tier {tier} says: nothing of the older one is written any more. If its "
+            f"{attempt.pid} on {attempt.node}) by tier {tier}: nothing of the older one is written any more. If its "
             f"images are not needed, remove {path}"
         )
     return attempt
@@ -167,15 +170,12 @@ def _is_dead(attempt: Attempt) -> bool:
 
 
 def _plan(session: Session) -> tuple[OwedCopy, ...]:
-    """Name every copy that is owed, oldest first, also to a tier that does not answer."""
+    """Return every copy that is owed, oldest first, also to a tier that does not answer."""
     return _owed(session.config, session.listings)
 
 
 def known_owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
-    """Name every copy that is owed to a tier that could be read, oldest first.
-
-    What the other tiers wait for is not known: they may have it.
-    """
+    """Return every copy that is owed to a tier that could be read, oldest first: the other tiers may have theirs."""
     silent = unread(listings)
     return tuple(owed for owed in _owed(config, listings) if owed.tier not in silent)
 
@@ -192,40 +192,41 @@ def _owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
 def _wait(
     session: Session,
     planned: tuple[OwedCopy, ...],
-    ends_s: float | None,
+    until_s: float | None,
     watch: Watch,
-    tell: Callable[[str], None],
+    on_forecast: Callable[[str], None],
 ) -> None:
+    """Wait until nothing is owed, or the deadline ``until_s`` of the monotonic clock."""
     total = sum(owed.bytes for owed in planned)
-    forecast = ForecastLog(tell)
-    if ends_s is not None:
+    forecast = ForecastLog(on_forecast)
+    if until_s is not None:
         forecast.say(session.ask(lambda: session.coordinator.draining.plan), first=True)
     while True:
-        left = POLL_S if ends_s is None else min(POLL_S, max(0.0, ends_s - time.monotonic()))
-        if session.wait_idle(left) or (ends_s is not None and time.monotonic() >= ends_s):
-            watch(session.ask(lambda: _moved(session)), total)
+        left_s = POLL_S if until_s is None else min(POLL_S, max(0.0, until_s - time.monotonic()))
+        ended = session.wait_idle(left_s) or (until_s is not None and time.monotonic() >= until_s)
+        watch(session.ask(lambda: _copied_bytes(session)), total)
+        if ended:
             return
-        watch(session.ask(lambda: _moved(session)), total)
-        if ends_s is not None:
+        if until_s is not None:
             forecast.say(session.ask(lambda: session.coordinator.draining.plan))
 
 
-def _moved(session: Session) -> int:
+def _copied_bytes(session: Session) -> int:
     lanes = session.coordinator.lanes.values()
     return sum(count for lane in lanes for count in lane.edge_bytes.values())
 
 
 def _committed(session: Session, planned: tuple[OwedCopy, ...]) -> set[OwedCopy]:
-    """Which of the planned copies arrived: retention may have dropped one since, and only one that was given up or set
-    aside is missing."""
+    """Return the planned copies that became durable. One that retention has deleted since counts, as long as no copy
+    was given up or set aside."""
     coordinator = session.coordinator
     counters = coordinator.counters
     left = set(coordinator.left_undone())
     done = set()
     for owed in planned:
         entry = coordinator.ledger.entries.get(owed.checkpoint)
-        there = entry is not None and entry.state(owed.tier) is CopyState.COMMITTED
+        committed = entry is not None and entry.state(owed.tier) is CopyState.COMMITTED
         settled = owed.tier in session.stores and (owed.checkpoint, owed.tier) not in left
-        if there or (settled and not counters.given_up_copies + counters.set_aside_copies):
+        if committed or (settled and not counters.given_up_copies + counters.set_aside_copies):
             done.add(owed)
     return done

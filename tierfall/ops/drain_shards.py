@@ -116,23 +116,18 @@ class MachineShards:
         )
 
     def add_stored(self) -> None:
-        """Add the images that only other tiers have to what this machine uploads, and leave out what is uploaded.
-
-        Retention stays off where other machines hold images: whether a newer checkpoint is whole is not known here.
-        """
+        """Add the images that only other tiers have to what this machine uploads, and leave out what is uploaded."""
         coordinator = self.session.coordinator
-        coordinator.dropper.plans = self.are_all_here
-        if not unread(
-            self.session.listings
-        ):  # what lacks images is no checkpoint, and needs no memory
+        # Retention is left to the next start: here it is not known whether a checkpoint is whole on other nodes' disks.
+        coordinator.dropper.plans = False
+        if not unread(self.session.listings):  # what lacks images is no checkpoint
             self.session.inheritance.parts.clear()
         for entry in self.session.inheritance.whole:
             assert entry.parts is not None
             entry.parts = (*entry.parts, *self._stored_shards(entry))
             for part in entry.parts:
-                part.landed.update(
-                    t for t in self._shared & coordinator.lanes.keys() if self._is_on(part, t)
-                )
+                shared = self._shared & coordinator.lanes.keys()
+                part.landed.update(tier for tier in shared if self._is_on(part, tier))
 
     def _stored_shards(self, entry: LedgerEntry) -> Iterator[LedgerEntry]:
         assert entry.parts is not None

@@ -1,7 +1,8 @@
-"""Reading a run without owning it: what the commands that only look, and ``tierfall.load``, are built on.
+"""Reading a run without owning it: for the commands that only read, and ``tierfall.load``.
 
-It opens stored tiers for reading and, where the configuration names a host tier, what lies in memory, beside a living
-trainer too: every byte that is believed was verified first.
+It opens the stored tiers and host memory for reading, beside a living trainer too: readers verify every byte that they
+use. ``resolve_path`` finds the run, checkpoint and shard of a path; where a folder was moved or renamed, its commit
+record tells where it belongs.
 """
 
 from __future__ import annotations
@@ -94,12 +95,12 @@ class RunReader:
         return host
 
     def attach_again(self) -> None:
-        """Look at memory afresh: a living trainer may have given what was sealed there to another image."""
+        """Open memory again: a living trainer may have reused a region for another image."""
         self.host.close(keep=True)
         self.host = self._attach()
 
     def owner(self) -> LockOwner | None:
-        """Say which living process trains this run on this machine."""
+        """Return the living process that trains this run on this machine, or None."""
         return RunLock.owner(self._lock_path) or find_owner(self._folder)
 
     def list(self) -> tuple[Listing, ...]:
@@ -114,7 +115,8 @@ class RunReader:
         return (Listing(tier=self.host.name, error=self._host_error), *listings[1:])
 
     def list_as_at_open(self) -> tuple[Listing, ...]:
-        """The same, but a folder that is not there, of a tier that nothing remembers, is empty: ``open`` makes it."""
+        """Return the same, but a missing folder of a tier that nothing remembers counts as empty: ``open`` creates
+        it."""
         listings = self.list()
         identities = TierIdentities(self.config, self.stores, self._folder, listings)
         return tuple(
@@ -125,7 +127,7 @@ class RunReader:
         )
 
     def missing(self) -> dict[str, UnreachableError]:
-        """Name the tiers in which nothing lies, and something must, with why they count as not mounted."""
+        """Return the tiers that count as not mounted, as they are empty and should not be, each with the error."""
         return self._missing(
             list_all(self.config, self.host, self.stores, self.errors, self._calls)
         )
@@ -134,7 +136,7 @@ class RunReader:
         return TierIdentities(self.config, self.stores, self._folder, listings).missing(listings)
 
     def memory(self) -> Listing:
-        """Say what lies in host memory, without asking the other tiers."""
+        """List host memory, without the other tiers."""
         if self._host_error is not None:
             return Listing(tier=self.host.name, error=self._host_error)
         return self.host.list()
@@ -143,7 +145,7 @@ class RunReader:
         return self.host.images()
 
     def opener(self) -> OpenImage:
-        """Return what opens images, those too that are in memory now."""
+        """Return a function that opens images, also those in memory now."""
         return image_opener(self.stores, self.host.name, regions_in([self.host]))
 
     def close(self) -> None:
@@ -165,7 +167,7 @@ class RunReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPath:
-    """Where a path leads: a tier's root, a run in it, and perhaps one checkpoint and one shard."""
+    """What a path names: a tier's root, a run in it, and optionally one checkpoint and one shard."""
 
     root: Path
     run: str
@@ -174,9 +176,9 @@ class RunPath:
 
 
 def resolve_path(path: Path) -> RunPath:
-    """Find out whether a path is a tier root with one run, a run folder, a step folder or a shard.
+    """Resolve a path: a tier's root with one run, a run's folder, a step's folder or a shard.
 
-    Raises ConfigError, saying what was expected, where it is none of these.
+    Raises ConfigError where it is none of these.
     """
     path = path.resolve()
     if path.is_file():
@@ -194,7 +196,9 @@ def resolve_path(path: Path) -> RunPath:
             )
         return _place(path.parent, checkpoint, shard)
     if not path.is_dir():
-        raise ConfigError(f"load: {path} is not there; expected a .yaml file, a folder or a shard")
+        raise ConfigError(
+            f"load: {path} does not exist; expected a .yaml file, a folder or a shard"
+        )
     if checkpoint := keys.parse_step_folder(path.name):
         return _place(path, checkpoint)
     if _is_run(path):
@@ -204,20 +208,20 @@ def resolve_path(path: Path) -> RunPath:
         return RunPath(root=path, run=runs[0])
     if elsewhere := moved_step(path):
         raise ConfigError(f"load: {path} is a step's folder under another name: {elsewhere}")
-    found = f"it holds the runs {', '.join(runs[:8])}: name one" if runs else "no run lies in it"
+    found = f"it holds the runs {', '.join(runs[:8])}: name one" if runs else "it holds no run"
     raise ConfigError(f"load: {path} is no run of tierfall and no tier with one run: {found}")
 
 
 def _place(folder: Path, checkpoint: CheckpointId, shard: Shard | None = None) -> RunPath:
     run = folder.parent.name
     if not keys.NAME_PATTERN.match(run):
-        elsewhere = moved_step(folder) or "put it below a folder named like its run"
-        raise ConfigError(f"load: {folder} does not lie below a run's folder: {elsewhere}")
+        elsewhere = moved_step(folder) or "put it below a folder with the name of its run"
+        raise ConfigError(f"load: {folder} is not below a run's folder: {elsewhere}")
     return RunPath(root=folder.parent.parent, run=run, checkpoint=checkpoint, shard=shard)
 
 
 def moved(place: RunPath) -> str | None:
-    """Say where what a path led to belongs; None where it lies there."""
+    """Return an advice where the folder of a path was moved or renamed, else None."""
     run = place.root / place.run
     if place.checkpoint is None:
         return moved_run(run)
@@ -233,7 +237,7 @@ def _is_run(path: Path) -> bool:
 
 
 def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, Listing]]:
-    """Open the folder that a path led to as a tier of its own, for reading."""
+    """Open the root of a resolved path as a tier, for reading."""
     backend = PosixBackend(place.root, read_only=True)
     store = StoredTier(name=str(place.root), run=place.run, backend=backend, links=backend.links)
     return store, {store.name: store.list()}
@@ -243,7 +247,7 @@ def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, Listing]]:
 
 
 def written_as(folder: Path) -> Lineage | None:
-    """Read which run and checkpoint a step's folder was written as; None where nothing there says it."""
+    """Return the lineage in the commit record of a step's folder; None where it cannot be read."""
     try:
         record = folder / keys.COMMIT_NAME
         if record.stat().st_size > _RECORD_BYTES_MAX:
@@ -254,42 +258,39 @@ def written_as(folder: Path) -> Lineage | None:
 
 
 def moved_step(folder: Path) -> str | None:
-    """Say where a step's folder belongs; None where it lies there, or nothing there says it."""
+    """Return where a moved folder of a step belongs; None where it is there, or where that is not known."""
     line = written_as(folder)
-    if line is None or _is_at_home(folder, line):
+    if line is None or _is_in_place(folder, line):
         return None
-    home = keys.step_prefix(line.run, line.checkpoint).rstrip("/")
-    return f"put it below a folder named {line.run}, as it was written ({home})"
+    place = keys.step_prefix(line.run, line.checkpoint).rstrip("/")
+    return f"put it below a folder named {line.run}, as it was written ({place})"
 
 
 def moved_run(folder: Path) -> str | None:
-    """Say how a run's folder was named; None where one of its steps lies where it belongs, or nothing says it."""
+    """Return the name that a run's folder was written with; None where that is its name, or is not known."""
     try:
         steps = [child for child in folder.iterdir() if keys.parse_step_folder(child.name)]
     except OSError:
         return None
     lines = {step: line for step in steps if (line := written_as(step)) is not None}
-    if not lines or any(_is_at_home(step, line) for step, line in lines.items()):
+    if not lines or any(_is_in_place(step, line) for step, line in lines.items()):
         return None
     runs = sorted({line.run for line in lines.values()})
     if len(runs) > 1 or runs[0] == folder.name:
         return None
-    return (
-        f"{folder} speaks of run {runs[0]}: it was renamed, or moved here from elsewhere; name it {runs[0]}, as it was "
-        "written"
-    )
+    return f"{folder} was written as run {runs[0]}, and was renamed or moved: name it {runs[0]}"
 
 
 def moved_shard(shard: Path) -> str | None:
-    """Say what a shard without the records of its checkpoint is good for; None where they lie beside it."""
+    """Return an advice for a shard without the records of its checkpoint, else None."""
     if (shard.parent / keys.COMMIT_NAME).exists():
         return None
     return (
-        f"{shard} is a shard without the records of its checkpoint, which say whether it is whole: copy the step's "
-        "folder, below one named like its run, as it was written; safetensors.torch.load_file opens the file alone"
+        f"{shard} is a shard without the records of its checkpoint, which it is verified by: copy the whole folder of "
+        "the step, below one with the name of its run; safetensors.torch.load_file opens the file alone"
     )
 
 
-def _is_at_home(folder: Path, line: Lineage) -> bool:
+def _is_in_place(folder: Path, line: Lineage) -> bool:
     here: CheckpointId | None = keys.parse_step_folder(folder.name)
     return (folder.parent.name, here) == (line.run, line.checkpoint)

@@ -1,8 +1,7 @@
-"""Writing one checkpoint onto one stored tier from its good copies elsewhere: what ``copy`` and ``verify --repair`` do.
+"""Writing one checkpoint to one stored tier from good copies on other tiers, for ``copy`` and ``verify --repair``.
 
-The run's lock is held meanwhile, so that no trainer of this machine is at work. What is written counts for the newest
-attempt that any tier knows: whoever begins a newer one elsewhere fences it, as it fences a flush. No attempt is taken,
-so nobody else is fenced.
+The run's lock is held, so that no trainer of this machine runs. It writes on behalf of the newest attempt that any tier
+knows: a newer one elsewhere fences it, as it fences a flush. It takes no attempt, so it fences nobody.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ _NOT_COPIED = frozenset({keys.TOMBSTONE_MARK})
 
 @contextmanager
 def owning(config: Config) -> Iterator[RunReader]:
-    """Hold the run's lock, with its tiers open for reading. Raises LockError where a trainer of this machine lives."""
+    """Hold the run's lock, with its tiers open for reading. Raises LockError where a trainer of this machine is
+    alive."""
     folder = prepare_folder(run_folder(config, config.run))
     lock = RunLock.take(folder / lock_name(SLOT), run=config.run)
     try:
@@ -57,11 +57,12 @@ def owning(config: Config) -> Iterator[RunReader]:
 def writable(config: Config, tier: str) -> Iterator[StoredTier]:
     """Open one stored tier for writing.
 
-    Raises UnreachableError, before anything is made, where its folder is not there, and where it does not answer.
+    Raises UnreachableError, before anything is created, where its folder is missing, and where it does not answer;
+    ConfigError where it is read-only.
     """
     only = config.model_copy(update={"tiers": [t for t in config.tiers if t.name == tier]})
     if not only.written:
-        raise ConfigError(f"tier {tier} is read_only: nothing there is changed")
+        raise ConfigError(f"tier {tier} is read_only: nothing is changed there")
     check_folders(only)
     stores, errors = open_stores(only, config.run)
     if tier in errors:
@@ -75,27 +76,26 @@ def writable(config: Config, tier: str) -> Iterator[StoredTier]:
 def writing_attempt(
     reader: RunReader, listings: Sequence[Listing], line: Lineage, *, tier: str
 ) -> Attempt:
-    """Return the newest attempt that a tier knows, to write to ``tier``, whose own record of it comes first; where none
-    is known, the one that saved the checkpoint.
+    """Return the attempt to write on behalf of: the newest that any tier knows, else the one that saved the checkpoint.
 
-    Raises what kept its record from being read on every tier that has it.
+    The record on ``tier`` is read first. Raises the error of reading it where no tier's record can be read.
     """
-    at_first = sorted(listings, key=lambda listing: listing.tier != tier)
-    newest = newest_attempt(at_first, reader.stores)
+    its_own_first = sorted(listings, key=lambda listing: listing.tier != tier)
+    newest = newest_attempt(its_own_first, reader.stores)
     if newest is not None:
         return newest[0]
     return attempt_of(line)
 
 
 def marks_of(reader: RunReader, checkpoint: KnownCheckpoint) -> tuple[Mark, ...]:
-    """Return the marks that go along with a copy: all that some tier has beside the checkpoint, but a tombstone."""
+    """Return the marks that are copied with a checkpoint: those on any tier, except a tombstone."""
     return tuple(
         mark_of(reader, checkpoint, name) for name in sorted(checkpoint.marks - _NOT_COPIED)
     )
 
 
 def mark_of(reader: RunReader, checkpoint: KnownCheckpoint, name: str) -> Mark:
-    """Read a mark from a tier that has it whole; that it is there is what counts, so else it is written anew."""
+    """Read a mark from a tier where it is good, or make a new one: only its existence counts."""
     for tier, copy in checkpoint.copies.items():
         if name not in copy.marks or tier not in reader.stores:
             continue
@@ -105,12 +105,12 @@ def mark_of(reader: RunReader, checkpoint: KnownCheckpoint, name: str) -> Mark:
             continue
         if (mark.name, mark.checkpoint) == (name, checkpoint.id):
             return mark
-    return Mark(name=name, checkpoint=checkpoint.id, wall_time_s=time.time(), reason="written anew")
+    return Mark(name=name, checkpoint=checkpoint.id, wall_time_s=time.time(), reason="rewritten")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSource:
-    """Where a checkpoint is read: per shard its manifest and a reader over its copies; ``commit`` names them raw."""
+    """Where a checkpoint is read: per shard its manifest and a reader of its copies; ``commit`` is the plain record."""
 
     commit: Commit
     shards: tuple[tuple[Manifest, ChunkReader], ...]
@@ -141,8 +141,8 @@ def open_source(
 
 
 def _united(records: Sequence[Commit]) -> Commit:
-    """Return the record that names the files of all ranks: one of them, or what they name together. That of a rank's
-    memory, or of a node's own disk, names only what is there."""
+    """Return a record with the files of all ranks: one that has them, or all records merged. That of a rank's memory,
+    or of a node's own disk, names only its own files."""
     most = max(records, key=lambda record: len(record.files))
     if len(most.files) >= 2 * most.world_size:  # an image and a manifest each
         return most
@@ -168,7 +168,7 @@ def write_files(
                 f"{source.id}: its manifest has members that this version cannot write; use the version that saved it"
             )
         with begun_image(store, source.id, shard, geometry(manifest), manifest.pieces) as writer:
-            # Frames of a packed image go in order.
+            # The frames of a packed image are written in order.
             in_order = replace(limits, parallel=1) if store.packs else limits
             _write_chunks(manifest, reader, in_order, writer.put, on_bytes)
             commit = publish_image(store, writer, manifest, commit, id=source.id, shard=shard)
@@ -191,19 +191,19 @@ def _write_chunks(
     put: Callable[[int, int, memoryview], None],
     on_bytes: OnBytes,
 ) -> None:
-    """Bring runs of chunks, each as long as the tier wants its parts."""
+    """Copy ranges of chunks, each as long as a part of the tier's objects."""
     runs = limits.runs(geometry(manifest))
     longest = max(_run_range(manifest, run)[1] - _run_range(manifest, run)[0] for run in runs)
     threads = max(1, min(limits.parallel, limits.budget_bytes // longest))
     pool = BufferPool(bytes=frame_bytes_max(longest), count=threads)
 
-    def bring(number: int) -> None:
+    def copy_range(number: int) -> None:
         start, end = _run_range(manifest, runs[number])
         with pool.take(end - start) as buffer:
             put(runs[number][0], start, _read_run(manifest, reader, runs[number], buffer))
         on_bytes(end - start)
 
-    run_in_threads(threads, bring, range(len(runs)))
+    run_in_threads(threads, copy_range, range(len(runs)))
 
 
 def _run_range(manifest: Manifest, run: tuple[int, int]) -> tuple[int, int]:
@@ -223,13 +223,12 @@ def _read_run(
 
 
 def discard_unfinished(store: StoredTier, run: str, id: CheckpointId) -> None:
-    """Remove what an earlier process that was killed had not finished writing in the folder of a step: whoever holds
-    the run's lock is alone there."""
+    """Remove unfinished files that a killed process left in the folder of a step; the caller holds the run's lock."""
     store.backend.discard_unfinished(keys.step_prefix(run, id))
 
 
 def replace_document(store: StoredTier, run: str, id: CheckpointId, name: str, data: bytes) -> None:
-    """Put a record of a step's folder in the place of a damaged one, in one step."""
+    """Replace a document in the folder of a step atomically."""
     key = keys.step_prefix(run, id) + name
     with store.backend.create(key, length=len(data), publish=Publish.REPLACE) as writer:
         writer.write(0, memoryview(data))
