@@ -260,7 +260,7 @@ def test_a_manifest_that_holds_more_than_is_known_here_is_not_copied_in_part(
             file |= {"bytes": len(manifest), "digest": documents.sha256(manifest)}
     reseal(disk / "commit.json", {"files": files})
     assert step_in(tierfall.load(disk)) == 1
-    with pytest.raises(StepError, match="use the tierfall that saved it"):
+    with pytest.raises(StepError, match="use the version that saved it"):
         run_copy(config)
     assert not step_folder(tmp_path / "far").exists()
 

@@ -314,7 +314,10 @@ def test_latest_of_a_tier_without_checkpoints_goes(make_config: MakeConfig, tmp_
     latest = tmp_path / "far/run/latest"
     latest.write_text("step-00000009-a0001\n")
     (repair,) = Cli(tmp_path, config).json("verify", "--repair")["repairs"]
-    assert (repair["why"], latest.exists()) == ("removed, since the tier holds no checkpoint", False)
+    assert (repair["why"], latest.exists()) == (
+        "removed, since the tier holds no checkpoint",
+        False,
+    )
 
 
 # What is not touched ---------------------------------------------------------------------------------
