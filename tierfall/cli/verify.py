@@ -31,7 +31,7 @@ from tierfall.ops.commands import trained_elsewhere
 from tierfall.ops.findings import Finding
 from tierfall.ops.reader import RunReader
 from tierfall.ops.repair import Repairer, RepairResult
-from tierfall.ops.verify import RunReport, VerifyScope, check_run, planned_bytes, remember_damage
+from tierfall.ops.verify import RunReport, VerifyScope, check_run, planned_bytes, record_damage
 from tierfall.ops.write_copy import owning
 
 _OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
@@ -73,9 +73,7 @@ def verify(
                 repairs = tuple(repairer.repairs)
             else:
                 report = check_run(reader, listings, scope, watch.add)
-        report = replace(
-            report, notes=(*report.notes, *remember_damage(settings, listings, report))
-        )
+        report = replace(report, notes=(*report.notes, *record_damage(settings, listings, report)))
     _answer_verify(answer, settings, report, repairs)
     answer.finish()
 

@@ -77,7 +77,7 @@ class Repairer:
 
     # Copies ------------------------------------------------------------------------------------------
 
-    def mend_copies(
+    def repair_copies(
         self, copies: Sequence[CheckedCopy], verifier: CopyVerifier
     ) -> Sequence[CheckedCopy]:
         """Rewrite what is damaged, and return the state of every copy: those that were changed are verified again."""
@@ -232,7 +232,7 @@ class Repairer:
 
     # Tiers as a whole --------------------------------------------------------------------------------
 
-    def mend_tier(self, store: StoredTier, listing: Listing) -> None:
+    def repair_tier(self, store: StoredTier, listing: Listing) -> None:
         """Rewrite damaged records of attempts from other tiers, and ``latest`` where it names a missing checkpoint."""
         for number in listing.attempts:
             file = keys.attempt_key("", number).lstrip("/")

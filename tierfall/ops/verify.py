@@ -1,7 +1,7 @@
 """Verifying a whole run: its copies, and the documents of each tier that belong to no single checkpoint.
 
 It reads beside a living trainer. It changes nothing, except what a repairer that is passed in does, and the marks that
-``remember_damage`` writes. A trainer may reuse a region of memory while it is read here, so damage in memory counts
+``record_damage`` writes. A trainer may reuse a region of memory while it is read here, so damage in memory counts
 only if a second read finds it again.
 """
 
@@ -65,11 +65,11 @@ class VerifyScope:
 class CopyRepairer(Protocol):
     """Repairs damage before it is reported."""
 
-    def mend_copies(
+    def repair_copies(
         self, copies: Sequence[CheckedCopy], verifier: CopyVerifier
     ) -> Sequence[CheckedCopy]: ...
 
-    def mend_tier(self, store: StoredTier, listing: Listing) -> None: ...
+    def repair_tier(self, store: StoredTier, listing: Listing) -> None: ...
 
 
 def planned_bytes(listings: Sequence[Listing], scope: VerifyScope) -> int:
@@ -113,11 +113,11 @@ def check_run(
             try:
                 # before the copies: none is written where the newest attempt is not known
                 if repairer is not None:
-                    repairer.mend_tier(store, listing)
+                    repairer.repair_tier(store, listing)
                 findings += _check_tier(store, listing)
             except BackendError as error:
                 unread.append((listing.tier, str(error)))
-        copies = found if repairer is None else list(repairer.mend_copies(found, verifier))
+        copies = found if repairer is None else list(repairer.repair_copies(found, verifier))
     for listing in covered:
         notes += _notes(listing, scope) if listing.error is None else []
     findings += damage_findings(copies, listings, reader)
@@ -130,7 +130,7 @@ def check_run(
     )
 
 
-def remember_damage(
+def record_damage(
     config: Config, listings: Sequence[Listing], report: RunReport
 ) -> tuple[str, ...]:
     """Write a mark of damage beside each damaged copy on a stored tier, for later listings; remove it from good copies.

@@ -1,4 +1,4 @@
-"""What calls hand back to people and programs: reports, infos, statistics. Immutable, and nothing but data."""
+"""What public calls return: reports, checkpoint infos and statistics. Immutable data."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSource:
-    """From which tier a shard's bytes came, and how many. ``rank`` is the one that read them there and handed them on;
-    None: this rank read them itself, for itself or for others too."""
+    """The tier that a shard's bytes were read from, and their number. ``rank`` read them there and sent them to this
+    rank; None: this rank read them itself."""
 
     shard: str
     tier: str
@@ -38,10 +38,10 @@ class ShardSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What a restore read, or got from other ranks: ``bytes`` in all, ``seconds`` from call to return, ``sources`` the
-    largest first.
+    """What a restore read, or received from other ranks: ``bytes`` in total, ``seconds`` from call to return,
+    ``sources`` the largest first.
 
-    ``fallbacks`` lists every tier, copy, chunk and step that was passed over, and why.
+    ``fallbacks`` lists every tier, copy, chunk and step that was skipped, with the reason.
     """
 
     step: int
@@ -56,9 +56,9 @@ class RestoreReport:
 class CheckpointInfo:
     """One checkpoint over all tiers. ``bytes`` is its raw size, ``age_s`` seconds since it was saved.
 
-    ``tiers`` maps each tier that holds something of it to the state of the copy; ``owed`` are the tiers that are still
-    to get one. ``damage`` says per tier why its record cannot be used, or why nothing relies on it; ``set_aside`` why
-    its copy, which failed again and again while the tier took others, is for the next start to try.
+    ``tiers`` maps each tier that holds a copy to its state; ``owed`` are the tiers that are still owed one. ``damage``
+    is by tier what is wrong with the copy; ``set_aside`` is by tier why a copy was set aside, as it failed repeatedly
+    while the tier accepted others.
     """
 
     step: int
@@ -78,9 +78,8 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainForecast:
-    """What was to be expected of one copy when a drain with a deadline began. ``arrives``: it would be there in time;
-    None: nobody could say, as nothing was known of the tier's rate, or it took no copies. ``left_bytes`` were still to
-    come; ``reason`` says why."""
+    """The forecast of one copy when a drain with a deadline began. ``arrives``: before the deadline or not; None: not
+    known, as the tier had no measured rate, or accepted no copies. ``left_bytes`` were still to be copied."""
 
     step: int
     attempt: int

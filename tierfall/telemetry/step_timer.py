@@ -1,9 +1,14 @@
-"""Timing steps of training. What a step takes depends on which are asked about:
+"""Timing training steps.
 
-* ``StepTimer`` times steps by their numbers, as the calls of ``save`` and ``maybe_save`` give them: all alike for what
-  a failure would cost, or, in ``meter``, told apart by whether a save or a copy was under way;
-* ``StepClock`` times those of an optimizer, for whoever paces flushes. They come in any loop, one by one, also where
-  ``maybe_save`` is called once in many steps.
+* ``StepTimer`` times steps by their numbers, as the calls of ``save`` and ``maybe_save`` give them: for what a failure
+  would cost.
+* ``StepClock`` times the steps of an optimizer, for the throttle of flushes, also where ``maybe_save`` is called once
+  in many steps.
+* ``StepMeter`` separates steps beside a save or a copy from all others, and measures what a save costs. It belongs to
+  the training thread and reads no clock: its caller passes the time, handles report the rest. Steps from a save until
+  every tier has it, or until the next save, are *affected*, and so are those beside any other copy; all others are
+  *clean*. The cost of a save is the time of its affected steps beyond that of as many clean ones; later steps beside
+  copies count with the last save.
 """
 
 from __future__ import annotations
@@ -21,30 +26,29 @@ from tierfall.core.scheduler.flush.throttle import Flushing, Throttle
 from tierfall.policies.cadence import PROFILE_STEPS, mean_within
 
 SEEN = 64
-"""The time of a step is a mean over so many calls of late: a run's steps change in length."""
+"""The time of a step is the mean over so many last calls: the steps of a run change in length."""
 EXCUSED = 2
 REMEMBERED = 16
 PATIENCE = 100
-"""After so many steps of others the optimizer that was gone by steps no more, and the next is taken."""
+"""After so many steps of other optimizers the one that was timed has stopped, and the next one is timed."""
 
 
 class StepTimer:
-    """Times steps that have numbers. Told by the thread that trains, asked by any."""
+    """Times numbered steps. Updated by the training thread, read by any."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=SEEN)
         self._from: int | None = None
 
     def go_on_from(self, step: int | None) -> None:
-        """A restore has put training back to ``step`` (None: to before all steps)."""
+        """Training continues from ``step`` after a restore (None: from before all steps)."""
         self._seen.clear()
         self._from = step
 
     def come_to(self, step: int, now_s: float) -> tuple[int, float] | None:
-        """Training has come to ``step``: return how many steps that were, and their seconds, from the last call.
+        """Record that training is at ``step``; return the number of steps since the last call, and their seconds.
 
-        None where that is not known, since it is the first call, or training went back. What was seen before then says
-        nothing of how fast it is.
+        None after the first call, and after training went back: earlier times are then discarded.
         """
         if self._seen and step < self._seen[-1][0]:
             self._seen.clear()
@@ -59,13 +63,13 @@ class StepTimer:
 
     @property
     def last(self) -> int | None:
-        """Where training is, as far as is known; None before the first call."""
+        """The last step that was recorded; before, the one that training continued from, or None."""
         seen = tuple(self._seen)
         return seen[-1][0] if seen else self._from
 
     @property
     def step_s(self) -> float | None:
-        """Seconds from one step to the next; None before the second."""
+        """Seconds per step; None before the second call."""
         seen = tuple(self._seen)
         if len(seen) < 2 or seen[-1][1] <= seen[0][1]:
             return None
@@ -73,11 +77,11 @@ class StepTimer:
 
 
 class StepClock:
-    """Times the steps of one optimizer, each from the one before, on the training thread; ``stepped`` hears of every
-    optimizer's step, ``saving`` of every save.
+    """Times the steps of one optimizer, on the training thread; ``stepped`` is called at every optimizer's step,
+    ``saving`` at every save.
 
-    Those in which a save was called, and the ones after it, whose barrier waits for the capture, say nothing of
-    flushes.
+    The step of a save and the one after it, whose barrier waits for the capture, are not timed: they do not show what
+    flushes cost.
     """
 
     def __init__(self, pacing: Throttle, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,7 +95,7 @@ class StepClock:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds that a step takes of late, without those beside a save; None before the first such."""
+        """Median seconds of the last steps, without those beside a save; None before the first."""
         return statistics.median(self._taken) if self._taken else None
 
     def saving(self) -> None:
@@ -118,20 +122,20 @@ class StepClock:
 
 
 SKIPPED = 2
-"""So many steps after a start are not counted: they compile, allocate and fill caches."""
+"""The first steps after a start are not counted: they compile, allocate and fill caches."""
 FEW_STEPS = 8
 REMEMBERED_STEPS = 64
 REMEMBERED_CYCLES = 3
-"""A cost is the median of so many: one odd save changes nothing, a change shows after two."""
+"""The cost is a median of so many: one outlier changes nothing, a real change shows after two."""
 REMEMBERED_FLUSHES = 5
 STALE_STEPS = 256
-"""After so many affected steps in a row what a clean one takes is not known any better than by these."""
+"""After so many affected steps in a row, the time of a clean step is taken from these."""
 _MARKS = 1000
 
 
 @dataclass(slots=True)
 class _Window:
-    """A save whose steps are counted; ``first`` since open: it also sets everything up."""
+    """A save whose steps are counted; ``first`` since open: it includes the set-up."""
 
     handle: SaveHandle
     first: bool
@@ -141,7 +145,7 @@ class _Window:
 
 @dataclass(slots=True)
 class _KeptSeconds:
-    """Seconds that made progress which is kept; ``marks`` say how many there were at each save."""
+    """Seconds of progress that is not lost; ``marks`` hold (step, seconds, unseen steps) at each save."""
 
     seconds: float = 0.0
     unseen: int = 0
@@ -151,7 +155,7 @@ class _KeptSeconds:
         self.marks.append((step, self.seconds, self.unseen))
 
     def go_back(self, step: int) -> None:
-        """What came after ``step`` is to be done again; of a step from before this start nothing counts."""
+        """Discard the progress after ``step``; all of it, where the step is from before this start."""
         while self.marks and self.marks[-1][0] > step:
             self.marks.pop()
         at = self.marks[-1] if self.marks else (step, 0.0, 0)
@@ -159,8 +163,8 @@ class _KeptSeconds:
 
 
 class StepMeter:
-    """See the module. In ``cycle`` saves every tier gets one, whatever its ``flush.every``. ``changed`` is set where a
-    choice made before is to be made again."""
+    """See the module. The flush pattern repeats after ``cycle`` saves. ``changed`` is set when the cadence is to be
+    worked out again."""
 
     def __init__(self, began_s: float, *, cycle: int = 1) -> None:
         self._began_s = began_s
@@ -177,18 +181,18 @@ class StepMeter:
         self._progress = _KeptSeconds()
         self.saves = 0
         self.foreground_s = 0.0
-        """What the training thread has waited for the last save that was seen to its end."""
+        """Seconds that the training thread waited for the last save whose window has ended."""
         self.image_bytes = 0
         self._paces: deque[float] = deque(maxlen=FEW_STEPS)
         self.changed = False
 
-    # Being told ------------------------------------------------------------------------------------
+    # Recording -------------------------------------------------------------------------------------
 
     def tick(self, step: int, now_s: float, *, copying: bool) -> None:
-        """The loop has come to the end of ``step``; ``copying``: a tier takes a copy, whosever it is."""
+        """Record the end of ``step``; ``copying``: any copy is in progress."""
         taken = self._steps.come_to(step, now_s)
         if taken is None:
-            self._progress.unseen += 1  # what this step took began before anybody looked
+            self._progress.unseen += 1  # its start was not seen
             return
         steps, seconds = taken
         if not steps:
@@ -201,7 +205,7 @@ class StepMeter:
             return
         window.steps += steps
         window.seconds += seconds
-        # the first has the call of save in it
+        # the first includes the call of save
         self._count_affected(steps, pace_counts=window.steps > steps)
         if self._settled():
             self._close()
@@ -210,7 +214,7 @@ class StepMeter:
         if self._skip > 0:
             self._skip -= 1
             return
-        if copying:  # what an earlier start has left, or what is tried again
+        if copying:  # a copy of an earlier start, or one that is tried again
             self._count_affected(steps, pace_counts=True)
             self._count_late(steps, seconds)
         else:
@@ -218,7 +222,7 @@ class StepMeter:
             self._seen_clean += 1
             if len(self._clean) >= PROFILE_STEPS:
                 self._since_clean = 0
-                few = self._seen_clean <= REMEMBERED_STEPS  # then each may tell much
+                few = self._seen_clean <= REMEMBERED_STEPS  # then each changes the mean much
                 self.changed |= few or self._seen_clean % PROFILE_STEPS == 0
         if self.saves == 0 and len(self._clean) + len(self._affected) == PROFILE_STEPS:
             self.changed = True
@@ -228,13 +232,13 @@ class StepMeter:
             self._affected.append(self._paces[-1])
         before = self._since_clean
         self._since_clean += steps
-        if self._since_clean > STALE_STEPS:  # from then on these tell what a step takes
+        if self._since_clean > STALE_STEPS:  # from then on these give the time of a step
             enough = pace_counts and len(self._affected) == PROFILE_STEPS
             self.changed |= before <= STALE_STEPS or enough
 
     def _count_late(self, steps: int, seconds: float) -> None:
-        """A copy goes on although no save waits for it: its tier takes it late. That is a cost of the last save, which
-        is never less than what training has waited for it, however fast such steps are."""
+        """Add the cost of a copy that arrives after its save's window to the last save, whose cost is never less than
+        what training has waited for it."""
         if self._costs and (step_s := self.step_s) is not None:
             least_s = min(self._costs[-1], self.foreground_s)
             more_s = max(seconds - steps * step_s, least_s - self._costs[-1])
@@ -243,9 +247,9 @@ class StepMeter:
             self.changed = True
 
     def saved(self, handle: SaveHandle) -> None:
-        """A save has begun at the step of the last ``tick``, or at one that there was no tick for."""
+        """Record that a save has begun, at the step of the last ``tick`` or at one without a tick."""
         self._close()
-        self._settled()  # those of a loop that never ticks are let go here
+        self._settled()  # for a loop that never ticks
         self._window = _Window(handle, first=self.saves == 0)
         self._under_way.append(handle)
         self.saves += 1
@@ -254,7 +258,7 @@ class StepMeter:
         self.changed = True
 
     def go_back(self, step: int | None) -> None:
-        """The line goes on from ``step``: what was trained after it is lost; None: from before all of them."""
+        """The lineage continues from ``step``: the progress after it is lost; None: from before all steps."""
         self._progress.go_back(-1 if step is None else step)
         self._steps.go_on_from(None)
         self._window = None
@@ -269,7 +273,7 @@ class StepMeter:
         return not self._under_way
 
     def _close(self) -> None:
-        """Count what the save has cost."""
+        """Record the cost of the save whose window ends."""
         window, self._window = self._window, None
         if window is None or not window.steps:
             return
@@ -282,17 +286,17 @@ class StepMeter:
             self._costs.append(cost_s)
         self.changed = True
 
-    # Asking ----------------------------------------------------------------------------------------
+    # Reading ---------------------------------------------------------------------------------------
 
     @property
     def step_s(self) -> float | None:
         """Seconds of a step while nothing is saved or copied; None where too few were seen.
 
-        Where saves follow each other so closely that none was seen for long, those with one are asked too: no step
-        is faster for it. Before the first save any will do.
+        Where no clean step was seen for ``STALE_STEPS``, affected ones count too: no step is faster than a clean one.
+        Before the first save all steps count.
         """
         if len(self._clean) < PROFILE_STEPS:
-            any_do = self.saves == 0  # the first save is for measuring too: it waits for no copies
+            any_do = self.saves == 0  # the first save must not wait for copies to end
             seen = [*self._clean, *self._affected] if any_do else self._affected
             known = len(seen) >= PROFILE_STEPS and (any_do or self._since_clean > STALE_STEPS)
             return mean_within(seen) if known else None
@@ -303,13 +307,13 @@ class StepMeter:
 
     @property
     def pace_s(self) -> float:
-        """The least that one of the last few steps took, whatever happened meanwhile; 0 before any."""
+        """The least time of the last ``FEW_STEPS`` steps, affected or not; 0 before the first."""
         return min(self._paces, default=0.0)
 
     @property
     def cost_s(self) -> float | None:
-        """Seconds that a save adds, on average over a cycle; None before one was seen to its end, the first since open
-        aside."""
+        """Seconds that a save adds, as a mean over a cycle; None before the window of one has ended, without the first
+        since open."""
         newest_first = list(reversed(self._costs))
         cycles = [
             newest_first[at : at + self._cycle] for at in range(0, len(newest_first), self._cycle)
@@ -320,19 +324,18 @@ class StepMeter:
 
     @property
     def durable_s(self) -> dict[str, float]:
-        """Seconds from a save until a tier has it, per tier: the median of the last saves that were seen to the end."""
+        """Seconds from a save until a tier has it, by tier: the median of the last saves that have settled."""
         return {tier: statistics.median(times) for tier, times in self._durable.items()}
 
     @property
     def under_way(self) -> int:
-        """How many saves are still on their way to a tier, as the last ``tick`` found it."""
+        """The number of saves that some tier has not got yet, as of the last ``tick``."""
         return len(self._under_way)
 
     def ettr(self, now_s: float) -> float | None:
-        """Return the share of the time since open in which training made progress that is kept; None before a step.
+        """Return the share of the time since open that made progress which is not lost; None before the first step.
 
-        Steps that began before anybody timed them count as clean ones do. What a save that is still under way adds is
-        not known yet.
+        A step whose start was not timed counts as a clean one. The cost of a save that is under way is not included.
         """
         wall_s = now_s - self._began_s
         if wall_s <= 0 or self._steps.last is None:
