@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,6 +95,13 @@ def again(folder: Path) -> list[float]:
     return [float(state["w"][0]) for state in states]
 
 
+def again_from(folder: Path, tier: str) -> list[float]:
+    """Start the job again with the copies of one tier, and say what each rank restores."""
+    for path in [p for p in folder.glob("0/*/run") if p.parent.name not in (tier, "memory")]:
+        shutil.rmtree(path)
+    return again(folder)
+
+
 def test_all_of_it_is_brought_and_memory_is_given_back(left: Opener, tmp_path: Path) -> None:
     moved: list[tuple[int, int]] = []
     drained = drain(left.config(0), SOON_S, lambda done, total: moved.append((done, total)))
@@ -156,6 +164,45 @@ def test_a_part_that_may_lie_on_another_machine_is_waited_for_and_memory_is_kept
     data["tiers"][1]["shared"] = False
     assert [o.tier for o in drain(Config.model_validate(data), None).done] == ["nvme"]
     assert files_on(tmp_path, "nvme") == [WHOLE[0], *files_on(tmp_path, "far")]
+
+
+def test_the_machine_that_comes_last_commits_what_all_have_brought(
+    left: Opener, tmp_path: Path
+) -> None:
+    data = left.config(0, max_wait="1s").model_dump(mode="json", exclude_none=True)
+    data["tiers"][1]["shared"], data["tiers"][2]["shared"] = False, True
+    config = Config.model_validate(data)
+    memory, elsewhere = tmp_path / "0/memory/run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (memory / "slot-1.arena").rename(elsewhere / "slot-1.arena")
+    assert [owed.tier for owed in drain(config, None).left] == ["far"]
+    (memory / "slot-0.arena").rename(elsewhere / "slot-0.arena")
+    (elsewhere / "slot-1.arena").rename(memory / "slot-1.arena")
+    image = next((tmp_path / "0/far").rglob("rank-00000*.safetensors"))
+    brought = image.stat().st_mtime_ns
+    last = drain(config, None)
+    assert (last.left, last.memory_kept) == ((), False)
+    assert files_on(tmp_path, "far") == WHOLE
+    (elsewhere / "slot-0.arena").rename(memory / "slot-0.arena")
+    again = drain(config, None)
+    assert (again.left, again.memory_kept) == ((), False)
+    assert image.stat().st_mtime_ns == brought, "nobody wrote it twice"
+    assert again_from(tmp_path, "far") == [0.0, 1.0]
+
+
+def test_a_part_that_only_another_tier_has_is_brought_from_there(
+    left: Opener, tmp_path: Path
+) -> None:
+    data = left.config(0).model_dump(mode="json", exclude_none=True)
+    data["tiers"][0]["on_close"] = "keep"
+    data["tiers"][1]["shared"] = data["tiers"][2]["shared"] = True
+    flush = data["tiers"][2].pop("flush", None)
+    data["tiers"][2]["flush"] = {"every": 2}
+    assert [owed.tier for owed in drain(Config.model_validate(data), SOON_S).done] == ["nvme"]
+    (tmp_path / "0/memory/run/slot-1.arena").unlink()
+    data["tiers"][2] |= {"flush": flush or {"every": 1}}
+    assert [owed.tier for owed in drain(Config.model_validate(data), SOON_S).done] == ["far"]
+    assert files_on(tmp_path, "far") == WHOLE
 
 
 def test_nothing_is_written_where_a_newer_attempt_lives(left: Opener, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def drain(
         session.attempt = writer_of(newest, session.listings, session.stores, session.host.path)
         planned = _plan(session)
         if session.puts_together:
-            shards.prepare()
+            shards.prepare({owed.tier for owed in planned})
             planned = tuple(owed for owed in planned if shards.may_flush(owed.checkpoint))
         session.build()
         if session.puts_together:
@@ -105,7 +105,7 @@ def drain(
             raise session.coordinator.fenced
         done = session.ask(lambda: _committed(session, planned))
         problems = [*shards.problems, *map(str, session.coordinator.errors)]
-        kept = must_keep_memory(session)
+        kept = must_keep_memory(session) or (session.puts_together and bool(set(planned) - done))
     finally:
         session.close(keep_memory=kept)
     problems += [

@@ -7,7 +7,7 @@ node's own disk gets its images with a record of these alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -27,7 +27,10 @@ from tierfall.tiers.stored import StoredTier
 
 
 class AwaitedShardsError(TierfallError):
-    """Images that other machines upload are not on the tier yet."""
+    """Images that other machines upload are not on the tier yet, or are of another checkpoint.
+
+    It is retryable: a commit that fails for good makes the coordinator delete what is on the tier, of all machines.
+    """
 
     retryable: ClassVar[bool] = True
 
@@ -35,8 +38,11 @@ class AwaitedShardsError(TierfallError):
 @dataclass(slots=True)
 class MachineShards:
     """Prepares a session that drains the memory of several ranks: ``prepare`` before ``Session.build``, ``add_stored``
-    after it. ``slots`` is the number of ranks that have left memory on this machine; ``unknown`` are
-    the tiers that may or may not be shared; ``problems`` name what cannot be flushed, each with the reason."""
+    after it.
+
+    ``slots`` is the number of ranks that have left memory on this machine; ``unknown`` are the tiers that may or may
+    not be shared; ``problems`` name what cannot be flushed, each with the reason.
+    """
 
     session: Session
     slots: int
@@ -51,14 +57,16 @@ class MachineShards:
         """Whether every rank of the job has left memory on this machine."""
         return self.slots >= self._world_size
 
-    def prepare(self) -> None:
-        """Name the checkpoints to flush, and the tiers that all machines see."""
+    def prepare(self, owed_to: Collection[str]) -> None:
+        """Find the checkpoints to flush, and which of the tiers ``owed_to`` all machines see."""
         session = self.session
         images = images_in(session.hosts())
         self._world_size = max(image.commit.world_size for _, image in images)
         self._known = {known.id: known for known in session.known()}
         session.inherited = tuple(self._committable({id for id, _ in images}))
         for tier in session.config.stored:
+            if tier.name not in owed_to or tier.name not in session.stores:
+                continue
             try:
                 if self.are_all_here or self._is_shared(tier):
                     self._shared.add(tier.name)
@@ -136,9 +144,13 @@ class MachineShards:
             store = self.session.stores.get(tier)
             if store is None or copy.commit is None:
                 continue
-            for shard in sorted(shards_of(copy.commit) - here, key=lambda shard: shard.rank):
-                data = store.read_manifest(entry.id, shard)
-                manifest = read_manifest(data, what=f"{tier}: manifest of {entry.id}")
+            for shard in [shard for shard in shards_of(copy.commit) if shard not in here]:
+                try:
+                    data = store.read_manifest(entry.id, shard)
+                    manifest = read_manifest(data, what=f"{tier}: manifest of {entry.id}")
+                except TierfallError as error:
+                    self.problems.append(f"{entry.id} on {tier}: {error}")
+                    continue
                 yield entry.part(shard, None, manifest)
                 here.add(shard)
 
@@ -152,11 +164,11 @@ class MachineShards:
         return sha256(data) == sha256(part.manifest.encode())
 
     def _complete(self, commit: Commit, tier: str) -> Commit:
-        """Return the record with the images of all machines, on a tier that all of them see.
+        """Return the record with the images of all ranks, by what is on a tier that all machines see.
 
-        Raises AwaitedShardsError where one is not there yet.
+        Raises AwaitedShardsError where one is not there.
         """
-        if tier not in self._shared or self.are_all_here:
+        if tier not in self._shared or len(shards_of(commit)) == commit.world_size:
             return commit
         store = self.session.stores[tier]
         shards = [Shard(rank, commit.world_size) for rank in range(commit.world_size)]
@@ -187,8 +199,8 @@ def _files_there(
         data = store.read_manifest(id, shard)
         manifest = read_manifest(data, what=f"{store.name}: manifest of {id}")
         if manifest.line != commit.line:
-            raise IntegrityError(
-                f"{store.name}: the image of rank {shard.rank} of {id} is of another run's attempt"
+            raise AwaitedShardsError(
+                f"{id} on {store.name}: the image of rank {shard.rank} there is of another checkpoint of that id"
             )
         image = _image_files(store, manifest, sizes)
         if image is None:
