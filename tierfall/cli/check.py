@@ -22,9 +22,11 @@ from tierfall.cli.common import (
     Exit,
     JsonOption,
     RunOption,
+    cell,
     counted,
     load_settings,
     of_tier,
+    parse_option,
     refuse,
     table,
     watched,
@@ -33,7 +35,6 @@ from tierfall.cli.run_facts import RunFacts, format_bounds, known_bounds
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.format.records import Commit
-from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import (
     format_duration,
@@ -142,10 +143,7 @@ class _NoSpinner:
 
 
 def _size(text: str) -> int:
-    try:
-        size_bytes = parse_size(text)
-    except ConfigError as error:
-        refuse(f"--size: {error}", Exit.USAGE)
+    size_bytes = parse_option("--size", text, parse_size)
     if not 0 < size_bytes <= SIZE_MAX_BYTES:
         most = format_size(SIZE_MAX_BYTES)
         refuse(
@@ -162,11 +160,11 @@ def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes:
         made.add_row(
             tier.name,
             str(tier.kind),
-            _rate(tier.write_bytes_per_s),
-            _rate(tier.read_bytes_per_s),
-            "-" if tier.round_trip_s is None else format_duration(tier.round_trip_s),
-            _bytes(tier.free_bytes),
-            _bytes(tier.capacity_bytes),
+            cell(tier.write_bytes_per_s, format_rate),
+            cell(tier.read_bytes_per_s, format_rate),
+            cell(tier.round_trip_s, format_duration),
+            cell(tier.free_bytes, format_size),
+            cell(tier.capacity_bytes, format_size),
             tier.place,
         )
     answer.show(made)
@@ -195,14 +193,6 @@ def _guarantees(tier: TierMeasurement) -> list[str]:
     if not tier.direct_io and tier.kind != "object":
         direct += ", so reads may come from the page cache"
     return [durable, fenced, direct]
-
-
-def _rate(bytes_per_s: float | None) -> str:
-    return "-" if bytes_per_s is None else format_rate(bytes_per_s)
-
-
-def _bytes(count: int | None) -> str:
-    return "-" if count is None else format_size(count)
 
 
 # The forecast of a day -----------------------------------------------------------------------------
@@ -265,10 +255,7 @@ NO_INPUTS = ForecastInputs(image_bytes=None, save_every_s=None, step_s=None, ran
 def _positive(word: str, text: str | None, parse: Any) -> Any:
     if text is None:
         return None
-    try:
-        value = parse(text)
-    except ConfigError as error:
-        refuse(f"{word}: {error}", Exit.USAGE)
+    value = parse_option(word, text, parse)
     if value <= 0:
         refuse(f"{word}: {text!r} is invalid; expected more than 0", Exit.USAGE)
     return value
@@ -407,12 +394,12 @@ def _shown(made: DayForecast, load: Workload, source: str) -> list[Table | str]:
             tier.name,
             format_size(tier.copy_bytes),
             format_duration(tier.every_s),
-            "-" if tier.copy_s is None else format_duration(tier.copy_s),
-            "-" if tier.busy is None else format_share(tier.busy),
+            cell(tier.copy_s, format_duration),
+            cell(tier.busy, format_share),
             str(tier.kept),
             format_size(tier.bytes),
             format_size(tier.bytes_max),
-            "-" if tier.full_s is None else format_duration(tier.full_s),
+            cell(tier.full_s, format_duration),
         )
     said = [f"{tier.name}: {reason}" for tier in made.tiers for reason in tier.reasons]
     return [head, rows, *said, *made.reasons]

@@ -11,12 +11,12 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, NoReturn, Self
+from typing import Annotated, Any, NoReturn, Self, TypeVar
 
 import typer
 from rich.console import Console
@@ -39,6 +39,7 @@ from tierfall.core.types.errors import ConfigError, NotSupportedError, StepError
 from tierfall.core.types.text import members
 from tierfall.ops.commands import find, unread
 
+T = TypeVar("T")
 PIPED_WIDTH = 10_000
 NUMBER_MAX = 1e18
 _STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
@@ -106,7 +107,7 @@ def code_of(error: TierfallError) -> Exit:
 def end(refusal: CommandRefused, *, as_json: bool) -> NoReturn:
     """Print the problems of a refusal, in the requested form, and exit with its code."""
     if as_json:
-        _print_document({}, refusal.problems)
+        typer.echo(to_document({}, refusal.problems, indent=2))
     for problem in refusal.problems:
         complain(problem)
     raise typer.Exit(refusal.code)
@@ -128,6 +129,14 @@ def parse_step(text: str) -> tuple[int, int | None]:
     if match is None:
         refuse(f"STEP is {text!r}; expected 400, or 400@7 for attempt 7's", Exit.USAGE)
     return int(match[1]), int(match[2]) if match[2] else None
+
+
+def parse_option(word: str, text: str, parse: Callable[[str], T]) -> T:
+    """Parse the value of an option; ends the command where ``parse`` raises ConfigError."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        refuse(f"{word}: {error}", Exit.USAGE)
 
 
 @dataclass(slots=True)
@@ -167,7 +176,7 @@ class CommandOutput:
     def finish(self) -> None:
         """Print everything; exits with COULD_NOT where there are problems."""
         if self.as_json:
-            _print_document(self.document, self.problems)
+            typer.echo(to_document(self.document, self.problems, indent=2))
         else:
             _print(self._shown)
         for problem in self.problems:
@@ -216,9 +225,12 @@ def check_tier(settings: Config, tier: str | None) -> None:
         refuse(f"no tier is named {tier!r}; there are {', '.join(known)}", Exit.USAGE)
 
 
-def _print_document(document: dict[str, Any], problems: Sequence[str]) -> None:
+def to_document(
+    document: dict[str, Any], problems: Sequence[str], *, indent: int | None = None
+) -> str:
+    """Return a document with ``ok`` and ``problems`` as JSON."""
     outcome = {"ok": not problems, "problems": list(problems)}
-    typer.echo(json.dumps(document | outcome, indent=2, allow_nan=False))
+    return json.dumps(document | outcome, indent=indent, allow_nan=False)
 
 
 def _print(parts: Iterable[Table | str]) -> None:
@@ -244,6 +256,11 @@ def table(*columns: str, right: Iterable[str] = ()) -> Table:
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return made
+
+
+def cell(value: T | None, format: Callable[[T], str]) -> str:
+    """Format a cell of a table; ``-`` where the value is not known."""
+    return "-" if value is None else format(value)
 
 
 def watched(as_json: bool) -> bool:

@@ -9,17 +9,16 @@ import typer
 from tierfall.cli.common import (
     CommandOutput,
     ConfigOption,
-    Exit,
     JsonOption,
     ProgressBar,
     RunOption,
     counted,
     load_settings,
+    parse_option,
     refuse,
     watched,
 )
 from tierfall.config import Config
-from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_duration, format_size, parse_duration
 from tierfall.ops.commands import unread
@@ -43,7 +42,7 @@ def drain(
 ) -> None:
     """Flush what a dead trainer left in host memory, then free the memory."""
     settings = load_settings(config, run)
-    deadline_s = None if deadline is None else _seconds(deadline)
+    deadline_s = None if deadline is None else parse_option("--deadline", deadline, parse_duration)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
         if not _holds_images(reader, settings, answer):
@@ -69,13 +68,6 @@ def drain(
     }
     _report(answer, settings, drained)
     answer.finish()
-
-
-def _seconds(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ConfigError as error:
-        refuse(f"--deadline: {error}", Exit.USAGE)
 
 
 def _holds_images(reader: RunReader, settings: Config, answer: CommandOutput) -> bool:

@@ -198,7 +198,7 @@ def _remarks(facts: RunFacts, checkpoint: KnownCheckpoint) -> Iterable[str]:
     if checkpoint.pinned:
         yield "pinned"
     if checkpoint.abandoned:
-        yield "left behind"
+        yield "abandoned"
     if checkpoint.tombstoned:
         yield "to be deleted"
 

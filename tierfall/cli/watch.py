@@ -3,7 +3,6 @@ tiers."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -23,17 +22,19 @@ from tierfall.cli.common import (
     Exit,
     JsonOption,
     RunOption,
+    cell,
     counted,
     load_settings,
     of_tier,
     owner_members,
+    parse_option,
     readable_number,
     refuse,
     table,
+    to_document,
 )
 from tierfall.cli.run_facts import RunFacts, format_bounds, format_loss, reported_bounds
 from tierfall.config import Config
-from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.loss_bound import LossBound
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import (
@@ -86,10 +87,7 @@ def watch(
 
 
 def _every(text: str) -> float:
-    try:
-        every_s = parse_duration(text)
-    except ConfigError as error:
-        refuse(f"--every: {error}", Exit.USAGE)
+    every_s = parse_option("--every", text, parse_duration)
     if every_s < EVERY_S_LEAST:
         least = format_duration(EVERY_S_LEAST)
         refuse(f"--every: {text!r} is too short; expected {least} or more", Exit.USAGE)
@@ -137,8 +135,7 @@ def _screen(*, as_json: bool) -> Iterator[Any]:
 
 
 def _print_line(frame: RunView) -> None:
-    outcome = {"ok": not frame.problems, "problems": list(frame.problems)}
-    typer.echo(json.dumps(frame.document | outcome, allow_nan=False))
+    typer.echo(to_document(frame.document, frame.problems))
     sys.stdout.flush()
 
 
@@ -249,7 +246,7 @@ def _listed_tier(facts: RunFacts, name: str) -> TierStatus:
     return TierStatus(
         name=name,
         kind=rules.kind,
-        used_bytes=sum(c.bytes for c in listing.copies) + sum(listing.unfinished.values()),
+        used_bytes=listing.used_bytes,
         capacity_bytes=rules.capacity_bytes,
         checkpoints=len(listing.copies),
     )
@@ -333,9 +330,9 @@ def _tier_table(tiers: tuple[TierStatus, ...]) -> Table:
             str(tier.kind),
             str(tier.checkpoints),
             format_size(tier.used_bytes),
-            "-" if of is None else format_size(of),
+            cell(of, format_size),
             "-" if not of else format_share(tier.used_bytes / of),
-            format_rate(tier.bytes_per_s) if tier.bytes_per_s else "-",
+            cell(tier.bytes_per_s or None, format_rate),
         )
     return made
 
@@ -345,7 +342,7 @@ def _grid(frame: RunView) -> Table:
     made = table("STEP", *names, "", right=("STEP",))
     for one in frame.seen.checkpoints[-ROWS_MAX:]:
         remarks = [
-            w for w, said in (("pinned", one.pinned), ("left behind", one.abandoned)) if said
+            word for word, holds in (("pinned", one.pinned), ("abandoned", one.abandoned)) if holds
         ]
         cells = (_cell(one, name, alive=frame.snapshot.live is not None) for name in names)
         made.add_row(f"{one.step}@{one.attempt}", *cells, ", ".join(remarks))
@@ -373,8 +370,8 @@ def _transfer_table(transfers: tuple[TransferStatus, ...]) -> Table:
             one.phase,
             format_share(round(one.done_bytes / max(1, one.bytes), 2)),
             format_size(one.bytes),
-            format_rate(one.bytes_per_s) if one.bytes_per_s else "-",
-            "-" if one.left_s is None else format_duration(one.left_s),
+            cell(one.bytes_per_s or None, format_rate),
+            cell(one.left_s, format_duration),
         )
     return made
 

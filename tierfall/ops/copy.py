@@ -186,7 +186,7 @@ def _check_room(config: Config, there: Listing, commit: Commit) -> None:
     capacity = next(t.capacity_bytes for t in config.stored if t.name == there.tier)
     if capacity is None:
         return
-    used = sum(copy.bytes for copy in there.copies) + sum(there.unfinished.values())
+    used = there.used_bytes
     if used + commit.stored_bytes > capacity:
         raise CapacityError(
             f"copy to {there.tier}: it needs {format_size(commit.stored_bytes)}, of the capacity of "

@@ -219,8 +219,7 @@ def _check_capacity(store: StoredTier, known: TierMeasurement, size_bytes: int) 
     listing = store.list()
     if listing.error is not None:
         raise listing.error
-    used = sum(copy.bytes for copy in listing.copies) + sum(listing.unfinished.values())
-    room = max(0, known.capacity_bytes - used)
+    room = max(0, known.capacity_bytes - listing.used_bytes)
     if size_bytes > room:
         raise CapacityError(
             f"{store.place}: of the capacity of {format_size(known.capacity_bytes)} there is room for "

@@ -23,7 +23,7 @@ from tierfall.core.restore.inventory import unite_copies
 from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry, entry_of
 from tierfall.core.types import keys
-from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.text import ranks_named
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard
 from tierfall.setup.tiers import any_slot
@@ -75,19 +75,17 @@ def adopt_slots(
 def _adopt(lock: RunLock, host: HostTier, *, refuses_damaged: bool) -> list[AdoptedSlot]:
     try:
         host.attach(page_lock=False)
-    except TierfallError as error:
-        if refuses_damaged:
-            lock.release()
+    except BaseException as error:
+        lock.release()
+        if refuses_damaged and isinstance(error, IntegrityError):
             raise damaged(error, host.path) from error
+        if refuses_damaged or not isinstance(error, TierfallError):
+            raise
         logger.warning(
             "open: the host memory that a rank of an earlier start left is not read, and stays: %s",
             error,
         )
-        lock.release()
         return []
-    except BaseException:
-        lock.release()
-        raise
     slot = AdoptedSlot(lock, host)
     if host.is_empty():
         slot.close(keep=False)
