@@ -176,7 +176,7 @@ def test_a_damaged_shard_is_taken_from_the_next_tier_where_the_configuration_nam
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("nowhere", "is not there"),
+        ("nowhere", "does not exist"),
         ("disk/run/latest", "is not a shard"),
         ("disk/run/attempts", "no run of tierfall"),
         ("far/..", "no run of tierfall"),
