@@ -401,5 +401,5 @@ def _shown(made: DayForecast, load: Workload, source: str) -> list[Table | str]:
             format_size(tier.bytes_max),
             cell(tier.full_s, format_duration),
         )
-    said = [f"{tier.name}: {reason}" for tier in made.tiers for reason in tier.reasons]
-    return [head, rows, *said, *made.reasons]
+    reasons = [f"{tier.name}: {reason}" for tier in made.tiers for reason in tier.reasons]
+    return [head, rows, *reasons, *made.reasons]

@@ -109,7 +109,7 @@ class MachineShards:
     def _is_shared(self, tier: FileTierConfig | ObjectTierConfig) -> bool:
         """Whether all machines see a tier: by the configuration, or by the records there.
 
-        Raises IntegrityError, which names the key to set, where neither tells.
+        Raises IntegrityError, which names the key to set, where neither decides it.
         """
         if isinstance(tier, ObjectTierConfig):
             return True

@@ -121,12 +121,12 @@ class Repairer:
             marks = [d for d in damaged if d.file.startswith(_MARKS)]
             indexes = [d for d in damaged if d.file == keys.INDEX_NAME]
             discard_unfinished(store, self._reader.run, copy.id)
-            said = self._repair_marks(store, checkpoint, marks)
+            done = self._repair_marks(store, checkpoint, marks)
             if len(marks) + len(indexes) < len(damaged):
-                said = [self._repair_files(store, checkpoint, copy), *said]
+                done = [self._repair_files(store, checkpoint, copy), *done]
             elif indexes and copy.commit is not None:
-                said = [self._repair_index(store, copy.commit), *said]
-        return ", ".join(said)
+                done = [self._repair_index(store, copy.commit), *done]
+        return ", ".join(done)
 
     def _check_ours(
         self, store: StoredTier, copy: CheckedCopy, checkpoint: KnownCheckpoint
