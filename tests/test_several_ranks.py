@@ -54,7 +54,7 @@ def test_a_part_that_one_process_cannot_complete_stays_and_drain_leaves_it_alone
     files = {path: path.stat().st_size for path in tmp_path.rglob("*.json")}
     drained = drain(opener.config(0), SOON_S)
     assert (drained.done, drained.memory_kept) == ((), True)
-    assert all("is not known here: say so" in problem for problem in drained.problems)
+    assert all("is not known here: set it" in problem for problem in drained.problems)
     assert {path: path.stat().st_size for path in tmp_path.rglob("*.json")} == files
     with Checkpointer(opener.config(0), run="run") as alone:
         assert alone.restore({"w": torch.zeros(4), "rng": None}) is None
