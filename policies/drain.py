@@ -30,24 +30,22 @@ def plan_drain(
     *,
     bytes_per_s: Mapping[str, float | None],
     left_s: float,
-    one_at_a_time: bool = False,
 ) -> tuple[DrainDecision, ...]:
     """Decide on every copy of a live checkpoint that is owed, in the order of copying.
 
     ``bytes_per_s`` is the rate at which copies arrive at each tier, in bytes of images (None, or missing: unknown, and
     a copy is tried); ``left_s`` the seconds until the deadline. Tiers are written in parallel, each one copy after the
-    other; ``one_at_a_time``: one copy at a time on all tiers together.
+    other.
     """
     spent_s: dict[str, float] = {}
     decisions = []
     for copy in sorted(_waiting(view), key=lambda copy: _sort_key(view, copy)):
-        clock = "" if one_at_a_time else copy.tier
-        rest_s = left_s - spent_s.get(clock, 0.0)
+        rest_s = left_s - spent_s.get(copy.tier, 0.0)
         decision = _decide(view, copy, bytes_per_s.get(copy.tier), rest_s)
         if decision.prospect is ArrivalOutlook.ARRIVES:
             rate = bytes_per_s[copy.tier]
             assert rate is not None
-            spent_s[clock] = spent_s.get(clock, 0.0) + copy.left_bytes / rate
+            spent_s[copy.tier] = spent_s.get(copy.tier, 0.0) + copy.left_bytes / rate
         decisions.append((copy, decision))
     return tuple(_settled(copy, decision, decisions) for copy, decision in decisions)
 

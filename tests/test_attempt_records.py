@@ -12,7 +12,7 @@ import tierfall
 from tests.steps import blank, state_of, step_in, steps_on
 from tierfall.config import load_config
 from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError
-from tierfall.ops.drain.drain import drain
+from tierfall.ops.drain import drain
 
 MakeConfig = Callable[..., dict[str, Any]]
 DAMAGE = pytest.mark.parametrize("how", ["empty", "gone"])

@@ -278,10 +278,10 @@ def test_a_first_start_restores_nothing_and_may_save(
 
 
 def test_load_of_nothing_says_what_was_expected(tmp_path: Path, make_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match=r"gone.*is not there; expected"):
+    with pytest.raises(ConfigError, match=r"gone.*does not exist; expected"):
         tierfall.load(tmp_path / "gone")
     (tmp_path / "disk").mkdir()
-    with pytest.raises(ConfigError, match="no run lies in it"):
+    with pytest.raises(ConfigError, match="it holds no run"):
         tierfall.load(tmp_path / "disk")
     with pytest.raises(TierfallError, match="no checkpoint"):
         tierfall.load(make_config())

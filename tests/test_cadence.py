@@ -11,7 +11,7 @@ from tests.training_loop import HOST, STORE, Loop, gaps
 from tierfall.core.types.errors import CapacityError
 from tierfall.core.types.values import LossClass, SaveOutcome
 from tierfall.policies.cadence import PROFILE_STEPS, CadenceRules, daly_s
-from tierfall.telemetry.meter import STALE_STEPS
+from tierfall.telemetry.step_timer import STALE_STEPS
 
 TIERS = (HOST, STORE)
 OVERHEAD = CadenceRules(overhead=0.035, tiers=TIERS)

@@ -260,7 +260,7 @@ def test_a_manifest_that_holds_more_than_is_known_here_is_not_copied_in_part(
             file |= {"bytes": len(manifest), "digest": documents.sha256(manifest)}
     reseal(disk / "commit.json", {"files": files})
     assert step_in(tierfall.load(disk)) == 1
-    with pytest.raises(StepError, match="use the tierfall that saved it"):
+    with pytest.raises(StepError, match="use the version that saved it"):
         run_copy(config)
     assert not step_folder(tmp_path / "far").exists()
 
@@ -284,7 +284,7 @@ def test_a_copy_whose_leftovers_cannot_be_removed_says_so(
     monkeypatch.setattr(StoredTier, "discard", fail)
     with pytest.raises(UnreachableError):
         run_copy(config)
-    assert "leftovers of 1@1 stay for now" in caplog.text
+    assert "files of the unfinished copy of 1@1 are left for now" in caplog.text
     assert steps_on(tmp_path / "far") == []
 
 
@@ -382,7 +382,7 @@ def test_what_a_trainer_of_another_node_owes_is_left_to_it(
     config = make_config(disk={}, far={"shared": True})
     (tmp_path / "far").mkdir()
     monkeypatch.setattr(socket, "gethostname", lambda: "login-node")
-    with pytest.raises(StepError, match="may be at it: run this on"):
+    with pytest.raises(StepError, match="may be flushing it: run this on"):
         run_copy(config)
     monkeypatch.undo()
     run_copy(config)
@@ -420,7 +420,7 @@ def test_without_any_record_of_an_attempt_the_checkpoints_own_counts(
 def test_a_deleted_checkpoint_and_one_that_has_gone_are_not_copied(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(StepError, match="was dropped just now"):
+    with pytest.raises(StepError, match="was deleted just now"):
         run_copy(config, CheckpointId(9, 1))
     store = store_of(tmp_path / "disk")
     store.add_mark(Mark(name="tombstone", checkpoint=TWO, wall_time_s=1.0))
@@ -458,7 +458,7 @@ def test_what_retention_will_say_is_told(make_saved: Callable[..., dict[str, Any
         ckpt.restore(blank())
         ckpt.unpin(1)
     (note,) = run_copy(config).notes
-    assert note.startswith("the rules of far drop it again after the next commit there")
+    assert note.startswith("the rules of far delete it again after the next commit there")
     assert note.endswith("no rule keeps it (last 1); to keep it: tierfall pin 1@1")
 
 
@@ -469,7 +469,7 @@ def test_what_a_copy_pushes_out_is_told_too(make_saved: Callable[..., dict[str, 
         ckpt.unpin(1)
     assert run_copy(config).notes == ()
     (note,) = run_copy(config, TWO).notes
-    assert note.startswith("now that 2@1 is there, the rules of far drop 1@1 after the next commit")
+    assert note.startswith("beside 2@1, the rules of far delete 1@1 after the next commit")
     assert note.endswith("no rule keeps it (last 1); to keep it: tierfall pin 1@1")
 
 

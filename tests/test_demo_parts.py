@@ -25,7 +25,7 @@ from tierfall.demo.process import Act, DemoError, Line, Trainer, none_left
 from tierfall.demo.screen import Screen
 from tierfall.demo.story import Stage
 from tierfall.demo.training import SMALL, Training, train
-from tierfall.telemetry.event_reader import LogTail, last_events
+from tierfall.telemetry.event_log import LogTail, last_events
 
 
 def step_line(step: int, loss: float) -> Line:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,25 @@ from tierfall.core.format.records import Attempt, Mark
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types.errors import FencedError, LockError
 from tierfall.core.types.values import CheckpointId
-from tierfall.ops.drain.drain import drain
-from tierfall.ops.local_memory import LocalMemory
+from tierfall.ops.drain import drain
+from tierfall.session.leftovers import adopt_slots, images_in
+from tierfall.setup.tiers import run_folder
+from tierfall.tiers.host import HeldImage
 from tierfall.tiers.stored import StoredTier
 
 FIRST = CheckpointId(1, 1)
+
+
+@contextmanager
+def owned_memory(config: Config, *, first: int = 0) -> Iterator[list[HeldImage]]:
+    """Own the slots from ``first`` on, as their ranks' processes would; give their images of the first step."""
+    folder = run_folder(config, config.run)
+    slots = adopt_slots(folder, first=first, name=config.host.name, run=config.run)
+    try:
+        yield [image for id, image in images_in(slot.host for slot in slots) if id == FIRST]
+    finally:
+        for slot in slots:
+            slot.close(keep=True)
 
 
 @pytest.fixture
@@ -79,6 +95,13 @@ def again(folder: Path) -> list[float]:
     return [float(state["w"][0]) for state in states]
 
 
+def again_from(folder: Path, tier: str) -> list[float]:
+    """Start the job again with the copies of one tier, and say what each rank restores."""
+    for path in [p for p in folder.glob("0/*/run") if p.parent.name not in (tier, "memory")]:
+        shutil.rmtree(path)
+    return again(folder)
+
+
 def test_all_of_it_is_brought_and_memory_is_given_back(left: Opener, tmp_path: Path) -> None:
     moved: list[tuple[int, int]] = []
     drained = drain(left.config(0), SOON_S, lambda done, total: moved.append((done, total)))
@@ -107,9 +130,9 @@ def test_a_packed_tier_gets_packed_parts(left: Opener, tmp_path: Path) -> None:
 
 
 def test_pins_go_along(left: Opener, tmp_path: Path) -> None:
-    with LocalMemory(left.config(0)) as memory:
+    with owned_memory(left.config(0)) as memory:
         mark = Mark(name="pin", checkpoint=FIRST, wall_time_s=1.0)
-        next(iter(memory.parts()[FIRST].values())).region.add_mark(mark.encode())
+        memory[0].region.add_mark(mark.encode())
     drain(left.config(0), SOON_S)
     assert len(list(tmp_path.glob("0/*/run/step-*/marks/pin"))) == 2
 
@@ -117,8 +140,8 @@ def test_pins_go_along(left: Opener, tmp_path: Path) -> None:
 def test_what_not_all_ranks_of_the_machine_had_sealed_is_no_checkpoint(
     left: Opener, tmp_path: Path
 ) -> None:
-    with LocalMemory(left.config(0), first=1) as memory:
-        for image in memory.parts()[FIRST].values():
+    with owned_memory(left.config(0), first=1) as memory:
+        for image in memory:
             image.region.release()
     drained = drain(left.config(0), SOON_S)
     assert (drained.done, drained.left, drained.memory_kept) == ((), (), False)
@@ -135,12 +158,51 @@ def test_a_part_that_may_lie_on_another_machine_is_waited_for_and_memory_is_kept
     assert [owed.tier for owed in drained.left] == ["nvme", "far"]
     assert drained.memory_kept
     (nvme, far) = drained.problems
-    assert "whether all nodes see nvme is not known here: say so" in nvme
-    assert "far: this machine's parts are there, and other ranks' are not yet" in far
+    assert "whether all nodes see nvme is not known here: set it" in nvme
+    assert "1@1 on far: this machine's images are there, other ranks' are not yet" in far
     assert files_on(tmp_path, "far") == [n for n in WHOLE if n.startswith("rank-00000")]
     data["tiers"][1]["shared"] = False
     assert [o.tier for o in drain(Config.model_validate(data), None).done] == ["nvme"]
     assert files_on(tmp_path, "nvme") == [WHOLE[0], *files_on(tmp_path, "far")]
+
+
+def test_the_machine_that_comes_last_commits_what_all_have_brought(
+    left: Opener, tmp_path: Path
+) -> None:
+    data = left.config(0, max_wait="1s").model_dump(mode="json", exclude_none=True)
+    data["tiers"][1]["shared"], data["tiers"][2]["shared"] = False, True
+    config = Config.model_validate(data)
+    memory, elsewhere = tmp_path / "0/memory/run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (memory / "slot-1.arena").rename(elsewhere / "slot-1.arena")
+    assert [owed.tier for owed in drain(config, None).left] == ["far"]
+    (memory / "slot-0.arena").rename(elsewhere / "slot-0.arena")
+    (elsewhere / "slot-1.arena").rename(memory / "slot-1.arena")
+    image = next((tmp_path / "0/far").rglob("rank-00000*.safetensors"))
+    brought = image.stat().st_mtime_ns
+    last = drain(config, None)
+    assert (last.left, last.memory_kept) == ((), False)
+    assert files_on(tmp_path, "far") == WHOLE
+    (elsewhere / "slot-0.arena").rename(memory / "slot-0.arena")
+    again = drain(config, None)
+    assert (again.left, again.memory_kept) == ((), False)
+    assert image.stat().st_mtime_ns == brought, "nobody wrote it twice"
+    assert again_from(tmp_path, "far") == [0.0, 1.0]
+
+
+def test_a_part_that_only_another_tier_has_is_brought_from_there(
+    left: Opener, tmp_path: Path
+) -> None:
+    data = left.config(0).model_dump(mode="json", exclude_none=True)
+    data["tiers"][0]["on_close"] = "keep"
+    data["tiers"][1]["shared"] = data["tiers"][2]["shared"] = True
+    flush = data["tiers"][2].pop("flush", None)
+    data["tiers"][2]["flush"] = {"every": 2}
+    assert [owed.tier for owed in drain(Config.model_validate(data), SOON_S).done] == ["nvme"]
+    (tmp_path / "0/memory/run/slot-1.arena").unlink()
+    data["tiers"][2] |= {"flush": flush or {"every": 1}}
+    assert [owed.tier for owed in drain(Config.model_validate(data), SOON_S).done] == ["far"]
+    assert files_on(tmp_path, "far") == WHOLE
 
 
 def test_nothing_is_written_where_a_newer_attempt_lives(left: Opener, tmp_path: Path) -> None:
@@ -175,7 +237,7 @@ def test_a_tier_that_fails_keeps_no_other_from_getting_its_copy(
     monkeypatch.setattr(PosixBackend, "create", create)
     drained = drain(left.config(0), SOON_S)
     assert [owed.tier for owed in drained.done] == ["far"]
-    assert "flush of 1@1 to nvme: " in drained.problems[0]
+    assert "flush of 1@1 to nvme failed" in drained.problems[0]
     assert drained.memory_kept
 
 
@@ -230,12 +292,12 @@ def test_the_command_says_what_it_did(left: Opener) -> None:
     assert done.exit_code == 0, done.output
     assert "flushed 1@1 to nvme (" in done.output
     assert "run run: 2 of 2 copies made durable" in done.output
-    assert "host memory is given back" in done.output
-    assert command(left, "drain").output == "run run: nothing lies in host memory\n"
+    assert "host memory is freed" in done.output
+    assert command(left, "drain").output == "run run: nothing is in host memory\n"
 
 
 def test_a_rank_that_lives_is_left_alone(left: Opener) -> None:
-    with LocalMemory(left.config(0), first=1):  # as the second rank's process would
+    with owned_memory(left.config(0), first=1):  # as the second rank's process would
         done = command(left, "drain")
     assert done.exit_code == 1
     assert "a trainer owns run 'run'" in done.output
@@ -243,12 +305,12 @@ def test_a_rank_that_lives_is_left_alone(left: Opener) -> None:
 
 def test_orders_reach_the_memory_of_every_rank_of_the_machine(left: Opener, tmp_path: Path) -> None:
     assert command(left, "pin", "1").exit_code == 0
-    with LocalMemory(left.config(0)) as memory:
-        assert [i.marks for i in memory.parts()[FIRST].values()] == [{"pin"}, {"pin"}]
+    with owned_memory(left.config(0)) as memory:
+        assert [i.marks for i in memory] == [{"pin"}, {"pin"}]
     assert "1@1 is pinned" in command(left, "rm", "1", "--yes").output
     assert command(left, "unpin", "1").exit_code == 0
-    with LocalMemory(left.config(0)) as memory:
-        assert [i.marks for i in memory.parts()[FIRST].values()] == [set(), set()]
+    with owned_memory(left.config(0)) as memory:
+        assert [i.marks for i in memory] == [set(), set()]
     done = command(left, "rm", "1", "--yes")
     assert done.exit_code == 0, done.output
     assert not list(tmp_path.rglob("*.arena"))
@@ -269,16 +331,16 @@ def test_an_order_that_a_tier_refuses_leaves_the_memory_of_all_ranks(
 
     monkeypatch.setattr(PosixBackend, "create", create)
     assert command(left, "rm", "1", "--yes").exit_code == 1
-    with LocalMemory(left.config(0)) as memory:
-        assert len(memory.parts()[FIRST]) == 2
+    with owned_memory(left.config(0)) as memory:
+        assert len(memory) == 2
     assert files_on(tmp_path, "nvme")[:1] == ["commit.json"]
 
 
 def test_prune_leaves_the_memory_of_all_ranks_alone(left: Opener) -> None:
     done = command(left, "prune")
     assert done.exit_code == 0, done.output
-    with LocalMemory(left.config(0)) as memory:
-        assert len(memory.parts()[FIRST]) == 2
+    with owned_memory(left.config(0)) as memory:
+        assert len(memory) == 2
 
 
 def test_copy_does_not_take_one_ranks_memory_for_the_checkpoint(
@@ -289,8 +351,8 @@ def test_copy_does_not_take_one_ranks_memory_for_the_checkpoint(
     data["tiers"][2]["flush"] = {"every": 2}
     drain(Config.model_validate(data), SOON_S)
     assert files_on(tmp_path, "far") == []
-    with LocalMemory(left.config(0)) as memory:
-        assert len(memory.parts()[FIRST]) == 2, "it lies there as well"
+    with owned_memory(left.config(0)) as memory:
+        assert len(memory) == 2, "it lies there as well"
     monkeypatch.setattr(left, "config", lambda rank: Config.model_validate(data))
     done = command(left, "copy", "1", "--to", "far")
     assert done.exit_code == 0, done.output

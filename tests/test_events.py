@@ -18,7 +18,7 @@ from tests.steps import blank, state_of
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types import events
 from tierfall.errors import CaptureError, ConfigError, RestoreError, StepError
-from tierfall.telemetry.event_reader import last_events
+from tierfall.telemetry.event_log import last_events
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "event-log.md"
 MakeConfig = Callable[..., dict[str, Any]]

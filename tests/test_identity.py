@@ -176,7 +176,7 @@ def test_watch_says_which_tier_it_could_not_ask(tmp_path: Path) -> None:
     (tmp_path / "tiers.yaml").write_text(json.dumps(config))
     answer = CliRunner().invoke(app, ["watch", "--once", "-c", str(tmp_path / "tiers.yaml")])
     assert answer.exit_code == 1
-    assert "(not asked: pfs)" in answer.stdout
+    assert "(not read: pfs)" in answer.stdout
 
 
 @pytest.mark.parametrize("kept", [True, False])

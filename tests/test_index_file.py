@@ -235,10 +235,10 @@ def test_a_damaged_one_costs_nothing_is_told_and_is_made_anew(
     assert torch.equal(tierfall.load(config)["w"], state(0, 1)["w"])
     said = cli(config, "verify", code=1)
     assert "damaged: shared 1@1 index.zst" in said
-    assert "the manifests say the same, restores do without it" in said
+    assert "restores use the manifests instead" in said
     assert "tierfall verify 1@1 --tier shared --repair" in said
     said = cli(config, "verify", "1", "--tier", "shared", "--repair")
-    assert "index.zst made anew of the manifests" in said
+    assert "index.zst rebuilt from the manifests" in said
     assert path.read_bytes() == good
     assert [image.stat().st_mtime_ns for image in images] == times, "nothing else is written"
     cli(config, "verify")
@@ -267,7 +267,7 @@ def test_with_other_damage_all_is_written_anew_and_the_index_too(tmp_path: Path,
     damage(folder(tmp_path, 1) / "index.zst", "missing")
     damage(folder(tmp_path, 1) / "rank-00001-of-00002.safetensors", "flipped")
     said = cli(config, "verify", "--repair")
-    assert "written anew from far" in said
+    assert "rewritten from far" in said
     assert (folder(tmp_path, 1) / "index.zst").exists()
     cli(config, "verify")
 

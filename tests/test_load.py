@@ -176,7 +176,7 @@ def test_a_damaged_shard_is_taken_from_the_next_tier_where_the_configuration_nam
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("nowhere", "is not there"),
+        ("nowhere", "does not exist"),
         ("disk/run/latest", "is not a shard"),
         ("disk/run/attempts", "no run of tierfall"),
         ("far/..", "no run of tierfall"),
@@ -222,7 +222,7 @@ def test_a_renamed_run_says_how_it_was_named(config: dict[str, Any], tmp_path: P
     renamed = tmp_path / "copies" / "other"
     shutil.copytree(tmp_path / "disk" / "run", renamed)
     for path in (renamed, renamed.parent):
-        with pytest.raises(RestoreError, match=r"other speaks of run run: .*name it run, as it"):
+        with pytest.raises(RestoreError, match=r"other was written as run run, .*: name it run"):
             tierfall.load(path)
     renamed.rename(renamed.parent / "run")
     assert step_in(tierfall.load(renamed.parent)) == 3

@@ -21,7 +21,7 @@ from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.events import TierFailing, TierRecovered
 from tierfall.core.types.values import LossClass
-from tierfall.ops.local_memory import left_in_memory
+from tierfall.ops.reader import left_in_memory
 from tierfall.setup.tier_identity import MEMORY_NAME
 from tierfall.tiers.arena.arena import Arena
 

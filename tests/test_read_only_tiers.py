@@ -151,7 +151,7 @@ def test_what_lies_on_a_read_only_tier_is_listed_and_not_owed_to_others(
         return answer.output
 
     assert "the process, 2@1 on archive" in run("ls")
-    assert "the tier is read-only: nothing there is dropped" in run("show", "2", "--json")
+    assert "the tier is read-only: nothing is deleted there" in run("show", "2", "--json")
     assert "still owed" not in run("drain")
     assert "archive: read-only: it is restored from" in run("check", "--size", "64KiB")
 
@@ -169,7 +169,7 @@ def test_commands_leave_a_read_only_tier_alone_and_say_so(
     assert {d.tier for d in commands.plan_prune(config, listings)} == {"disk"}
     carried = commands.run_command(config, commands.CommandKind.DELETE, CheckpointId(1, 1))
     assert carried.done == ("disk",)
-    assert "archive is read-only: 1@1 stays" in str(carried.failed["archive"])
+    assert "archive is read-only: 1@1 is not changed" in str(carried.failed["archive"])
     marked = commands.leave_mark(config, commands.CommandKind.PIN, known[1])
     assert marked.done == ("disk",)
     assert "archive is read-only" in str(marked.failed["archive"])

@@ -33,7 +33,7 @@ from tierfall.core.types.errors import (
     RestoreError,
     UnreachableError,
 )
-from tierfall.ops.drain.drain import drain
+from tierfall.ops.drain import drain
 from tierfall.run import group_commands
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 from tierfall.run.saver import Saver
@@ -55,7 +55,7 @@ def test_a_part_that_one_process_cannot_complete_stays_and_drain_leaves_it_alone
     files = {path: path.stat().st_size for path in tmp_path.rglob("*.json")}
     drained = drain(opener.config(0), SOON_S)
     assert (drained.done, drained.memory_kept) == ((), True)
-    assert all("is not known here: say so" in problem for problem in drained.problems)
+    assert all("is not known here: set it" in problem for problem in drained.problems)
     assert {path: path.stat().st_size for path in tmp_path.rglob("*.json")} == files
     with Checkpointer(opener.config(0), run="run") as alone:
         assert alone.restore({"w": torch.zeros(4), "rng": None}) is None

@@ -70,6 +70,11 @@ class Listing:
     damaged: tuple[TierfallError, ...] = ()
     error: TierfallError | None = None
 
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all copies, unfinished ones included."""
+        return sum(copy.bytes for copy in self.copies) + sum(self.unfinished.values())
+
     def copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
         return next((c for c in self.copies if c.id == checkpoint), None)
 

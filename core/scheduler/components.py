@@ -70,11 +70,13 @@ class Components(Hooks):
         verify_bytes_per_s: float | None = None,
         notify: Notify = ignore,
         leftovers: LeftoverMemory | None = None,
+        retains: bool = True,
     ) -> None:
         """``lanes`` are the stored tiers that this process writes to. ``unread`` names the tiers that could not be
         listed when the run was opened. With several ranks, ``council`` sends their messages, and ``shared`` tells for
         each tier whether all ranks see the same files. ``set_pace`` limits a tier's write rate (None: no limit);
-        ``verify_bytes_per_s`` limits background verification per tier (None: no limit)."""
+        ``verify_bytes_per_s`` limits background verification per tier (None: no limit). Without
+        ``retains``, retention deletes nothing."""
         self.inbox = Inbox()
         self.steps = 0
         self._idle_events: list[InterruptibleEvent] = []
@@ -97,7 +99,12 @@ class Components(Hooks):
             for tier, limits in lanes.items()
         }
         self.dropper = Deleter(
-            ledger=ledger, tiers=self.lanes, policies=policies, hooks=self, emitter=self.emitter
+            ledger=ledger,
+            tiers=self.lanes,
+            policies=policies,
+            hooks=self,
+            emitter=self.emitter,
+            retains=retains,
         )
         self.verifier = BackgroundVerifier(
             ledger=ledger,

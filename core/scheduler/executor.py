@@ -78,6 +78,7 @@ class TaskRunner:
 
     ``attempt`` returns the attempt of this process: a task that writes, deletes or marks raises FencedError where its
     tier has a record of a newer one. None: this process only carries out commands and must not commit.
+    ``complete`` adds to the commit record of several ranks what other machines have uploaded to a tier; it may raise.
     """
 
     def __init__(
@@ -86,9 +87,11 @@ class TaskRunner:
         pools: Mapping[str, BufferPool],
         attempt: Callable[[], Attempt | None],
         *,
+        complete: Callable[[Commit, str], Commit] = lambda commit, tier: commit,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stores = stores
+        self._complete = complete
         self._clock = clock
         self._pools = pools
         self._shared = SharedReads(pools)
@@ -313,7 +316,7 @@ class TaskRunner:
         return commit
 
     def _commit(self, task: CommitCopy, store: TaskStore) -> Commit:
-        commit = task.commit
+        commit = self._complete(task.commit, task.tier)
         if task.tables and (task.repairs or not store.holds(task.id)):
             # where a commit record names an index already, the index must not change
             commit = self._indexer.write(store, commit, task.tables)

@@ -14,7 +14,7 @@ from cli_kit import Cli, run, run_process
 from typer.testing import CliRunner
 
 import tierfall
-from tierfall.cli import app, looking
+from tierfall.cli import app, ls_show, verify
 from tierfall.core.types.errors import BackendError, ConfigError, NotSupportedError
 
 MakeCli = Callable[..., Cli]
@@ -78,12 +78,13 @@ def test_a_step_that_is_not_there_names_those_that_are(make_cli: MakeCli, saved:
 
 def test_help_lists_the_commands_that_work_and_no_others() -> None:
     text = run(["--help"]).out
-    listed = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line]
+    table = text.partition("Commands:")[2].partition("Exit codes:")[0]
+    listed = [line.split()[0] for line in table.splitlines() if line.strip()]
     commands = [
         *("ls", "show", "check", "verify", "export", "copy", "prune", "pin", "unpin", "rm"),
         *("forget", "drain", "watch", "schema", "demo"),
     ]
-    assert listed == [*commands, "Exit", "configuration;"]
+    assert listed == commands
 
 
 def test_version() -> None:
@@ -106,10 +107,10 @@ def test_an_error_of_ours_is_one_line_and_a_bug_is_a_traceback(
 
         return raise_it
 
-    monkeypatch.setattr(looking, "RunReader", refuse(tierfall.errors.BackendError("no such luck")))
+    monkeypatch.setattr(ls_show, "RunReader", refuse(tierfall.errors.BackendError("no such luck")))
     answer = cli("ls", code=1)
     assert (answer.out, answer.err) == ("", "tierfall: no such luck\n")
-    monkeypatch.setattr(looking, "RunReader", refuse(RuntimeError("a bug")))
+    monkeypatch.setattr(ls_show, "RunReader", refuse(RuntimeError("a bug")))
     result = CliRunner().invoke(app, ["ls", "--config", str(cli.path)])
     assert isinstance(result.exception, RuntimeError)
 
@@ -126,7 +127,7 @@ def test_an_error_of_the_configuration_is_wrong_usage_wherever_it_is_found(
         def fail(*words: object, error: Any = error, **more: object) -> None:
             raise error("no such luck")
 
-        monkeypatch.setattr(looking, "RunReader", fail)
+        monkeypatch.setattr(ls_show, "RunReader", fail)
         assert cli("ls", code=code).err == "tierfall: no such luck\n"
 
 
@@ -139,7 +140,7 @@ def test_ctrl_c_is_said_and_has_an_exit_code_of_its_own(
     def interrupt(*words: object, **more: object) -> None:
         raise stop
 
-    monkeypatch.setattr(looking, "RunReader", interrupt)
+    monkeypatch.setattr(ls_show, "RunReader", interrupt)
     answer = cli("ls", code=130)
     assert (answer.out, answer.err) == ("", "tierfall: interrupted\n")
     answer = cli("ls", "--json", code=130)
@@ -251,13 +252,11 @@ def test_what_is_piped_has_no_colours_no_bars_and_no_trailing_spaces(
 def test_progress_is_shown_to_whoever_watches(
     make_cli: MakeCli, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tierfall.cli import checking
-
     cli = make_cli()
     saved(cli, [1])
     asked: list[tuple[int, bool]] = []
 
-    class Seen(checking.ProgressBar):
+    class Seen(verify.ProgressBar):
         def __init__(self, label: str, total: int, *, shown: bool) -> None:
             asked.append((total, shown))
             super().__init__(label, total, shown=False)
@@ -265,7 +264,7 @@ def test_progress_is_shown_to_whoever_watches(
         def add(self, count: int) -> None:
             asked.append((-count, True))
 
-    monkeypatch.setattr(checking, "ProgressBar", Seen)
+    monkeypatch.setattr(verify, "ProgressBar", Seen)
     cli("verify")
     (total, shown), *read = asked
     assert not shown

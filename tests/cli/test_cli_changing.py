@@ -102,7 +102,7 @@ def test_a_pin_that_comes_too_late_claims_nothing(
     shutil.rmtree(tmp_path / "disk" / "run" / "step-00000001-a0001")
     carried = commands.leave_mark(config, CommandKind.PIN, checkpoint)
     assert carried.done == ("far",)
-    assert "was dropped from disk just now" in str(carried.failed["disk"])
+    assert "was deleted from disk just now" in str(carried.failed["disk"])
     assert not (tmp_path / "disk" / "run" / "step-00000001-a0001").exists()
 
 
@@ -120,7 +120,7 @@ def test_rm_takes_a_step_from_every_tier_and_from_memory(
     cli("rm", "2@1", "--yes")
     assert cli.steps() == {}
     assert not list(memory.rglob("*.arena")), "memory without an image is given back"
-    assert cli("drain").out == "run run: nothing lies in host memory\n"
+    assert cli("drain").out == "run run: nothing is in host memory\n"
 
 
 def test_rm_leaves_files_of_others_alone(make_cli: MakeCli, saved: Saved, tmp_path: Path) -> None:
@@ -165,11 +165,11 @@ def test_a_person_at_a_terminal_is_asked(
     typed: str,
     left: list[int],
 ) -> None:
-    from tierfall.cli import changing
+    from tierfall.cli import commands
 
     cli = make_cli()
     saved(cli, [1, 2])
-    monkeypatch.setattr(changing, "at_terminal", lambda: True)
+    monkeypatch.setattr(commands, "at_terminal", lambda: True)
     answer = cli("rm", "2", input=typed + "\n", code=0 if typed == "y" else 1)
     assert "Delete it?" in answer.out
     assert steps_on(tmp_path / "disk") == left
@@ -322,7 +322,7 @@ def test_a_run_of_another_node_is_warned_about(
     assert cli("pin", "1").err == ""
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     for words in (["pin", "1"], ["prune"]):
-        assert "its trainer may live" in cli(*words).err
+        assert "whether its trainer is alive" in cli(*words).err
 
 
 def test_after_an_order_the_run_goes_on(make_cli: MakeCli, saved: Saved, tmp_path: Path) -> None:

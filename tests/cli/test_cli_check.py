@@ -65,7 +65,7 @@ def test_every_tier_is_measured_and_nothing_is_left(cli: Cli, tmp_path: Path, me
 
 def test_what_a_tier_promises_is_told_in_words(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     text = cli("check", *SMALL).out
-    assert "disk: durable, zombies are fenced, " in text
+    assert "disk: durable, fenced, " in text
     assert "\n3 of 3 tiers answered; measured with 300 KiB each\n" in text
     real = PosixBackend.traits.fget
     assert real is not None
@@ -77,7 +77,7 @@ def test_what_a_tier_promises_is_told_in_words(cli: Cli, monkeypatch: pytest.Mon
     monkeypatch.setattr(PosixBackend, "traits", property(weak))
     text = cli("check", *SMALL).out
     assert "disk: NOT durable" in text
-    assert "zombies are NOT fenced" in text
+    assert "NOT fenced: an older start that is still alive may commit there" in text
     assert "no direct I/O, so reads may come from the page cache" in text
 
 

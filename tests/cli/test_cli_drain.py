@@ -65,7 +65,7 @@ def test_what_a_dead_trainer_left_is_made_durable_and_memory_is_given_back(
     assert (document["left"], document["memory_kept"]) == ([], False)
     assert arenas(memory) == []
     assert (steps_on(tmp_path / "disk"), steps_on(tmp_path / "far")) == ([2], [1, 2])
-    assert cli("drain").out == "run run: nothing lies in host memory\n"
+    assert cli("drain").out == "run run: nothing is in host memory\n"
     with tierfall.open(cli.config) as ckpt:
         state = blank()
         report = ckpt.restore(state)
@@ -84,7 +84,7 @@ def test_it_says_what_it_did(make_cli: MakeCli, train: Train) -> None:
     first, summary, memory = cli("drain").out.splitlines()
     assert first.startswith("flushed 1@1 to far (")
     assert summary.startswith("run run: 1 of 1 copy made durable, ")
-    assert memory == "host memory is given back"
+    assert memory == "host memory is freed"
 
 
 def test_with_a_deadline_it_foretells_what_comes_and_brings_the_newest_first(
@@ -178,11 +178,11 @@ def test_what_tiers_wait_for_from_another_tier_is_said_and_left_to_the_next_star
     cli.configure(make_cli(disk={}, far={}).config)
     (tmp_path / "far").mkdir()
     nothing, first, second, why = cli("drain").out.splitlines()
-    assert nothing == "run run: nothing lies in host memory"
+    assert nothing == "run run: nothing is in host memory"
     assert first.startswith("still owed from another tier: 1@1 to far (")
     assert second.startswith("still owed from another tier: 2@1 to far (")
     assert why == (
-        "drain finishes only what lies in memory: the next start of the trainer makes those 2 copies"
+        "drain flushes only what is in memory: the next start of the trainer makes those 2 copies"
     )
     assert [(one["step"], one["tier"]) for one in cli.json("drain")["left"]] == [
         (1, "far"),
@@ -192,10 +192,10 @@ def test_what_tiers_wait_for_from_another_tier_is_said_and_left_to_the_next_star
     with tierfall.open(cli.config) as ckpt:
         ckpt.restore(blank())
         ckpt.drain()
-    assert cli("drain").out == "run run: nothing lies in host memory\n"
+    assert cli("drain").out == "run run: nothing is in host memory\n"
     shutil.move(tmp_path / "far", tmp_path / "unmounted")
     answer = cli("drain", code=1)
-    assert answer.out == "run run: nothing lies in host memory\n", "far may hold all of it"
+    assert answer.out == "run run: nothing is in host memory\n", "far may hold all of it"
     assert "tier far could not be read" in answer.err
 
 

@@ -14,7 +14,7 @@ from cli_kit import Cli, Trainer, flip, run_process
 
 import tierfall
 from tests.steps import files_below, state_of, steps_on
-from tierfall.cli import copying, exporting
+from tierfall.cli import copy_export
 
 ALONE = "ignore:torch.distributed is disabled"
 MakeCli = Callable[..., Cli]
@@ -71,17 +71,17 @@ def test_a_step_that_is_dropped_while_it_is_exported_is_not_called_damaged(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: tuple[str, ...]
 ) -> None:
     """The commit record is the first to go. An image that is missing beside it is damage."""
-    real = exporting.export_checkpoint
+    real = copy_export.export_checkpoint
 
     def drop_first(*words: Any) -> Any:
         for name in gone:
             (tmp_path / "disk/run/step-00000001-a0001" / name).unlink()
         return real(*words)
 
-    monkeypatch.setattr(exporting, "export_checkpoint", drop_first)
+    monkeypatch.setattr(copy_export, "export_checkpoint", drop_first)
     err = cli("export", "1", "--to", str(tmp_path / "out"), code=1).err
     if len(gone) == 2:
-        assert err == "tierfall: export: 1@1 was dropped while it was read\n"
+        assert err == "tierfall: export: 1@1 was deleted while it was read\n"
     else:
         assert "damaged in every copy" in err
 
@@ -141,7 +141,7 @@ def test_a_copy_says_what_it_did_and_why(cli: Cli, tmp_path: Path) -> None:
     assert answer.out.splitlines()[0].startswith(
         "copied 1@1 from disk to far, which did not hold it ("
     )
-    assert "brought along, since other tiers have it: pin\n" in answer.out
+    assert "marks copied from other tiers: pin\n" in answer.out
     assert steps_on(tmp_path / "far") == [1, 2]
     again = cli("copy", "1", "--to", "far")
     assert again.out.startswith("far holds 1@1 already, and it is good (")
@@ -190,8 +190,8 @@ def test_a_copy_beyond_the_rules_lives_on_through_the_next_start(
     saved(cli, [1, 2])
     cli("copy", "1", "--to", "far")
     text = cli("copy", "2", "--to", "far").out
-    assert "drop it again" not in text, "the newest stays"
-    assert "note: now that 2@1 is there, the rules of far drop 1@1 after the next commit" in text
+    assert "delete it again" not in text, "the newest stays"
+    assert "note: beside 2@1, the rules of far delete 1@1 after the next commit" in text
     saved(cli, [3])
     assert 2 in steps_on(tmp_path / "far")
 
@@ -199,18 +199,15 @@ def test_a_copy_beyond_the_rules_lives_on_through_the_next_start(
 def test_both_show_progress_to_whoever_watches(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, words in (
-        (exporting, ("export", "1", "--to", str(tmp_path / "out"))),
-        (copying, ("copy", "1", "--to", "far")),
-    ):
+    for words in (("export", "1", "--to", str(tmp_path / "out")), ("copy", "1", "--to", "far")):
         told: list[tuple[int, int]] = []
-        base: Any = module.ProgressBar
+        base: Any = copy_export.ProgressBar
 
         class Seen(base):  # type: ignore[misc]
             def set(self, done: int, total: int) -> None:
                 told.append((done, total))  # noqa: B023 - used within this round
 
-        monkeypatch.setattr(module, "ProgressBar", Seen)
+        monkeypatch.setattr(copy_export, "ProgressBar", Seen)
         cli(*words)
         assert told[-1][0] == told[-1][1] > 80_000
 

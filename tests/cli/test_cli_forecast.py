@@ -12,7 +12,7 @@ from cli_kit import Cli
 
 import tierfall
 from tests.steps import state_of
-from tierfall.cli.foreseeing import ForecastInputs, MeasuredRun, measure_run, workload
+from tierfall.cli.check import ForecastInputs, MeasuredRun, measure_run, workload
 from tierfall.config import load_config
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint
 from tierfall.core.format.records import Commit, Lineage, NamedFile
@@ -36,7 +36,7 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
         found = measuring.measure(*args)
         return tuple(replace(tier, write_bytes_per_s=RATES.get(tier.name)) for tier in found)
 
-    monkeypatch.setattr("tierfall.cli.measuring.measure", measure)
+    monkeypatch.setattr("tierfall.cli.check.measure", measure)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_run_that_has_saved_tells_the_rest(cli: Cli) -> None:
 def test_what_is_missing_is_named(cli: Cli) -> None:
     assert cli.json("check", *SMALL)["forecast"] is None
     assert cli.json("check", *SMALL)["loss_bound"] is None
-    assert "no forecast of a day: it takes the size" in cli("check", *SMALL).out
+    assert "no forecast of a day: it needs the size" in cli("check", *SMALL).out
     assert "no forecast" in cli("check", *SMALL, "--image", "9GiB").out
     assert "no forecast" in cli("check", *SMALL, "--image", "9GiB", "--step-time", "2s").out
 
@@ -137,14 +137,14 @@ def test_what_is_missing_is_named(cli: Cli) -> None:
     ("words", "said"),
     [
         (("--image", "9Gib"), "--image: unknown unit"),
-        (("--image", "0"), "--image: '0' is none"),
+        (("--image", "0"), "--image: '0' is invalid"),
         (("--save-every", "often"), "--save-every: "),
-        (("--step-time", "0s"), "--step-time: '0s' is none"),
-        (("--steps-per-hour", "0"), "--steps-per-hour: 0.0 is none"),
-        (("--steps-per-hour", "nan"), "--steps-per-hour: nan is none"),
-        (("--step-time", "1s", "--steps-per-hour", "9"), "give one of them"),
-        (("--ranks", "0"), "--ranks: 0 does not fit"),
-        (("--ranks", "2", "--nodes", "3"), "--nodes: 3 nodes have no 2 ranks"),
+        (("--step-time", "0s"), "--step-time: '0s' is invalid"),
+        (("--steps-per-hour", "0"), "--steps-per-hour: 0.0 is invalid"),
+        (("--steps-per-hour", "nan"), "--steps-per-hour: nan is invalid"),
+        (("--step-time", "1s", "--steps-per-hour", "9"), "exclude each other"),
+        (("--ranks", "0"), "--ranks: 0 is invalid"),
+        (("--ranks", "2", "--nodes", "3"), "--nodes: 3 nodes are more than 2 ranks"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

@@ -95,4 +95,4 @@ def test_the_prestop_hook_ends_the_trainer_and_drains_what_it_left(
     assert "run run: 1 of 1 copy made durable" in done.stdout
     assert steps_on(tmp_path / "far") == [1]
     again = hook(PRESTOP, bin_folder, cli)
-    assert "nothing lies in host memory" in again.stdout, "no trainer lives any more"
+    assert "nothing is in host memory" in again.stdout, "no trainer lives any more"

@@ -162,7 +162,7 @@ def test_show_tells_everything_of_one_step(make_cli: MakeCli, make_state: Any) -
     assert (shown["metrics"], shown["tags"], shown["owed"]) == ({"loss": 0.25}, ["t"], [])
     assert list(shown["copies"]) == ["host", "disk", "far"]
     reasons = {tier: copy["decision"] for tier, copy in shown["copies"].items()}
-    assert reasons["host"]["reason"] == "the newest in memory always stays"
+    assert reasons["host"]["reason"] == "the newest in memory is always kept"
     assert {decision["verdict"] for decision in reasons.values()} == {"keep"}
     names = ["commit.json", "rank-00000-of-00001.json", "rank-00000-of-00001.safetensors"]
     for tier in ("disk", "far"):
@@ -192,13 +192,13 @@ def test_show_for_people_names_the_largest_tensor_and_the_reasons(
     assert largest == ["model.0.weight", "float32", "128x32", "16", "KiB"]
     assert "keep: pinned" in text
     assert "remarks  pinned" in text
-    assert "number 2, begun anew" in text
+    assert "number 2, started from nothing" in text
 
 
 def test_a_step_of_a_line_that_was_left_behind_is_shown_by_its_attempt(make_cli: MakeCli) -> None:
     cli = make_cli(disk={}, far={"shared": True, "flush": {"every": 2}})
     two_lines(cli)
-    assert "4@1 (of a line that was left behind): name it so" in cli("show", "4", code=1).err
+    assert "4@1 (abandoned): name it with its attempt" in cli("show", "4", code=1).err
     assert cli.json("show", "4@1")["abandoned"]
     assert cli.json("show", "3")["attempt"] == 2
     assert cli("show", "3@1", code=1).out == ""
@@ -244,7 +244,7 @@ def test_a_step_folder_that_is_a_link_is_told_by_every_command_that_looks(
     assert "2@1" in listed.out
     assert "damaged" in listed.out
     for words in (["show", "2"], ["verify", "2"], ["rm", "2", "--yes"], ["watch", "--once"]):
-        text = cli(*words, code=1).err.replace("holds something damaged: disk", "")
+        text = cli(*words, code=1).err.replace("holds a damaged file: disk", "")
         assert said.removeprefix("tier disk: ") in text, words
         assert "put the folder itself there" in text, words
     assert "symbolic link" in cli("verify", code=1).err

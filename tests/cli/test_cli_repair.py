@@ -111,7 +111,7 @@ def test_whatever_is_damaged_is_written_anew_as_the_tier_packs(
     document = cli.json("verify", "--repair")
     (repair,) = document["repairs"]
     assert (repair["tier"], repair["step"], repair["done"]) == ("disk", 1, True)
-    assert repair["why"] == "written anew from far"
+    assert repair["why"] == "rewritten from far"
     assert document["damage"] == []
     assert cli.json("verify")["notes"] == []
     assert steps_on(tmp_path / "disk") == [1, 2]
@@ -124,7 +124,7 @@ def test_a_raw_copy_is_what_it_was_byte_for_byte(cli: Cli, tmp_path: Path) -> No
     for file, offset in (("commit.json", 40), (MANIFEST, 40), (IMAGE, 70_000)):
         flip(folder(tmp_path / "disk") / file, offset)
     answer = cli("verify", "1", "--tier", "disk", "--repair")
-    assert "repaired disk 1@1: written anew from far\n" in answer.out
+    assert "repaired disk 1@1: rewritten from far\n" in answer.out
     assert "nothing is damaged" in answer.out
     assert files_below(tmp_path / "disk") == before
 
@@ -199,7 +199,7 @@ def test_a_copy_is_repaired_from_memory(make: Callable[..., Cli], tmp_path: Path
     for tier in ("disk", "far"):
         flip(folder(tmp_path / tier) / IMAGE, -1)
     repairs = cli.json("verify", "--repair")["repairs"]
-    assert {repair["why"] for repair in repairs} == {"written anew from host"}
+    assert {repair["why"] for repair in repairs} == {"rewritten from host"}
 
 
 def test_damage_in_memory_is_not_repaired_and_said(
@@ -210,7 +210,7 @@ def test_damage_in_memory_is_not_repaired_and_said(
     data = arena.read_bytes()
     flip(arena, data.index((folder(tmp_path / "disk") / IMAGE).read_bytes()[:65_536]) + 70_000)
     answer = cli("verify", "--repair", code=1)
-    assert "not repaired: host 1@1: what lies in memory is not repaired" in answer.err
+    assert "not repaired: host 1@1: an image in memory is not repaired" in answer.err
     cli("verify", "--tier", "disk")
 
 
@@ -277,7 +277,7 @@ def test_a_damaged_mark_is_taken_from_another_tier_or_written_anew(
     before = pin.read_bytes()
     flip(pin, 40)
     (repair,) = cli.json("verify", "--repair")["repairs"]
-    assert repair["why"] == "marks/pin written anew"
+    assert repair["why"] == "marks/pin rewritten"
     assert pin.read_bytes() == before
     for tier in ("disk", "far"):
         flip(folder(tmp_path / tier) / "marks" / "pin", 40)
@@ -292,9 +292,9 @@ def test_records_of_attempts_and_latest_are_written_anew(cli: Cli, tmp_path: Pat
     flip(folder(tmp_path / "disk") / IMAGE, -1)
     document = cli.json("verify", "--repair")
     assert {(one["tier"], one["file"]): one["why"] for one in document["repairs"]} == {
-        ("disk", "attempts/a0001.json"): "written anew from far",
+        ("disk", "attempts/a0001.json"): "rewritten from far",
         ("far", "latest"): "names 2@1",
-        ("disk", None): "written anew from far",
+        ("disk", None): "rewritten from far",
     }
     assert files_below(tmp_path) == before
 
@@ -314,7 +314,10 @@ def test_latest_of_a_tier_without_checkpoints_goes(make_config: MakeConfig, tmp_
     latest = tmp_path / "far/run/latest"
     latest.write_text("step-00000009-a0001\n")
     (repair,) = Cli(tmp_path, config).json("verify", "--repair")["repairs"]
-    assert (repair["why"], latest.exists()) == ("removed, since no checkpoint is there", False)
+    assert (repair["why"], latest.exists()) == (
+        "removed, since the tier holds no checkpoint",
+        False,
+    )
 
 
 # What is not touched ---------------------------------------------------------------------------------
@@ -332,7 +335,7 @@ def test_another_life_of_the_run_is_not_written_over(
         flip(folder(tmp_path / "disk") / damaged, 70 if damaged == IMAGE else 40)
         before = files_of_persons(tmp_path)
         answer = cli("verify", "--repair", code=1)
-        assert "another checkpoint than the one on other tiers" in answer.err
+        assert "another checkpoint than that on other tiers" in answer.err
         assert files_of_persons(tmp_path) == before
 
 
@@ -412,7 +415,7 @@ def test_a_copy_that_is_dropped_meanwhile_stays_dropped(
         return commit
 
     monkeypatch.setattr(repairing, "write_files", drop)
-    assert "it was dropped while it was repaired" in cli("verify", "--repair", code=1).err
+    assert "it was deleted while it was repaired" in cli("verify", "--repair", code=1).err
     assert not (folder(tmp_path / "disk") / IMAGE).exists()
 
 
@@ -430,7 +433,7 @@ def test_a_copy_that_is_dropped_at_the_last_moment_does_not_come_back(
         real(store, run, id, name, data)
 
     monkeypatch.setattr(repairing, "replace_document", drop_first)
-    assert "it was dropped while it was repaired" in cli("verify", "--repair", code=1).err
+    assert "it was deleted while it was repaired" in cli("verify", "--repair", code=1).err
     assert not two.exists()
     monkeypatch.undo()
     cli("verify")
@@ -479,7 +482,7 @@ def test_a_repair_that_does_not_hold_is_said(
 
     monkeypatch.setattr(repairing, "write_files", damage_again)
     document = cli.json("verify", "--repair", code=1)
-    assert document["repairs"][0]["why"] == "written anew, and not good again"
+    assert document["repairs"][0]["why"] == "rewritten, and damaged again"
     assert len(document["damage"]) == 1
 
 

@@ -95,7 +95,7 @@ def test_a_step_of_a_line_left_behind_does_not_hide_an_unread_tier(
     silence(tmp_path / "far")
     unread, absent = cli("show", "3", code=1).err.splitlines()
     assert "tier far could not be read" in unread
-    assert "may be on far, but 3@1 (of a line that was left behind): name it so" in absent
+    assert "may be on far; there is 3@1 (abandoned): name it with its attempt" in absent
 
 
 def test_only_the_tier_that_was_asked_for_counts(
@@ -171,7 +171,7 @@ def test_a_step_that_is_known_to_be_left_behind_is_taken_by_its_full_name_alone(
     lineage.rename(tmp_path / "far" / "run" / "lineage" / lineage.name)
     silence(tmp_path / "disk")
     refused = gone_back("export", "2", "--to", str(tmp_path / "out"), code=1).err
-    assert "2@1 (of a line that was left behind): name it so" in refused
+    assert "2@1 (abandoned): name it with its attempt" in refused
 
 
 def test_a_step_that_no_newer_attempt_can_have_is_taken_by_its_number(
@@ -218,7 +218,7 @@ def test_an_order_makes_no_folder_that_is_not_there(
     before = files_below(tmp_path)
     answer = cli(*words, code=1)
     assert answer.out == ""
-    assert f"a folder is not there (tier far: {tmp_path / 'far'})" in answer.err
+    assert f"a folder is missing (tier far: {tmp_path / 'far'})" in answer.err
     assert answer.err.count("\n") == 1
     assert files_below(tmp_path) == before
     assert not (tmp_path / "far").exists()
@@ -229,7 +229,7 @@ def test_prune_of_a_run_whose_only_tier_is_not_there_makes_nothing(
     make_cli: MakeCli, tmp_path: Path, memory: Path
 ) -> None:
     cli = make_cli(host={"folder": str(memory / "deeper")})
-    assert "is not there" in cli("prune", code=1).err
+    assert "a folder is missing" in cli("prune", code=1).err
     assert not (tmp_path / "disk").exists()
     assert not (memory / "deeper").exists()
 
@@ -257,7 +257,7 @@ def test_drain_makes_no_folder_that_is_not_there(
     trainer.kill()
     cli.configure(make_cli(disk={}, far={}, max_wait="5s").config)
     before = files_below(memory)
-    assert "a folder is not there (tier far: " in cli("drain", code=1).err
+    assert "a folder is missing (tier far: " in cli("drain", code=1).err
     assert not (tmp_path / "far").exists()
     assert files_below(memory) == before
     (tmp_path / "far").mkdir()

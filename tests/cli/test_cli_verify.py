@@ -189,7 +189,7 @@ def test_two_whole_copies_of_one_step_that_differ_are_found(
     cli = Cli(tmp_path, cli.config)
     (found,) = damage(cli)
     assert (found["tier"], found["step"]) == ("far", 1)
-    assert "another checkpoint than the one on disk" in found["problem"]
+    assert "another checkpoint than that on disk" in found["problem"]
 
 
 def test_the_record_of_an_attempt_is_checked_and_so_is_latest(cli: Cli, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_memory_is_checked_too(kept: Cli, memory: Path) -> None:
     flip(arena(memory), EXTENTS_START + 66_000)
     (found,) = damage(kept)
     assert (found["tier"], found["file"], found["chunk"]) == ("host", IMAGE, 1)
-    assert found["advice"] == "restores take disk instead"
+    assert found["advice"] == "restores read disk instead"
 
 
 def test_a_damaged_manifest_in_memory_is_found(kept: Cli, memory: Path) -> None:
@@ -426,7 +426,7 @@ def test_a_tier_that_is_only_read_is_left_alone_and_that_is_said(cli: Cli, tmp_p
     cli.config["tiers"][2]["read_only"] = True
     cli.configure(cli.config)
     before = files_below(tmp_path / "far")
-    assert "far 1@1: what was found could not be recorded there" in cli("verify", code=1).out
+    assert "far 1@1: the damage could not be recorded there" in cli("verify", code=1).out
     assert files_below(tmp_path / "far") == before
 
 

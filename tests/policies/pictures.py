@@ -18,7 +18,7 @@
         | metrics saves=N | in-time STEP@ATTEMPT | late TIER behind=SECONDS | save STEP every=N
         | yield share=SHARE least=SHARE idle=SECONDS,... busy=SECONDS,...
         | forecast TIER saves=N every=SECONDS bytes=N rate=N stretches=N waiting=N
-    ask drain SECONDS TIER=BYTES-PER-SECOND ... [one-at-a-time]
+    ask drain SECONDS TIER=BYTES-PER-SECOND ...
     ask loss STEP [seconds=OF-A-STEP]
     -> an answer, one line each, with its reason
 
@@ -191,7 +191,6 @@ def _ask_of_all(view: View, what: str, words: list[str], options: dict[str, str]
                 view,
                 bytes_per_s=_rates(words),
                 left_s=float(words[0]),
-                one_at_a_time="one-at-a-time" in words,
             )
             return [*(_drained(d) for d in decisions), *drain_in_words(decisions)]
     raise ValueError(f"no such question: {what}")

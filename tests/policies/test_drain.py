@@ -73,12 +73,9 @@ def seconds(decision: DrainDecision, rates: dict[str, float | None]) -> float:
     pictures(),
     st.fixed_dictionaries({tier: RATES for tier in TIERS}),
     st.floats(-1, 1000),
-    st.booleans(),
 )
-def test_plans(
-    view: View, rates: dict[str, float | None], left_s: float, one_at_a_time: bool
-) -> None:
-    plan = plan_drain(view, bytes_per_s=rates, left_s=left_s, one_at_a_time=one_at_a_time)
+def test_plans(view: View, rates: dict[str, float | None], left_s: float) -> None:
+    plan = plan_drain(view, bytes_per_s=rates, left_s=left_s)
     by_id = {c.id: c for c in view.checkpoints}
 
     # each copy that a live checkpoint owes is decided on once; what is durable is never spoken of
@@ -87,7 +84,7 @@ def test_plans(
     assert all(by_id[d.checkpoint].state(d.tier) is not CopyState.COMMITTED for d in plan)
     assert len(drain_in_words(plan)) == len({id for id, _ in owed})
 
-    for group in [plan] if one_at_a_time else [[d for d in plan if d.tier == t] for t in TIERS]:
+    for group in [[d for d in plan if d.tier == t] for t in TIERS]:
         spent_s = 0.0
         for decision in group:
             rest_s = left_s - spent_s

@@ -1,9 +1,7 @@
-"""The command line: what a person asks of a run without writing a program.
+"""The command line. ``app`` lists the commands, a module each or a few of one kind; ``common`` is what they share.
 
-``app`` lists the commands; ``looking``, ``measuring``, ``checking``, ``exporting``, ``copying``, ``changing`` and
-``draining`` hold them; ``common`` holds what they share: options, exit codes, the two ways of answering (tables for
-people, JSON for programs). What the commands do stands in modules that print nothing (``tierfall.ops.commands``,
-``tierfall.ops.verify``, ``tierfall.export.export`` and so on).
+The modules here parse options and print. The work is in modules that print nothing: ``tierfall.ops`` and
+``tierfall.export``.
 """
 
 from tierfall.cli.app import app

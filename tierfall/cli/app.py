@@ -1,5 +1,5 @@
-"""The list of commands, and what ends them: errors of tierfall and wrong usage as one line, anything else is a bug, and
-shows where."""
+"""The list of commands, and how errors end them: errors of tierfall and wrong usage as one line; anything else is a
+bug, and is printed with its traceback."""
 
 from __future__ import annotations
 
@@ -12,16 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import tierfall
-from tierfall.cli import (
-    changing,
-    checking,
-    copying,
-    draining,
-    exporting,
-    looking,
-    measuring,
-    watching,
-)
+from tierfall.cli import check, commands, copy_export, drain, ls_show, verify, watch
 from tierfall.cli.common import CommandRefused, Exit, code_of, end, listen_to_warnings
 from tierfall.core.types.errors import TierfallError
 from tierfall.demo.command import demo
@@ -32,12 +23,12 @@ _AS_JSON = "tierfall.as_json"
 
 
 class _CommandGroup(TyperGroup):
-    """Ends a command that cannot go on, in the form that was asked for, also where the words make no sense."""
+    """Reports an error in the requested form (text or JSON), also where the arguments cannot be parsed."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        if not args:  # help
+        if not args:  # prints the help
             return super().make_context(info_name, args, parent, **extra)
         as_json = "--json" in takewhile(lambda word: word != "--", args)
         with _in_one_line(as_json):
@@ -65,12 +56,14 @@ def _in_one_line(as_json: bool) -> Iterator[None]:
 
 
 def _wrong_usage(error: Any) -> str:
-    """Say in one line what the parser needs several for."""
+    """Return the parser's message as one line."""
     path = "tierfall" if error.ctx is None else error.ctx.command_path
     command = path.partition(" ")[2]
     text = " ".join(error.format_message().split()).rstrip(".")
-    what = text[:1].lower() + text[1:]
-    return f"{command}: {what}; see {path} --help" if command else f"{what}; see {path} --help"
+    problem = text[:1].lower() + text[1:]
+    return (
+        f"{command}: {problem}; see {path} --help" if command else f"{problem}; see {path} --help"
+    )
 
 
 app = typer.Typer(
@@ -79,8 +72,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Look at, check and change the checkpoints of a training run, on every tier of it.",
-    epilog="Exit codes: 0 done; 1 could not, or found damage; 2 wrong usage or configuration; 130 interrupted.",
+    help="List, verify and change the checkpoints of a training run, on all its tiers.",
+    epilog="Exit codes: 0 done; 1 failed, or found damage; 2 wrong usage or configuration; 130 interrupted.",
 )
 
 
@@ -94,27 +87,29 @@ def _print_version(wanted: bool) -> None:
 def _prepare(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Say the version.", callback=_print_version, is_eager=True),
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     listen_to_warnings()
 
 
 for _function, _summary in (
-    (looking.ls, "List the steps of a run, tier by tier."),
-    (looking.show, "Show one step in full."),
-    (measuring.check, "Check the file, and measure every tier."),
-    (checking.verify, "Read back and check every file of every copy, and repair."),
-    (exporting.export, "Write a step as one file for other programs."),
-    (copying.copy, "Bring a step to a tier that does not hold it."),
-    (changing.prune, "Apply the rules of retention now."),
-    (changing.pin, "Keep a step, whatever the rules say."),
-    (changing.unpin, "Take the pin off a step."),
-    (changing.rm, "Delete a step from every tier."),
-    (changing.forget, "Let the others forget a tier that was emptied on purpose."),
-    (draining.drain, "Finish the flush of what a dead trainer left in memory."),
-    (watching.watch, "Show tiers, copies and transfers as they are, live."),
-    (looking.schema, "Print the JSON schema of the YAML file."),
+    (ls_show.ls, "List the steps of a run, tier by tier."),
+    (ls_show.show, "Show one step in full."),
+    (check.check, "Check the configuration, measure every tier, and forecast a day."),
+    (verify.verify, "Verify every file of every copy, and repair."),
+    (copy_export.export, "Write a step as one file for other programs."),
+    (copy_export.copy, "Copy a step to a tier that does not hold it."),
+    (commands.prune, "Apply the retention rules now."),
+    (commands.pin, "Protect a step from every deletion rule."),
+    (commands.unpin, "Remove the pin of a step."),
+    (commands.rm, "Delete a step from every tier."),
+    (commands.forget, "Make the other tiers forget one that was emptied on purpose."),
+    (drain.drain, "Flush what a dead trainer left in host memory."),
+    (watch.watch, "Show tiers, copies and transfers live."),
+    (ls_show.schema, "Print the JSON schema of the YAML file."),
     (demo, "Train, kill and restore a small model, and show the timeline."),
 ):
     app.command(short_help=_summary)(_function)

@@ -1,7 +1,7 @@
-"""What all commands share: options, exit codes, STEP, and how they answer.
+"""What all commands share: options, exit codes, STEP, output and the progress bar.
 
-A command answers once: a table and sentences for a person, or one JSON document and nothing else on stdout. Whatever
-went wrong goes to stderr, one line each, and where a document was asked for there is one, whatever went wrong.
+A command prints its output once, at the end: tables and sentences for a person, or one JSON document and nothing else
+on stdout. Each problem is one line on stderr. With ``--json`` there is always a document, whatever the error.
 """
 
 from __future__ import annotations
@@ -10,14 +10,25 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from types import TracebackType
+from typing import Annotated, Any, NoReturn, Self, TypeVar
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from tierfall.config import Config, load_config
@@ -28,13 +39,14 @@ from tierfall.core.types.errors import ConfigError, NotSupportedError, StepError
 from tierfall.core.types.text import members
 from tierfall.ops.commands import find, unread
 
+T = TypeVar("T")
 PIPED_WIDTH = 10_000
 NUMBER_MAX = 1e18
 _STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
 
 
 class Exit(IntEnum):
-    """What a command's exit code says."""
+    """Exit codes of all commands."""
 
     DONE = 0
     COULD_NOT = 1
@@ -49,29 +61,31 @@ ConfigOption = Annotated[
         "-c",
         envvar="TIERFALL_CONFIG",
         metavar="FILE",
-        help="The YAML file that says where the tiers are.",
+        help="The YAML file with the tiers.",
     ),
 ]
 RunOption = Annotated[
     str | None,
-    typer.Option("--run", metavar="NAME", help="The run, instead of the one that the file names."),
+    typer.Option("--run", metavar="NAME", help="The run, instead of the one in the file."),
 ]
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="Answer with one JSON document on stdout, and nothing else.")
+    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
 ]
 StepArgument = Annotated[
     str,
-    typer.Argument(metavar="STEP", help="A step of the live line (400), or of an attempt (400@7)."),
+    typer.Argument(
+        metavar="STEP", help="A step of the live lineage (400), or of an attempt (400@7)."
+    ),
 ]
 
 
 def complain(message: object) -> None:
-    """Say on stderr what went wrong."""
+    """Print a problem on stderr."""
     typer.echo(f"tierfall: {message}", err=True)
 
 
 class CommandRefused(Exception):
-    """Ends a command that does not go on: why, and with which exit code."""
+    """Ends a command: ``problems`` are printed, ``code`` is the exit code."""
 
     def __init__(self, problems: Sequence[str], code: Exit = Exit.COULD_NOT) -> None:
         super().__init__(*problems)
@@ -80,27 +94,27 @@ class CommandRefused(Exception):
 
 
 def refuse(message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
-    """Say why a command does not go on, and end it."""
+    """End the command with one problem; always raises CommandRefused."""
     raise CommandRefused([str(message)], code)
 
 
 def code_of(error: TierfallError) -> Exit:
-    """Choose the exit code for an error: what was asked for makes no sense, or could not be done."""
+    """Return USAGE for an error of the configuration, COULD_NOT for any other."""
     wrong = isinstance(error, ConfigError) and not isinstance(error, NotSupportedError)
     return Exit.USAGE if wrong else Exit.COULD_NOT
 
 
 def end(refusal: CommandRefused, *, as_json: bool) -> NoReturn:
-    """Answer with nothing but what went wrong."""
+    """Print the problems of a refusal, in the requested form, and exit with its code."""
     if as_json:
-        _print_document({}, refusal.problems)
+        typer.echo(to_document({}, refusal.problems, indent=2))
     for problem in refusal.problems:
         complain(problem)
     raise typer.Exit(refusal.code)
 
 
 def load_settings(config: Path | None, run: str | None) -> Config:
-    """Read the configuration, with another run's name if one was given; ends the command where it is wrong."""
+    """Read the configuration, with ``run`` in place of its run if given; ends the command where it is invalid."""
     if config is None:
         refuse("no configuration: name a YAML file by --config, or set TIERFALL_CONFIG", Exit.USAGE)
     try:
@@ -110,50 +124,59 @@ def load_settings(config: Path | None, run: str | None) -> Config:
 
 
 def parse_step(text: str) -> tuple[int, int | None]:
-    """Read STEP as a step and perhaps an attempt; ends the command where it is neither."""
+    """Parse STEP as a step and an optional attempt; ends the command where it is neither."""
     match = _STEP.match(text)
     if match is None:
         refuse(f"STEP is {text!r}; expected 400, or 400@7 for attempt 7's", Exit.USAGE)
     return int(match[1]), int(match[2]) if match[2] else None
 
 
+def parse_option(word: str, text: str, parse: Callable[[str], T]) -> T:
+    """Parse the value of an option; ends the command where ``parse`` raises ConfigError."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        refuse(f"{word}: {error}", Exit.USAGE)
+
+
 @dataclass(slots=True)
 class CommandOutput:
-    """What a command has to say, for either kind of reader; ``problems`` make it exit with COULD_NOT."""
+    """Collects the output of a command, as tables and text or as a document; any problem makes it exit with
+    COULD_NOT."""
 
     as_json: bool
     document: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _shown: list[Table | str] = field(default_factory=list)
 
-    def show(self, *what: Table | str) -> None:
-        """Add what a person is to read, in order."""
-        self._shown.extend(what)
+    def show(self, *parts: Table | str) -> None:
+        """Add tables and lines for a person, in order."""
+        self._shown.extend(parts)
 
     def problem(self, message: object) -> None:
         self.problems.append(str(message))
 
     def note_unread(self, unread: Mapping[str, TierfallError]) -> None:
-        """Say which tiers could not be read, once."""
+        """Report each tier that could not be read, once."""
         for tier, error in unread.items():
             line = f"tier {tier} could not be read: {error}"
             if line not in self.problems:
                 self.problem(line)
 
     def note_no_folders(self, listings: Iterable[Listing], named: tuple[int, int | None]) -> None:
-        """Say what lies where the folder of the step that STEP names is to be."""
+        """Report files and links that are in the place of the folder of the step that STEP names."""
         for listing in listings:
             for error in listing.no_folders(*named):
                 self.problem(of_tier(listing.tier, error))
 
     def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
-        """End the command, which does not go on: say why, and what went wrong before."""
+        """End the command with the problems so far and one more."""
         raise CommandRefused([*self.problems, str(message)], code)
 
     def finish(self) -> None:
-        """Print it all, and end the command with the code that fits."""
+        """Print everything; exits with COULD_NOT where there are problems."""
         if self.as_json:
-            _print_document(self.document, self.problems)
+            typer.echo(to_document(self.document, self.problems, indent=2))
         else:
             _print(self._shown)
         for problem in self.problems:
@@ -170,7 +193,8 @@ def find_step(
     *,
     doing: str,
 ) -> KnownCheckpoint:
-    """Find the checkpoint that STEP names; ends the command where no tier has it, saying which could not be read."""
+    """Find the checkpoint that STEP names; where no tier has it, ends the command and names the tiers that could not be
+    read."""
     try:
         return find(known, *named, doing=doing, unread=unread)
     except StepError as error:
@@ -201,13 +225,16 @@ def check_tier(settings: Config, tier: str | None) -> None:
         refuse(f"no tier is named {tier!r}; there are {', '.join(known)}", Exit.USAGE)
 
 
-def _print_document(document: dict[str, Any], problems: Sequence[str]) -> None:
+def to_document(
+    document: dict[str, Any], problems: Sequence[str], *, indent: int | None = None
+) -> str:
+    """Return a document with ``ok`` and ``problems`` as JSON."""
     outcome = {"ok": not problems, "problems": list(problems)}
-    typer.echo(json.dumps(document | outcome, indent=2, allow_nan=False))
+    return json.dumps(document | outcome, indent=indent, allow_nan=False)
 
 
 def _print(parts: Iterable[Table | str]) -> None:
-    """Print for a person; what goes to a file or a pipe has no width, and no spaces at the ends of lines."""
+    """Print for a person. A file or a pipe gets no line breaks by width, and no spaces at the ends of lines."""
     watched = sys.stdout.isatty()
     console = Console(
         markup=False,
@@ -224,34 +251,39 @@ def _print(parts: Iterable[Table | str]) -> None:
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """Make a table without lines; the columns named in ``right`` hold numbers."""
+    """Return a table without rules; the columns in ``right`` are aligned to the right."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return made
 
 
+def cell(value: T | None, format: Callable[[T], str]) -> str:
+    """Format a cell of a table; ``-`` where the value is not known."""
+    return "-" if value is None else format(value)
+
+
 def watched(as_json: bool) -> bool:
-    """Say whether a person is watching: then progress is shown."""
+    """Whether to show progress: stdout is a terminal, and no JSON is requested."""
     return not as_json and sys.stdout.isatty()
 
 
 def counted(count: int, one: str, many: str) -> str:
-    """Write a count and its noun: ``1 copy``, ``2 copies``."""
+    """Format a count with its noun: ``1 copy``, ``2 copies``."""
     return f"{count} {one if count == 1 else many}"
 
 
 def of_tier(tier: str, error: object) -> str:
-    """Say what is wrong on a tier, which many a message names first by itself."""
+    """Prefix an error with its tier, which many messages name by themselves."""
     return f"tier {tier}: {str(error).removeprefix(f'{tier}: ')}"
 
 
 def warn_of(elsewhere: Attempt | None) -> None:
-    """Say so where another node trained last: whether it still does cannot be known."""
+    """Warn where the newest attempt is of another node: whether its trainer is alive cannot be known here."""
     if elsewhere is not None:
         complain(
-            f"the newest attempt, {elsewhere.number}, was begun on {elsewhere.node}, where its trainer may live: it "
-            "cannot be seen from here"
+            f"the newest attempt, {elsewhere.number}, was started on {elsewhere.node}; whether its trainer is alive "
+            "cannot be seen from this machine"
         )
 
 
@@ -260,21 +292,59 @@ def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
 
 
 class _ToStderr(logging.Handler):
-    """Says what the library warns of, as one line each."""
+    """Prints warnings of the library on stderr, one line each."""
 
     def emit(self, record: logging.LogRecord) -> None:
         complain(record.getMessage())
 
 
 def listen_to_warnings() -> None:
-    """Let warnings of the library reach the person, once."""
+    """Print warnings of the library on stderr; may be called again."""
     logger = logging.getLogger("tierfall")
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         logger.addHandler(_ToStderr(level=logging.WARNING))
 
 
 def readable_number(value: object) -> float | None:
-    """Read a number that anybody may have written; None where no time or size is like that."""
+    """Return a number from an untrusted file; None where it is no number, or too large for a time or a size."""
     if isinstance(value, int | float) and abs(value) < NUMBER_MAX:
         return float(value)
     return None
+
+
+class ProgressBar:
+    """A progress bar with rate and time left; hidden where ``shown`` is false. Thread-safe."""
+
+    def __init__(self, label: str, total: int, *, shown: bool) -> None:
+        """``total`` counts bytes."""
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            transient=True,
+            disable=not shown,
+        )
+        self._task: TaskID = self._progress.add_task(label, total=total)
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._progress.advance(self._task, count)
+
+    def set(self, done: int, total: int) -> None:
+        with self._lock:
+            self._progress.update(self._task, completed=done, total=total)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()

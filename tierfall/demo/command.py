@@ -26,7 +26,7 @@ from tierfall.demo.screen import Screen
 from tierfall.demo.story import Stage
 from tierfall.demo.timeline import draw_picture, make_timeline, picture_path
 from tierfall.demo.training import NORMAL, SMALL, Plan
-from tierfall.telemetry.event_reader import LogTail
+from tierfall.telemetry.event_log import LogTail
 
 SAVES = 12
 BYTES_A_PARAMETER = 12

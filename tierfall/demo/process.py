@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from tierfall.core.types.values import CheckpointId
-from tierfall.telemetry.event_reader import LogTail
+from tierfall.telemetry.event_log import LogTail
 
 POLL_S = 0.01
 STDERR_LINES = 20

@@ -19,7 +19,7 @@ from tierfall.demo import chain as chains
 from tierfall.demo.chain import FAST, HOST, STORE, Chain
 from tierfall.demo.process import Act, DemoError, Line, Trainer, id_of
 from tierfall.demo.screen import Screen, TierProgress
-from tierfall.telemetry.event_reader import LogTail
+from tierfall.telemetry.event_log import LogTail
 
 KILL_FROM = 0.5
 """The kill comes after this share of the steps, as soon as a copy is under way to the object tier."""

@@ -1,8 +1,8 @@
-"""A person's orders without a training loop: pin, unpin, rm and prune.
+"""Commands without a training loop: pin, unpin, rm, prune and forget.
 
-Beside a living trainer an order is a mark on every stored tier that holds the checkpoint, and the trainer carries it
-out; without one this process takes the run's lock and gives the order to a coordinator of its own, as a Checkpointer
-does. It takes no attempt, so it can commit nothing. What could not be done is reported per tier, never raised.
+Beside a living trainer a command is a mark on every stored tier that holds the checkpoint; the trainer executes it.
+Without one, this process takes the run's lock and passes the command to a coordinator of its own. It has no attempt, so
+it can commit nothing. Failures are reported per tier, not raised.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from tierfall.tiers.stored import StoredTier
 
 POLL_S = 0.2
 Watch = Callable[[int, int], None]
-"""Is told, from time to time, bytes done and bytes in all."""
+"""Called with bytes done and bytes in total."""
 
 
 class Progress:
-    """Adds up the bytes that several threads have done, and reports them with those in all, ``total``."""
+    """Counts the bytes that several threads have done, and reports them with ``total``, the bytes in total."""
 
     def __init__(self, watch: Watch, total: int) -> None:
         self._watch = watch
@@ -63,7 +63,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """What became of an order: the tiers that did it (or have the mark), and why the others did not."""
+    """The outcome of a command: the tiers that executed it (or bear the mark), and the errors of the others."""
 
     id: CheckpointId
     done: tuple[str, ...]
@@ -72,18 +72,18 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneResult:
-    """What retention decided, and which of the copies to drop are still there."""
+    """The decisions of retention; ``left`` are the deletions that are not done."""
 
     decisions: tuple[Decision, ...]
     left: tuple[Decision, ...] = ()
     unread: Mapping[str, TierfallError] = field(default_factory=dict)
 
 
-# Looking before doing --------------------------------------------------------------------------------
+# Reading the run -------------------------------------------------------------------------------------
 
 
 def unread(listings: Iterable[Listing]) -> dict[str, TierfallError]:
-    """Return the tiers that could not be read, each with what kept it from answering."""
+    """Return the tiers that could not be read, each with its error."""
     return {x.tier: x.error for x in listings if x.error is not None}
 
 
@@ -95,9 +95,9 @@ def find(
     doing: str,
     unread: Iterable[str] = (),
 ) -> KnownCheckpoint:
-    """Return the checkpoint that a person named: without an attempt, the live line's.
+    """Return the checkpoint that a person named; without an attempt, that of the live lineage.
 
-    Raises StepError, which does not call absent what may lie on one of the tiers ``unread``.
+    Raises StepError where none fits. It does not call a step absent that one of the tiers ``unread`` may hold.
     """
     of_step = [c for c in known if c.id.step == step]
     if attempt is None:
@@ -113,17 +113,17 @@ def find(
         are = "could be seen"
     if of_step:
         there = ", ".join(_describe(c) for c in of_step)
-        raise StepError(f"{doing}: {which} {not_there}, but {there}: name it so")
+        raise StepError(f"{doing}: {which} {not_there}; there is {there}: name it with its attempt")
     newest = ", ".join(str(c.id) for c in known[-8:]) or "none"
     raise StepError(f"{doing}: {which} {not_there}; the newest that {are}: {newest}")
 
 
 def _describe(checkpoint: KnownCheckpoint) -> str:
-    return f"{checkpoint.id}{' (of a line that was left behind)' if checkpoint.abandoned else ''}"
+    return f"{checkpoint.id}{' (abandoned)' if checkpoint.abandoned else ''}"
 
 
 def newest_restorable(known: Iterable[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
-    """Name what a restore would choose from, the newest first."""
+    """Return the candidates of a restore, newest first."""
     return tuple(
         c.id
         for c in sorted(known, key=lambda c: c.id, reverse=True)
@@ -132,8 +132,8 @@ def newest_restorable(known: Iterable[KnownCheckpoint]) -> tuple[CheckpointId, .
 
 
 def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
-    """Make the picture that policies decide on, with what each tier is still owed; of what only read-only tiers have,
-    none is owed any."""
+    """Return the view that policies decide on, with the owed copies; a checkpoint that only read-only tiers hold is
+    owed to none."""
     view = to_view(tier_rules(config), known, wall_time_s=time.time())
     written = {tier.name for tier in view.tiers}
     readable = {c.id for c in known if c.commit is not None and written & c.copies.keys()}
@@ -147,15 +147,15 @@ def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
 
 
 def notes_on_metrics(config: Config, listings: Sequence[Listing]) -> tuple[str, ...]:
-    """Say which metrics retention goes by that no checkpoint has; nothing where a tier could not be read: it may hold
-    one that has them."""
+    """Return a note for each metric of a retention rule that no checkpoint has; none where a tier could not be read: it
+    may hold one that has it."""
     if unread(listings):
         return ()
     return tuple(missing_metrics(view_of(config, merge(listings))).values())
 
 
 def plan_prune(config: Config, listings: Sequence[Listing]) -> tuple[Decision, ...]:
-    """Say what retention decides for every copy on every stored tier that could be read."""
+    """Return the decision of retention for every copy on every stored tier that could be read."""
     view = view_of(config, merge(listings))
     silent = unread(listings)
     return tuple(
@@ -169,7 +169,7 @@ def plan_prune(config: Config, listings: Sequence[Listing]) -> tuple[Decision, .
 def trained_elsewhere(
     listings: Sequence[Listing], stores: Mapping[str, StoredTier]
 ) -> Attempt | None:
-    """Return the newest attempt if another node took it: whether its trainer lives cannot be seen from here."""
+    """Return the newest attempt if it is of another node: whether its trainer is alive cannot be seen from here."""
     try:
         newest = newest_attempt(listings, stores)
     except TierfallError:
@@ -180,9 +180,9 @@ def trained_elsewhere(
 
 
 def check_folders(config: Config) -> None:
-    """Raise UnreachableError where a tier's folder is not there: it may not be mounted.
+    """Raise UnreachableError where a tier's folder is missing: it may not be mounted.
 
-    Opening a tier for writing makes its folder; from then on "could not look" would read as "nothing there".
+    Opening a tier for writing creates its folder; after that, "not mounted" could not be told from "empty".
     """
     missing = [
         f"tier {tier.name}: {tier.folder}"
@@ -191,8 +191,8 @@ def check_folders(config: Config) -> None:
     ]
     if missing:
         raise UnreachableError(
-            f"nothing was changed, since a folder is not there ({', '.join(missing)}): mount or restore it; for a tier "
-            "that is new, make it"
+            f"nothing was changed, since a folder is missing ({', '.join(missing)}): mount or restore it; for a new "
+            "tier, create it"
         )
 
 
@@ -201,7 +201,7 @@ def _is_missing(path: Path) -> bool:
         os.stat(path)
     except FileNotFoundError:
         return True
-    except OSError:  # what is wrong there is said where it is opened
+    except OSError:  # reported where the tier is opened
         return False
     return False
 
@@ -210,15 +210,15 @@ def _is_missing(path: Path) -> bool:
 
 
 def leave_mark(config: Config, kind: CommandKind, checkpoint: KnownCheckpoint) -> CommandResult:
-    """Leave the mark of an order, or take it away, on every stored tier that holds the checkpoint.
+    """Write the mark of a command, or remove it, on every stored tier that holds the checkpoint.
 
-    Raises StepError where no stored tier holds it: memory is the trainer's alone.
+    Raises StepError where no stored tier holds it: only the trainer writes its memory.
     """
     stored = [tier.name for tier in config.stored if tier.name in checkpoint.copies]
     if not stored:
         raise StepError(
-            f"{kind} of {checkpoint.id}: it lies in the trainer's memory only, which nobody else may mark: wait until "
-            "it is flushed, or let the trainer do it"
+            f"{kind} of {checkpoint.id}: it is only in the trainer's memory, which no other process may mark: wait "
+            "until it is flushed, or call it in the trainer"
         )
     holding = [tier for tier in config.chain if tier.name in stored]
     stores, errors = open_stores(config.model_copy(update={"tiers": holding}), config.run)
@@ -230,7 +230,7 @@ def leave_mark(config: Config, kind: CommandKind, checkpoint: KnownCheckpoint) -
                 if tier in errors:
                     raise errors[tier]
                 if stores[tier].read_only:
-                    raise StepError(f"{tier} is read-only: {checkpoint.id} stays as it is there")
+                    raise StepError(f"{tier} is read-only: {checkpoint.id} is not changed there")
                 _change(stores[tier], kind, checkpoint.id)
             except TierfallError as error:
                 failed[tier] = error
@@ -242,7 +242,7 @@ def leave_mark(config: Config, kind: CommandKind, checkpoint: KnownCheckpoint) -
     host = checkpoint.copies.get(config.host.name)
     if kind is CommandKind.UNPIN and host is not None and keys.PIN_MARK in host.marks:
         failed[config.host.name] = StepError(
-            f"the trainer pinned {checkpoint.id} itself: in its memory it stays pinned, until it leaves memory or the "
+            f"the trainer pinned {checkpoint.id} itself: in its memory it stays pinned, until it is evicted or the "
             "trainer calls unpin"
         )
     return CommandResult(id=checkpoint.id, done=tuple(done), failed=failed)
@@ -258,11 +258,11 @@ def _change(store: StoredTier, kind: CommandKind, id: CheckpointId) -> None:
         store.read_commit(id)
     except KeyNotFoundError as error:
         store.remove_mark(id, name)
-        raise StepError(f"{id} was dropped from {store.name} just now") from error
+        raise StepError(f"{id} was deleted from {store.name} just now") from error
     except BackendError:
         raise
     except TierfallError:
-        return  # its commit record is damaged: it is there all the same
+        return  # a damaged commit record: the checkpoint exists
 
 
 # Without a trainer -----------------------------------------------------------------------------------
@@ -270,10 +270,9 @@ def _change(store: StoredTier, kind: CommandKind, id: CheckpointId) -> None:
 
 @contextmanager
 def owning_memory(config: Config) -> Iterator[Session]:
-    """Own a run without an attempt, and all memory of it on this machine, which is given back where nothing is left in
-    it.
+    """Own a run, without an attempt, and all its memory on this machine; empty memory is freed at the end.
 
-    Raises UnreachableError, before anything is made, where a tier's folder is not there.
+    Raises UnreachableError, before anything is created, where a tier's folder is missing.
     """
     check_folders(config)
     with ExitStack() as undo:
@@ -290,7 +289,7 @@ def owning_memory(config: Config) -> Iterator[Session]:
 
 
 def run_command(config: Config, kind: CommandKind, id: CheckpointId) -> CommandResult:
-    """Carry an order out on every tier, memory included. Raises LockError where a trainer has come to life."""
+    """Execute a command on every tier, memory included. Raises LockError where a trainer has started."""
     with owning_memory(config) as session:
         held = [tier for tier in (t.name for t in config.chain) if _holds(session, tier, id)]
         failed = submit(session, kind, id)
@@ -299,10 +298,12 @@ def run_command(config: Config, kind: CommandKind, id: CheckpointId) -> CommandR
         silent = unread(session.listings)
         for tier in held:
             if tier in session.stores and session.stores[tier].read_only:
-                failed[tier] = StepError(f"{tier} is read-only: {id} stays as it is there")
+                failed[tier] = StepError(f"{tier} is read-only: {id} is not changed there")
         if kind is CommandKind.DELETE:
             for tier in set(session.ask(lambda: _still_held(session, id))) - failed.keys():
-                failed[tier] = StepError(f"{id} is marked, and goes once every tier has the mark")
+                failed[tier] = StepError(
+                    f"{id} is marked, and is deleted once every tier has the mark"
+                )
     return CommandResult(
         id=id,
         done=tuple(tier for tier in held if tier not in failed),
@@ -320,7 +321,7 @@ def _still_held(session: Session, id: CheckpointId) -> tuple[str, ...]:
 
 
 def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResult:
-    """Carry out retention on every stored tier, as a trainer does after each commit."""
+    """Apply retention on every stored tier, as a trainer does after each commit."""
     with owning_memory(config) as session:
         coordinator = session.coordinator
 
@@ -349,16 +350,16 @@ def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResul
 
 
 def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
-    """Let the other tiers of a run, and this machine, forget which tier ``tier`` was, so that an empty folder in its
-    place is a new one; return who did, and which tiers could not."""
+    """Remove the id of a tier from what the other tiers of the run and this machine remember, so that an empty folder
+    in its place counts as a new tier. Return where it was removed, and the errors by tier."""
     stores, failed = open_stores(config, config.run)
     try:
         folder = run_folder(config, config.run)
-        forgot, refused = TierIdentities(config, stores, folder).forget(
+        forgotten_by, refused = TierIdentities(config, stores, folder).forget(
             tier, wall_time_s=time.time()
         )
     finally:
         for store in stores.values():
             store.close()
-    failed.pop(tier, None)  # it need not answer
-    return forgot, {**failed, **refused}
+    failed.pop(tier, None)  # the tier itself need not answer
+    return forgotten_by, {**failed, **refused}

@@ -1,7 +1,7 @@
-"""Copying: a person's order to bring one checkpoint to a tier that does not hold it.
+"""``tierfall copy``: copy one checkpoint to a tier that does not hold it.
 
-The copy is made as a flush makes one: packed as the tier packs, committed last, under the fence, with the marks that
-the checkpoint has elsewhere. No rule of flushing or retention is asked; what retention will say is told.
+The copy is made as a flush makes one: packed as the tier packs, committed last, behind the fence, with the marks that
+the checkpoint has on other tiers. No rule decides about it; a note is given where retention will delete it again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import (
     discard_unfinished,
     marks_of,
-    origin,
+    open_source,
     owning,
     writable,
     write_files,
@@ -47,7 +47,7 @@ logger = logging.getLogger("tierfall")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyResult:
-    """What became of a copy. ``already``: it was there, and good. ``sources`` are bytes read by tier."""
+    """The outcome of a copy. ``already``: the tier held a good one. ``sources`` are the bytes read, by tier."""
 
     id: CheckpointId
     tier: str
@@ -61,17 +61,18 @@ class CopyResult:
 def copy(
     config: Config, id: CheckpointId, tier: str, watch: Watch = lambda done, total: None
 ) -> CopyResult:
-    """Bring a checkpoint to a stored tier; ``watch`` is told bytes of images done and in all.
+    """Copy a checkpoint to a stored tier; ``watch`` is called with the bytes of images done and in total.
 
-    Raises LockError where a trainer of this machine lives, FencedError where a newer attempt begins meanwhile,
-    StepError where the checkpoint is to be deleted or is another one there, IntegrityError where no copy is good, or
-    the one there is damaged; CapacityError and BackendError where the tier cannot take it. Nothing of it is left then.
+    Raises LockError where a trainer of this machine is alive, FencedError where a newer attempt starts meanwhile,
+    StepError where the checkpoint is marked for deletion, or the tier holds another one of that id, IntegrityError
+    where no copy is good, or that on the tier is damaged, CapacityError and BackendError where the tier cannot store
+    it. After an error nothing of the copy is left.
     """
     with owning(config) as reader:
         listings = reader.list()
         checkpoint = next((c for c in merge(listings) if c.id == id), None)
         if checkpoint is None:
-            raise StepError(f"copy: {id} was dropped just now")
+            raise StepError(f"copy: {id} was deleted just now")
         if checkpoint.tombstoned:
             raise StepError(f"copy: {id} is marked for deletion; nothing was copied")
         there = next(x for x in listings if x.tier == tier)
@@ -88,21 +89,21 @@ def copy(
 def _check_alone(
     reader: RunReader, listings: tuple[Listing, ...], checkpoint: KnownCheckpoint, tier: str
 ) -> None:
-    """Refuse to write what a trainer of another node, if it lives, may be writing to the same place just now."""
+    """Raise StepError where the trainer of another node, if it is alive, may be writing the same copy now."""
     elsewhere = trained_elsewhere(listings, reader.stores)
     view = view_of(reader.config, merge(listings))
     owed = next(c.owed for c in view.checkpoints if c.id == checkpoint.id)
     if elsewhere is not None and tier in owed:
         raise StepError(
-            f"copy: {tier} is to get {checkpoint.id} by the rules, and the trainer on {elsewhere.node}, where attempt "
-            f"{elsewhere.number} was begun, may be at it: run this on {elsewhere.node}; nothing was copied"
+            f"copy: {tier} is owed {checkpoint.id}, and the trainer on {elsewhere.node}, where attempt "
+            f"{elsewhere.number} was started, may be flushing it: run this on {elsewhere.node}; nothing was copied"
         )
 
 
 def _already(
     reader: RunReader, store: StoredTier, checkpoint: KnownCheckpoint, counter: Progress
 ) -> CopyResult:
-    """Check the copy that is there, and bring the marks that it lacks."""
+    """Verify the copy that the tier holds, and add the marks that it lacks."""
     id, tier = checkpoint.id, store.name
     found = checkpoint.copies[tier]
     with CopyVerifier(counter.add) as verifier:
@@ -116,7 +117,7 @@ def _already(
         raise IntegrityError(f"copy: {tier} holds {id} already, damaged; to repair it: {repair}")
     if found.damage is not None or not _is_same(checkpoint.commit, checked.commit):
         raise StepError(
-            f"copy: {tier} holds another checkpoint by the name {id} already: it is left as it is; find out who wrote "
+            f"copy: {tier} holds another checkpoint of the id {id} already, which is not changed: find out what wrote "
             "it, and move its folder away"
         )
     store.settle(id)
@@ -146,7 +147,7 @@ def _copy(
     counter: Progress,
 ) -> CopyResult:
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
-    source = origin(checkpoint, held, reader.opener())
+    source = open_source(checkpoint, held, reader.opener())
     attempt = writing_attempt(reader, listings, source.commit.line, tier=store.name)
     there = next(listing for listing in listings if listing.tier == store.name)
     _check_room(reader.config, there, source.commit)
@@ -155,7 +156,7 @@ def _copy(
     try:
         discard_unfinished(store, reader.run, checkpoint.id)
         commit = write_files(store, lane_limits(store, reader.config), source, counter.add)
-        store.remove_other_forms(commit, attempt=attempt)  # of a copy that was never finished
+        store.remove_other_forms(commit, attempt=attempt)  # of an unfinished copy
         store.commit(commit, attempt=attempt, marks=marks)
     except BaseException:
         _retract(store, checkpoint.id, attempt)
@@ -181,11 +182,11 @@ def _copy(
 
 
 def _check_room(config: Config, there: Listing, commit: Commit) -> None:
-    """Raise CapacityError where the tier's capacity, if it has one, does not hold one more; a copy drops nothing."""
+    """Raise CapacityError where the copy exceeds the tier's capacity: nothing is evicted for it."""
     capacity = next(t.capacity_bytes for t in config.stored if t.name == there.tier)
     if capacity is None:
         return
-    used = sum(copy.bytes for copy in there.copies) + sum(there.unfinished.values())
+    used = there.used_bytes
     if used + commit.stored_bytes > capacity:
         raise CapacityError(
             f"copy to {there.tier}: it needs {format_size(commit.stored_bytes)}, of the capacity of "
@@ -195,12 +196,14 @@ def _check_room(config: Config, there: Listing, commit: Commit) -> None:
 
 
 def _retract(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
-    """Remove what was published of a copy that could not be committed, unless a newer attempt may be writing there."""
+    """Remove the files of a copy that could not be committed, unless a newer attempt may be writing there."""
     try:
         if not store.holds(id):
             store.discard(id, attempt=attempt)
     except TierfallError as error:
-        logger.warning("%s: leftovers of %s stay for now: %s", store.name, id, error)
+        logger.warning(
+            "%s: files of the unfinished copy of %s are left for now: %s", store.name, id, error
+        )
 
 
 def _with_copy(listing: Listing, commit: Commit, marks: frozenset[str]) -> Listing:
@@ -217,13 +220,13 @@ def _with_copy(listing: Listing, commit: Commit, marks: frozenset[str]) -> Listi
 def _name_latest(
     store: StoredTier, checkpoint: KnownCheckpoint, listings: tuple[Listing, ...]
 ) -> tuple[str, ...]:
-    """Let ``latest`` name it where nothing newer of a live line is there."""
+    """Write ``latest`` where the tier holds nothing newer of the live lineage; return a note where that failed."""
     newer = [c for c in merge(listings) if store.name in c.copies and c.id > checkpoint.id]
     if checkpoint.abandoned or any(not c.abandoned for c in newer):
         return ()
     try:
         store.name_latest(checkpoint.id)
-    except BackendError as error:  # a hint for people; the checkpoint is committed without it
+    except BackendError as error:  # only a hint for people: the checkpoint is committed
         return (f"{store.name}: could not write 'latest': {error}",)
     return ()
 
@@ -235,24 +238,26 @@ def _retention(
     before: tuple[Listing, ...],
     after: tuple[Listing, ...],
 ) -> tuple[str, ...]:
-    """Say so where the rules of the tier will drop the copy again, or others now that it is there."""
+    """Return a note for each copy, this one or others, that the rules of the tier will now delete."""
     drops = _drops(config, tier, after)
     notes = []
     if id in drops:
         notes.append(
-            f"the rules of {tier} drop it again after the next commit there, or by prune: {drops[id]}; to keep it: "
+            f"the rules of {tier} delete it again after the next commit there, or by prune: {drops[id]}; to keep it: "
             f"tierfall pin {id}"
         )
-    pushed = [other for other in drops if other != id and other not in _drops(config, tier, before)]
-    for other in pushed:
+    displaced = [
+        other for other in drops if other != id and other not in _drops(config, tier, before)
+    ]
+    for other in displaced:
         notes.append(
-            f"now that {id} is there, the rules of {tier} drop {other} after the next commit there, or by prune: "
+            f"beside {id}, the rules of {tier} delete {other} after the next commit there, or by prune: "
             f"{drops[other]}; to keep it: tierfall pin {other}"
         )
     return tuple(notes)
 
 
 def _drops(config: Config, tier: str, listings: tuple[Listing, ...]) -> dict[CheckpointId, str]:
-    """What retention drops on a tier, each with its reason."""
+    """Return what retention deletes on a tier, each with its reason."""
     decisions = plan_retention(view_of(config, merge(listings)), tier)
     return {d.checkpoint: d.reason for d in decisions if d.verdict is Verdict.DROP}

@@ -1,7 +1,6 @@
-"""What a check found, as it is reported: each thing that is wrong, where, and what helps.
+"""The findings of a verification: each with its place and an advice.
 
-It reads nothing. What it advises must never cost a good copy that was not seen: a tier that could not be read may hold
-one.
+It reads nothing. An advice never risks a good copy that was not seen: a tier that could not be read may hold one.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.reader import RunReader
 
-NEWER = "a newer tierfall wrote it: check it with that one; this one leaves it as it is"
+NEWER = "a newer tierfall wrote it: verify it with that version; this one does not change it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, where, and what helps. ``id`` is None where it concerns a tier as a whole."""
+    """One problem. ``id`` is None where it concerns a tier as a whole; ``newer``: it is not damaged, but a newer
+    tierfall wrote it, and this one cannot read it."""
 
     tier: str
     id: CheckpointId | None
@@ -29,7 +29,6 @@ class Finding:
     chunk: int | None = None
     problem: str
     newer: bool = False
-    """It is not damaged: a newer tierfall wrote it, and this one cannot read it."""
     advice: str
 
 
@@ -38,7 +37,7 @@ def damage_findings(
     listings: Sequence[Listing],
     reader: RunReader,
 ) -> list[Finding]:
-    """Say of everything that is wrong with a copy what helps, given the other copies and what could not be read."""
+    """Return a finding for all damage of these copies, with an advice by the other copies and the unread tiers."""
     holding = {c.id: set(c.copies) for c in merge(listings)}
     silent = [listing.tier for listing in listings if listing.error is not None]
     findings = []
@@ -69,35 +68,35 @@ def _advice(
     left_out: set[str],
     reader: RunReader,
 ) -> str:
-    """Say what helps. ``same`` are the copies of the checkpoint that were checked; ``left_out`` tiers hold it and were
-    not, ``unread`` ones could not be read. A deletion is named only where there is neither."""
+    """Return what to do. ``same`` are the verified copies of the checkpoint, ``left_out`` the tiers whose copy was not
+    verified, ``unread`` those that could not be read. A deletion is advised only where both are empty."""
     repair = f"tierfall verify {copy.id} --tier {copy.tier} --repair"
     if damage.newer:
         return NEWER
     if damage.file.startswith(f"{keys.MARKS_FOLDER}/") and copy.tier in reader.stores:
-        return f"it counts all the same; to write it anew: {repair}"
+        return f"it is effective nevertheless; to rewrite it: {repair}"
     if damage.file == keys.INDEX_NAME:
-        return f"the manifests say the same, restores do without it; to make it anew: {repair}"
+        return f"restores use the manifests instead; to rebuild it: {repair}"
     good = [c.tier for c in same if c.good]
     if good and copy.tier in reader.stores:
-        return f"restores take {good[0]} instead; to repair it: {repair}"
+        return f"restores read {good[0]} instead; to repair it: {repair}"
     if good:
-        return f"restores take {good[0]} instead"
+        return f"restores read {good[0]} instead"
     if left_out:
         return f"other tiers hold it too; to repair it from them: {repair}"
     if unread:
         tiers = ", ".join(dict.fromkeys(unread))
         return (
-            f"no good copy of it was found, but {tiers} could not be read and may hold one: keep it, and check again "
-            f"once that answers: tierfall verify {copy.id}"
+            f"no good copy of it was found, but {tiers} could not be read and may hold one: keep it, and once that "
+            f"answers run: tierfall verify {copy.id}"
         )
     if any(d.newer for c in same for d in c.damage):
-        return "no copy of it is good, as far as this tierfall can read; a newer one wrote some of it: use that"
-    return f"no good copy of it is left: restores pass it over for an older step; tierfall rm {copy.id}"
+        return "this tierfall finds no good copy of it; a newer version wrote some of it: use that version"
+    return f"no good copy of it is left: restores choose an older step; to delete it: tierfall rm {copy.id}"
 
 
 def contradictions(copies: Sequence[CheckedCopy]) -> list[Finding]:
-    """Two copies of one checkpoint that are each whole, and differ."""
+    """Return a finding for each pair of undamaged copies of one id that are different checkpoints."""
     first: dict[CheckpointId, CheckedCopy] = {}
     findings = []
     for copy in copies:
@@ -111,8 +110,8 @@ def contradictions(copies: Sequence[CheckedCopy]) -> list[Finding]:
                     tier=copy.tier,
                     id=copy.id,
                     file=keys.COMMIT_NAME,
-                    problem=f"it is another checkpoint than the one on {other.tier}",
-                    advice=f"restores take {other.tier}; find out who wrote this one, and move its folder away",
+                    problem=f"it is another checkpoint than that on {other.tier}",
+                    advice=f"restores read {other.tier}; find out what wrote this one, and move its folder away",
                 )
             )
     return findings

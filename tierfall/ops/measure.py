@@ -1,8 +1,7 @@
-"""Measuring tiers: is each one there, how fast is it, and what does it promise.
+"""Measuring tiers: rates, round trip, free bytes and traits of the backend.
 
-Real bytes go through a tier's backend the way a flush and a restore take them, under a name of their own beside the
-runs, and are removed again, after a failure too; what a kill left there the next check from this node removes. They are
-random, so that nothing on the way can compress them.
+Random bytes, which nothing can compress, are written as a flush writes and read as a restore reads, under a key beside
+the runs. They are removed again, after an error too; what a killed check left is removed by the next one of this node.
 """
 
 from __future__ import annotations
@@ -46,17 +45,15 @@ from tierfall.tiers.stored import StoredTier
 PROBE_PREFIX = "tierfall-check-"
 SIZE_MAX_BYTES = 4 << 30
 TRIPS = 5
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierMeasurement:
-    """What was found of one tier; what is not known is None.
+    """The measurements of one tier; None: not known.
 
-    Rates are in bytes per second, ``round_trip_s`` is the median of a few questions for one object's length.
-    ``fenced``: a newer start keeps an older one from committing there, whatever the moment. ``free_bytes`` is what the
-    medium has left, ``capacity_bytes`` what the configuration allows. ``read_only``: it is restored from, and not
-    written to. ``error`` says why no more is known.
+    ``round_trip_s`` is the median of ``TRIPS`` calls of ``stat``. ``fenced``: a newer start stops an older one from
+    committing there, at any moment. ``free_bytes`` is by the medium, ``capacity_bytes`` by the configuration.
+    ``read_only``: it is restored from, and not written to. ``error`` ended the measurement.
     """
 
     name: str
@@ -75,17 +72,17 @@ class TierMeasurement:
 
 
 def measure(
-    config: Config, size_bytes: int, say: Say = lambda what: None
+    config: Config, size_bytes: int, on_tier: Callable[[str], None] = lambda tier: None
 ) -> tuple[TierMeasurement, ...]:
-    """Open every tier and measure it with ``size_bytes`` bytes; ``say`` is told which tier is at its turn.
+    """Open every tier and measure it with ``size_bytes`` bytes; before each, ``on_tier`` is called with its name.
 
-    What a tier refuses, and that it does not answer, is reported with it, never raised.
+    The error of a tier is in its measurement, never raised.
     """
     found = []
     with RunReader(config) as reader:
         missing = reader.missing()
     for tier in config.chain:
-        say(tier.name)
+        on_tier(tier.name)
         if isinstance(tier, HostTierConfig):
             found.append(_measure_host(config, tier))
         else:
@@ -95,7 +92,7 @@ def measure(
 
 
 def _measure_host(config: Config, tier: HostTierConfig) -> TierMeasurement:
-    """Memory is not measured: an arena is filled while it is captured. Only its room is told."""
+    """Return the free bytes of host memory; its rate is not measured."""
     folder = run_folder(config, config.run)
     known = TierMeasurement(
         name=tier.name, kind=tier.kind, place=str(folder), capacity_bytes=tier.capacity_bytes
@@ -108,14 +105,14 @@ def _measure_host(config: Config, tier: HostTierConfig) -> TierMeasurement:
 
 
 def _nearest(folder: Path) -> Path:
-    """Return the folder, or what of its path is there."""
+    """Return the folder, or its nearest parent that exists."""
     return next(each for each in (folder, *folder.parents) if each.is_dir())
 
 
 def _measure_stored(
     config: Config, tier: Tier, size_bytes: int, missing: TierfallError | None
 ) -> TierMeasurement:
-    """``missing`` says why the tier counts as not mounted: what lies at its place now is another disk."""
+    """``missing`` is the error of a tier that is not mounted: its path is on another disk now."""
     section = next(each for each in config.stored if each.name == tier.name)
     known = TierMeasurement(
         name=section.name,
@@ -139,7 +136,7 @@ def _measure_stored(
                 free_bytes=_free_bytes(section.folder),
             )
             limits = lane_limits(store, config)
-            _sweep(store)
+            _remove_leftovers(store)
             _check_capacity(store, known, size_bytes)
             return _measure_bytes(store, known, limits, config.chunk_bytes, size_bytes)
     except AccessDeniedError as error:
@@ -150,7 +147,7 @@ def _measure_stored(
 
 
 def _read_error(config: Config, tier: str) -> TierfallError | None:
-    """Return what keeps a tier from being read; None where it can be."""
+    """Return the error of reading a tier, or None."""
     only = config.model_copy(update={"tiers": [t for t in config.tiers if t.name == tier]})
     stores, errors = open_stores(only, config.run, read_only=True)
     try:
@@ -171,14 +168,14 @@ def _measure_bytes(
 ) -> TierMeasurement:
     if known.free_bytes is not None and 2 * size_bytes > known.free_bytes:
         raise CapacityError(
-            f"{store.place}: {format_size(known.free_bytes)} are free, so {format_size(size_bytes)} were not written: "
-            "free some, or measure with a smaller --size"
+            f"{store.place}: only {format_size(known.free_bytes)} are free, so {format_size(size_bytes)} were not "
+            "written: free some, or measure with a smaller --size"
         )
-    piece_bytes = max(chunk_bytes, limits.run_bytes_min)
+    range_bytes = max(chunk_bytes, limits.run_bytes_min)
     ranges = [
-        (start, min(start + piece_bytes, size_bytes)) for start in range(0, size_bytes, piece_bytes)
+        (start, min(start + range_bytes, size_bytes)) for start in range(0, size_bytes, range_bytes)
     ]
-    data = allocate(min(piece_bytes, size_bytes))
+    data = allocate(min(range_bytes, size_bytes))
     _fill(data)
     digests = {end - start: chunk_digest(data[: end - start]) for start, end in ranges}
     with _probe(store) as key:
@@ -199,31 +196,30 @@ def _fill(view: memoryview) -> None:
         view[start : start + step] = os.urandom(min(step, len(view) - start))
 
 
-def _sweep(store: StoredTier) -> None:
-    """Remove what an earlier check from this node left when it was killed; one from another node may be at work."""
+def _remove_leftovers(store: StoredTier) -> None:
+    """Remove what a killed check of this node left; one of another node may be running."""
     prefix = _folder()
     for left in list(store.backend.scan(prefix)):
         try:
             store.backend.delete(left.key)
         except TierfallError as error:
-            raise BackendError(_log_left(store, left.key, error)) from error
+            raise BackendError(_left_behind(store, left.key, error)) from error
     store.backend.discard_unfinished(prefix)
 
 
 def _folder() -> str:
-    """Name the folder, beside those of runs, in which checks from this node write."""
+    """Return the folder, beside those of runs, in which checks of this node write."""
     return f"{PROBE_PREFIX}{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:64]}/"
 
 
 def _check_capacity(store: StoredTier, known: TierMeasurement, size_bytes: int) -> None:
-    """Raise CapacityError where the tier's capacity, if it has one, does not hold what is to be written."""
+    """Raise CapacityError where the bytes to write exceed what is left of the tier's capacity."""
     if known.capacity_bytes is None:
         return
     listing = store.list()
     if listing.error is not None:
         raise listing.error
-    used = sum(copy.bytes for copy in listing.copies) + sum(listing.unfinished.values())
-    room = max(0, known.capacity_bytes - used)
+    room = max(0, known.capacity_bytes - listing.used_bytes)
     if size_bytes > room:
         raise CapacityError(
             f"{store.place}: of the capacity of {format_size(known.capacity_bytes)} there is room for "
@@ -234,7 +230,7 @@ def _check_capacity(store: StoredTier, known: TierMeasurement, size_bytes: int) 
 
 @contextmanager
 def _probe(store: StoredTier) -> Iterator[str]:
-    """Give a key that no run has, and remove what lies there in the end, half-written too."""
+    """Give a key that no run uses, and delete it at the end, unfinished files too."""
     key = f"{_folder()}{secrets.token_hex(8)}/probe"
     try:
         yield key
@@ -242,7 +238,7 @@ def _probe(store: StoredTier) -> Iterator[str]:
         try:
             store.backend.delete(key)
         except TierfallError as second:
-            raise BackendError(f"{error}; {_log_left(store, key, second)}") from error
+            raise BackendError(f"{error}; {_left_behind(store, key, second)}") from error
         raise
     except BaseException:
         store.backend.delete(key)
@@ -250,10 +246,10 @@ def _probe(store: StoredTier) -> Iterator[str]:
     try:
         store.backend.delete(key)
     except TierfallError as error:
-        raise BackendError(_log_left(store, key, error)) from error
+        raise BackendError(_left_behind(store, key, error)) from error
 
 
-def _log_left(store: StoredTier, key: str, error: TierfallError) -> str:
+def _left_behind(store: StoredTier, key: str, error: TierfallError) -> str:
     return f"{key} may be left in {store.place}, remove it: {error}"
 
 
@@ -270,7 +266,7 @@ def _write(
     ranges: list[tuple[int, int]],
     threads: int,
 ) -> None:
-    """Write as a flush does, several pieces at once, up to where they count as durable."""
+    """Write as a flush does, several ranges at once, until they are durable."""
     with store.backend.create(key, length=ranges[-1][1]) as writer:
 
         def write(number: int) -> None:
@@ -284,11 +280,13 @@ def _write(
 def _read(
     store: StoredTier, key: str, ranges: list[tuple[int, int]], digests: dict[int, str]
 ) -> float:
-    """Read as a restore does, and compare; return the seconds."""
+    """Read as a restore does, and verify; return the seconds."""
     threads = min(READ_THREADS, len(ranges))
     longest = ranges[0][1] - ranges[0][0]
     pool = BufferPool(bytes=longest, count=threads)
-    with ExitStack() as lent:  # a restore's buffers are kept: first touches are not to be measured
+    with (
+        ExitStack() as lent
+    ):  # page faults of the buffers are not measured: a restore reuses its own
         for _ in range(threads):
             np.frombuffer(lent.enter_context(pool.take(longest)), np.uint8)[::PAGESIZE] = 0
     wrong: list[int] = []
@@ -304,12 +302,12 @@ def _read(
     seconds = _timed(lambda: run_in_threads(threads, read, range(len(ranges))))
     if wrong:
         raise IntegrityError(
-            f"{store.place}: what was read back differs from what was written, at byte {min(wrong)}: do not trust this "
-            "medium before it was repaired"
+            f"{store.place}: what was read back differs from what was written, at byte {min(wrong)}: do not use this "
+            "medium before it is repaired"
         )
     return seconds
 
 
 def _shown(place: str) -> str:
-    """An address, as messages may show it."""
+    """Return a place without its credentials."""
     return place_of(place) if "://" in place else place

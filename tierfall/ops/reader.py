@@ -1,7 +1,8 @@
-"""Reading a run without owning it: what the commands that only look, and ``tierfall.load``, are built on.
+"""Reading a run without owning it: for the commands that only read, and ``tierfall.load``.
 
-It opens stored tiers for reading and, where the configuration names a host tier, what lies in memory, beside a living
-trainer too: every byte that is believed was verified first.
+It opens the stored tiers and host memory for reading, beside a living trainer too: readers verify every byte that they
+use. ``resolve_path`` finds the run, checkpoint and shard of a path; where a folder was moved or renamed, its commit
+record tells where it belongs.
 """
 
 from __future__ import annotations
@@ -16,19 +17,55 @@ from tierfall.backends.posix.backend import NoFolderError, PosixBackend
 from tierfall.config import Config
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import Listing
+from tierfall.core.format.records import Lineage, read_commit
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, TierfallError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
-from tierfall.ops.local_memory import find_owner
-from tierfall.ops.moved_folder import moved_run, moved_shard, moved_step
 from tierfall.session.leftovers import regions_in
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import SLOT, any_slot, list_all, open_stores, run_folder
-from tierfall.tiers.arena.arena import lock_name
+from tierfall.tiers.arena.arena import arena_name, lock_name
 from tierfall.tiers.host import HeldImage, HostTier
 from tierfall.tiers.stored import StoredTier
+
+_RECORD_BYTES_MAX = 64 << 20
+
+
+def known_slots(folder: Path) -> list[int]:
+    """Return the numbers of the slots in a run's folder that have an arena or a lock."""
+    found = {
+        path.stem.removeprefix("slot-")
+        for pattern in (arena_name(0), lock_name(0))
+        for path in folder.glob(pattern.replace("0", "*"))
+    }
+    return sorted(int(number) for number in found if number.isdecimal())
+
+
+def find_owner(folder: Path) -> LockOwner | None:
+    """Return the living process that owns the lowest slot of a run's folder on this machine, or None."""
+    owners = (RunLock.owner(folder / lock_name(slot)) for slot in known_slots(folder))
+    return next((owner for owner in owners if owner is not None), None)
+
+
+def left_in_memory(config: Config) -> tuple[int, list[TierfallError]]:
+    """Count the images that all ranks have left in host memory, and list what is damaged; no slot is locked."""
+    folder = run_folder(config, config.run)
+    count, problems = 0, []
+    for slot in known_slots(folder):
+        host = any_slot(folder, slot, name=config.host.name, run=config.run)
+        try:
+            if not host.attach(writable=False):
+                continue
+            listing = host.list()
+        except TierfallError as error:
+            problems.append(error)
+            continue
+        count += len(listing.copies)
+        problems += listing.damaged
+        host.close(keep=True)
+    return count, problems
 
 
 class RunReader:
@@ -58,12 +95,12 @@ class RunReader:
         return host
 
     def attach_again(self) -> None:
-        """Look at memory afresh: a living trainer may have given what was sealed there to another image."""
+        """Open memory again: a living trainer may have reused a region for another image."""
         self.host.close(keep=True)
         self.host = self._attach()
 
     def owner(self) -> LockOwner | None:
-        """Say which living process trains this run on this machine."""
+        """Return the living process that trains this run on this machine, or None."""
         return RunLock.owner(self._lock_path) or find_owner(self._folder)
 
     def list(self) -> tuple[Listing, ...]:
@@ -78,7 +115,8 @@ class RunReader:
         return (Listing(tier=self.host.name, error=self._host_error), *listings[1:])
 
     def list_as_at_open(self) -> tuple[Listing, ...]:
-        """The same, but a folder that is not there, of a tier that nothing remembers, is empty: ``open`` makes it."""
+        """Return the same, but a missing folder of a tier that nothing remembers counts as empty: ``open`` creates
+        it."""
         listings = self.list()
         identities = TierIdentities(self.config, self.stores, self._folder, listings)
         return tuple(
@@ -89,7 +127,7 @@ class RunReader:
         )
 
     def missing(self) -> dict[str, UnreachableError]:
-        """Name the tiers in which nothing lies, and something must, with why they count as not mounted."""
+        """Return the tiers that count as not mounted, as they are empty and should not be, each with the error."""
         return self._missing(
             list_all(self.config, self.host, self.stores, self.errors, self._calls)
         )
@@ -98,7 +136,7 @@ class RunReader:
         return TierIdentities(self.config, self.stores, self._folder, listings).missing(listings)
 
     def memory(self) -> Listing:
-        """Say what lies in host memory, without asking the other tiers."""
+        """List host memory, without the other tiers."""
         if self._host_error is not None:
             return Listing(tier=self.host.name, error=self._host_error)
         return self.host.list()
@@ -107,7 +145,7 @@ class RunReader:
         return self.host.images()
 
     def opener(self) -> OpenImage:
-        """Return what opens images, those too that are in memory now."""
+        """Return a function that opens images, also those in memory now."""
         return image_opener(self.stores, self.host.name, regions_in([self.host]))
 
     def close(self) -> None:
@@ -129,7 +167,7 @@ class RunReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPath:
-    """Where a path leads: a tier's root, a run in it, and perhaps one checkpoint and one shard."""
+    """What a path names: a tier's root, a run in it, and optionally one checkpoint and one shard."""
 
     root: Path
     run: str
@@ -138,9 +176,9 @@ class RunPath:
 
 
 def resolve_path(path: Path) -> RunPath:
-    """Find out whether a path is a tier root with one run, a run folder, a step folder or a shard.
+    """Resolve a path: a tier's root with one run, a run's folder, a step's folder or a shard.
 
-    Raises ConfigError, saying what was expected, where it is none of these.
+    Raises ConfigError where it is none of these.
     """
     path = path.resolve()
     if path.is_file():
@@ -158,7 +196,9 @@ def resolve_path(path: Path) -> RunPath:
             )
         return _place(path.parent, checkpoint, shard)
     if not path.is_dir():
-        raise ConfigError(f"load: {path} is not there; expected a .yaml file, a folder or a shard")
+        raise ConfigError(
+            f"load: {path} does not exist; expected a .yaml file, a folder or a shard"
+        )
     if checkpoint := keys.parse_step_folder(path.name):
         return _place(path, checkpoint)
     if _is_run(path):
@@ -168,20 +208,20 @@ def resolve_path(path: Path) -> RunPath:
         return RunPath(root=path, run=runs[0])
     if elsewhere := moved_step(path):
         raise ConfigError(f"load: {path} is a step's folder under another name: {elsewhere}")
-    found = f"it holds the runs {', '.join(runs[:8])}: name one" if runs else "no run lies in it"
+    found = f"it holds the runs {', '.join(runs[:8])}: name one" if runs else "it holds no run"
     raise ConfigError(f"load: {path} is no run of tierfall and no tier with one run: {found}")
 
 
 def _place(folder: Path, checkpoint: CheckpointId, shard: Shard | None = None) -> RunPath:
     run = folder.parent.name
     if not keys.NAME_PATTERN.match(run):
-        elsewhere = moved_step(folder) or "put it below a folder named like its run"
-        raise ConfigError(f"load: {folder} does not lie below a run's folder: {elsewhere}")
+        elsewhere = moved_step(folder) or "put it below a folder with the name of its run"
+        raise ConfigError(f"load: {folder} is not below a run's folder: {elsewhere}")
     return RunPath(root=folder.parent.parent, run=run, checkpoint=checkpoint, shard=shard)
 
 
 def moved(place: RunPath) -> str | None:
-    """Say where what a path led to belongs; None where it lies there."""
+    """Return an advice where the folder of a path was moved or renamed, else None."""
     run = place.root / place.run
     if place.checkpoint is None:
         return moved_run(run)
@@ -197,7 +237,60 @@ def _is_run(path: Path) -> bool:
 
 
 def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, Listing]]:
-    """Open the folder that a path led to as a tier of its own, for reading."""
+    """Open the root of a resolved path as a tier, for reading."""
     backend = PosixBackend(place.root, read_only=True)
     store = StoredTier(name=str(place.root), run=place.run, backend=backend, links=backend.links)
     return store, {store.name: store.list()}
+
+
+# Folders that were copied or renamed -------------------------------------------------------------------
+
+
+def written_as(folder: Path) -> Lineage | None:
+    """Return the lineage in the commit record of a step's folder; None where it cannot be read."""
+    try:
+        record = folder / keys.COMMIT_NAME
+        if record.stat().st_size > _RECORD_BYTES_MAX:
+            return None
+        return read_commit(record.read_bytes(), what=str(record)).line
+    except (OSError, TierfallError):
+        return None
+
+
+def moved_step(folder: Path) -> str | None:
+    """Return where a moved folder of a step belongs; None where it is there, or where that is not known."""
+    line = written_as(folder)
+    if line is None or _is_in_place(folder, line):
+        return None
+    place = keys.step_prefix(line.run, line.checkpoint).rstrip("/")
+    return f"put it below a folder named {line.run}, as it was written ({place})"
+
+
+def moved_run(folder: Path) -> str | None:
+    """Return the name that a run's folder was written with; None where that is its name, or is not known."""
+    try:
+        steps = [child for child in folder.iterdir() if keys.parse_step_folder(child.name)]
+    except OSError:
+        return None
+    lines = {step: line for step in steps if (line := written_as(step)) is not None}
+    if not lines or any(_is_in_place(step, line) for step, line in lines.items()):
+        return None
+    runs = sorted({line.run for line in lines.values()})
+    if len(runs) > 1 or runs[0] == folder.name:
+        return None
+    return f"{folder} was written as run {runs[0]}, and was renamed or moved: name it {runs[0]}"
+
+
+def moved_shard(shard: Path) -> str | None:
+    """Return an advice for a shard without the records of its checkpoint, else None."""
+    if (shard.parent / keys.COMMIT_NAME).exists():
+        return None
+    return (
+        f"{shard} is a shard without the records of its checkpoint, which it is verified by: copy the whole folder of "
+        "the step, below one with the name of its run; safetensors.torch.load_file opens the file alone"
+    )
+
+
+def _is_in_place(folder: Path, line: Lineage) -> bool:
+    here: CheckpointId | None = keys.parse_step_folder(folder.name)
+    return (folder.parent.name, here) == (line.run, line.checkpoint)

@@ -1,8 +1,8 @@
-"""Repairing: damaged files are written anew from good copies of the same checkpoint on other tiers.
+"""Repairing: damaged files are rewritten from good copies of the same checkpoint on other tiers.
 
-A copy is rewritten in place: image and records, each complete and verified before it takes the place of the damaged
-one, the commit record last; nothing is removed before that, and marks stay where they are. So at no moment is a good
-copy, or a pin, gone. What was written by another life of the run, or by a newer tierfall, is never touched.
+A copy is rewritten in place: each file is complete and verified before it replaces the damaged one, the commit record
+is the last. Nothing is removed before that, and marks are not touched: a good copy or a pin exists at every moment.
+Files of another checkpoint of that id, or of a newer tierfall, are never changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tierfall.ops.write_copy import (
     OnBytes,
     discard_unfinished,
     mark_of,
-    origin,
+    open_source,
     replace_document,
     writable,
     write_files,
@@ -47,9 +47,9 @@ _MARKS = f"{keys.MARKS_FOLDER}/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairResult:
-    """What became of one thing that is damaged; ``why`` says from where it was written anew, or what kept it from it.
+    """The outcome of one repair; ``why`` is the source that it was rewritten from, or the error.
 
-    ``id`` is None for a file of a tier as a whole, which ``file`` names.
+    ``id`` is None for a file of a tier as a whole, named by ``file``.
     """
 
     tier: str
@@ -60,7 +60,7 @@ class RepairResult:
 
 
 class Repairer:
-    """Repairs what a check of the run found, while the run's lock is held."""
+    """Repairs what a verification found; the caller holds the run's lock."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Repairer:
         listings: Sequence[Listing],
         on_bytes: OnBytes = lambda count: None,
     ) -> None:
-        """``on_bytes`` is told how many bytes of images were written."""
+        """``on_bytes`` is called with each count of image bytes written."""
         self._reader = reader
         self._listings = listings
         self._known = {c.id: c for c in merge(listings)}
@@ -77,10 +77,10 @@ class Repairer:
 
     # Copies ------------------------------------------------------------------------------------------
 
-    def mend_copies(
+    def repair_copies(
         self, copies: Sequence[CheckedCopy], verifier: CopyVerifier
     ) -> Sequence[CheckedCopy]:
-        """Rewrite what is damaged, and return what every copy is now: those that were touched are checked again."""
+        """Rewrite what is damaged, and return the state of every copy: those that were changed are verified again."""
         return [self._try_repair(copy, verifier) if copy.damage else copy for copy in copies]
 
     def _try_repair(self, copy: CheckedCopy, verifier: CopyVerifier) -> CheckedCopy:
@@ -99,19 +99,19 @@ class Repairer:
             return copy
         again = verifier.check_stored(self._reader.stores[copy.tier], copy.id)
         if again.gone or again.error or any(not damage.newer for damage in again.damage):
-            self._note(copy.tier, copy.id, "", "written anew, and not good again", done=False)
+            self._note(copy.tier, copy.id, "", "rewritten, and damaged again", done=False)
         else:
             self._note(copy.tier, copy.id, "", why, done=True)
         return again
 
     def _lost(self, why: str) -> str:
-        """Say of what no good copy was found which tiers could not be asked for one."""
+        """Add to an error the tiers that could not be read, and may hold a good copy."""
         silent = ", ".join(x.tier for x in self._listings if x.error is not None)
         return f"{why}; {silent} could not be read and may hold a good copy" if silent else why
 
     def _repair_copy(self, copy: CheckedCopy) -> str:
         if copy.tier not in self._reader.stores:
-            raise StepError("what lies in memory is not repaired; the next start frees its place")
+            raise StepError("an image in memory is not repaired; the next start frees its region")
         checkpoint = self._known[copy.id]
         if checkpoint.tombstoned:
             raise StepError("it is marked for deletion")
@@ -121,21 +121,21 @@ class Repairer:
             marks = [d for d in damaged if d.file.startswith(_MARKS)]
             indexes = [d for d in damaged if d.file == keys.INDEX_NAME]
             discard_unfinished(store, self._reader.run, copy.id)
-            said = self._repair_marks(store, checkpoint, marks)
+            done = self._repair_marks(store, checkpoint, marks)
             if len(marks) + len(indexes) < len(damaged):
-                said = [self._repair_files(store, checkpoint, copy), *said]
+                done = [self._repair_files(store, checkpoint, copy), *done]
             elif indexes and copy.commit is not None:
-                said = [self._repair_index(store, copy.commit), *said]
-        return ", ".join(said)
+                done = [self._repair_index(store, copy.commit), *done]
+        return ", ".join(done)
 
     def _check_ours(
         self, store: StoredTier, copy: CheckedCopy, checkpoint: KnownCheckpoint
     ) -> None:
-        """Refuse to write over another checkpoint, or over what this version cannot read."""
+        """Raise StepError where the copy is of another checkpoint, NotSupportedError where a newer version wrote it."""
         commit, known = copy.commit, checkpoint.commit
         if commit is not None:
             if known is not None and not same_checkpoint(commit, known):
-                raise StepError("it is another checkpoint than the one on other tiers")
+                raise StepError("it is another checkpoint than that on other tiers")
             return
         try:
             store.read_commit(copy.id)
@@ -145,7 +145,7 @@ class Repairer:
             self._check_line(store, copy.id, known)
 
     def _check_line(self, store: StoredTier, id: CheckpointId, known: Commit | None) -> None:
-        """Without a commit record a manifest, if it is whole, says whose files these are."""
+        """Compare the lineage of each manifest that can be read, where the commit record cannot."""
         for rank in range(known.world_size if known else 0):
             shard = Shard(rank, known.world_size if known else 1)
             try:
@@ -154,7 +154,7 @@ class Repairer:
             except (IntegrityError, KeyNotFoundError):
                 continue
             if known is not None and manifest.line != known.line:
-                raise StepError("its files are of another checkpoint than the one on other tiers")
+                raise StepError("its files are of another checkpoint than that on other tiers")
 
     def _repair_marks(
         self, store: StoredTier, checkpoint: KnownCheckpoint, damaged: Sequence[Damage]
@@ -163,65 +163,66 @@ class Repairer:
             name = damage.file.removeprefix(_MARKS)
             data = mark_of(self._reader, checkpoint, name).encode()
             replace_document(store, self._reader.run, checkpoint.id, damage.file, data)
-        return [f"{damage.file} written anew" for damage in damaged]
+        return [f"{damage.file} rewritten" for damage in damaged]
 
     def _repair_index(self, store: StoredTier, commit: Commit) -> str:
-        """Make the index of the manifests beside it. Its bytes, and so the commit record, may come to be others than
-        they were, as another zstd makes them."""
+        """Rebuild the index from the manifests beside it. Another version of zstd makes other bytes, so that the commit
+        record may change."""
         attempt = writing_attempt(self._reader, self._listings, commit.line, tier=store.name)
         store.check_fence(attempt)
         data = make_index(store, commit)
         self._replace_records(store, with_index(commit, data), index=data)
-        return f"{keys.INDEX_NAME} made anew of the manifests"
+        return f"{keys.INDEX_NAME} rebuilt from the manifests"
 
     def _repair_files(
         self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
     ) -> str:
         tiers = self._sources(store, checkpoint, copy)
-        source = origin(checkpoint, tiers, self._reader.opener())
+        source = open_source(checkpoint, tiers, self._reader.opener())
         attempt = writing_attempt(self._reader, self._listings, source.commit.line, tier=store.name)
         store.check_fence(attempt)
         limits = lane_limits(store, self._reader.config)
         commit = write_files(store, limits, source, self._on_bytes)
         store.check_fence(attempt)
-        # what this tier was owed then, another tier's record does not say
+        # what this tier was owed then is only in its own record
         if copy.commit is not None:
             commit = replace(commit, owed=copy.commit.owed)
         self._replace_records(store, commit)
         store.forget_damage(commit.line.checkpoint)
         store.remove_other_forms(commit, attempt=attempt)
-        return f"written anew from {', '.join(source.tally.bytes)}"
+        return f"rewritten from {', '.join(source.tally.bytes)}"
 
     def _replace_records(
         self, store: StoredTier, commit: Commit, *, index: bytes | None = None
     ) -> None:
-        """Put the index, if one is given, and the commit record in the place of what is there."""
+        """Replace the index, if one is given, and the commit record."""
         id, run = commit.line.checkpoint, self._reader.run
-        if not store.holds(id):  # its commit record has gone meanwhile: it was dropped
+        if not store.holds(id):  # the checkpoint was deleted meanwhile
             self._delete_too(store, id)
         if index is not None:
             replace_document(store, run, id, keys.INDEX_NAME, index)
         replace_document(store, run, id, keys.COMMIT_NAME, commit.encode())
-        if not self._is_whole(store, commit):  # or just now: the rest may be gone, or go next
+        if not self._is_whole(store, commit):  # or is being deleted now
             self._delete_too(store, id)
 
     def _is_whole(self, store: StoredTier, commit: Commit) -> bool:
-        """Say whether all that a commit record names is there."""
+        """Whether every file of a commit record exists."""
         there = {stored.key for stored in store.files(commit.line.checkpoint)}
         return all(file.name in there for file in commit.files)
 
     def _delete_too(self, store: StoredTier, id: CheckpointId) -> NoReturn:
-        """Take away what was written of a checkpoint that was dropped meanwhile, the commit record first."""
+        """Delete what was written of a checkpoint that was deleted meanwhile, the commit record first; raises
+        StepError."""
         store.backend.delete(keys.step_prefix(self._reader.run, id) + keys.COMMIT_NAME)
         store.discard(id, attempt=None)
-        raise StepError("it was dropped while it was repaired")
+        raise StepError("it was deleted while it was repaired")
 
     def _sources(
         self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
     ) -> list[str]:
-        """Name the other tiers that hold it, and last the damaged copy itself: two may be damaged in different places.
+        """Return the tiers to read from: the others, and last the damaged copy: two may be damaged in different places.
 
-        Not where it is packed, or will be: image and record of a packed one cannot be replaced in one step.
+        A packed copy is no source of itself: its image and record cannot be replaced in one step.
         """
         held = [x.tier for x in self._listings if x.tier in checkpoint.copies]
         others = [tier for tier in held if tier != copy.tier]
@@ -231,8 +232,8 @@ class Repairer:
 
     # Tiers as a whole --------------------------------------------------------------------------------
 
-    def mend_tier(self, store: StoredTier, listing: Listing) -> None:
-        """Write damaged records of attempts anew from other tiers, and ``latest`` where it names what is not there."""
+    def repair_tier(self, store: StoredTier, listing: Listing) -> None:
+        """Rewrite damaged records of attempts from other tiers, and ``latest`` where it names a missing checkpoint."""
         for number in listing.attempts:
             file = keys.attempt_key("", number).lstrip("/")
             try:
@@ -240,7 +241,7 @@ class Repairer:
             except IntegrityError:
                 self._try(store.name, file, partial(self._repair_attempt, store.name, number))
             except (BackendError, NotSupportedError):
-                continue  # it is reported by the check that follows
+                continue  # reported by the check that follows
         try:
             stale = (latest := store.read_latest()) is not None and not store.holds(latest)
         except BackendError:
@@ -270,7 +271,7 @@ class Repairer:
             ):
                 writer.write(0, memoryview(data))
                 writer.publish()
-            return f"written anew from {listing.tier}"
+            return f"rewritten from {listing.tier}"
         raise IntegrityError("no other tier has a good one")
 
     def _repair_latest(self, tier: str) -> str:
@@ -279,7 +280,7 @@ class Repairer:
             held = [c.id for c in there if store.holds(c.id)]
             if not held:
                 store.forget_latest()
-                return "removed, since no checkpoint is there"
+                return "removed, since the tier holds no checkpoint"
             store.name_latest(max(held))
         return f"names {max(held)}"
 

@@ -1,8 +1,8 @@
-"""Checking a whole run: which copies there are to check, what is wrong beyond a single copy, and what helps.
+"""Verifying a whole run: its copies, and the documents of each tier that belong to no single checkpoint.
 
-It reads beside a living trainer and changes nothing, but for what a mender does that it is handed, and for the marks
-that ``remember_damage`` leaves. What lies in memory
-may be reused by the trainer while it is read, so damage there counts only when a second look finds it again.
+It reads beside a living trainer. It changes nothing, except what a repairer that is passed in does, and the marks that
+``record_damage`` writes. A trainer may reuse a region of memory while it is read here, so damage in memory counts
+only if a second read finds it again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ BETWEEN_LOOKS_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """All that a check found. ``unread`` says per tier, or per copy, why it could not be read."""
+    """The results of a verification. ``unread`` are the tiers and copies that could not be read, each with the
+    error."""
 
     copies: tuple[CheckedCopy, ...]
     findings: tuple[Finding, ...]
@@ -53,7 +54,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyScope:
-    """What to check: everything, or one checkpoint, or one tier. ``None`` means all."""
+    """What to verify: one checkpoint (None: all), one tier (None: all)."""
 
     checkpoint: CheckpointId | None = None
     tier: str | None = None
@@ -63,17 +64,17 @@ class VerifyScope:
 
 
 class CopyRepairer(Protocol):
-    """What repairs what was found, before it is reported."""
+    """Repairs damage before it is reported."""
 
-    def mend_copies(
+    def repair_copies(
         self, copies: Sequence[CheckedCopy], verifier: CopyVerifier
     ) -> Sequence[CheckedCopy]: ...
 
-    def mend_tier(self, store: StoredTier, listing: Listing) -> None: ...
+    def repair_tier(self, store: StoredTier, listing: Listing) -> None: ...
 
 
 def planned_bytes(listings: Sequence[Listing], scope: VerifyScope) -> int:
-    """Return how many bytes of images a check will read."""
+    """Return the number of image bytes that a verification will read."""
     return sum(
         copy.commit.image_bytes if copy.commit else copy.bytes
         for listing in listings
@@ -87,9 +88,9 @@ def check_run(
     listings: Sequence[Listing],
     scope: VerifyScope,
     on_bytes: Callable[[int], None] = lambda count: None,
-    mender: CopyRepairer | None = None,
+    repairer: CopyRepairer | None = None,
 ) -> RunReport:
-    """Check every copy within ``scope``, in host memory too; with a ``mender``, report what it left damaged."""
+    """Verify every copy within ``scope``, in host memory too; with a ``repairer``, report what is damaged after it."""
     found: list[CheckedCopy] = []
     findings: list[Finding] = []
     unread: list[tuple[str, str]] = []
@@ -111,13 +112,13 @@ def check_run(
         for listing in stored if scope.checkpoint is None else ():
             store = reader.stores[listing.tier]
             try:
-                # first: no copy is written where the newest attempt is not known
-                if mender is not None:
-                    mender.mend_tier(store, listing)
+                # before the copies: none is written where the newest attempt is not known
+                if repairer is not None:
+                    repairer.repair_tier(store, listing)
                 findings += _check_tier(store, listing)
             except BackendError as error:
                 unread.append((listing.tier, str(error)))
-        copies = found if mender is None else list(mender.mend_copies(found, verifier))
+        copies = found if repairer is None else list(repairer.repair_copies(found, verifier))
     for listing in covered:
         notes += _notes(listing, scope) if listing.error is None else []
     findings += damage_findings(copies, listings, reader)
@@ -130,14 +131,13 @@ def check_run(
     )
 
 
-def remember_damage(
+def record_damage(
     config: Config, listings: Sequence[Listing], report: RunReport
 ) -> tuple[str, ...]:
-    """Record beside each damaged copy on a stored tier that it is, for every later listing; and take that away from
-    copies that are good. Return what could not be recorded, and why.
+    """Write a mark of damage beside each damaged copy on a stored tier, for later listings; remove it from good copies.
 
-    A damaged copy is read once more before: a trainer may have written it anew meanwhile. Nothing is written where the
-    run is as it is known to be.
+    Return a note for what could not be written. A damaged copy is read once more before: a trainer may have repaired it
+    meanwhile. Nothing is written where the marks are right already.
     """
     known = {(x.tier, c.id): c for x in listings for c in x.copies}
     notes = []
@@ -155,12 +155,12 @@ def remember_damage(
                     _note_damage(store, verifier.check_stored(store, copy.id))
         except TierfallError as error:
             ids = ", ".join(str(copy.id) for copy in (*damaged, *mended))
-            notes.append(f"{tier} {ids}: what was found could not be recorded there: {error}")
+            notes.append(f"{tier} {ids}: the damage could not be recorded there: {error}")
     return tuple(notes)
 
 
 def _spoils(damage: Sequence[Damage]) -> bool:
-    """Say whether a copy is not whole: it is without its index, and whatever its marks are."""
+    """Whether the damage is of more than the index and marks, without which a copy is still whole."""
     marks = f"{keys.MARKS_FOLDER}/"
     found = [d for d in damage if not d.newer and d.file != keys.INDEX_NAME]
     return any(not d.file.startswith(marks) for d in found)
@@ -173,7 +173,7 @@ def _note_damage(store: StoredTier, copy: CheckedCopy) -> None:
     try:
         store.note_damage(copy.commit, f"{first.file}: {first.problem}", wall_time_s=time.time())
     except KeyNotFoundError:
-        logger.info("%s: %s was dropped meanwhile", store.name, copy.id)
+        logger.info("%s: %s was deleted meanwhile", store.name, copy.id)
 
 
 # Memory ----------------------------------------------------------------------------------------------
@@ -182,21 +182,19 @@ def _note_damage(store: StoredTier, copy: CheckedCopy) -> None:
 def _check_memory(
     reader: RunReader, listing: Listing, scope: VerifyScope, verifier: CopyVerifier
 ) -> tuple[list[CheckedCopy], list[Finding]]:
-    """Check what is sealed in memory; beside a living trainer what looks damaged is looked at afresh."""
+    """Verify the images in memory; beside a living trainer, read again what seems damaged."""
     found = _look_at_memory(reader, scope, verifier)
     broken = tuple(listing.damaged)
     for _ in range(SECOND_LOOKS):
         if reader.owner() is None or not (broken or any(c.damage for c in found)):
             break
-        time.sleep(
-            BETWEEN_LOOKS_S
-        )  # a trainer that saves is just writing there: what is damaged stays so
+        time.sleep(BETWEEN_LOOKS_S)  # a trainer may be writing there now; real damage stays
         reader.attach_again()
         again = {c.id: c for c in _look_at_memory(reader, scope, verifier)}
         broken = reader.host.list().damaged
-        found = [again.get(c.id, _dropped(c)) if c.damage else c for c in found]
+        found = [again.get(c.id, _deleted(c)) if c.damage else c for c in found]
     advice = (
-        f"the image in memory is lost, restores take the other tiers; the next start frees its place in "
+        f"the image in memory is lost, restores read the other tiers; the next start frees its region in "
         f"{reader.host.path}"
     )
     return found, [
@@ -216,7 +214,7 @@ def _look_at_memory(
     ]
 
 
-def _dropped(copy: CheckedCopy) -> CheckedCopy:
+def _deleted(copy: CheckedCopy) -> CheckedCopy:
     return CheckedCopy(id=copy.id, tier=copy.tier, gone=True)
 
 
@@ -224,7 +222,7 @@ def _dropped(copy: CheckedCopy) -> CheckedCopy:
 
 
 def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
-    """Check what belongs to no single checkpoint: the records of attempts, and the hint for people."""
+    """Check the records of attempts, the folders of steps, and ``latest``."""
     findings = []
     for number in listing.attempts:
         key = keys.attempt_key("", number).lstrip("/")
@@ -232,9 +230,9 @@ def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
             store.read_attempt(number)
         except (IntegrityError, NotSupportedError) as error:
             advice = (
-                "no start has made it: remove it"
+                "no start wrote it: remove it"
                 if isinstance(error, StrayAttemptError)
-                else "without it no process can tell whether a newer attempt exists; to write it anew from a tier that "
+                else "without it no process can tell whether a newer attempt exists; to rewrite it from a tier that "
                 f"has it: tierfall verify --tier {store.name} --repair; where none has it, and no start of that number "
                 "is alive, remove it"
             )
@@ -252,12 +250,12 @@ def _no_folder(store: StoredTier, error: StepFolderError) -> Finding:
 def _check_latest(store: StoredTier, listing: Listing) -> list[Finding]:
     latest = store.read_latest()
     if latest is None or listing.no_folders(latest.step, latest.attempt):
-        return []  # what lies there is reported by itself
+        return []  # reported as a finding of its own
     if _is_there(store, latest) or store.read_latest() != latest:
         return []
-    problem = IntegrityError(f"it names {latest}, which is not there")
+    problem = IntegrityError(f"it names {latest}, which does not exist")
     advice = (
-        "it is a hint for people, and no restore reads it; the next commit there writes it anew, and so does tierfall "
+        "it is a hint for people, and no restore reads it; the next commit there rewrites it, and so does tierfall "
         f"verify --tier {store.name} --repair"
     )
     return [_tier_finding(store, keys.LATEST_NAME, problem, advice)]
@@ -269,7 +267,7 @@ def _is_there(store: StoredTier, id: CheckpointId) -> bool:
     except KeyNotFoundError:
         return False
     except (IntegrityError, NotSupportedError):
-        return True  # it is checked, and reported, with its copy
+        return True  # reported with its copy
     return True
 
 
@@ -291,7 +289,7 @@ def _tier_finding(store: StoredTier, file: str, error: TierfallError, advice: st
 
 def _notes(listing: Listing, scope: VerifyScope) -> list[str]:
     return [
-        f"{listing.tier} {id}: unfinished, so no checkpoint: a trainer is at work on it, or the next start collects it"
+        f"{listing.tier} {id}: unfinished, so no checkpoint: a trainer is writing it, or the next start deletes it"
         for id in sorted(listing.unfinished)
         if scope.covers(listing.tier, id)
     ]
@@ -299,5 +297,5 @@ def _notes(listing: Listing, scope: VerifyScope) -> list[str]:
 
 def _notes_of(copy: CheckedCopy) -> list[str]:
     if copy.gone:
-        return [f"{copy.tier} {copy.id}: was dropped while it was read"]
+        return [f"{copy.tier} {copy.id}: was deleted while it was read"]
     return [f"{copy.tier} {copy.id}: {name} is not part of the checkpoint" for name in copy.foreign]

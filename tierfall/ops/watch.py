@@ -1,6 +1,6 @@
-"""Watching a run from outside: what the trainers of this node say of it, or, where none lives, what its tiers hold.
+"""The processes of a run on this node: their statuses, locks and last events.
 
-It reads beside a living trainer and changes nothing. Who lives is the lock's to say, never the status's.
+It reads beside a living trainer and changes nothing. Whether a process is alive is known by its lock, not its status.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, Self
 from tierfall.config import Config
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types.errors import TierfallError
-from tierfall.ops.local_memory import slots_in
+from tierfall.ops.reader import known_slots
 from tierfall.setup.tiers import run_folder
-from tierfall.telemetry.event_reader import LogTail
+from tierfall.telemetry.event_log import LogTail
 from tierfall.telemetry.status import Status, read_status
 from tierfall.tiers.arena.arena import lock_name
 
 LIST_EVERY_S = 10.0
-"""How often tiers are listed where no trainer says what they hold: an object store charges for it."""
+"""How often tiers are listed where no trainer is alive: an object store charges for listings."""
 EVENTS_MAX = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
-    """One rank's place on this node: its owner, if one lives, and what its process said last."""
+    """One slot of this node: its living owner, and the last status that was written there."""
 
     number: int
     owner: LockOwner | None
@@ -36,7 +36,7 @@ class RankProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process that said it lives."""
+        """Whether the process that wrote the status is alive."""
         return self.status is not None and self.owner is not None and _same(self.owner, self.status)
 
 
@@ -48,8 +48,10 @@ def _same(owner: LockOwner, status: Status) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """One look at a run's processes. ``main`` is the slot whose view of the run is shown, rank 0's where it is on this
-    node; None where no status is there. ``problems`` say what could not be read."""
+    """The processes of a run at one moment. ``problems`` name what could not be read.
+
+    ``main`` is the slot of the lowest rank, living ones first; None where there is no status.
+    """
 
     wall_time_s: float
     slots: tuple[RankProcess, ...]
@@ -58,20 +60,20 @@ class RunSnapshot:
 
     @property
     def main(self) -> RankProcess | None:
-        said = [slot for slot in self.slots if slot.status is not None]
+        with_status = [slot for slot in self.slots if slot.status is not None]
         return min(
-            said, key=lambda s: (not s.alive, s.status.rank if s.status else 0), default=None
+            with_status, key=lambda s: (not s.alive, s.status.rank if s.status else 0), default=None
         )
 
     @property
     def live(self) -> Status | None:
-        """What a living process says of the run."""
+        """The status of ``main``, if its process is alive."""
         main = self.main
         return main.status if main is not None and main.alive else None
 
     @property
-    def last_words(self) -> Status | None:
-        """What the process said last that was the run's, where no process of the run lives."""
+    def last_status(self) -> Status | None:
+        """The last status of ``main``, if its process has ended."""
         main = self.main
         return main.status if main is not None and not main.alive else None
 
@@ -84,13 +86,13 @@ class RunSnapshot:
 
 
 def living(config: Config, *, run: str) -> Status | None:
-    """Return what a trainer that lives on this node says of a run; None where none does, or it could not be read."""
+    """Return the status of a living trainer on this node; None where there is none, or it could not be read."""
     with Watcher(config, run=run) as watcher:
         return watcher.look().live
 
 
 class Watcher:
-    """Looks at a run again and again. Used in a with."""
+    """Takes snapshots of a run's processes. Use it in a ``with``."""
 
     def __init__(self, config: Config, *, run: str) -> None:
         self._folder = run_folder(config, run)
@@ -100,16 +102,16 @@ class Watcher:
 
     def look(self) -> RunSnapshot:
         problems: list[str] = []
-        slots = tuple(self._slot(number, problems) for number in slots_in(self._folder))
-        glimpse = RunSnapshot(
+        slots = tuple(self._slot(number, problems) for number in known_slots(self._folder))
+        snapshot = RunSnapshot(
             wall_time_s=time.time(), slots=slots, events=(), problems=tuple(problems)
         )
-        main = glimpse.main
-        said = main.status.events if main is not None and main.status is not None else ()
+        main = snapshot.main
+        recent = main.status.events if main is not None and main.status is not None else ()
         return RunSnapshot(
-            wall_time_s=glimpse.wall_time_s,
+            wall_time_s=snapshot.wall_time_s,
             slots=slots,
-            events=self._from_log(problems) or said,
+            events=self._from_log(problems) or recent,
             problems=tuple(problems),
         )
 
@@ -124,7 +126,7 @@ class Watcher:
         return RankProcess(number=number, owner=owner, status=status)
 
     def _from_log(self, problems: list[str]) -> tuple[dict[str, Any], ...]:
-        """The last events of the run's log, which go back further than a process's own."""
+        """Return the last events of the run's log, which has older ones than a process keeps."""
         if self._tail is None:
             return ()
         try:

@@ -1,8 +1,7 @@
-"""Writing one checkpoint onto one stored tier from its good copies elsewhere: what ``copy`` and ``verify --repair`` do.
+"""Writing one checkpoint to one stored tier from good copies on other tiers, for ``copy`` and ``verify --repair``.
 
-The run's lock is held meanwhile, so that no trainer of this machine is at work. What is written counts for the newest
-attempt that any tier knows: whoever begins a newer one elsewhere fences it, as it fences a flush. No attempt is taken,
-so nobody else is fenced.
+The run's lock is held, so that no trainer of this machine runs. It writes on behalf of the newest attempt that any tier
+knows: a newer one elsewhere fences it, as it fences a flush. It takes no attempt, so it fences nobody.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally, run_in_thr
 from tierfall.core.copies.image_writes import begun_image, publish_image
 from tierfall.core.copies.shard_reader import OpenImage, find_images
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
-from tierfall.core.format.commit_files import files_of, plain, with_index
+from tierfall.core.format.commit_files import plain, with_index
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Attempt, Commit, Lineage, Manifest, Mark, geometry
 from tierfall.core.runtime.buffers import BufferPool
@@ -43,7 +42,8 @@ _NOT_COPIED = frozenset({keys.TOMBSTONE_MARK})
 
 @contextmanager
 def owning(config: Config) -> Iterator[RunReader]:
-    """Hold the run's lock, with its tiers open for reading. Raises LockError where a trainer of this machine lives."""
+    """Hold the run's lock, with its tiers open for reading. Raises LockError where a trainer of this machine is
+    alive."""
     folder = prepare_folder(run_folder(config, config.run))
     lock = RunLock.take(folder / lock_name(SLOT), run=config.run)
     try:
@@ -57,11 +57,12 @@ def owning(config: Config) -> Iterator[RunReader]:
 def writable(config: Config, tier: str) -> Iterator[StoredTier]:
     """Open one stored tier for writing.
 
-    Raises UnreachableError, before anything is made, where its folder is not there, and where it does not answer.
+    Raises UnreachableError, before anything is created, where its folder is missing, and where it does not answer;
+    ConfigError where it is read-only.
     """
     only = config.model_copy(update={"tiers": [t for t in config.tiers if t.name == tier]})
     if not only.written:
-        raise ConfigError(f"tier {tier} is read_only: nothing there is changed")
+        raise ConfigError(f"tier {tier} is read_only: nothing is changed there")
     check_folders(only)
     stores, errors = open_stores(only, config.run)
     if tier in errors:
@@ -75,27 +76,26 @@ def writable(config: Config, tier: str) -> Iterator[StoredTier]:
 def writing_attempt(
     reader: RunReader, listings: Sequence[Listing], line: Lineage, *, tier: str
 ) -> Attempt:
-    """Return the newest attempt that a tier knows, to write to ``tier``, whose own record of it comes first; where none
-    is known, the one that saved the checkpoint.
+    """Return the attempt to write on behalf of: the newest that any tier knows, else the one that saved the checkpoint.
 
-    Raises what kept its record from being read on every tier that has it.
+    The record on ``tier`` is read first. Raises the error of reading it where no tier's record can be read.
     """
-    at_first = sorted(listings, key=lambda listing: listing.tier != tier)
-    newest = newest_attempt(at_first, reader.stores)
+    its_own_first = sorted(listings, key=lambda listing: listing.tier != tier)
+    newest = newest_attempt(its_own_first, reader.stores)
     if newest is not None:
         return newest[0]
     return attempt_of(line)
 
 
 def marks_of(reader: RunReader, checkpoint: KnownCheckpoint) -> tuple[Mark, ...]:
-    """Return the marks that go along with a copy: all that some tier has beside the checkpoint, but a tombstone."""
+    """Return the marks that are copied with a checkpoint: those on any tier, except a tombstone."""
     return tuple(
         mark_of(reader, checkpoint, name) for name in sorted(checkpoint.marks - _NOT_COPIED)
     )
 
 
 def mark_of(reader: RunReader, checkpoint: KnownCheckpoint, name: str) -> Mark:
-    """Read a mark from a tier that has it whole; that it is there is what counts, so else it is written anew."""
+    """Read a mark from a tier where it is good, or make a new one: only its existence counts."""
     for tier, copy in checkpoint.copies.items():
         if name not in copy.marks or tier not in reader.stores:
             continue
@@ -105,12 +105,12 @@ def mark_of(reader: RunReader, checkpoint: KnownCheckpoint, name: str) -> Mark:
             continue
         if (mark.name, mark.checkpoint) == (name, checkpoint.id):
             return mark
-    return Mark(name=name, checkpoint=checkpoint.id, wall_time_s=time.time(), reason="written anew")
+    return Mark(name=name, checkpoint=checkpoint.id, wall_time_s=time.time(), reason="rewritten")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSource:
-    """Where a checkpoint is read: per shard its manifest and a reader over its copies; ``commit`` names them raw."""
+    """Where a checkpoint is read: per shard its manifest and a reader of its copies; ``commit`` is the plain record."""
 
     commit: Commit
     shards: tuple[tuple[Manifest, ChunkReader], ...]
@@ -121,33 +121,28 @@ class CheckpointSource:
         return self.commit.line.checkpoint
 
 
-def origin(
-    checkpoint: KnownCheckpoint,
-    tiers: Sequence[str],
-    open_image: OpenImage,
-    shards: Sequence[Shard] | None = None,
+def open_source(
+    checkpoint: KnownCheckpoint, tiers: Sequence[str], open_image: OpenImage
 ) -> CheckpointSource:
-    """Open the images of some shards of a checkpoint, or of all, for reading from ``tiers``, fastest first; raises as
-    ``find_images`` does."""
+    """Open the images of all shards of a checkpoint for reading from ``tiers``, fastest first.
+
+    Raises IntegrityError where no tier has a good commit record, and as ``find_images`` does.
+    """
     records = {t: c for t in tiers if (c := checkpoint.copies[t].commit) is not None}
     if not records:
         raise IntegrityError(f"no other tier holds a good commit record of {checkpoint.id}")
     commit = _united([plain(record) for record in records.values()])
-    if shards is None:
-        shards = [Shard(rank, commit.world_size) for rank in range(commit.world_size)]
-    else:
-        files = [file for shard in shards for file in files_of(commit, shard)]
-        commit = replace(commit, files=tuple(files))
     tally, opened = ReadTally(), []
-    for shard in shards:
+    for rank in range(commit.world_size):
+        shard = Shard(rank, commit.world_size)
         images, manifest = find_images(checkpoint, tiers, open_image, shard, tally)
         opened.append((manifest, ChunkReader(images, manifest, tally)))
     return CheckpointSource(commit=commit, shards=tuple(opened), tally=tally)
 
 
 def _united(records: Sequence[Commit]) -> Commit:
-    """Return the record that names the files of all ranks: one of them, or what they name together. That of a rank's
-    memory, or of a node's own disk, names only what is there."""
+    """Return a record with the files of all ranks: one that has them, or all records merged. That of a rank's memory,
+    or of a node's own disk, names only its own files."""
     most = max(records, key=lambda record: len(record.files))
     if len(most.files) >= 2 * most.world_size:  # an image and a manifest each
         return most
@@ -156,39 +151,32 @@ def _united(records: Sequence[Commit]) -> Commit:
 
 
 def write_files(
-    store: StoredTier, limits: LaneLimits, origin: CheckpointSource, on_bytes: OnBytes
+    store: StoredTier, limits: LaneLimits, source: CheckpointSource, on_bytes: OnBytes
 ) -> Commit:
     """Write images and records of all ranks, each complete before it is visible; return the commit record that names
-    them. Raises as ``write_parts`` does."""
-    return leave_index(store, write_parts(store, limits, origin, on_bytes))
+    them.
 
-
-def write_parts(
-    store: StoredTier, limits: LaneLimits, origin: CheckpointSource, on_bytes: OnBytes
-) -> Commit:
-    """Write images and manifests of some ranks, or of all; return the record with what was written in it.
-
-    What is there under these names is replaced once all of an image was read and verified. Raises the error of the
-    source or of the tier.
+    A file of the same name is replaced once the whole image was read and verified. Raises the error of the source or of
+    the tier.
     """
-    commit = origin.commit
-    for manifest, reader in origin.shards:
+    commit = source.commit
+    for manifest, reader in source.shards:
         shard = manifest.shard
         named = commit.file(keys.manifest_name(shard))
         if named is None or sha256(manifest.encode()) != named.digest:
             raise StepError(
-                f"{origin.id}: its manifest holds what this version does not write; use the tierfall that saved it"
+                f"{source.id}: its manifest has members that this version cannot write; use the version that saved it"
             )
-        with begun_image(store, origin.id, shard, geometry(manifest), manifest.pieces) as writer:
-            # Frames of a packed image go in order.
+        with begun_image(store, source.id, shard, geometry(manifest), manifest.pieces) as writer:
+            # The frames of a packed image are written in order.
             in_order = replace(limits, parallel=1) if store.packs else limits
             _write_chunks(manifest, reader, in_order, writer.put, on_bytes)
-            commit = publish_image(store, writer, manifest, commit, id=origin.id, shard=shard)
-    return commit
+            commit = publish_image(store, writer, manifest, commit, id=source.id, shard=shard)
+    return _write_index(store, commit)
 
 
-def leave_index(store: StoredTier, commit: Commit) -> Commit:
-    """Leave the index of several ranks' images, once all of them are there; return the record that names it too."""
+def _write_index(store: StoredTier, commit: Commit) -> Commit:
+    """Write the tensor index of several ranks' images; return the record that names it too."""
     if commit.world_size == 1:
         return commit
     index = make_index(store, commit)
@@ -203,19 +191,19 @@ def _write_chunks(
     put: Callable[[int, int, memoryview], None],
     on_bytes: OnBytes,
 ) -> None:
-    """Bring runs of chunks, each as long as the tier wants its parts."""
+    """Copy ranges of chunks, each as long as a part of the tier's objects."""
     runs = limits.runs(geometry(manifest))
     longest = max(_run_range(manifest, run)[1] - _run_range(manifest, run)[0] for run in runs)
     threads = max(1, min(limits.parallel, limits.budget_bytes // longest))
     pool = BufferPool(bytes=frame_bytes_max(longest), count=threads)
 
-    def bring(number: int) -> None:
+    def copy_range(number: int) -> None:
         start, end = _run_range(manifest, runs[number])
         with pool.take(end - start) as buffer:
             put(runs[number][0], start, _read_run(manifest, reader, runs[number], buffer))
         on_bytes(end - start)
 
-    run_in_threads(threads, bring, range(len(runs)))
+    run_in_threads(threads, copy_range, range(len(runs)))
 
 
 def _run_range(manifest: Manifest, run: tuple[int, int]) -> tuple[int, int]:
@@ -227,21 +215,20 @@ def _read_run(
 ) -> memoryview:
     if run[1] - run[0] == 1:
         return reader.read(run[0], buffer)
-    origin, end = _run_range(manifest, run)
+    first_byte, end = _run_range(manifest, run)
     for index in range(*run):
-        view = reader.read(index, buffer[manifest.chunk_range(index)[0] - origin :])
+        view = reader.read(index, buffer[manifest.chunk_range(index)[0] - first_byte :])
         assert view.obj is buffer.obj, "tiers that are open for reading only copy what they read"
-    return buffer[: end - origin]
+    return buffer[: end - first_byte]
 
 
 def discard_unfinished(store: StoredTier, run: str, id: CheckpointId) -> None:
-    """Remove what an earlier process that was killed had not finished writing in the folder of a step: whoever holds
-    the run's lock is alone there."""
+    """Remove unfinished files that a killed process left in the folder of a step; the caller holds the run's lock."""
     store.backend.discard_unfinished(keys.step_prefix(run, id))
 
 
 def replace_document(store: StoredTier, run: str, id: CheckpointId, name: str, data: bytes) -> None:
-    """Put a record of a step's folder in the place of a damaged one, in one step."""
+    """Replace a document in the folder of a step atomically."""
     key = keys.step_prefix(run, id) + name
     with store.backend.create(key, length=len(data), publish=Publish.REPLACE) as writer:
         writer.write(0, memoryview(data))

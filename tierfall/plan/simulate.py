@@ -26,6 +26,7 @@ from tierfall.core.format.records import Commit, Geometry, Lineage, Manifest, Na
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.scheduler.ledger.ledger import ALONE, Ledger
+from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import (
     AdmissionRequest,
     CopyRun,
@@ -37,7 +38,6 @@ from tierfall.core.scheduler.ledger.tasks import (
     ReadMarks,
     Task,
 )
-from tierfall.core.scheduler.policies import Policies
 from tierfall.core.types import events, keys
 from tierfall.core.types.values import CheckpointId, SaveOutcome, TierKind, WhenFull
 from tierfall.core.types.view import Eviction, TierRules, View

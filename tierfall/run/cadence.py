@@ -27,8 +27,8 @@ from tierfall.policies.cadence import (
 from tierfall.run.announced_steps import AnnouncedSteps
 from tierfall.session.session import Session
 from tierfall.setup.tiers import tier_rules
-from tierfall.telemetry.meter import StepMeter
 from tierfall.telemetry.reports import CadenceReport
+from tierfall.telemetry.step_timer import StepMeter
 
 logger = logging.getLogger("tierfall")
 

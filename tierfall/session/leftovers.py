@@ -24,13 +24,13 @@ from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types import keys
-from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.text import ranks_named
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard
 from tierfall.setup.tiers import any_slot
 from tierfall.telemetry.status import remove_status
 from tierfall.tiers.arena.arena import lock_name
-from tierfall.tiers.host import HeldImage, HostTier, slots_in
+from tierfall.tiers.host import HeldImage, HostTier, damaged, slots_in
 
 logger = logging.getLogger("tierfall")
 
@@ -51,18 +51,22 @@ class AdoptedSlot:
             self.lock.release()
 
 
-def adopt_slots(folder: Path, *, first: int, name: str, run: str) -> list[AdoptedSlot]:
+def adopt_slots(
+    folder: Path, *, first: int, name: str, run: str, refuses_damaged: bool = False
+) -> list[AdoptedSlot]:
     """Adopt every slot from ``first`` on that has an arena. An empty one is deleted; one that cannot be read is logged,
     and stays.
 
-    Raises LockError where another process owns one: a rank of an earlier start that still runs.
+    Raises LockError where another process owns one: a rank of an earlier start that still runs; with
+    ``refuses_damaged``, ConfigError where one cannot be read.
     """
     adopted: list[AdoptedSlot] = []
     try:
         for slot in slots_in(folder):
             if slot >= first:
                 lock = RunLock.take(folder / lock_name(slot), run=run)
-                adopted += _adopt(lock, any_slot(folder, slot, name=name, run=run))
+                host = any_slot(folder, slot, name=name, run=run)
+                adopted += _adopt(lock, host, refuses_damaged=refuses_damaged)
     except BaseException:
         for one in adopted:
             one.close(keep=True)
@@ -70,19 +74,20 @@ def adopt_slots(folder: Path, *, first: int, name: str, run: str) -> list[Adopte
     return adopted
 
 
-def _adopt(lock: RunLock, host: HostTier) -> list[AdoptedSlot]:
+def _adopt(lock: RunLock, host: HostTier, *, refuses_damaged: bool) -> list[AdoptedSlot]:
     try:
         host.attach(page_lock=False)
-    except TierfallError as error:
+    except BaseException as error:
+        lock.release()
+        if refuses_damaged and isinstance(error, IntegrityError):
+            raise damaged(error, host.path) from error
+        if refuses_damaged or not isinstance(error, TierfallError):
+            raise
         logger.warning(
             "open: the host memory that a rank of an earlier start left cannot be read, and stays: %s",
             error,
         )
-        lock.release()
         return []
-    except BaseException:
-        lock.release()
-        raise
     slot = AdoptedSlot(lock, host)
     if host.is_empty():
         slot.close(keep=False)

@@ -87,11 +87,13 @@ class OpenedTiers:
         accept_arena: bool = False,
         adopts: bool = False,
         tending: bool = False,
+        draining: bool = False,
     ) -> None:
         """Open and list all tiers. Whatever fails leaves nothing open.
 
         ``accept_arena`` accepts host memory of an attempt that no tier knows. ``adopts``: continue from the memory of
-        ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank.
+        ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank. ``draining``: flush
+        memory of any rank, while other machines may do the same; damaged memory is an error.
         """
         check_written(config)
         self.config = config
@@ -117,7 +119,10 @@ class OpenedTiers:
         )
         self._lock = RunLock.take(self.folder / lock_name(self.ranks.slot), run=run)
         try:
-            self._attach_host(adopts=tending or (adopts and self.ranks.topology.is_leader))
+            self._attach_host(
+                adopts=tending or draining or (adopts and self.ranks.topology.is_leader),
+                refuses_damaged=draining,
+            )
             self.stores, self.errors = open_stores(config, run, find_read_only=True)
             self.go_on_reading(
                 {name: s.read_only for name, s in self.stores.items() if s.read_only}
@@ -127,7 +132,7 @@ class OpenedTiers:
             self.listings = self.list_now()
             self.identities = TierIdentities(self.config, self.stores, self.folder, self.listings)
             self._check_identities()
-            self.agrees = adopts and (self.ranks.many or self._has_images_of_others())
+            self.agrees = (adopts or draining) and (self.ranks.many or self._has_images_of_others())
             check_life(
                 self.hosts(),
                 self.stores,
@@ -142,24 +147,31 @@ class OpenedTiers:
             raise
         self._log_unreadable()
 
-    def _attach_host(self, *, adopts: bool) -> None:
+    def _attach_host(self, *, adopts: bool, refuses_damaged: bool) -> None:
         try:
             self.host.attach()
         except IntegrityError as error:
             raise damaged(error, self.host.path) from error
         if adopts:
             first = len(self.ranks.topology.local_ranks)
-            self.adopted = adopt_slots(self.folder, first=first, name=self.host.name, run=self.run)
+            self.adopted = adopt_slots(
+                self.folder,
+                first=first,
+                name=self.host.name,
+                run=self.run,
+                refuses_damaged=refuses_damaged,
+            )
 
     def _check_identities(self) -> None:
         """Refuse two tiers that are one, and exclude those that are not mounted."""
         self.go_on_reading(self.identities.refuse_aliases())
         for name, error in self.identities.missing(self.listings).items():
-            self._exclude(name, error)
+            self.exclude(name, error)
             _log_excluded(name, error)
         self.identities.refuse_swapped()
 
-    def _exclude(self, name: str, error: TierfallError) -> None:
+    def exclude(self, name: str, error: TierfallError) -> None:
+        """Go on without a tier."""
         self.stores.pop(name).close()
         self.errors[name] = error
         self.listings = tuple(
@@ -210,7 +222,7 @@ class OpenedTiers:
         for name, why in tiers.items():
             if name in self.errors:
                 continue
-            self._exclude(name, UnreachableError(f"{name}: other ranks cannot reach it: {why}"))
+            self.exclude(name, UnreachableError(f"{name}: other ranks cannot reach it: {why}"))
             logger.warning(
                 "open: all ranks go on without tier %s, for as long as they run: %s", name, why
             )

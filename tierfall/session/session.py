@@ -15,7 +15,7 @@ from tierfall.config import Config
 from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.format.records import Attempt
+from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.ranks import RankMessage
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -52,11 +52,19 @@ class Session:
     Nothing moves before ``start``. Without an attempt, only commands are carried out.
     """
 
-    def __init__(self, tiers: OpenedTiers, start: Start) -> None:
+    def __init__(
+        self,
+        tiers: OpenedTiers,
+        start: Start,
+        *,
+        complete: Callable[[Commit, str], Commit] | None = None,
+    ) -> None:
         """Build the ledger, and all that works on it.
 
         Copies that earlier starts left half written are deleted here, before any other rank writes. Without an attempt
-        none is: on a shared tier, another node may be writing them.
+        none is: on a shared tier, another node may be writing them. ``complete`` adds to the commit record of several
+        ranks what other machines have uploaded to a tier: they may be writing too, so that nothing is deleted here, nor
+        by retention.
         """
         self.tiers = tiers
         self.run, self.node, self.ranks = tiers.run, tiers.node, tiers.ranks
@@ -75,11 +83,16 @@ class Session:
         }
         ledger, self.leftovers = _load_ledger(tiers, start, written)
         self.workers = Workers(
-            TaskRunner(self.stores, lane_pools(self.config, lanes), lambda: tiers.attempt),
+            TaskRunner(
+                self.stores,
+                lane_pools(self.config, lanes),
+                lambda: tiers.attempt,
+                complete=complete or _unchanged,
+            ),
             {name: limits.parallel for name, limits in lanes.items()},
             name=self.run,
         )
-        if tiers.attempt is not None:
+        if tiers.attempt is not None and complete is None:
             tiers.discard_unfinished()
         self.coordinator = Coordinator(
             ledger=ledger,
@@ -96,6 +109,7 @@ class Session:
             verify_bytes_per_s=self.config.verify_bytes_per_s,
             notify=self.journal.notify,
             leftovers=self.leftovers,
+            retains=complete is None,
         )
         self.memory = MemoryFiles(tiers, self.coordinator, call=self.ask, call_soon=self.tell)
         self._status = StatusWriter(
@@ -329,6 +343,10 @@ def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[L
     if start.overtaken is not None:
         ledger.note_overtaken(start.overtaken)
     return ledger, leftovers
+
+
+def _unchanged(commit: Commit, tier: str) -> Commit:
+    return commit
 
 
 def _ignore_answer(value: object, error: BaseException | None) -> None:

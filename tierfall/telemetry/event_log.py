@@ -1,7 +1,7 @@
-"""The event log: what happens in a run, one JSON object a line, in a file that is bounded.
+"""The event log: the events of a run, one JSON object per line, in a file of bounded size; writing and reading it.
 
-Whoever tells of an event only puts it on a queue. A thread of low importance writes; where the disk is full or slow,
-events wait in memory, and beyond a bound they are lost, counted, and said once. Nothing here can fail a training run.
+``EventLog.put`` only appends to a queue; a thread of low priority writes. While the disk is full or slow, events wait
+in memory; beyond a bound they are lost, counted, and reported once. Nothing here can fail a training run.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from tierfall.core.types.events import Event
 logger = logging.getLogger("tierfall")
 
 WAITING_MAX = 10_000
-"""How many events wait in memory for a disk that is full or slow."""
+"""Events that may wait in memory for a disk that is full or slow."""
 BATCH_S = 0.1
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
 NICENESS = 10
 Wall = Callable[[float], float]
-"""Turns the time of an event into seconds since 1970."""
+"""Converts the time of an event to seconds since 1970."""
 
 
 def wall_time(at_s: float) -> float:
-    """Say when that was, by this machine's clock, of a time of ``time.monotonic``."""
+    """Convert a time of ``time.monotonic`` to seconds since 1970, by this machine's clock."""
     return at_s + time.time() - time.monotonic()
 
 
 def part_before(path: Path) -> Path:
-    """Where the older part of a log lies."""
+    """Return the path of the older half of a log."""
     return path.with_name(f"{path.name}.1")
 
 
 class LogFile:
-    """A file that lines are appended to. Past half of ``max_bytes`` it is renamed, over the part before it, and begun
-    anew: what is on the disk is never more than ``max_bytes``, but for one line that is longer.
+    """A file that lines are appended to. Beyond half of ``max_bytes`` it is rotated: renamed over the older half. Both
+    take ``max_bytes`` at most, unless one line is longer.
 
-    Other processes may append to it, or move it away: each line goes to what has the name by then. A line that was torn
-    by a death, or a disk that was full, is ended first, so that readers lose no more than that line.
+    Other processes may append to it, or move it away: each line is written to the file that has the name then. A torn
+    line, of a killed process or a full disk, is ended first, so that readers lose only that line.
     """
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
@@ -58,24 +58,26 @@ class LogFile:
         self._fd: int | None = None
 
     def append(self, lines: list[bytes]) -> int:
-        """Append whole lines; returns how many are in the file. Raises OSError where not one is."""
+        """Append whole lines; return how many were written. Raises OSError where none was."""
         fd = self._opened()
         status = os.fstat(fd)
-        taken = self._fitting(lines, status.st_size)
-        if not taken:
+        fitting = self._fitting(lines, status.st_size)
+        if not fitting:
             self._rotate()
             fd = self._opened()
             status = os.fstat(fd)
-            taken = self._fitting(lines, 0)
+            fitting = self._fitting(lines, 0)
         start = b"" if _is_whole(fd, status.st_size) else b"\n"
-        data = start + b"".join(lines[:taken])
+        data = start + b"".join(lines[:fitting])
         done = data[: os.write(fd, data)]
         if len(done) == len(data):
-            return taken
-        return max(0, done.count(b"\n") - len(start))  # the rest is tried again, and tells why
+            return fitting
+        return max(
+            0, done.count(b"\n") - len(start)
+        )  # the rest is tried again, which raises the error
 
     def _fitting(self, lines: list[bytes], size: int) -> int:
-        """Count the lines that go into this part; an empty one takes any line."""
+        """Return how many lines fit into a file of ``size`` bytes; an empty one accepts a line of any length."""
         count, end = 0, size + 1
         for line in lines:
             end += len(line)
@@ -89,7 +91,7 @@ class LogFile:
             return self._fd
         self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # O_NONBLOCK: a pipe by that name must not make us wait; on a regular file it changes nothing.
+        # O_NONBLOCK: opening a pipe of that name must not wait; it has no effect on a regular file.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         fd = os.open(self.path, flags, 0o666)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -109,7 +111,7 @@ class LogFile:
 
 
 def _is_whole(fd: int, size: int) -> bool:
-    """Say whether a file ends where a line does."""
+    """Whether a file ends with a whole line."""
     return size == 0 or os.pread(fd, 1, size - 1) == b"\n"
 
 
@@ -127,9 +129,9 @@ def _identity_at(path: Path) -> tuple[int, int] | None:
 
 
 class EventLog:
-    """Writes events as lines. ``put`` may be called from any thread, and never waits; ``lost`` counts what is nowhere.
+    """Writes events as lines. ``put`` may be called from any thread, and never waits; ``lost`` counts dropped events.
 
-    ``common`` are members that each line has: run, rank, process.
+    ``common`` are members of every line, such as run and rank.
     """
 
     def __init__(
@@ -150,11 +152,11 @@ class EventLog:
         self._thread: threading.Thread | None = None
         self._warned = False
         self._lock = threading.Lock()
-        self._told = 0
+        self._lost_reported = 0
         self.lost = 0
 
     def put(self, event: Event) -> None:
-        """Take an event; where too many wait, it is lost."""
+        """Add an event; where too many wait, it is lost."""
         if self._queue.qsize() + len(self._lines) >= self._waiting_max:
             with self._lock:
                 self.lost += 1
@@ -162,12 +164,12 @@ class EventLog:
         self._queue.put((self._wall(event.at_s), event))
 
     def start(self) -> None:
-        # daemon: a disk that hangs must not keep a program from ending
+        # daemon: a disk that hangs must not stop a program from ending
         self._thread = threading.Thread(target=self._write, name="tierfall-events", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Write what waits, for so long at most; what is left then is lost."""
+        """Write the waiting events for ``timeout_s`` seconds at most; the rest is lost."""
         if self._thread is None:
             return
         self._closing.set()
@@ -178,7 +180,7 @@ class EventLog:
     # The thread --------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        _become_unimportant()
+        _lower_priority()
         retry_s = FIRST_RETRY_S
         while True:
             self._take(block=not self._lines)
@@ -186,7 +188,7 @@ class EventLog:
                 retry_s = FIRST_RETRY_S
                 if self._closing.is_set() and self._queue.empty() and not self._lines:
                     break
-                self._closing.wait(BATCH_S)  # what comes meanwhile is written at once
+                self._closing.wait(BATCH_S)  # events of this time are written together
             elif self._closing.is_set():
                 break
             else:
@@ -197,7 +199,7 @@ class EventLog:
         self._file.close()
 
     def _take(self, *, block: bool) -> None:
-        """Make lines of what was put."""
+        """Format the events of the queue as lines; ``block``: wait for the first."""
         while block or not self._queue.empty():
             block = False
             if (item := self._queue.get()) is not None:
@@ -213,21 +215,21 @@ class EventLog:
         return json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
     def _append(self) -> bool:
-        """Append what waits; False where the file takes it not, or not all."""
+        """Append the waiting lines; return False where the file did not accept all."""
         try:
             while self._lines:
                 done = self._file.append(list(self._lines))
                 for _ in range(done):
                     self._lines.popleft()
                 if not done:
-                    raise OSError("the file took less than a line: is its disk full?")
+                    raise OSError("less than a line was written: is the disk full?")
                 self._report_lost()
         except OSError as error:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "events: %s is not written: %s. Up to %d events wait in memory, what comes after them is lost, "
-                    "and counted in statistics().lost_events; training goes on",
+                    "events: %s is not written: %s. Up to %d events wait in memory; later ones are lost, and counted "
+                    "in statistics().lost_events; training continues",
                     self._file.path,
                     error,
                     self._waiting_max,
@@ -236,19 +238,105 @@ class EventLog:
         return True
 
     def _report_lost(self) -> None:
-        """Let the log itself say what it has not got."""
+        """Write an event with the number of events lost since the last such event."""
         with self._lock:
-            count, self._told = self.lost - self._told, self.lost
+            count, self._lost_reported = self.lost - self._lost_reported, self.lost
         if count:
             now_s = time.monotonic()
             event = events.EventsLost(at_s=now_s, count=count)
             self._lines.append(self._line(self._wall(now_s), event))
 
 
-def _become_unimportant() -> None:
-    """Leave the cores to training, where the system lets a thread say so."""
+def _lower_priority() -> None:
+    """Set the thread's priority below that of training, where the system allows it per thread."""
     if sys.platform == "linux":
         try:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         except OSError as error:
-            logger.debug("events: the thread keeps its priority: %s", error)
+            logger.debug("events: the priority of the thread was not lowered: %s", error)
+
+
+# Reading -------------------------------------------------------------------------------------------
+
+
+READ_BYTES = 1 << 20
+
+
+class LogTail:
+    """Follows a log over rotations of its file; ``read`` returns the events that were added since the last call.
+
+    The first call returns all that are there, the older half included. A line is returned once it has its end; a line
+    that is no JSON object, such as a torn one, is skipped. Raises OSError where the file exists and cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+        self._rest = b""
+        self._begun = False
+
+    def read(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        if not self._begun:
+            self._begun = True
+            self._open_first()
+        for _ in range(3):  # the file may be rotated twice meanwhile
+            if self._fd is not None:
+                found += self._new_lines(self._fd)
+            if not self._open_next():
+                break
+        return found
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _open_first(self) -> None:
+        for path in (part_before(self._path), self._path):
+            if (fd := _opened(path)) is not None:
+                self._fd = fd
+                return
+
+    def _open_next(self) -> bool:
+        """Continue with the file that has the name now; return False where it is the open one, or missing."""
+        fd = _opened(self._path)
+        if fd is None:
+            return False
+        if self._fd is not None and os.path.sameopenfile(fd, self._fd):
+            os.close(fd)
+            return False
+        self.close()
+        self._fd, self._rest = fd, b""
+        return True
+
+    def _new_lines(self, fd: int) -> list[dict[str, Any]]:
+        found = []
+        while data := os.read(fd, READ_BYTES):
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            found += [event for line in lines if (event := _parsed(line)) is not None]
+        return found
+
+
+def last_events(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return the last ``count`` events of a log, oldest first; none where there is no log."""
+    tail = LogTail(path)
+    try:
+        return list(deque(tail.read(), count))
+    finally:
+        tail.close()
+
+
+def _opened(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("kind"), str) else None

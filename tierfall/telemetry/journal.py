@@ -1,6 +1,5 @@
-"""A session's journal: who is told of what happens in it. It keeps the last events for whoever looks, and hands all to
-the event log, where the configuration asks for one.
-"""
+"""A session's journal: keeps the last events for its status, and passes all to the event log, where one is
+configured."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from tierfall.telemetry.event_log import EventLog, LogFile
 from tierfall.telemetry.reports import RestoreReport
 
 CLOSE_S = 1.0
-"""How long a close waits for events that are not written yet: a log must not keep a program."""
+"""How long a close waits for events to be written, in seconds: a log must not stop a program from ending."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -42,7 +41,7 @@ class Journal:
 
     @property
     def lost(self) -> int:
-        """How many events stand nowhere, since open."""
+        """The number of events lost since open."""
         return self.log.lost if self.log else 0
 
     def notify(self, event: Event) -> None:
@@ -85,7 +84,7 @@ class Journal:
         return report
 
     def save_failed(self, id: CheckpointId, error: BaseException) -> None:
-        """A save ended before its capture began; one that was skipped has said so."""
+        """Emit the end of a save whose capture did not begin, unless it was emitted already, as for a skipped one."""
         if any(isinstance(e, events.SaveEnded) and e.id == id for e in self.recent.events):
             return
         self.notify(
@@ -112,7 +111,7 @@ S = TypeVar("S", bound=HasJournal)
 def failures_noted(
     doing: str,
 ) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
-    """Let the journal of a method's object say what the method raises."""
+    """Decorate a method so that the journal of its object emits an event for what the method raises."""
 
     def decorate(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""What calls hand back to people and programs: reports, infos, statistics. Immutable, and nothing but data."""
+"""What public calls return: reports, checkpoint infos and statistics. Immutable data."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSource:
-    """From which tier a shard's bytes came, and how many. ``rank`` is the one that read them there and handed them on;
-    None: this rank read them itself, for itself or for others too."""
+    """The tier that a shard's bytes were read from, and their number. ``rank`` read them there and sent them to this
+    rank; None: this rank read them itself."""
 
     shard: str
     tier: str
@@ -38,10 +38,10 @@ class ShardSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What a restore read, or got from other ranks: ``bytes`` in all, ``seconds`` from call to return, ``sources`` the
-    largest first.
+    """What a restore read, or received from other ranks: ``bytes`` in total, ``seconds`` from call to return,
+    ``sources`` the largest first.
 
-    ``fallbacks`` lists every tier, copy, chunk and step that was passed over, and why.
+    ``fallbacks`` lists every tier, copy, chunk and step that was skipped, with the reason.
     """
 
     step: int
@@ -56,9 +56,9 @@ class RestoreReport:
 class CheckpointInfo:
     """One checkpoint over all tiers. ``bytes`` is its raw size, ``age_s`` seconds since it was saved.
 
-    ``tiers`` maps each tier that holds something of it to the state of the copy; ``owed`` are the tiers that are still
-    to get one. ``damage`` says per tier why its record cannot be used, or why nothing relies on it; ``set_aside`` why
-    its copy, which failed again and again while the tier took others, is for the next start to try.
+    ``tiers`` maps each tier that holds a copy to its state; ``owed`` are the tiers that are still owed one. ``damage``
+    is by tier what is wrong with the copy; ``set_aside`` is by tier why a copy was set aside, as it failed repeatedly
+    while the tier accepted others.
     """
 
     step: int
@@ -78,9 +78,8 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainForecast:
-    """What was to be expected of one copy when a drain with a deadline began. ``arrives``: it would be there in time;
-    None: nobody could say, as nothing was known of the tier's rate, or it took no copies. ``left_bytes`` were still to
-    come; ``reason`` says why."""
+    """The forecast of one copy when a drain with a deadline began. ``arrives``: before the deadline or not; None: not
+    known, as the tier had no measured rate, or accepted no copies. ``left_bytes`` were still to be copied."""
 
     step: int
     attempt: int
@@ -94,8 +93,8 @@ class DrainForecast:
 class DrainReport:
     """What a drain made durable, what is left, and what was given up meanwhile, as (step, attempt, tier).
 
-    ``seconds`` is what the call took, less than the deadline where nothing more can arrive before it. ``forecast`` is
-    what was to be expected when it began, in the order in which copies go; empty without a deadline.
+    ``seconds`` is the duration of the call; it returns before the deadline where nothing more can arrive. ``forecast``
+    is that of its start, in the order of the copies; empty without a deadline.
     """
 
     done: tuple[tuple[int, int, str], ...]
@@ -107,7 +106,7 @@ class DrainReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """What a tier packed since open: bytes before and after, and the seconds that it took, over its threads."""
+    """The compression of a tier since open: bytes before and after, and the seconds of all its threads."""
 
     raw_bytes: int
     stored_bytes: int
@@ -126,15 +125,14 @@ class Compression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceReport:
-    """At which interval ``maybe_save`` saves, and why.
+    """The interval at which ``maybe_save`` saves, and why. None: not measured yet.
 
-    ``interval_steps`` is None where the interval is not in steps, or not known yet; ``bound`` is what decided: every,
-    measuring, overhead, failures or durable (how soon the slowest tier has a save); ``reason`` says it in words.
-    ``step_s`` is what a step takes while nothing is saved and ``cost_s`` what a save adds to the steps up to the next
-    one, in seconds; ``overhead`` is that cost as a share of the interval. ``durable_s`` has, per tier, the seconds from
-    a save until the tier has it; host memory holds ``images`` at a time. ``next_step`` is saved next, if nothing
-    changes. ``tiers`` says, under ``mtbf``, how often each tier would best get a checkpoint. What was not measured yet
-    is None.
+    ``interval_steps`` is None, too, where the interval is not in steps. ``bound`` is what decided: every, measuring,
+    overhead, failures or durable (the time until the slowest tier has a save); ``reason`` is a sentence about it.
+    ``step_s`` is the time of a step while nothing is saved, ``cost_s`` what a save adds to the steps up to the next
+    one; ``overhead`` is that cost as a share of the interval. ``durable_s`` is, by tier, the time from a save until the
+    tier has it; host memory holds ``images`` at a time. ``next_step`` is saved next, if nothing changes. ``tiers`` is,
+    under ``mtbf``, the best interval of each tier.
     """
 
     interval_steps: int | None
@@ -151,25 +149,26 @@ class CadenceReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Counters since open; ``saves`` are those whose capture began, ``superseded_saves`` those that were given up for a
-    later one, an earlier start's too. Times are seconds, means over the last 1,000 saves, over which ``failed_saves``
-    counts too.
+    """Counters since open, and rates, of this rank. Times are seconds.
 
-    ``edge_bytes`` counts what was moved, by "source->target". ``newest`` names, per loss class, the newest step that
-    survives such a loss now (None: nothing would). ``compression`` has an entry for each tier that packs. ``capture``
-    says, in mode auto, what the last save that had the choice was captured by, and why. ``cadence`` says when
-    ``maybe_save`` saves. ``ettr`` is the share of the time since open in which training made progress that is kept, by
-    the calls of ``maybe_save``: not what saves added, nor restores, nor steps that were gone back over; failures that
-    ended an earlier process do not count. None before the first of them. ``loss_bound`` says, per loss class, what such
-    a failure would cost now.
-
-    ``write_bytes_per_s`` and ``read_bytes_per_s`` are how fast this rank was seen to write and to read each tier of
-    late, in bytes of images; what was not seen has no entry. ``behind`` is, by tier, by how many more checkpoints it
-    would be behind after an hour of this cadence (0: it keeps up), ``behind_s`` how many seconds ago the oldest
-    checkpoint was saved that is newer than all that it has, and ``late`` how often it came to be further behind than
-    ``flush.within``. ``flush_shares`` says of each tier that yields to training which share of its rate it is written
-    at now (1: it is not held back). ``lost_events`` counts what the event log could not take, ``set_aside_copies`` the
-    copies that are for the next start to try, as each failed again and again while its tier took others.
+    * ``saves`` counts saves whose capture began; ``superseded_saves`` those that were given up for a later one, those
+      of an earlier start included; ``failed_saves`` is of the last 1,000. ``blocked_s``, ``captured_s`` and
+      ``durable_s`` are means over the last 1,000 saves.
+    * ``edge_bytes`` counts copied bytes, by "source->target". ``compression`` has an entry for each tier that packs.
+    * ``newest`` is, per loss class, the newest step that survives such a loss now (None: none); ``loss_bound`` what
+      such a failure would cost now.
+    * ``capture`` is how the last save in mode auto was captured, and why. ``cadence`` is when ``maybe_save`` saves.
+    * ``ettr`` is the share of the time since open that made progress which is kept, by the calls of ``maybe_save``. The
+      cost of saves, restores and steps that were trained again are no such progress; failures that ended an earlier
+      process do not count. None before the first call.
+    * ``write_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of each tier, in bytes of images.
+    * ``behind`` is, by tier, how many more checkpoints it would be behind after an hour of this cadence (0: it keeps
+      up); ``behind_s`` the age of the oldest checkpoint that is newer than all that it has; ``late`` how often it came
+      to be further behind than ``flush.within``.
+    * ``flush_shares`` is, by tier that yields to training, the share of its rate that it is written at (1:
+      unthrottled).
+    * ``lost_events`` counts events that the event log lost; ``set_aside_copies`` copies that are left to the next
+      start, as each failed repeatedly while its tier accepted others.
     """
 
     saves: int

@@ -1,7 +1,7 @@
-"""A trainer's status: what a run looks like from inside, for whoever watches it from outside.
+"""A trainer's status: the state of its run, for ``tierfall watch`` and ``ls``.
 
-One document beside the arena of each slot, replaced as a whole, in the envelope of all documents. Its folder is the
-user's own; the file is opened without following links, and believed only where it is the user's and its digest is good.
+One document beside the arena of each slot, replaced atomically, in the envelope of all documents. Its folder is the
+user's own. The file is opened without following links, and accepted only where the user owns it and its digest is good.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ STATUS_BYTES_MAX = 4 << 20
 
 
 class _StatusPart(BaseModel):
-    """Frozen; members that a newer tierfall writes are ignored."""
+    """Frozen; unknown members, of a newer tierfall, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class TierStatus(_StatusPart):
-    """One tier: bytes of this run there, the most that it may hold (None: no bound), how fast copies come to it, and
-    why it takes none at present."""
+    """One tier: the bytes of this run there, its capacity (None: no bound), the rate of copies to it, and why it
+    accepts none at present."""
 
     name: str
     kind: TierKind
@@ -47,7 +47,7 @@ class TierStatus(_StatusPart):
 
 
 class CopyStatus(_StatusPart):
-    """One copy; ``fraction`` says how much of what is arriving is there."""
+    """One copy; ``fraction`` is the share of an arriving copy that is there."""
 
     state: CopyState
     bytes: int
@@ -55,8 +55,7 @@ class CopyStatus(_StatusPart):
 
 
 class CheckpointStatus(_StatusPart):
-    """One checkpoint, its copies by tier, the tiers that are still to get one, and why a tier's is set aside until the
-    next start."""
+    """One checkpoint: its copies by tier, the tiers that are owed one, and by tier why its copy was set aside."""
 
     step: int
     attempt: int
@@ -68,7 +67,7 @@ class CheckpointStatus(_StatusPart):
 
 
 class TransferStatus(_StatusPart):
-    """A copy on its way: how much of it is there, how fast it goes, and how long it takes still (None: not known)."""
+    """A copy in progress; ``bytes_per_s`` and the seconds left, ``left_s``, are None while not known."""
 
     step: int
     attempt: int
@@ -92,7 +91,7 @@ class LossStatus(_StatusPart):
 
 
 class RunStatus(_StatusPart):
-    """What is where of a run. ``checkpoints`` are the newest, oldest first, of ``checkpoints_known``."""
+    """The copies of a run. ``checkpoints`` are the newest of ``checkpoints_known``, oldest first."""
 
     run: str
     tiers: tuple[TierStatus, ...]
@@ -102,8 +101,8 @@ class RunStatus(_StatusPart):
 
 
 class Status(RunStatus):
-    """What one rank's process says of the run. ``newest`` names the newest step that survives each loss (None: none
-    would), ``loss_bound`` says more of it."""
+    """The run by one rank's process. ``newest`` is the newest step that survives each loss (None: none), ``loss_bound``
+    what each loss would cost."""
 
     wall_time_s: float
     pid: int
@@ -121,7 +120,7 @@ class Status(RunStatus):
 
 
 def losses_of(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, LossStatus | None]:
-    """Write a loss bound as a status holds it."""
+    """Convert loss bounds to their form in a status."""
     return {
         lost: None if bound.survives is None else LossStatus(**members(bound))
         for lost, bound in bounds.items()
@@ -133,7 +132,7 @@ def status_name(slot: int) -> str:
 
 
 def write_status(folder: Path, status: Status) -> None:
-    """Replace a slot's status, as a whole. Raises OSError where the folder takes it not; nothing is left then."""
+    """Replace a slot's status atomically. Raises OSError where that fails; no temporary file is left then."""
     path = folder / status_name(status.slot)
     fresh = path.with_suffix(".new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -142,7 +141,7 @@ def write_status(folder: Path, status: Status) -> None:
         fd = os.open(fresh, flags, 0o600)
         try:
             if os.write(fd, data) < len(data):
-                raise OSError(errno.ENOSPC, "it took only a part", str(fresh))
+                raise OSError(errno.ENOSPC, "only a part was written", str(fresh))
         finally:
             os.close(fd)
         os.replace(fresh, path)
@@ -152,10 +151,10 @@ def write_status(folder: Path, status: Status) -> None:
 
 
 def read_status(folder: Path, slot: int) -> Status | None:
-    """Return what a slot's process said last; None where it said nothing.
+    """Return the last status of a slot; None where there is none.
 
-    Raises IntegrityError where what lies there is no status, or not the user's own; NotSupportedError where a newer
-    tierfall wrote it; BackendError where it cannot be read.
+    Raises IntegrityError where the file is no status, or not the user's own; NotSupportedError where a newer tierfall
+    wrote it; BackendError where it cannot be read.
     """
     path = folder / status_name(slot)
     try:
@@ -164,12 +163,14 @@ def read_status(folder: Path, slot: int) -> Status | None:
         return None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise IntegrityError(f"{path} is a link or a pipe, not a status: remove it") from error
+            raise IntegrityError(f"{path} is a link or a pipe, and no status: remove it") from error
         raise BackendError(f"reading {path} failed: {error}") from error
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise IntegrityError(f"{path} is no file of this user's, not a status: remove it")
+            raise IntegrityError(
+                f"{path} is not a regular file of this user, and no status: remove it"
+            )
         data = os.read(fd, STATUS_BYTES_MAX)
     except OSError as error:
         raise BackendError(f"reading {path} failed: {error}") from error
@@ -183,8 +184,8 @@ def read_status(folder: Path, slot: int) -> Status | None:
 
 
 def remove_status(beside: Path) -> None:
-    """Take away what a slot's process said, which is gone; ``beside`` is the slot's arena, or its lock."""
+    """Remove the status of a slot whose process has ended; ``beside`` is its arena or its lock."""
     try:
         beside.with_suffix(".status.json").unlink(missing_ok=True)
     except OSError as error:
-        logger.debug("the status beside %s stays: %s", beside, error)
+        logger.debug("the status beside %s was not removed: %s", beside, error)

@@ -31,7 +31,8 @@ class Deleter:
     """The deletions in progress, and the tiers whose marks must be read before the next.
 
     ``reserved`` checkpoints are the subject of a command in progress, ``awaited`` ones of a deletion by command.
-    ``paused``: a restore reads the tiers. ``dropped`` counts deleted copies.
+    ``paused``: a restore reads the tiers. ``dropped`` counts deleted copies. Without ``retains``, retention deletes
+    nothing.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Deleter:
         policies: Policies,
         hooks: Hooks,
         emitter: EventEmitter,
+        retains: bool = True,
     ) -> None:
         self._ledger = ledger
         self._planner = DeletionPlanner(ledger, policies)
         self._age_timer = AgeTimer(ledger, policies)
         self._hooks = hooks
         self._emitter = emitter
+        self._retains = retains
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
         self._due: set[str] = set()
         self._surveying: set[str] = set()
@@ -65,8 +68,8 @@ class Deleter:
 
     @property
     def plans(self) -> bool:
-        """Return whether this rank applies retention: with several ranks only rank 0 does."""
-        return self._hooks.group.decides
+        """Return whether this process applies retention: with several ranks only rank 0 does."""
+        return self._retains and self._hooks.group.decides
 
     def survey(self, tier: str) -> None:
         """Schedule retention on a tier: its marks are read first."""

@@ -107,7 +107,7 @@ class LedgerEntry:
             state in (CopyState.SEALED, CopyState.COMMITTED) for state in self.states.values()
         )
 
-    def part(self, shard: Shard, region: HostRegion, manifest: Manifest) -> LedgerEntry:
+    def part(self, shard: Shard, region: HostRegion | None, manifest: Manifest) -> LedgerEntry:
         """Return the entry of an image that another rank saved."""
         return replace(
             self,

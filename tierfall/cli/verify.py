@@ -1,4 +1,4 @@
-"""``verify``: read everything back and say what is damaged, where, and what helps; and repair it."""
+"""``verify``: verify every copy, report what is damaged, where, and how to repair it; and repair it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tierfall.cli.common import (
     CommandOutput,
     ConfigOption,
     JsonOption,
+    ProgressBar,
     RunOption,
     check_tier,
     counted,
@@ -22,7 +23,6 @@ from tierfall.cli.common import (
     warn_of,
     watched,
 )
-from tierfall.cli.progress import ProgressBar
 from tierfall.config import Config
 from tierfall.core.copies.verify import CheckedCopy
 from tierfall.core.types.text import members
@@ -31,7 +31,7 @@ from tierfall.ops.commands import trained_elsewhere
 from tierfall.ops.findings import Finding
 from tierfall.ops.reader import RunReader
 from tierfall.ops.repair import Repairer, RepairResult
-from tierfall.ops.verify import RunReport, VerifyScope, check_run, planned_bytes, remember_damage
+from tierfall.ops.verify import RunReport, VerifyScope, check_run, planned_bytes, record_damage
 from tierfall.ops.write_copy import owning
 
 _OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
@@ -46,13 +46,13 @@ def verify(
         str | None, typer.Option("--tier", metavar="NAME", help="Check this tier only.")
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Write what is damaged anew from good copies.")
+        bool, typer.Option("--repair", help="Rewrite damaged files from good copies.")
     ] = False,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read back and check every file of every copy: every chunk, manifest, commit record and mark."""
+    """Read and verify every file of every copy: chunks, manifests, commit records and marks."""
     settings = load_settings(config, run)
     named = None if step is None else parse_step(step)
     check_tier(settings, tier)
@@ -73,9 +73,7 @@ def verify(
                 repairs = tuple(repairer.repairs)
             else:
                 report = check_run(reader, listings, scope, watch.add)
-        report = replace(
-            report, notes=(*report.notes, *remember_damage(settings, listings, report))
-        )
+        report = replace(report, notes=(*report.notes, *record_damage(settings, listings, report)))
     _answer_verify(answer, settings, report, repairs)
     answer.finish()
 
@@ -85,8 +83,8 @@ def _check_ownerless(settings: Config) -> None:
         owner = reader.owner()
     if owner is not None:
         refuse(
-            f"verify --repair: a trainer owns run {settings.run!r} ({owner}) and may drop or write copies meanwhile; "
-            "nothing was checked. Repair once it has ended; until then restores take the good copies"
+            f"verify --repair: a trainer owns run {settings.run!r} ({owner}) and may delete or write copies meanwhile; "
+            "nothing was checked. Repair once it has ended; until then restores read the good copies"
         )
 
 
@@ -135,13 +133,13 @@ def _answer_verify(
     answer.show(f"run {settings.run}: {len(good)} of {copies} good, {total} read; {what}")
 
 
-def _place(repair: RepairResult) -> str:
-    return " ".join(str(part) for part in (repair.tier, repair.id, repair.file) if part)
+def _place(found: RepairResult | Finding) -> str:
+    return " ".join(str(part) for part in (found.tier, found.id, found.file) if part)
 
 
 def _verdict(copy: CheckedCopy) -> str:
     if copy.gone:
-        return "dropped meanwhile"
+        return "deleted meanwhile"
     if any(not damage.newer for damage in copy.damage):
         return "DAMAGED"
     if copy.damage:
@@ -150,7 +148,6 @@ def _verdict(copy: CheckedCopy) -> str:
 
 
 def _describe_finding(finding: Finding) -> str:
-    place = " ".join(str(part) for part in (finding.tier, finding.id, finding.file) if part)
     chunk = "" if finding.chunk is None else f", chunk {finding.chunk}"
     verdict = "not checked" if finding.newer else "damaged"
-    return f"{verdict}: {place}{chunk}: {finding.problem} ({finding.advice})"
+    return f"{verdict}: {_place(finding)}{chunk}: {finding.problem} ({finding.advice})"

@@ -9,24 +9,22 @@ import typer
 from tierfall.cli.common import (
     CommandOutput,
     ConfigOption,
-    Exit,
     JsonOption,
+    ProgressBar,
     RunOption,
     counted,
     load_settings,
+    parse_option,
     refuse,
     watched,
 )
-from tierfall.cli.progress import ProgressBar
 from tierfall.config import Config
-from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_duration, format_size, parse_duration
 from tierfall.ops.commands import unread
-from tierfall.ops.drain.drain import DrainResult, known_owed
-from tierfall.ops.drain.drain import drain as drain_run
-from tierfall.ops.local_memory import left_in_memory
-from tierfall.ops.reader import RunReader
+from tierfall.ops.drain import DrainResult, known_owed
+from tierfall.ops.drain import drain as drain_run
+from tierfall.ops.reader import RunReader, left_in_memory
 
 
 def drain(
@@ -35,16 +33,16 @@ def drain(
         typer.Option(
             "--deadline",
             metavar="TIME",
-            help="Stop after this long, the most valuable first: 30s, 10m.",
+            help="Stop after this time; the most valuable copies come first: 30s, 10m.",
         ),
     ] = None,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Finish the flush of what a dead trainer left in host memory, then give the memory back."""
+    """Flush what a dead trainer left in host memory, then free the memory."""
     settings = load_settings(config, run)
-    deadline_s = None if deadline is None else _seconds(deadline)
+    deadline_s = None if deadline is None else parse_option("--deadline", deadline, parse_duration)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
         if not _holds_images(reader, settings, answer):
@@ -53,13 +51,13 @@ def drain(
             return
     forecast: list[str] = []
 
-    def tell(line: str) -> None:
+    def report_forecast(line: str) -> None:
         forecast.append(line)
-        if not as_json:  # while it goes on, and not where the answer is to be read
+        if not as_json:  # on stderr, while the drain runs
             typer.echo(f"in {format_duration(deadline_s or 0.0)} {line}", err=True)
 
     with ProgressBar("drain", 0, shown=watched(as_json)) as watch:
-        drained = drain_run(settings, deadline_s, watch.set, tell)
+        drained = drain_run(settings, deadline_s, watch.set, report_forecast)
     answer.document = {
         "run": settings.run,
         "done": [members(owed) for owed in drained.done],
@@ -72,15 +70,8 @@ def drain(
     answer.finish()
 
 
-def _seconds(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ConfigError as error:
-        refuse(f"--deadline: {error}", Exit.USAGE)
-
-
 def _holds_images(reader: RunReader, settings: Config, answer: CommandOutput) -> bool:
-    """Look into memory without owning it; a living trainer is left alone."""
+    """Return whether host memory holds an image, without locking it; ends the command where a trainer is alive."""
     owner = reader.owner()
     if owner is not None:
         refuse(
@@ -90,12 +81,12 @@ def _holds_images(reader: RunReader, settings: Config, answer: CommandOutput) ->
     for problem in problems:
         if reader.memory().error is not None:
             refuse(f"drain: host memory cannot be read: {problem}")
-        answer.problem(f"host memory holds something damaged: {problem}")
+        answer.problem(f"host memory holds a damaged image: {problem}")
     return count > 0
 
 
 def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
-    """Say what tiers wait for all the same: it lies on other tiers, and only a trainer's attempt may copy it."""
+    """Report the copies that are owed from another tier: only a trainer's attempt may make those."""
     listings = reader.list()
     left = known_owed(reader.config, listings)
     answer.note_unread(unread(listings))
@@ -105,13 +96,13 @@ def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
         "left": [members(owed) for owed in left],
         "memory_kept": False,
     }
-    answer.show(f"run {reader.run}: nothing lies in host memory")
+    answer.show(f"run {reader.run}: nothing is in host memory")
     for owed in left:
         answer.show(f"still owed from another tier: {owed}")
     if left:
         them = "that copy" if len(left) == 1 else f"those {len(left)} copies"
         answer.show(
-            f"drain finishes only what lies in memory: the next start of the trainer makes {them}"
+            f"drain flushes only what is in memory: the next start of the trainer makes {them}"
         )
 
 
@@ -127,7 +118,7 @@ def _report(answer: CommandOutput, settings: Config, drained: DrainResult) -> No
         )
     else:
         answer.show(f"run {settings.run}: everything in host memory was durable already")
-    answer.show("host memory is kept" if drained.memory_kept else "host memory is given back")
+    answer.show("host memory is kept" if drained.memory_kept else "host memory is freed")
     for owed in drained.left:
         answer.problem(f"drain: not done: {owed}")
     for problem in drained.problems:

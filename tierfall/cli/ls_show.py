@@ -1,16 +1,16 @@
-"""``ls``, ``show`` and ``schema``: commands that only look, beside a living trainer too."""
+"""``ls``, ``show`` and ``schema``: commands that only read, beside a living trainer too."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import typer
 from rich.table import Table
 
-from tierfall.cli import losses
 from tierfall.cli.common import (
     CommandOutput,
     ConfigOption,
@@ -25,13 +25,27 @@ from tierfall.cli.common import (
     parse_step,
     table,
 )
-from tierfall.cli.facts import ManifestFacts, RunFacts, manifest_facts
+from tierfall.cli.run_facts import (
+    RunFacts,
+    format_bounds,
+    format_loss,
+    known_bounds,
+    reported_bounds,
+)
 from tierfall.config import Config
+from tierfall.core.copies.images import checked_manifest
 from tierfall.core.format.catalog import KnownCheckpoint
-from tierfall.core.types.errors import BackendError
+from tierfall.core.format.records import Manifest
+from tierfall.core.types import keys
+from tierfall.core.types.errors import (
+    BackendError,
+    IntegrityError,
+    NotSupportedError,
+    TierfallError,
+)
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_size
-from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import living
 from tierfall.telemetry.status import Status
@@ -41,7 +55,7 @@ _OF_MANIFEST = ("shard", "image_bytes", "chunks", "chunk_bytes", "tensor_bytes",
 
 
 def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
-    """List the steps of a run: on which tiers, in what state, how large, how old."""
+    """List the steps of a run: age, size, and the state on each tier."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
@@ -54,7 +68,7 @@ def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption =
             "tiers": [_tier_members(reader, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known],
             "loss_bound": to_json(
-                losses.reported_bounds(trainer) if trainer else losses.known_bounds(facts.safety)
+                reported_bounds(trainer) if trainer else known_bounds(facts.safety)
             ),
         }
         if facts.rows_with_damage():
@@ -69,7 +83,7 @@ def show(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show one step in full: its line, its files, its copies and why each stays or goes."""
+    """Show one step in full: its lineage, its files, its copies and why each is kept or deleted."""
     settings = load_settings(config, run)
     named = parse_step(step)
     answer = CommandOutput(as_json)
@@ -142,7 +156,7 @@ def _note_unread(answer: CommandOutput, facts: RunFacts) -> None:
     answer.note_unread(facts.unread)
     for listing in facts.listings:
         for damage in listing.damaged:
-            answer.problem(f"tier {listing.tier} holds something damaged: {damage}")
+            answer.problem(f"tier {listing.tier} holds a damaged file: {damage}")
         for copy in listing.copies:
             if copy.damage is not None:
                 answer.problem(f"{copy.id} is damaged on {of_tier(listing.tier, copy.damage)}")
@@ -184,7 +198,7 @@ def _remarks(facts: RunFacts, checkpoint: KnownCheckpoint) -> Iterable[str]:
     if checkpoint.pinned:
         yield "pinned"
     if checkpoint.abandoned:
-        yield "left behind"
+        yield "abandoned"
     if checkpoint.tombstoned:
         yield "to be deleted"
 
@@ -199,9 +213,9 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
     )
     yield f"run {settings.run}: {what}" + (f" ({held})" if held else "")
     if trainer is not None:
-        yield losses.format_bounds(losses.reported_bounds(trainer), what=losses.lost_and_read_back)
+        yield format_bounds(reported_bounds(trainer), describe=format_loss)
     elif facts.known:
-        yield losses.format_bounds(losses.known_bounds(facts.safety), tuple(facts.unread))
+        yield format_bounds(known_bounds(facts.safety), tuple(facts.unread))
     if facts.owner is not None:
         yield f"a trainer owns it: {facts.owner}"
 
@@ -214,7 +228,7 @@ def _in_full(
 ) -> Iterable[Table | str]:
     yield _head(facts, checkpoint)
     yield ""
-    copies = table("COPY", "STATE", "SIZE", "MARKS", "STAYS OR GOES", right=("SIZE",))
+    copies = table("COPY", "STATE", "SIZE", "MARKS", "RETENTION", right=("SIZE",))
     for tier, copy in checkpoint.copies.items():
         decision = facts.decision(tier, checkpoint.id)
         copies.add_row(
@@ -244,7 +258,7 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
     made.add_row("attempt", str(checkpoint.id.attempt))
     if commit is not None:
         start = commit.line.started_from
-        made.add_row("line", f"number {commit.line.ordinal}, {_from(start)}")
+        made.add_row("lineage", f"number {commit.line.ordinal}, {_from(start)}")
         made.add_row("saved", f"{_wall_time(commit.wall_time_s)}, {_age(facts, checkpoint)} ago")
         made.add_row(
             "by", f"{', '.join(commit.nodes)} ({counted(commit.world_size, 'rank', 'ranks')})"
@@ -260,7 +274,7 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
 
 
 def _from(start: CheckpointId | None) -> str:
-    return "begun anew" if start is None else f"continued from {start}"
+    return "started from nothing" if start is None else f"continued from {start}"
 
 
 def _wall_time(wall_time_s: float) -> str:
@@ -284,7 +298,7 @@ def _manifest_lines(manifest: ManifestFacts) -> Iterable[Table | str]:
 def _files(
     reader: RunReader, tier: str, checkpoint: KnownCheckpoint, answer: CommandOutput
 ) -> list[tuple[str, int]]:
-    """Name the files of a copy; what lies in memory has none."""
+    """Return name and size of each file of a copy; none for host memory."""
     store = reader.stores.get(tier)
     if store is None:
         return []
@@ -293,3 +307,87 @@ def _files(
     except BackendError as error:
         answer.problem(f"tier {tier}: its files could not be listed: {error}")
         return []
+
+
+# Manifests -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFacts:
+    """A tensor, or the block of it that an image holds."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestFacts:
+    """One image by its manifest; sizes are raw bytes."""
+
+    shard: str
+    image_bytes: int
+    chunks: int
+    chunk_bytes: int
+    tensors: tuple[TensorFacts, ...]
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors)
+
+    def largest(self, count: int) -> list[TensorFacts]:
+        return sorted(self.tensors, key=lambda t: (-t.bytes, t.name))[:count]
+
+
+def manifest_facts(
+    reader: RunReader, checkpoint: KnownCheckpoint
+) -> tuple[list[ManifestFacts], list[tuple[str, TierfallError]]]:
+    """Read each shard's manifest from the fastest copy where it is good; return also the errors, each with its tier."""
+    found: list[ManifestFacts] = []
+    problems: list[tuple[str, TierfallError]] = []
+    if checkpoint.commit is None:
+        return found, problems
+    size = checkpoint.commit.world_size
+    opener = reader.opener()
+    for rank in range(size):
+        shard = Shard(rank, size)
+        for tier, copy in checkpoint.copies.items():
+            if copy.commit is None:
+                continue
+            if size > 1 and copy.commit.file(keys.manifest_name(shard)) is None:
+                continue  # the record of one node, or of one rank's memory, names only its own shards
+            try:
+                manifest = checked_manifest(opener(tier, checkpoint.id, shard), copy.commit, shard)
+                found.append(_facts_of(manifest))
+            except (IntegrityError, NotSupportedError, BackendError) as error:
+                problems.append((tier, error))
+                continue
+            break
+    return found, problems
+
+
+def _facts_of(manifest: Manifest) -> ManifestFacts:
+    shard = manifest.shard
+    try:
+        tensors = tuple(_tensor(piece) for piece in json.loads(manifest.pieces))
+    except (KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(
+            f"manifest of {manifest.line.checkpoint}: its tensor table is invalid: {error!r}"
+        ) from error
+    return ManifestFacts(
+        shard=f"rank {shard.rank} of {shard.world_size}",
+        image_bytes=manifest.image_bytes,
+        chunks=manifest.chunk_count,
+        chunk_bytes=manifest.chunk_bytes,
+        tensors=tensors,
+    )
+
+
+def _tensor(piece: dict[str, Any]) -> TensorFacts:
+    return TensorFacts(
+        name=str(piece["name"]),
+        dtype=str(piece["dtype"]),
+        shape=tuple(int(length) for length in piece["lengths"]),
+        bytes=int(piece["end"]) - int(piece["start"]),
+    )

@@ -1,4 +1,4 @@
-"""``prune``, ``pin``, ``unpin``, ``rm`` and ``forget``: a person's orders about what stays and what goes."""
+"""``prune``, ``pin``, ``unpin``, ``rm`` and ``forget``: the commands that decide what is kept and what is deleted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tierfall.cli.common import (
     CommandOutput,
     ConfigOption,
     JsonOption,
+    ProgressBar,
     RunOption,
     StepArgument,
     counted,
@@ -26,7 +27,6 @@ from tierfall.cli.common import (
     warn_of,
     watched,
 )
-from tierfall.cli.progress import ProgressBar
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner
@@ -37,10 +37,8 @@ from tierfall.core.types.view import Decision, Verdict
 from tierfall.ops import commands
 from tierfall.ops.reader import RunReader
 
-UNREAD = (
-    "What stays was not read, and counts as good by its commit record: 'tierfall verify' reads it."
-)
-_DID = {CommandKind.PIN: "pinned", CommandKind.UNPIN: "unpinned", CommandKind.DELETE: "deleted"}
+UNREAD = "Kept copies were not read; they count as good by their commit records. 'tierfall verify' reads them."
+_DONE = {CommandKind.PIN: "pinned", CommandKind.UNPIN: "unpinned", CommandKind.DELETE: "deleted"}
 
 
 def pin(
@@ -49,7 +47,7 @@ def pin(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep a step on every tier that holds it, whatever the rules say, until it is unpinned."""
+    """Protect a step from every deletion rule, on every tier that holds it, until it is unpinned."""
     _run_command(CommandKind.PIN, step, load_settings(config, run), CommandOutput(as_json))
 
 
@@ -59,14 +57,15 @@ def unpin(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take the pin off a step, on every tier."""
+    """Remove the pin of a step, on every tier."""
     _run_command(CommandKind.UNPIN, step, load_settings(config, run), CommandOutput(as_json))
 
 
 def rm(
     step: StepArgument,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Delete the newest step, too, without asking.")
+        bool,
+        typer.Option("--yes", "-y", help="Delete without a confirmation, the newest step too."),
     ] = False,
     config: ConfigOption = None,
     run: RunOption = None,
@@ -81,7 +80,7 @@ def rm(
 def _run_command(
     kind: CommandKind, step: str, settings: Config, answer: CommandOutput, *, yes: bool = True
 ) -> None:
-    """Find what is meant, and carry the order out, or leave it for the trainer that lives."""
+    """Find the checkpoint, and execute the command, or leave a mark for the living trainer."""
     named = parse_step(step)
     verb = "rm" if kind is CommandKind.DELETE else str(kind)
     with RunReader(settings) as reader:
@@ -95,48 +94,45 @@ def _run_command(
     if kind is CommandKind.DELETE:
         _check_deletion(checkpoint, known, yes=yes, ask=not answer.as_json)
     if owner is not None:
-        carried = commands.leave_mark(settings, kind, checkpoint)
-        failed = {**carried.failed, **unread}
+        result = commands.leave_mark(settings, kind, checkpoint)
+        failed = {**result.failed, **unread}
     else:
         warn_of(elsewhere)
-        carried = commands.run_command(settings, kind, checkpoint.id)
-        failed = dict(carried.failed)
+        result = commands.run_command(settings, kind, checkpoint.id)
+        failed = dict(result.failed)
     answer.document = {
         "run": settings.run,
         "order": verb,
         **members(checkpoint, "id"),
-        "done": list(carried.done),
+        "done": list(result.done),
         "failed": {tier: str(error) for tier, error in failed.items()},
         "left_to": owner_members(owner),
     }
-    answer.show(*_describe_result(kind, carried, owner))
+    answer.show(*_describe_result(kind, result, owner))
     for tier, error in failed.items():
         answer.problem(f"{verb} {checkpoint.id}: {of_tier(tier, error)}")
     answer.finish()
 
 
 def _describe_result(
-    kind: CommandKind, carried: commands.CommandResult, owner: LockOwner | None
+    kind: CommandKind, result: commands.CommandResult, owner: LockOwner | None
 ) -> Sequence[str]:
-    if not carried.done:
+    if not result.done:
         return ()
-    where = ", ".join(carried.done)
+    where = ", ".join(result.done)
     if owner is None:
-        return (f"{_DID[kind]} {carried.id} on {where}",)
+        return (f"{_DONE[kind]} {result.id} on {where}",)
+    when = "after its next commit there"
+    trainer = f"the trainer (process {owner.pid})"
     if kind is CommandKind.DELETE:
-        return (
-            f"marked {carried.id} for deletion on {where}: the trainer (process {owner.pid}) deletes it after its next "
-            "commit there",
-        )
-    return (
-        f"{_DID[kind]} {carried.id} on {where}: the trainer (process {owner.pid}) heeds it after its next commit there",
-    )
+        return (f"marked {result.id} for deletion on {where}: {trainer} deletes it {when}",)
+    return (f"{_DONE[kind]} {result.id} on {where}: {trainer} reads the mark {when}",)
 
 
 def _check_deletion(
     checkpoint: KnownCheckpoint, known: Sequence[KnownCheckpoint], *, yes: bool, ask: bool
 ) -> None:
-    """Refuse to delete what is pinned, and without a yes what a restore would take."""
+    """Refuse to delete a pinned checkpoint, and, without a confirmation, the one that a restore would choose."""
     id = checkpoint.id
     if checkpoint.pinned:
         refuse(f"rm: {id} is pinned; unpin it first: tierfall unpin {id}")
@@ -146,7 +142,7 @@ def _check_deletion(
     after = f"the next is {restorable[1]}" if len(restorable) > 1 else "there is no other"
     what = f"{id} is the newest step that can be restored; {after}"
     if not (ask and at_terminal()):
-        refuse(f"rm: {what}. Say --yes to delete it all the same")
+        refuse(f"rm: {what}. To delete it, repeat with --yes")
     if not typer.confirm(f"{what}. Delete it?"):
         refuse("rm: nothing was deleted")
 
@@ -160,13 +156,16 @@ def at_terminal() -> bool:
 
 def prune(
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be done, and why.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the decisions and their reasons, and delete nothing."
+        ),
     ] = False,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Apply the rules of retention now, on every stored tier, and say why each copy stays or goes."""
+    """Apply the retention rules now, on every stored tier; print for each copy why it is kept or deleted."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
@@ -176,7 +175,7 @@ def prune(
     if owner is not None and not dry_run:
         refuse(
             f"prune: a trainer owns run {settings.run!r} ({owner}) and applies the rules itself after each commit; "
-            "nothing was changed. With --dry-run, see what it will do"
+            "nothing was changed. --dry-run shows what it will do"
         )
     if dry_run:
         planned = commands.plan_prune(settings, listings)
@@ -194,7 +193,7 @@ def prune(
     answer.show(*_decided(pruned, dry_run))
     if any(decision.verdict is Verdict.DROP for decision in pruned.decisions):
         answer.show(UNREAD)
-    if dry_run:  # else it was logged
+    if dry_run:  # else they were logged
         answer.show(*notes)
     for tier, error in pruned.unread.items():
         answer.problem(f"tier {tier} could not be read, nothing is decided there: {error}")
@@ -232,32 +231,30 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
 
 
 def forget(
-    tier: Annotated[str, typer.Argument(help="The tier's name in the configuration.")],
+    tier: Annotated[str, typer.Argument(help="The name of the tier in the configuration.")],
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let the other tiers, and this machine, forget a tier whose files were removed on purpose."""
+    """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
         refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
-    forgot, failed = commands.forget(settings, tier)
+    forgotten_by, failed = commands.forget(settings, tier)
     answer.document = {
         "run": settings.run,
         "tier": tier,
-        "forgotten_by": list(forgot),
+        "forgotten_by": list(forgotten_by),
         "failed": {name: str(error) for name, error in failed.items()},
     }
-    if forgot:
+    if forgotten_by:
         answer.show(
-            f"{tier} is forgotten by {', '.join(forgot)}: an empty folder there is taken for a new one"
+            f"{tier} is forgotten by {', '.join(forgotten_by)}: an empty folder there counts as a new tier"
         )
     elif not failed:
-        answer.show(
-            f"nothing remembers {tier}: an empty folder there is taken for a new one already"
-        )
+        answer.show(f"nothing remembers {tier}: an empty folder there counts as a new tier already")
     for name, error in failed.items():
         answer.problem(f"forget {tier}: {of_tier(name, error)}")
     answer.finish()

@@ -1,0 +1,404 @@
+"""``check``: validate the configuration, measure every tier, list its guarantees, and forecast a day.
+
+The forecast needs the size of an image and the interval between saves: from the options, or from the run's newest
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tierfall.cli.common import (
+    CommandOutput,
+    ConfigOption,
+    Exit,
+    JsonOption,
+    RunOption,
+    cell,
+    counted,
+    load_settings,
+    of_tier,
+    parse_option,
+    refuse,
+    table,
+    watched,
+)
+from tierfall.cli.run_facts import RunFacts, format_bounds, known_bounds
+from tierfall.config import Config
+from tierfall.core.format.catalog import KnownCheckpoint, merge
+from tierfall.core.format.records import Commit
+from tierfall.core.types.text import members, to_json
+from tierfall.core.types.units import (
+    format_duration,
+    format_rate,
+    format_share,
+    format_size,
+    parse_duration,
+    parse_size,
+)
+from tierfall.core.types.values import Codec
+from tierfall.ops.commands import notes_on_metrics
+from tierfall.ops.measure import SIZE_MAX_BYTES, TierMeasurement, measure
+from tierfall.ops.reader import RunReader
+from tierfall.plan.day import DayForecast, forecast_day
+from tierfall.plan.simulate import SimulatedChain, Workload
+from tierfall.setup.tiers import is_shared, tier_rules
+
+
+def check(
+    size: Annotated[
+        str, typer.Option("--size", metavar="SIZE", help="Bytes to write to each tier.")
+    ] = "64MiB",
+    image: Annotated[
+        str | None,
+        typer.Option("--image", metavar="SIZE", help="For the forecast: one rank's image."),
+    ] = None,
+    save_every: Annotated[
+        str | None,
+        typer.Option("--save-every", metavar="TIME", help="For the forecast: time between saves."),
+    ] = None,
+    step_time: Annotated[
+        str | None,
+        typer.Option("--step-time", metavar="TIME", help="For the forecast: one training step."),
+    ] = None,
+    steps_per_hour: Annotated[
+        float | None,
+        typer.Option(
+            "--steps-per-hour",
+            metavar="N",
+            help="For the forecast: steps in an hour, in place of --step-time.",
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="For the forecast: number of ranks.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
+    ] = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the configuration, measure every tier with real bytes, which are removed again, and forecast a day."""
+    settings = load_settings(config, run)
+    size_bytes = _size(size)
+    inputs = ForecastInputs.read(
+        image=image,
+        save_every=save_every,
+        step_time=step_time,
+        steps_per_hour=steps_per_hour,
+        ranks=ranks,
+        nodes=nodes,
+    )
+    answer = CommandOutput(as_json)
+    console = Console(stderr=False)
+    with console.status("check", spinner="line") if watched(as_json) else _NoSpinner() as status:
+        tiers = measure(settings, size_bytes, lambda name: status.update(f"check: {name}"))
+    answer.document = {
+        "run": settings.run,
+        "size_bytes": size_bytes,
+        "tiers": [members(tier) for tier in tiers],
+    }
+    _show(answer, tiers, size_bytes)
+    report_day(answer, settings, tiers, inputs)
+    _report_loss_bounds(answer, settings, tiers)
+    answer.finish()
+
+
+def _report_loss_bounds(
+    answer: CommandOutput, settings: Config, tiers: Sequence[TierMeasurement]
+) -> None:
+    """Report what survives each loss, how long reading it takes at the measured rates, and which metrics of ``retain``
+    no checkpoint has."""
+    with RunReader(settings) as reader:
+        facts = RunFacts.gather(reader)
+    rates = {t.name: t.read_bytes_per_s for t in tiers if t.read_bytes_per_s is not None}
+    bounds = known_bounds(replace(facts.safety, read_bytes_per_s=rates))
+    saved = any(bound.survives for bound in bounds.values())
+    answer.document["loss_bound"] = to_json(bounds) if saved else None
+    if saved:
+        answer.show("", format_bounds(bounds, tuple(facts.unread)))
+    answer.document["notes"] = notes = notes_on_metrics(settings, facts.listings)
+    answer.show(*notes)
+
+
+class _NoSpinner:
+    """In place of the spinner, where stdout is no terminal."""
+
+    def __enter__(self) -> _NoSpinner:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def update(self, status: str) -> None: ...
+
+
+def _size(text: str) -> int:
+    size_bytes = parse_option("--size", text, parse_size)
+    if not 0 < size_bytes <= SIZE_MAX_BYTES:
+        most = format_size(SIZE_MAX_BYTES)
+        refuse(
+            f"--size: {text!r} cannot be measured; expected more than 0, and {most} at most",
+            Exit.USAGE,
+        )
+    return size_bytes
+
+
+def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes: int) -> None:
+    right = ("WRITE", "READ", "ROUND TRIP", "FREE", "CAPACITY")
+    made = table("TIER", "KIND", *right, "PLACE", right=right)
+    for tier in tiers:
+        made.add_row(
+            tier.name,
+            str(tier.kind),
+            cell(tier.write_bytes_per_s, format_rate),
+            cell(tier.read_bytes_per_s, format_rate),
+            cell(tier.round_trip_s, format_duration),
+            cell(tier.free_bytes, format_size),
+            cell(tier.capacity_bytes, format_size),
+            tier.place,
+        )
+    answer.show(made)
+    for tier in tiers:
+        if tier.durable is not None:
+            answer.show(f"{tier.name}: {', '.join(_guarantees(tier))}")
+        if tier.read_only:
+            answer.show(
+                f"{tier.name}: read-only: it is restored from, and nothing is flushed to it"
+            )
+        if tier.error is not None:
+            answer.problem(of_tier(tier.name, tier.error))
+    good = sum(tier.error is None for tier in tiers)
+    answered = f"{good} of {counted(len(tiers), 'tier', 'tiers')} answered"
+    answer.show(f"{answered}; measured with {format_size(size_bytes)} each")
+
+
+def _guarantees(tier: TierMeasurement) -> list[str]:
+    durable = "durable" if tier.durable else "NOT durable: a power cut may lose what was written"
+    fenced = (
+        "fenced"
+        if tier.fenced
+        else "NOT fenced: an older start that is still alive may commit there"
+    )
+    direct = "direct I/O" if tier.direct_io else "no direct I/O"
+    if not tier.direct_io and tier.kind != "object":
+        direct += ", so reads may come from the page cache"
+    return [durable, fenced, direct]
+
+
+# The forecast of a day -----------------------------------------------------------------------------
+
+
+LATEST = 50
+"""The time of a step is taken from so many of a run's newest checkpoints."""
+NO_FORECAST = (
+    "no forecast of a day: it needs the size of one rank's image (--image 9GiB) and the time between saves "
+    "(--save-every 10m, or --step-time 2s with interval.every); of a run that has saved twice both are known"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastInputs:
+    """The options about the training; None: by the run's checkpoints."""
+
+    image_bytes: int | None
+    save_every_s: float | None
+    step_s: float | None
+    ranks: int | None
+    nodes: int | None
+
+    @classmethod
+    def read(
+        cls,
+        *,
+        image: str | None,
+        save_every: str | None,
+        step_time: str | None,
+        steps_per_hour: float | None,
+        ranks: int | None,
+        nodes: int | None,
+    ) -> ForecastInputs:
+        """Parse the options; ends the command where one is invalid."""
+        if step_time is not None and steps_per_hour is not None:
+            refuse("--step-time and --steps-per-hour exclude each other", Exit.USAGE)
+        if steps_per_hour is not None and not 0 < steps_per_hour < float("inf"):
+            refuse(
+                f"--steps-per-hour: {steps_per_hour} is invalid; expected more than 0", Exit.USAGE
+            )
+        for word, count in (("--ranks", ranks), ("--nodes", nodes)):
+            if count is not None and count < 1:
+                refuse(f"{word}: {count} is invalid; expected 1 or more", Exit.USAGE)
+        if ranks is not None and (nodes or 1) > ranks:
+            refuse(f"--nodes: {nodes} nodes are more than {ranks} ranks", Exit.USAGE)
+        step_s = _positive("--step-time", step_time, parse_duration)
+        return cls(
+            image_bytes=_positive("--image", image, parse_size),
+            save_every_s=_positive("--save-every", save_every, parse_duration),
+            step_s=3600 / steps_per_hour if steps_per_hour else step_s,
+            ranks=ranks,
+            nodes=nodes,
+        )
+
+
+NO_INPUTS = ForecastInputs(image_bytes=None, save_every_s=None, step_s=None, ranks=None, nodes=None)
+
+
+def _positive(word: str, text: str | None, parse: Any) -> Any:
+    if text is None:
+        return None
+    value = parse_option(word, text, parse)
+    if value <= 0:
+        refuse(f"{word}: {text!r} is invalid; expected more than 0", Exit.USAGE)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """Sizes and times by the run's own checkpoints; None: not known."""
+
+    image_bytes: int | None = None
+    step_s: float | None = None
+    save_every_s: float | None = None
+    ranks: int | None = None
+    nodes: int | None = None
+
+
+def measure_run(known: Sequence[KnownCheckpoint]) -> MeasuredRun:
+    """Take sizes and times from the newest checkpoints of the live lineage that the newest attempt saved."""
+    commits = [c.commit for c in known if c.commit is not None and not c.abandoned]
+    if not commits:
+        return MeasuredRun()
+    newest = commits[-1]
+    attempt = newest.line.checkpoint.attempt
+    line = [c for c in commits if c.line.checkpoint.attempt == attempt][-LATEST:]
+    spans = [(b.wall_time_s - a.wall_time_s, b, a) for a, b in pairwise(line)]
+    steps = [
+        span / (b.line.checkpoint.step - a.line.checkpoint.step) for span, b, a in spans if span > 0
+    ]
+    saves = [
+        span / (b.line.ordinal - a.line.ordinal)
+        for span, b, a in spans
+        if span > 0 and b.line.ordinal > a.line.ordinal
+    ]
+    return MeasuredRun(
+        image_bytes=max(_one_rank(c) for c in line),
+        step_s=statistics.median(steps) if steps else None,
+        save_every_s=statistics.median(saves) if saves else None,
+        ranks=newest.world_size,
+        nodes=len(set(newest.nodes)) or 1,
+    )
+
+
+def _one_rank(commit: Commit) -> int:
+    """The size of one image: a record of one node names its own ranks' alone."""
+    images = sum(file.digest is None for file in commit.files)
+    return -(-commit.image_bytes // max(1, images))
+
+
+def workload(settings: Config, inputs: ForecastInputs, run: MeasuredRun) -> Workload | None:
+    """Put together what is known; None where size or interval are not."""
+    image = inputs.image_bytes or run.image_bytes
+    interval = settings.interval
+    steps = interval.every_steps
+    step_s = inputs.step_s or run.step_s
+    by_rule = steps * step_s if steps and step_s else interval.every_s
+    save_every_s = inputs.save_every_s or by_rule or run.save_every_s
+    if image is None or save_every_s is None:
+        return None
+    ranks = inputs.ranks or (run.ranks if inputs.image_bytes is None else None) or 1
+    nodes = inputs.nodes or (run.nodes if ranks == run.ranks else None) or 1
+    return Workload(
+        image_bytes=image,
+        save_every_s=save_every_s,
+        steps_per_save=steps or 1,
+        ranks=ranks,
+        nodes=min(nodes, ranks),
+    )
+
+
+def report_day(
+    answer: CommandOutput,
+    settings: Config,
+    tiers: Sequence[TierMeasurement],
+    inputs: ForecastInputs,
+) -> None:
+    """Report the forecast of a day, or the options that it needs."""
+    load = workload(settings, inputs, MeasuredRun())
+    source = "by the options"
+    if load is None:
+        source = (
+            "by the run's own checkpoints" if inputs == NO_INPUTS else "by the options and the run"
+        )
+        with RunReader(settings) as reader:
+            load = workload(settings, inputs, measure_run(merge(reader.list())))
+    if load is None:
+        answer.document["forecast"] = None
+        answer.show("", NO_FORECAST)
+        return
+    rates = _rates(settings, tiers)
+    chain = SimulatedChain(
+        rules=tier_rules(settings),
+        rates=rates,
+        shared=frozenset(tier.name for tier in settings.stored if is_shared(tier)),
+        host_bytes=settings.host.capacity_bytes,
+        max_wait_s=settings.max_wait_s,
+    )
+    made = forecast_day(chain, load)
+    of_load = members(load, "image_bytes", "save_every_s", "ranks", "nodes")
+    answer.document["forecast"] = of_load | members(made)
+    answer.show("", *_shown(made, load, source))
+    packed = [t.name for t in settings.stored if t.compress.codec is not Codec.NONE]
+    if packed:
+        answer.show(f"{', '.join(packed)}: the forecast counts packed copies with their raw size")
+
+
+def _rates(settings: Config, tiers: Sequence[TierMeasurement]) -> dict[str, float]:
+    """Return the write rates: as measured, and at most what ``bandwidth`` allows, which a short measurement may
+    exceed."""
+    rules = {tier.name: tier for tier in settings.stored}
+    found: dict[str, float] = {}
+    for tier in tiers:
+        file = rules.get(tier.name)
+        allowed = None if file is None else file.bandwidth_bytes_per_s
+        share = 1.0 if file is None else file.bandwidth_share or 1.0
+        known = [r for r in ((tier.write_bytes_per_s or 0.0) * share, allowed) if r]
+        if known:
+            found[tier.name] = min(known)
+    return found
+
+
+def _shown(made: DayForecast, load: Workload, source: str) -> list[Table | str]:
+    of = (
+        ""
+        if load.ranks == 1
+        else f" on each of {load.ranks} ranks, {counted(load.nodes, 'node', 'nodes')}"
+    )
+    saves = counted(made.saves, "save", "saves")
+    head = (
+        f"a day with a save every {format_duration(load.save_every_s)} of "
+        f"{format_size(load.image_bytes)}{of} ({source}): {saves}"
+    )
+    right = ("COPY", "EVERY", "TAKES", "BUSY", "KEPT", "HELD", "AT MOST", "FULL AFTER")
+    rows = table("TIER", *right, right=right)
+    for tier in made.tiers:
+        rows.add_row(
+            tier.name,
+            format_size(tier.copy_bytes),
+            format_duration(tier.every_s),
+            cell(tier.copy_s, format_duration),
+            cell(tier.busy, format_share),
+            str(tier.kept),
+            format_size(tier.bytes),
+            format_size(tier.bytes_max),
+            cell(tier.full_s, format_duration),
+        )
+    reasons = [f"{tier.name}: {reason}" for tier in made.tiers for reason in tier.reasons]
+    return [head, rows, *reasons, *made.reasons]

@@ -1,0 +1,224 @@
+"""``copy``: copy a step to a tier that does not hold it. ``export``: write a step, or a part of it, as a file that can
+be read without tierfall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierfall.cli.common import (
+    CommandOutput,
+    ConfigOption,
+    Exit,
+    JsonOption,
+    ProgressBar,
+    RunOption,
+    StepArgument,
+    check_tier,
+    code_of,
+    counted,
+    find_on,
+    load_settings,
+    parse_step,
+    refuse,
+    warn_of,
+    watched,
+)
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
+from tierfall.core.types.errors import IntegrityError, TierfallError
+from tierfall.core.types.text import members
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId
+from tierfall.export.export import ExportFormat, ExportOptions, ExportResult
+from tierfall.export.export import export as export_checkpoint
+from tierfall.ops import commands
+from tierfall.ops.commands import unread
+from tierfall.ops.copy import CopyResult
+from tierfall.ops.copy import copy as copy_checkpoint
+from tierfall.ops.reader import RunReader
+
+
+def copy(
+    step: StepArgument,
+    to: Annotated[str, typer.Option("--to", metavar="TIER", help="The tier to copy to.")],
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a step to a tier that does not hold it, with its marks, from the fastest good copy."""
+    settings = load_settings(config, run)
+    named = parse_step(step)
+    check_tier(settings, to)
+    if to == settings.host.name:
+        refuse(
+            f"copy: {to} is memory, which only the trainer writes; name another tier", Exit.USAGE
+        )
+    answer = CommandOutput(as_json)
+    with RunReader(settings) as reader:
+        owner = reader.owner()
+        listings = reader.list()
+        elsewhere = commands.trained_elsewhere(listings, reader.stores)
+        id = find_certain(answer, listings, named, None, doing="copy").id
+    if owner is not None:
+        refuse(
+            f"copy: a trainer owns run {settings.run!r} ({owner}) and flushes by the rules of the file; nothing was "
+            "copied. Copy once it has ended, or start it with another flush: {every: ...} for that tier"
+        )
+    warn_of(elsewhere)
+    with (
+        naming_unread_tiers(answer, listings),
+        ProgressBar("copy", 0, shown=watched(as_json)) as watch,
+    ):
+        copied = copy_checkpoint(settings, id, to, watch.set)
+    _report_copy(answer, settings.run, copied)
+    answer.finish()
+
+
+def _report_copy(answer: CommandOutput, run: str, copied: CopyResult) -> None:
+    answer.document = {"run": run, **members(copied)}
+    size = format_size(copied.bytes)
+    if copied.already:
+        answer.show(f"{copied.tier} holds {copied.id} already, and it is good ({size} read)")
+    else:
+        sources = ", ".join(copied.sources)
+        answer.show(
+            f"copied {copied.id} from {sources} to {copied.tier}, which did not hold it ({size})"
+        )
+    if copied.marks:
+        answer.show(f"marks copied from other tiers: {', '.join(copied.marks)}")
+    answer.show(*(f"note: {note}" for note in copied.notes))
+
+
+# Tiers that could not be read ----------------------------------------------------------------------
+
+
+def find_certain(
+    answer: CommandOutput,
+    listings: Sequence[Listing],
+    named: tuple[int, int | None],
+    tier: str | None,
+    *,
+    doing: str,
+) -> KnownCheckpoint:
+    """Find the checkpoint that STEP names, and report the tiers that could not be read.
+
+    Ends the command where it is absent, and where STEP names no attempt and an unread tier may hold that step of a
+    newer attempt: the one that was found may be abandoned.
+    """
+    found = find_on(answer, listings, named, tier, doing=doing)
+    if tier is not None:
+        return found
+    silent = unread(listings)
+    answer.note_unread(silent)
+    if silent and named[1] is None and may_be_newer(listings, found.id):
+        choice = f"name it {found.id}" + (", or a tier by --tier" if doing == "export" else "")
+        answer.refuse(
+            f"{doing}: a newer attempt than that of {found.id} may have saved step {found.id.step} too, on "
+            f"{', '.join(silent)}: if {found.id} is meant, {choice}"
+        )
+    return found
+
+
+def may_be_newer(listings: Sequence[Listing], id: CheckpointId) -> bool:
+    """Whether a later attempt may have saved the checkpoint's step again: one exists, and is not known to have started
+    at that step or above."""
+    known = merge(listings)
+    numbers = {n for listing in listings for n in listing.attempts} | {c.id.attempt for c in known}
+    begun = {start.attempt: start.step for start in starts_in(listings) if not start.passed_over}
+    newest = max(numbers, default=id.attempt)
+    return any(begun.get(n, -1) < id.step for n in range(id.attempt + 1, newest + 1))
+
+
+@contextmanager
+def naming_unread_tiers(
+    answer: CommandOutput, listings: Sequence[Listing], gone: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
+    """End the command where the block raises; where no copy was good, name the unread tiers that may hold a good one.
+
+    ``gone`` returns a message if the copies were deleted meanwhile; it is called where no good copy was found.
+    """
+    silent = ", ".join(unread(listings))
+    try:
+        yield
+    except IntegrityError as error:
+        if dropped := gone():
+            answer.refuse(dropped)
+        more = f"; {silent} could not be read and may hold a good copy" if silent else ""
+        answer.refuse(f"{error}{more}")
+    except TierfallError as error:
+        answer.refuse(error, code_of(error))
+
+
+# export --------------------------------------------------------------------------------------------
+
+
+def export(
+    step: StepArgument,
+    to: Annotated[
+        Path,
+        typer.Option("--to", metavar="DIR", help="The folder to write into; created if missing."),
+    ],
+    format: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format",
+            help="safetensors, torch for torch.load, or dcp for torch.distributed.checkpoint: DIR itself.",
+        ),
+    ] = ExportFormat.SAFETENSORS,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PREFIX", help="Export only this part: model. May be repeated."
+        ),
+    ] = None,
+    tier: Annotated[
+        str | None, typer.Option("--tier", metavar="NAME", help="Read from this tier only.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an existing file of that name.")
+    ] = False,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint as one file, or as a DCP folder, from the fastest good copy; every chunk is verified."""
+    settings = load_settings(config, run)
+    named = parse_step(step)
+    check_tier(settings, tier)
+    answer = CommandOutput(as_json)
+    wish = ExportOptions(to=to.expanduser(), format=format, only=tuple(only or ()), replace=force)
+    with RunReader(settings) as reader:
+        listings = reader.list()
+        checkpoint = find_certain(answer, listings, named, tier, doing="export")
+        held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
+        tiers = [name for name in held if tier in (None, name)]
+        with (
+            naming_unread_tiers(answer, listings, lambda: _dropped(reader, checkpoint.id, tiers)),
+            ProgressBar("export", 0, shown=watched(as_json)) as watch,
+        ):
+            exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch.set)
+    _report_export(answer, settings.run, exported)
+    answer.finish()
+
+
+def _dropped(reader: RunReader, id: CheckpointId, tiers: Sequence[str]) -> str:
+    """Return a message if no tier that held the checkpoint has a commit record of it any more, else an empty text."""
+    again = [listing for listing in reader.list() if listing.tier in tiers]
+    if any(listing.error is not None or listing.copy(id) is not None for listing in again):
+        return ""
+    return f"export: {id} was deleted while it was read"
+
+
+def _report_export(answer: CommandOutput, run: str, exported: ExportResult) -> None:
+    answer.document = {"run": run, **members(exported)}
+    tensors = counted(exported.tensors, "tensor", "tensors")
+    answer.show(
+        f"exported {exported.id} from {', '.join(exported.sources)} to {exported.path}: {tensors}, "
+        f"{format_size(exported.bytes)}"
+    )
+    answer.show(*(f"passed over: {f.what}: {f.reason}" for f in exported.fallbacks))
+    answer.show(*(f"note: {note}" for note in exported.notes))

@@ -1,0 +1,182 @@
+"""What the reading commands show of a run: listings, retention decisions and loss bounds, from one listing of all
+tiers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from tierfall.cli.common import counted, readable_number
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
+from tierfall.core.runtime.run_lock import LockOwner
+from tierfall.core.types.errors import (
+    TierfallError,
+)
+from tierfall.core.types.units import format_duration
+from tierfall.core.types.values import (
+    LOSS_CLASSES,
+    CheckpointId,
+    CopyState,
+    LossClass,
+    TierKind,
+)
+from tierfall.core.types.view import Decision, LossBound, Verdict, View
+from tierfall.ops.commands import unread, view_of
+from tierfall.ops.reader import RunReader
+from tierfall.policies.defaults import plan_retention
+from tierfall.policies.forecast import loss_bounds
+from tierfall.setup.tiers import tier_rules
+from tierfall.telemetry.status import LossStatus, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """One listing of all tiers of a run. ``safety`` is ``view`` with the read-only tiers, whose copies survive losses
+    too."""
+
+    listings: tuple[Listing, ...]
+    known: tuple[KnownCheckpoint, ...]
+    view: View
+    safety: View
+    owner: LockOwner | None
+    wall_time_s: float
+
+    @classmethod
+    def gather(cls, reader: RunReader) -> Self:
+        listings = reader.list()
+        known = merge(listings)
+        return cls(
+            listings=listings,
+            known=known,
+            view=view_of(reader.config, known),
+            safety=to_view(
+                tier_rules(reader.config, read_too=True), known, wall_time_s=time.time()
+            ),
+            owner=reader.owner(),
+            wall_time_s=time.time(),
+        )
+
+    @property
+    def by_id(self) -> dict[CheckpointId, KnownCheckpoint]:
+        return {c.id: c for c in self.known}
+
+    @property
+    def unread(self) -> dict[str, TierfallError]:
+        return unread(self.listings)
+
+    def rows(self) -> list[CheckpointId]:
+        """Return every checkpoint, and every unfinished one."""
+        unfinished = {id for listing in self.listings for id in listing.unfinished}
+        return sorted({*self.by_id, *unfinished})
+
+    def rows_with_damage(self) -> list[CheckpointId]:
+        """Return ``rows``, and the steps whose folder is a file or a link."""
+        no_folders = {e.checkpoint for listing in self.listings for e in listing.no_folders()}
+        return sorted({*self.rows(), *no_folders})
+
+    def cell(self, id: CheckpointId, tier: str) -> str:
+        """Return the state of a tier's copy in one word; ``-``: none; ``?``: the tier could not be read."""
+        listing = next(x for x in self.listings if x.tier == tier)
+        if listing.error is not None:
+            return "?"
+        copy = listing.copy(id)
+        if copy is not None:
+            return copy.label
+        if listing.no_folders(id.step, id.attempt):
+            return "damaged"
+        if id in listing.unfinished:
+            return str(CopyState.ARRIVING) if self.owner else "unfinished"
+        return "-"
+
+    def age_s(self, checkpoint: KnownCheckpoint) -> float | None:
+        saved_s = checkpoint.wall_time_s
+        return None if saved_s is None else max(0.0, self.wall_time_s - saved_s)
+
+    def owed(self, id: CheckpointId) -> tuple[str, ...]:
+        """Return the tiers that were read and are still owed a copy."""
+        seen = next(c for c in self.view.checkpoints if c.id == id)
+        owed = seen.owed - self.unread.keys()
+        return tuple(tier.name for tier in self.view.tiers if tier.name in owed)
+
+    def decision(self, tier: str, id: CheckpointId) -> Decision:
+        """Return what retention decides about a copy, with the reason."""
+        if all(rules.name != tier for rules in self.view.tiers):
+            reason = "the tier is read-only: nothing is deleted there"
+            return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
+        if self.view.tier(tier).kind is TierKind.HOST:
+            return self._in_memory(tier, id)
+        for decision in plan_retention(self.view, tier):
+            if decision.checkpoint == id:
+                return decision
+        reason = (
+            "it is damaged, and nothing relies on it: a trainer repairs it from a good copy, or deletes it where the "
+            "rules do; so do 'tierfall verify --repair' and 'tierfall rm'"
+        )
+        return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
+
+    def _in_memory(self, tier: str, id: CheckpointId) -> Decision:
+        newest = max((c.id for c in self.view.on(tier) if c.live), default=None)
+        if newest == id:
+            reason = "the newest in memory is always kept"
+        else:
+            reason = "until a save needs its room; the oldest is evicted first"
+        return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
+
+
+# What a failure would cost -------------------------------------------------------------------------
+
+
+def known_bounds(view: View) -> dict[LossClass, LossBound]:
+    """Return what each loss would cost, counted from the newest step on any tier: the current step is not known."""
+    steps = [c.id.step for c in view.checkpoints if c.live and any(map(c.readable_on, c.copies))]
+    return loss_bounds(view, step=max(steps, default=None))
+
+
+def reported_bounds(status: Status) -> dict[LossClass, LossBound]:
+    """Return what each loss would cost by a trainer's status: it knows the current step and the read rates."""
+    return {lost: _read_bound(status.loss_bound.get(lost)) for lost in LOSS_CLASSES}
+
+
+def _read_bound(found: LossStatus | None) -> LossBound:
+    if found is None:
+        return LossBound(survives=None)
+    return LossBound(
+        survives=CheckpointId(found.step, found.attempt),
+        tier=found.tier,
+        steps_lost=found.steps_lost,
+        seconds_lost=readable_number(found.seconds_lost),
+        restore_s=readable_number(found.restore_s),
+    )
+
+
+def format_survivor(bound: LossBound) -> str:
+    """Format what survives, on which tier, and how long reading it takes."""
+    if bound.survives is None:
+        return "nothing"
+    where = f"{bound.survives} on {bound.tier}"
+    if bound.restore_s is not None:
+        where += f", read back in {format_duration(bound.restore_s)}"
+    return where
+
+
+def format_loss(bound: LossBound) -> str:
+    """Format the same, with the steps and the time that would be lost, where the trainer has reported them."""
+    if bound.survives is None or bound.steps_lost is None:
+        return format_survivor(bound)
+    ago = "" if bound.seconds_lost is None else f" ({format_duration(bound.seconds_lost)})"
+    steps = counted(bound.steps_lost, "step", "steps")
+    return f"{format_survivor(bound)}, {steps}{ago} lost"
+
+
+def format_bounds(
+    bounds: Mapping[LossClass, LossBound],
+    unread: Collection[str] = (),
+    *,
+    describe: Callable[[LossBound], str] = format_survivor,
+) -> str:
+    """Format all loss bounds as one line; ``unread`` names the tiers that could not be read."""
+    parts = [f"of the {lost}, {describe(bound)}" for lost, bound in bounds.items()]
+    doubt = f" (not read: {', '.join(unread)})" if unread else ""
+    return f"survives the loss {'; '.join(parts)}{doubt}"

@@ -1,0 +1,232 @@
+"""``tierfall drain``: flush what a dead trainer left in host memory, by a session and its coordinator.
+
+It writes on behalf of the attempt that left the images: where a newer attempt exists, the fence stops it. The owed
+copies are listed before the first is begun; memory is freed once all of them are durable.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierfall.config import Config
+from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.format.records import Attempt
+from tierfall.core.types.errors import FencedError, IntegrityError
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.ops.commands import POLL_S, Watch, check_folders, unread, view_of
+from tierfall.ops.drain_shards import MachineShards
+from tierfall.session.drain_forecast import ForecastLog
+from tierfall.session.leftovers import images_in
+from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.session.requests import must_keep_memory
+from tierfall.session.session import Session
+from tierfall.session.start import Start
+from tierfall.setup.attempts import attempt_of, ids_by_commits, newest_attempt
+from tierfall.setup.tiers import run_folder
+from tierfall.tiers.arena.folder import prepare_folder
+from tierfall.tiers.host import HeldImage, slots_in
+from tierfall.tiers.stored import StoredTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwedCopy:
+    """A copy that a tier is owed; ``bytes`` is its raw size."""
+
+    checkpoint: CheckpointId
+    tier: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint} to {self.tier} ({format_size(self.bytes)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainResult:
+    """``done`` are the copies that became durable, ``left`` those that are still owed; ``memory_kept``: host memory was
+    not freed."""
+
+    done: tuple[OwedCopy, ...]
+    left: tuple[OwedCopy, ...]
+    problems: tuple[str, ...]
+    memory_kept: bool
+    seconds: float
+
+
+def drain(
+    config: Config,
+    deadline_s: float | None,
+    watch: Watch = lambda done, total: None,
+    on_forecast: Callable[[str], None] = lambda line: None,
+) -> DrainResult:
+    """Flush what host memory holds, for ``deadline_s`` seconds at most (None: until done).
+
+    With a deadline, the most valuable copies come first, and a copy that cannot arrive in time is not begun.
+    ``on_forecast`` is called with a sentence per forecast: at the start, and again once the rates of tiers are known.
+    ``watch`` is called with bytes copied and bytes in total.
+
+    Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer is alive;
+    UnreachableError, before anything is created, where a tier's folder is missing.
+    """
+    began = time.monotonic()
+    check_folders(config)
+    slots = len(slots_in(prepare_folder(run_folder(config, config.run))))
+    with ExitStack() as undo:
+        tiers = OpenedTiers(config, run=config.run, accept_arena=True, draining=True)
+        undo.callback(tiers.close, keep=True)
+        images = images_in(tiers.hosts())
+        if not images:  # the owner of a moment ago has flushed them
+            return DrainResult(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
+        _, newest = max(images, key=lambda held: (held[0].attempt, held[0].step))
+        tiers.write_for(writer_of(newest, tiers.listings, tiers.stores, tiers.host.path))
+        planned = _owed(tiers.config, tiers.listings)
+        shards = MachineShards(tiers, slots) if tiers.agrees else None
+        if shards is None:
+            session = Session(tiers, Start(listings=tiers.listings))
+        else:
+            inherited = shards.prepare({owed.tier for owed in planned})
+            planned = tuple(owed for owed in planned if shards.may_flush(owed.checkpoint))
+            start = Start(listings=tiers.listings, inherited=inherited)
+            session = Session(tiers, start, complete=shards.complete)
+        undo.callback(session.abandon)
+        if shards is not None:
+            shards.add_stored(session)
+        session.coordinator.ledger.knows_what_is_good()  # else no copy would be evicted for room
+        until_s = None if deadline_s is None else began + deadline_s
+        if until_s is not None:  # before the first copy is begun in another order
+            session.coordinator.draining.begin(session, until_s, time.monotonic())
+        session.start()
+        undo.pop_all()
+    kept = True
+    try:
+        _wait(session, planned, until_s, watch, on_forecast)
+        if session.coordinator.fenced is not None:
+            raise session.coordinator.fenced
+        done = session.ask(lambda: _committed(session, planned))
+        problems = [*(shards.problems if shards else ()), *map(str, session.coordinator.errors)]
+        kept = must_keep_memory(session) or (shards is not None and bool(set(planned) - done))
+    finally:
+        session.close(keep_memory=kept)
+    problems += [
+        f"tier {name} could not be read: {error}"
+        for name, error in unread(session.listings).items()
+        if shards is None or name not in shards.unknown
+    ]
+    return DrainResult(
+        done=tuple(owed for owed in planned if owed in done),
+        left=tuple(owed for owed in planned if owed not in done),
+        problems=tuple(problems),
+        memory_kept=kept,
+        seconds=time.monotonic() - began,
+    )
+
+
+def writer_of(
+    newest: HeldImage, listings: Sequence[Listing], stores: Mapping[str, StoredTier], path: Path
+) -> Attempt:
+    """Return the attempt that left the newest image, or a later one of this node whose process is dead.
+
+    Such a process saved nothing that memory does not hold. Raises FencedError where another later attempt exists,
+    IntegrityError where the record of one is damaged.
+    """
+    line = newest.commit.line
+    number = line.checkpoint.attempt
+    try:
+        later = newest_attempt(listings, stores, above=number)
+    except IntegrityError as error:
+        raise IntegrityError(
+            f"drain: {error}: it may be of a newer start than the one that left {path}, and nothing is written beside "
+            f"a newer start. If no newer start of run {line.run!r} is alive, remove that file, and drain again"
+        ) from error
+    if later is None:
+        attempt = attempt_of(line)
+        # A person has asked for these images to be flushed: a damaged record counts as theirs, unless commit records
+        # show that the number is another attempt's.
+        for listing in listings:
+            if listing.tier in stores and ids_by_commits(listing, number) <= {attempt.id}:
+                stores[listing.tier].vouch_for(attempt)
+        return attempt
+    attempt, tier = later
+    if not _is_dead(attempt):
+        raise FencedError(
+            f"drain: attempt {number} of run {line.run!r} was followed by attempt {attempt.number} (process "
+            f"{attempt.pid} on {attempt.node}) by tier {tier}: nothing of the older one is written any more. If its "
+            f"images are not needed, remove {path}"
+        )
+    return attempt
+
+
+def _is_dead(attempt: Attempt) -> bool:
+    if attempt.node != socket.gethostname():
+        return False
+    try:
+        os.kill(attempt.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def known_owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
+    """Return every copy that is owed to a tier that could be read, oldest first: the other tiers may have theirs."""
+    silent = unread(listings)
+    return tuple(owed for owed in _owed(config, listings) if owed.tier not in silent)
+
+
+def _owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
+    view = view_of(config, merge(listings))
+    return tuple(
+        OwedCopy(checkpoint=c.id, tier=tier, bytes=max(copy.bytes for copy in c.copies.values()))
+        for c in view.checkpoints
+        for tier in (t.name for t in config.stored if t.name in c.owed)
+    )
+
+
+def _wait(
+    session: Session,
+    planned: tuple[OwedCopy, ...],
+    until_s: float | None,
+    watch: Watch,
+    on_forecast: Callable[[str], None],
+) -> None:
+    """Wait until nothing is owed, or the deadline ``until_s`` of the monotonic clock."""
+    total = sum(owed.bytes for owed in planned)
+    forecast = ForecastLog(on_forecast)
+    if until_s is not None:
+        forecast.say(session.ask(lambda: session.coordinator.draining.plan), first=True)
+    while True:
+        left_s = POLL_S if until_s is None else min(POLL_S, max(0.0, until_s - time.monotonic()))
+        ended = session.wait_idle(left_s) or (until_s is not None and time.monotonic() >= until_s)
+        watch(session.ask(lambda: _copied_bytes(session)), total)
+        if ended:
+            return
+        if until_s is not None:
+            forecast.say(session.ask(lambda: session.coordinator.draining.plan))
+
+
+def _copied_bytes(session: Session) -> int:
+    lanes = session.coordinator.lanes.values()
+    return sum(count for lane in lanes for count in lane.edge_bytes.values())
+
+
+def _committed(session: Session, planned: tuple[OwedCopy, ...]) -> set[OwedCopy]:
+    """Return the planned copies that became durable. One that retention has deleted since counts, as long as no copy
+    was given up or set aside."""
+    coordinator = session.coordinator
+    counters = coordinator.counters
+    left = set(coordinator.left_undone())
+    done = set()
+    for owed in planned:
+        entry = coordinator.ledger.entries.get(owed.checkpoint)
+        committed = entry is not None and entry.state(owed.tier) is CopyState.COMMITTED
+        settled = owed.tier in session.stores and (owed.checkpoint, owed.tier) not in left
+        if committed or (settled and not counters.given_up_copies + counters.set_aside_copies):
+            done.add(owed)
+    return done
