@@ -419,12 +419,12 @@ def test_default_capacity_follows_the_first_image_and_the_free_memory() -> None:
 def test_default_capacity_that_holds_no_image_is_refused() -> None:
     """What helps is said: a capacity, where the image fits into what is free, and else more room alone."""
     with pytest.raises(
-        CapacityError, match=r"takes 101 MiB .*\(100 MiB .*`capacity` to .* 101 MiB"
+        CapacityError, match=r"needs 101 MiB .*\(100 MiB .*`capacity` to .* 101 MiB"
     ):
         room(300 * MIB, 200 * MIB).default_capacity_bytes(
             image_bytes=100 * MIB, extent_bytes=101 * MIB
         )
-    with pytest.raises(CapacityError, match=r"takes 199 MiB .*\); raise the size of /dev/shm"):
+    with pytest.raises(CapacityError, match=r"needs 199 MiB .*\); raise the size of /dev/shm"):
         room(300 * MIB, 200 * MIB).default_capacity_bytes(
             image_bytes=198 * MIB, extent_bytes=199 * MIB
         )
