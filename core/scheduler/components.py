@@ -217,10 +217,10 @@ class Components(Hooks):
             "unread": unread,
         }
         if council is None:
-            self._group = OneRank(self.ledger)
+            self.group = OneRank(self.ledger)
             self._commands = Commands(**alone)
         else:
-            self.commits = self._group = Commits(
+            self.commits = self.group = Commits(
                 council=council,
                 ledger=self.ledger,
                 shared=shared,
@@ -257,10 +257,6 @@ class Components(Hooks):
         return self._flusher.fenced
 
     # Hooks -----------------------------------------------------------------------------------------
-
-    @property
-    def group(self) -> OneRank:
-        return self._group
 
     def dispatch(self, task: Task) -> None:
         if self.damages.holds_back(task):

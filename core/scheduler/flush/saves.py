@@ -96,7 +96,7 @@ class CaptureEvents:
 
     def found_damaged(self, id: CheckpointId, why: str) -> None:
         """A reader of this rank has found that an image in memory differs from its digests. It is evicted if a tier has
-        the checkpoint; otherwise it is kept, as some of its tensors may be good, and its handle reports the damage."""
+        the checkpoint; otherwise it is kept, as some of its tensors may be good, and its damage is noted."""
         entry, host = self._ledger.entries.get(id), self._ledger.host
         if entry is None or entry.state(host) is not CopyState.SEALED or host in entry.damage:
             return

@@ -18,9 +18,8 @@ from tierfall.core.types.values import CheckpointId
 class Hooks(Protocol):
     """See the module."""
 
-    @property
-    def group(self) -> OneRank:
-        """What this rank decides itself and what it asks rank 0: ``Commits`` where the run has several ranks."""
+    group: OneRank
+    """What this rank decides itself and what it asks rank 0: ``Commits`` where the run has several ranks."""
 
     def dispatch(self, task: Task) -> None:
         """Queue a task for the workers. Its outcome arrives at the coordinator."""
