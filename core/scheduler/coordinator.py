@@ -391,16 +391,13 @@ class Coordinator:
 
     def _note_owed(self, only: LedgerEntry | None = None) -> None:
         """Work out what is owed of checkpoints that were found, or of one of them."""
-        view = self.ledger.view()
         # nobody flushes what is scattered, and a rank that has its part in memory would take it for one to come
-        flushed = tuple(c for c in view.checkpoints if c.id not in self.ledger.scattered)
-        view = replace(view, checkpoints=flushed)
-        for checkpoint in flushed:
+        view, left_out = self.ledger.view(), self.ledger.scattered
+        view = replace(view, checkpoints=tuple(c for c in view.checkpoints if c.id not in left_out))
+        for checkpoint in view.checkpoints:
             entry = self.ledger.entries[checkpoint.id]
-            if only not in (None, entry):
-                continue
             ours = entry.shard == self.ledger.shard or entry.parts is not None
-            if entry.commit is not None and (ours or self._tending):
+            if only in (None, entry) and entry.commit is not None and (ours or self._tending):
                 pinned = checkpoint.pinned or checkpoint.id in self.ledger.found_pinned
                 owed = self._policies.still_owed(view, replace(checkpoint, pinned=pinned))
                 entry.owed.update(

@@ -165,4 +165,6 @@ class Watch:
         usual_s = sorted(added_s)[: -1 if cycle == 1 else -2 * cycle]
         share = sum(usual_s) / trained_s
         allowed = rules.overhead + ONE_POINT + start.unseen
-        assert share <= allowed + ROUNDING, f"saving took {share:.3%} more than training, {allowed:.3%} may be"
+        assert share <= allowed + ROUNDING, (
+            f"saving took {share:.3%} more than training, {allowed:.3%} may be"
+        )

@@ -123,3 +123,10 @@ def take_over(
             entry.set_state(host, CopyState.ABSENT)
             ledger.forget_if_gone(entry)
     return inheritance
+
+
+def note_overtaken(ledger: Ledger, late: Mapping[CheckpointId, frozenset[str]] | None) -> None:
+    """Note the tiers that a checkpoint is still owed to though newer ones are there, as the records of all nodes say,
+    in place of what this node's say: else a rank would bring a part that no other brings. None: no other was asked."""
+    for entry in ledger.ordered() if late is not None else ():
+        entry.overtaken = set((late or {}).get(entry.id, ()))

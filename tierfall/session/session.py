@@ -46,7 +46,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.lineage import Key
 from tierfall.core.types.values import CheckpointId
 from tierfall.policies import defaults
-from tierfall.session.adopt import check_life, take_over
+from tierfall.session.adopt import check_life, note_overtaken, take_over
 from tierfall.session.leftovers import (
     AdoptedSlot,
     adopt_slots,
@@ -227,10 +227,8 @@ class Session:
         start = agree_on_start(self)
         self._held = held_by_all(self, start)
         self._seen = start.seen
-        self._scattered = start.scattered
-        self._overtaken = start.overtaken
-        self._inherited = start.inherited
-        self._deleted = start.deleted
+        self._scattered, self._overtaken = start.scattered, start.overtaken
+        self._inherited, self._deleted = start.inherited, start.deleted
         self._marks = start.marks
         self._warn_of_two_lives()
         return start.first
@@ -390,15 +388,13 @@ class Session:
         written = {self.host.name, *(tier.name for tier in self.config.written)}
         held = [listing for listing in self._held if listing.tier in written]
         ledger.load(merge(held), held)
-        ledger.scattered = self._scattered
-        ledger.deleted = self._deleted
+        ledger.scattered, ledger.deleted = self._scattered, self._deleted
         ledger.note_partial(x for x in self.listings if x.tier in self._seen & written)
         self.host.release_damaged()  # it was said, and makes room
         images = images_in(self.hosts())
         self.inheritance = take_over(ledger, images, self.adopted, self._saved_by_others())
         ledger.note_marks(self._marks)
-        if self._overtaken is not None:
-            ledger.note_overtaken(self._overtaken)
+        note_overtaken(ledger, self._overtaken)
         lanes = {
             name: lane_limits(store, self.config)
             for name, store in self.stores.items()
