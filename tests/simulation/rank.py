@@ -62,7 +62,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard
 from tierfall.policies import defaults
-from tierfall.session.adopt import take_over
+from tierfall.session.adopt import note_overtaken, take_over
 from tierfall.session.start import Start
 from tierfall.setup.attempts import next_number
 from tierfall.setup.tier_identity import TierIdentities
@@ -299,7 +299,7 @@ class Rank:
         ledger.note_partial(x for x in listings if x.tier in start.seen)
         self.inheritance = take_over(ledger, images_of(self.memory), [], start.inherited)
         ledger.note_marks(start.marks)
-        ledger.note_overtaken(start.overtaken)
+        note_overtaken(ledger, start.overtaken)
         attempt = self.attempt
         self.runner = TaskRunner(
             self.stores,

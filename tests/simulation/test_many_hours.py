@@ -12,12 +12,30 @@ from tierfall.policies.cadence import IntervalBound
 
 HOURS = 40
 BLOCKS = 20
+STORAGE_SEEDS = (0, 1, 2, 3, 5)
 
 
 @cache
 def seen_in(seed: int) -> Counter[str]:
     hour = run_many_hour(seed)
     return Counter(hour.counts) + hour.watches[0].bounds
+
+
+@pytest.mark.parametrize("seed", STORAGE_SEEDS)
+def test_no_hour_of_several_ranks_whose_storage_fails_breaks_a_promise(seed: int) -> None:
+    run_many_hour(seed, storage=True)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(159, id="one rank has a part in memory that no rank flushes"),
+        pytest.param(151, id="the record on one node alone names what a tier is still owed"),
+        pytest.param(269, id="a tier is owed what another rank of the node had saved"),
+    ],
+)
+def test_an_hour_whose_storage_fails_that_broke_a_promise_once(seed: int) -> None:
+    run_many_hour(seed, storage=True)
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

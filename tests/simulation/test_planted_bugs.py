@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.hour import run_hour
-from tests.simulation.many_hour import run_many_hour
+from tests.simulation.many_hour import ManyHour, run_many_hour
 from tierfall.core.format import catalog
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.deletion import deleter
@@ -27,7 +27,10 @@ from tierfall.tiers.documents import Documents
 from tierfall.tiers.listing import TierCatalog
 
 SEEDS = 60
-FIRST = {"rely_on_what_nobody_has_read": 150}
+FIRST = {
+    ("rely_on_what_nobody_has_read", "run_hour"): 150,
+    ("believe_the_commit_record", "run_storage_hour"): 43,
+}
 """Where the seeds of a bug begin that comes about in one hour of sixty."""
 
 
@@ -158,6 +161,11 @@ def believe_a_record_that_was_not_synced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Documents, "sync", lambda documents, key: None)
 
 
+def run_storage_hour(seed: int) -> ManyHour:
+    """Live through an hour of several ranks whose storage fails, too."""
+    return run_many_hour(seed, storage=True)
+
+
 def wrong(run: Callable[[int], Any], seed: int) -> str:
     try:
         run(seed)
@@ -185,6 +193,8 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (believe_a_record_that_was_not_synced, run_hour),
         (decide_per_rank, run_many_hour),
         (save_at_once, run_many_hour),
+        (take_an_absent_tier_for_an_empty_one, run_storage_hour),
+        (believe_the_commit_record, run_storage_hour),
     ],
     ids=lambda value: value.__name__,
 )
@@ -194,7 +204,7 @@ def test_a_planted_bug_is_found_and_its_seed_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(monkeypatch)
-    first = FIRST.get(plant.__name__, 0)
+    first = FIRST.get((plant.__name__, run.__name__), 0)
     seed, said = next(
         ((seed, said) for seed in range(first, first + SEEDS) if (said := wrong(run, seed))),
         (0, ""),

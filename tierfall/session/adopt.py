@@ -131,3 +131,13 @@ def take_over(
             entry.set_state(host, CopyState.ABSENT)
             ledger.forget_if_gone(entry)
     return leftovers
+
+
+def note_overtaken(ledger: Ledger, late: Mapping[CheckpointId, frozenset[str]] | None) -> None:
+    """Replace the tiers that checkpoints are still owed to, though newer ones are there, by what the records of all
+    nodes say: a rank that goes by its own node's records would upload an image that no other rank follows up.
+
+    None: no other rank was asked.
+    """
+    for entry in ledger.ordered() if late is not None else ():
+        entry.overtaken = set((late or {}).get(entry.id, ()))

@@ -28,7 +28,7 @@ from tierfall.core.types.values import CheckpointId, LossClass
 from tierfall.core.types.view import LossBound
 from tierfall.policies import defaults
 from tierfall.policies.forecast import loss_bounds
-from tierfall.session.adopt import take_over
+from tierfall.session.adopt import note_overtaken, take_over
 from tierfall.session.leftovers import Leftovers, images_in
 from tierfall.session.memory_files import MemoryFiles
 from tierfall.session.opened_tiers import OpenedTiers
@@ -340,8 +340,7 @@ def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[L
     images = images_in(tiers.hosts())
     leftovers = take_over(ledger, images, tiers.adopted, start.inherited)
     ledger.note_marks(start.marks)
-    if start.overtaken is not None:
-        ledger.note_overtaken(start.overtaken)
+    note_overtaken(ledger, start.overtaken)
     return ledger, leftovers
 
 

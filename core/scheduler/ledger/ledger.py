@@ -88,13 +88,6 @@ class Ledger:
                     entry = self.entries[id]
                     entry.marks[tier] = entry.marks.get(tier, frozenset()) | names_of_marks
 
-    def note_overtaken(self, late: Mapping[CheckpointId, frozenset[str]]) -> None:
-        """Note the tiers that a checkpoint is still owed to though newer ones are there, as the records of all nodes
-        say, in place of what this node's say: else some ranks would bring their part, and wait for the others'."""
-        for id in self.entries.ids():
-            entry = self.entries[id]
-            entry.overtaken = set(late.get(id, ()))
-
     def note_partial(self, listings: Iterable[Listing]) -> None:
         """Note checkpoints that have a commit record on this node's part of a tier, but are incomplete: a start died
         during their commit or deletion, or a machine is missing."""
