@@ -20,7 +20,7 @@ from tests.simulation.world import CommitReader, attempt_of, host_rules
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.snapshot import Share
 from tierfall.core.format.records import Attempt, Commit
-from tierfall.core.ranks.message_tree import Topic
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.restore.agreement import choose_candidates
 from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.inventory import merge_ranks

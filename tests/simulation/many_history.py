@@ -24,7 +24,7 @@ from tierfall.core.format.commit_files import image_file, without_index
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit
 from tierfall.core.image.dedup import ReplicaDigests
-from tierfall.core.ranks.message_tree import Topic
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, Task
 from tierfall.core.tensor_index.index import read_index
 from tierfall.core.tensor_index.store import checked_index

@@ -42,7 +42,8 @@ from tierfall.core.copies.shard_reader import PASSABLE, find_images
 from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.documents import Spliced, dumps, sha256
 from tierfall.core.format.records import Attempt, Commit, Geometry, Lineage, Manifest, NamedFile
-from tierfall.core.ranks.message_tree import Bodies, Topic
+from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.restore.inventory import describe, unite_copies
 from tierfall.core.runtime.buffers import BufferPool
@@ -355,7 +356,7 @@ class Rank:
             hear(RankReported(topic=topic, body=body, rank=rank))
 
         council.on_gathered, council.on_passed = gathered, passed
-        council.on_announced, council.on_told = announced, told
+        council.on_announced, council.on_reported = announced, told
 
     def die(self, *, memory: bool) -> None:
         """Threads, tasks and unsealed memory are gone; with ``memory``, all of it, but for who lives on there."""

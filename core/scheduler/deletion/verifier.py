@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from tierfall.core.copies.images import Image
 from tierfall.core.format.records import Manifest
-from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
+from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import CheckChunk, OpenCheck, Outcome, Task

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from tierfall.core.format.records import Commit, NamedFile
-from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
+from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.flusher import Flusher

@@ -20,7 +20,8 @@ from typing import Protocol
 
 from tierfall.core.format.commit_files import damage_mark
 from tierfall.core.format.records import Mark
-from tierfall.core.ranks.message_tree import MessageTree, Topic
+from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
 from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry

@@ -31,7 +31,8 @@ from tierfall.core.image.dedup import (
     assign_writers,
     find_difference,
 )
-from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
+from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.scheduler.ledger.tasks import AssignmentRequest
 from tierfall.core.types.text import ranks_named

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable, Iterable
 
 from tierfall.core.format.records import Commit, read_commit
-from tierfall.core.ranks.message_tree import MessageTree, Topic
+from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry, entry_of

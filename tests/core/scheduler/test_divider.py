@@ -46,7 +46,7 @@ class Job:
             hear = divider.hear
             council.on_gathered = lambda t, b, hear=hear: hear(MessagesGathered(topic=t, bodies=b))  # type: ignore[misc]
             council.on_announced = lambda t, b, hear=hear: hear(DecisionAnnounced(topic=t, body=b))  # type: ignore[misc]
-            council.on_told = lambda t, b, r, hear=hear: hear(RankReported(topic=t, body=b, rank=r))  # type: ignore[misc]
+            council.on_reported = lambda t, b, r, hear=hear: hear(RankReported(topic=t, body=b, rank=r))  # type: ignore[misc]
 
     def ask(self, rank: int, step: int, share: ReplicatedTensors) -> None:
         def answer(division: ReplicaAssignment | None) -> None:
