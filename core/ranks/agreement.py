@@ -6,7 +6,7 @@ make the call in time, or made another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -187,3 +187,14 @@ def _check_same_call(what: str, calls: dict[int, str]) -> None:
             f"{what}: {ranks_named(ranks)} called {other} where rank 0 called {what}: every rank makes the same calls "
             "in the same order"
         )
+
+
+def check_same_arguments(what: str, by_rank: Mapping[int, Mapping[str, object]]) -> None:
+    """Raise RanksError where the arguments of a rank's call, by name, are not those of rank 0."""
+    for name, ours in by_rank[0].items():
+        others = [rank for rank, arguments in by_rank.items() if arguments[name] != ours]
+        if others:
+            raise RanksError(
+                f"{what}: {ranks_named(others)} asked for {name}={by_rank[others[0]][name]!r} where rank 0 asked for "
+                f"{name}={ours!r}: every rank asks for the same"
+            )

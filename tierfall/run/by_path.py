@@ -13,14 +13,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tierfall.config import Config
 from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import (
@@ -48,6 +48,21 @@ _NAMES_MAX = 64
 _SLOWER = 10
 """All ranks together may take so many times ``max_wait``: how long it takes is a matter of bytes."""
 _LOOK_AGAIN_S = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathSave(Message):
+    """All ranks are to save their files: ``rank`` has committed them, and has files of these ``names``. ``start`` is
+    the checkpoint that a lineage which has not begun continues from, with its ordinal; rank 0 fills it in."""
+
+    rank: int
+    names: tuple[str, ...]
+    start: tuple[CheckpointId, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUpPath(Message):
+    reason: str
 
 
 @dataclass(slots=True)
@@ -123,7 +138,8 @@ class PathSaves:
         reason = f"its file {name} {why} on rank {self._rank}"
         self._stages.give_up(step, reason)
         if self.session.ranks.many:
-            self.session.ranks.council.tell((TOPIC, _GIVE_UP, step, self._token()), reason)
+            topic = (TOPIC, _GIVE_UP, step, self._token())
+            self.session.ranks.council.tell(topic, GivenUpPath(reason=reason).to_json())
 
     def commit(self, step: int, name: str, target: str) -> None:
         """Rename a file of a step, and save the files of all ranks as this step's checkpoint.
@@ -134,11 +150,11 @@ class PathSaves:
         """
         stage = self._stages.of(step)
         stage.rename(name, target)
-        body = {"rank": self._rank, "names": stage.names()[:_NAMES_MAX]}
-        many = self.session.ranks.many
-        self._wait(
-            self._announce(step, body) if many else self._save(step, body, self._start(step))
-        )
+        save = PathSave(rank=self._rank, names=tuple(stage.names()[:_NAMES_MAX]))
+        if self.session.ranks.many:
+            self._wait(self._announce(step, save))
+        else:
+            self._wait(self._save(step, replace(save, start=self._start(step))))
 
     def close(self, timeout_s: float) -> None:
         """Free what was never committed."""
@@ -166,7 +182,7 @@ class PathSaves:
             self._line.check(step)
             return
         start = self._continued_checkpoint()
-        if start is not None and start[0] < step:
+        if start is not None and start[0].step < step:
             return
         if start is None and self.goes_on and not self.session.ranks.topology.is_root:
             return  # rank 0 knows
@@ -176,15 +192,14 @@ class PathSaves:
                 "one to go on from by path, or call restore(); or choose another run name"
             )
         raise StepError(
-            f"save of step {step} by path: the run goes on from step {start[0]}, and a committed step is never "
+            f"save of step {step} by path: the run goes on from step {start[0].step}, and a committed step is never "
             "overwritten; to go back, load an older step by path first"
         )
 
-    def _continued_checkpoint(self) -> list[int] | None:
-        """The checkpoint that a line which has not begun goes on from: step, attempt, ordinal."""
+    def _continued_checkpoint(self) -> tuple[CheckpointId, int] | None:
+        """The checkpoint that a line which has not begun goes on from, and its ordinal."""
         if self.loaded is not None:
-            id, ordinal = self.loaded
-            return [id.step, id.attempt, ordinal]
+            return self.loaded
         if not self.goes_on:
             return None
         live = [
@@ -192,19 +207,19 @@ class PathSaves:
             for known in self.session.known_by_all()
             if known.commit is not None and not (known.abandoned or known.tombstoned)
         ]
-        return None if not live else [live[-1][0].step, live[-1][0].attempt, live[-1][1]]
+        return live[-1] if live else None
 
-    def _start(self, step: int) -> list[int] | None:
+    def _start(self, step: int) -> tuple[CheckpointId, int] | None:
         if self._line.begun:
             return None
         self._check_step(step)
         return self._continued_checkpoint()
 
-    def _go_on_from(self, start: list[int] | None) -> None:
+    def _go_on_from(self, start: tuple[CheckpointId, int] | None) -> None:
         if start is None or self._line.begun:
             return
-        id, attempt = CheckpointId(start[0], start[1]), self._line.attempt
-        self._line.go_on_from(id, start[2], attempt)
+        (id, ordinal), attempt = start, self._line.attempt
+        self._line.go_on_from(id, ordinal, attempt)
         log_abandoned(self.session.run, self.session.known(), id)
         ledger = self.session.coordinator.ledger
         self.session.ask(lambda: ledger.go_on_from(id, attempt=attempt.number))
@@ -218,13 +233,13 @@ class PathSaves:
     def _token(self) -> str:
         return f"{self._rank}-{next(self._count)}"
 
-    def _announce(self, step: int, body: Mapping[str, Any]) -> SaveHandle:
+    def _announce(self, step: int, save: PathSave) -> SaveHandle:
         """Have every rank save its files, and return the handle of this rank's part."""
         token = self._token()
         asked = self._asked[token] = _PendingRename()
         bound_s = _SLOWER * self._config.max_wait_s
         try:
-            self.session.ranks.council.tell((TOPIC, _SAVE, step, token), body)
+            self.session.ranks.council.tell((TOPIC, _SAVE, step, token), save.to_json())
             if not self.session.wait(asked.done, bound_s):
                 self.session.ranks.check()
                 raise RanksError(
@@ -243,10 +258,11 @@ class PathSaves:
             case RankReported(topic=(_, what, int(step), _)):
                 body = news.body
                 if what == _SAVE:
-                    body = {**body, "start": self._announced_start(step)}
+                    save = PathSave.from_json(body, rank=news.rank)
+                    body = replace(save, start=self._announced_start()).to_json()
                 self.session.ranks.council.announce(news.topic, body)
             case DecisionAnnounced(topic=(_, what, int(step), _)) if what == _GIVE_UP:
-                self._stages.give_up(step, news.body)
+                self._stages.give_up(step, GivenUpPath.from_json(news.body, rank=0).reason)
             case DecisionAnnounced():
                 with self._lock:
                     if self._closed:
@@ -260,7 +276,7 @@ class PathSaves:
                         self._worker.start()
                 self._todo.put(news)
 
-    def _announced_start(self, step: int) -> list[int] | None:
+    def _announced_start(self) -> tuple[CheckpointId, int] | None:
         return None if self._line.begun else self._continued_checkpoint()
 
     def _work(self) -> None:
@@ -268,7 +284,8 @@ class PathSaves:
             _, _, step, token = news.topic
             asked = self._asked.get(str(token), _PendingRename())
             try:
-                handle = asked.handle = self._save(int(step), news.body, news.body["start"])
+                save = PathSave.from_json(news.body, rank=0)
+                handle = asked.handle = self._save(int(step), save)
             except BaseException as error:  # noqa: BLE001 - raised by whoever asked; all ranks have given it up
                 asked.error = error
                 logger.error("rank %d: %s", self._rank, error)
@@ -285,11 +302,11 @@ class PathSaves:
 
     # One rank's part ---------------------------------------------------------------------------------
 
-    def _save(self, step: int, body: Mapping[str, Any], start: list[int] | None) -> SaveHandle:
+    def _save(self, step: int, save: PathSave) -> SaveHandle:
         began = time.monotonic()
         with self._saver.lock:
             self._check()
-            self._go_on_from(start)
+            self._go_on_from(save.start)
             try:
                 self._line.check(step)
             except StepError:
@@ -297,23 +314,23 @@ class PathSaves:
                 raise
             try:
                 self._stages.check_kept(step)
-                files = self._take(step, body)
+                files = self._take(step, save)
                 return self._saver.save_files(self._line, step, files, began)
             except BaseException as error:
                 self._stages.note_failed(step, str(error))
                 self._saver.tell_others(self._line, step, error)
                 raise
 
-    def _take(self, step: int, body: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _take(self, step: int, save: PathSave) -> dict[str, torch.Tensor]:
         """Take this rank's files out of the stage; a rank that wrote none has none."""
         stage = self._stages.take(step)
         if stage is None:
             return {}
         try:
-            same = set(stage.names()).intersection(body["names"])
-            if same and body["rank"] != self._rank:
+            same = set(stage.names()).intersection(save.names)
+            if same and save.rank != self._rank:
                 raise ConfigError(
-                    f"save of step {step} by path: ranks {body['rank']} and {self._rank} both wrote {min(same)}: each "
+                    f"save of step {step} by path: ranks {save.rank} and {self._rank} both wrote {min(same)}: each "
                     "has saved by itself (no_dist=True) to one path. Let all ranks save together, or one alone"
                 )
             return stage.tensors()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from tierfall.core.types.drain_outlook import ArrivalOutlook, DrainDecision
 from tierfall.core.types.units import format_duration
@@ -49,21 +48,6 @@ def forecast_of(decisions: Sequence[DrainDecision]) -> tuple[DrainForecast, ...]
             reason=decision.reason,
         )
         for decision in decisions
-    )
-
-
-def to_json(forecast: Sequence[DrainForecast]) -> list[list[Any]]:
-    """Write a forecast so that other ranks can read it."""
-    return [[f.step, f.attempt, f.tier, f.arrives, f.left_bytes, f.reason] for f in forecast]
-
-
-def from_json(said: Sequence[Sequence[Any]]) -> tuple[DrainForecast, ...]:
-    """Read what ``to_json`` wrote."""
-    return tuple(
-        DrainForecast(
-            step=step, attempt=attempt, tier=tier, arrives=arrives, left_bytes=left, reason=reason
-        )
-        for step, attempt, tier, arrives, left, reason in said
     )
 
 

@@ -21,14 +21,13 @@ Holders = Mapping[int, Sequence[tuple[int, Sequence[int]]]]
 """Of each image: tiers by their place in the chain, fastest first, each with the ranks that can read it there."""
 
 
-class RequestedRanges(NamedTuple):
-    """What is wanted of one image: ``runs``, start and end in turn, of its data, rising, in chunks of ``chunk_bytes``.
-
-    No two runs have bytes of one chunk. Where ``chunk_bytes`` is 0, it is the header that is wanted.
-    """
+@dataclass(frozen=True, slots=True, order=True)
+class RequestedRanges:
+    """What is requested of one image, whose chunks have ``chunk_bytes``. ``edges`` are the starts and ends, in turn, of
+    ascending byte ranges of its data; no two have bytes of one chunk. ``chunk_bytes`` 0 requests the header."""
 
     chunk_bytes: int
-    runs: tuple[int, ...] = ()
+    edges: tuple[int, ...] = ()
 
 
 class RequestedBytes(NamedTuple):
@@ -134,10 +133,10 @@ def _chunks(groups: Sequence[RankGroup], image: int) -> dict[int, list[Requested
     for number, group in enumerate(groups):
         if image not in group.wants:
             continue
-        size, runs = group.wants[image]
+        size, edges = group.wants[image].chunk_bytes, group.wants[image].edges
         if not size:
             found.setdefault(HEADER, []).append(RequestedBytes(number, 0, 0))
-        for start, end in zip(runs[::2], runs[1::2], strict=True):
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
             for index in range(start // size, (end - 1) // size + 1):
                 low, high = max(start, index * size), min(end, (index + 1) * size)
                 found.setdefault(1 + index, []).append(RequestedBytes(number, low, high))

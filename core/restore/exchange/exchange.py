@@ -13,7 +13,6 @@ import secrets
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
@@ -26,7 +25,6 @@ from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.build import Fill
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.exchange import messages
 from tierfall.core.restore.exchange.assign import (
     HEADER,
     ChunkAssignment,
@@ -44,7 +42,10 @@ from tierfall.core.restore.exchange.messages import (
     ExchangeDecision,
     ExchangeRequest,
     NextPhase,
+    NumberRanges,
     UnreadChunks,
+    decide,
+    holders_of,
 )
 from tierfall.core.restore.exchange.payloads import ChunkPayload, HeaderPayload
 from tierfall.core.restore.exchange.rounds import ExchangeRound, Payload, run_round
@@ -54,7 +55,7 @@ from tierfall.core.types.values import Shard
 logger = logging.getLogger("tierfall")
 
 NODES_TRIED = 4
-_SAID = "restore: exchange"
+_CALL = "restore: exchange"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +148,7 @@ class _ExchangedReader(CheckpointReader):
     def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
         sizes = {image: self._known[image][0].chunk_bytes for image in fills}
         wants = {image: requested_ranges(those, sizes[image]) for image, those in fills.items()}
-        wants = {image: want for image, want in wants.items() if want.runs}
+        wants = {image: want for image, want in wants.items() if want.edges}
         mine = self.exchange.ranks.shard
         alone = world_size == mine.world_size and wants.keys() <= {mine.rank}
         while True:
@@ -190,12 +191,13 @@ class _ExchangedReader(CheckpointReader):
             talk.over = True
             return answer.next, []
         assert talk.holders is not None
+        groups = answer.rank_groups()
         try:
-            items = assign(answer.groups, talk.holders, self._excluded())
+            items = assign(groups, talk.holders, self._excluded())
         except UnassignedError as nobody:
             talk.over = True
             raise self._unreadable(nobody) from None
-        round = ExchangeRound(items=items, groups=answer.groups, first_tag=talk.next_tag)
+        round = ExchangeRound(items=items, groups=groups, first_tag=talk.next_tag)
         talk.next_tag = round.next_tag
         if answer.next is NextPhase.HEADERS:
             return answer.next, self._exchange_headers(round, frozenset(ask.wants))
@@ -203,31 +205,32 @@ class _ExchangedReader(CheckpointReader):
 
     def _send(self, ask: ExchangeRequest, timeout_s: float | None) -> ExchangeDecision:
         talk, ranks = self._talk, self.exchange.ranks
-        seen = self._seen() if talk.holders is None else None
-        ask, talk.to_tell = replace(ask, sees=seen, failed=talk.to_tell), []
+        seen = None
+        if talk.holders is None:
+            seen = {tier: NumberRanges.of(images) for tier, images in self._seen().items()}
+        ask, talk.to_tell = replace(ask, sees=seen, failed=tuple(talk.to_tell)), []
         try:
-            said = ranks.agree(_SAID, ask.members(), self._decide, timeout_s=timeout_s)
+            answer = ranks.agree(_CALL, ask, self._decide, ExchangeDecision, timeout_s=timeout_s)
         except TierfallError as lost:
             talk.over, talk.unheard = True, lost
             raise
-        answer = messages.read_answer(said)
         talk.failed += answer.failed
-        if answer.holders is not None:
-            talk.holders = answer.holders
+        if answer.seen is not None:
+            talk.holders = holders_of(answer.seen)
         if answer.stopped is not None:
             talk.over = True
             rank, why = answer.stopped
             raise LostError(f"rank {rank} gave up: {why}")
         if answer.next in (NextPhase.HEADERS, NextPhase.CHUNKS) and talk.wire is None:
-            name = f"tierfall/exchange/{said['name']}"
+            name = f"tierfall/exchange/{answer.name}"
             shard = ranks.shard
             talk.wire = self.exchange.connect(
                 name, shard.rank, shard.world_size, self.exchange.timeout_s
             )
         return answer
 
-    def _decide(self, bodies: Mapping[int, Any]) -> dict[str, Any]:
-        """Rank 0's part: what all do next, and a name for the wire that nobody has used before."""
+    def _decide(self, requests: Mapping[int, ExchangeRequest]) -> ExchangeDecision:
+        """Decide what all ranks do next; for rank 0."""
         exchange = self.exchange
         nodes = enumerate(exchange.ranks.topology.nodes)
         node_of = {rank: node for node, ranks in nodes for rank in ranks}
@@ -235,7 +238,7 @@ class _ExchangedReader(CheckpointReader):
         def place_of(tier: int, rank: int) -> int | None:
             return None if exchange.order[tier] in exchange.shared else node_of[rank]
 
-        return {**messages.decide(bodies, place_of), "name": secrets.token_hex(8)}
+        return decide(requests, place_of, secrets.token_hex(8))
 
     def _excluded(self) -> set[tuple[int, int, int]]:
         """Who need not try to read which chunk: the ranks of a node on which one has failed to, and, after some nodes
@@ -343,7 +346,7 @@ class _ExchangedReader(CheckpointReader):
         failed = UnreadChunks(
             rank=self.exchange.ranks.shard.rank,
             image=image,
-            chunks=tuple(chunks),
+            chunks=NumberRanges.of(chunks),
             retryable=getattr(error, "retryable", False),
             text=str(error),
         )

@@ -14,7 +14,6 @@ from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.raw_files import refuse_files
-from tierfall.core.ranks.message_tree import Bodies
 from tierfall.core.restore.agreement import make_barrier
 from tierfall.core.restore.alternatives import step_instead
 from tierfall.core.restore.candidates import RestoreRequest
@@ -173,7 +172,8 @@ def _by_index(ckpt: Checkpointer, parts: CheckpointReader, own: Shard) -> DcpEnt
         logger.warning("dcp.load: the headers of all ranks are read: %s", error)
     slower_s = ckpt._restorer.slower_s
     have = merged is not None
-    if not ckpt._session.ranks.agree("dcp.load: index", have, _all_have_it, timeout_s=slower_s):
+    ranks = ckpt._session.ranks
+    if not ranks.agree("dcp.load: index", have, _all_have_it, bool, timeout_s=slower_s):
         return None
     assert merged is not None, "all have it"
 
@@ -183,8 +183,8 @@ def _by_index(ckpt: Checkpointer, parts: CheckpointReader, own: Shard) -> DcpEnt
     return DcpEntries(merged, of_all)
 
 
-def _all_have_it(bodies: Bodies) -> bool:
-    return all(bodies.values())
+def _all_have_it(found: dict[int, bool]) -> bool:
+    return all(found.values())
 
 
 def _read_index(ckpt: Checkpointer, parts: CheckpointReader) -> Index | None:
