@@ -145,7 +145,7 @@ def from_json(hint: type[T], body: object, *, rank: int) -> T:
     """Read what ``to_json`` returned for a value of type ``hint``. Raises RanksError, which names ``rank``, the sender,
     and the field, where it is of another type."""
     try:
-        return cast("T", _reader(hint)(body))
+        return cast("T", _reader(cast("Any", hint))(body))
     except _MalformedError as error:
         name = getattr(hint, "__name__", str(hint))
         raise RanksError(
@@ -176,7 +176,7 @@ def _reader(hint: Any) -> _Reader:
         return partial(_column, np.dtype(get_args(args[1])[0]))
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return partial(_enum, hint)
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         hints = get_type_hints(hint)
         return partial(_dataclass, hint, {f.name: _reader(hints[f.name]) for f in fields(hint)})
     raise TypeError(f"a message between ranks cannot hold a {hint}")

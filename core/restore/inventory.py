@@ -100,7 +100,7 @@ def merge_ranks(inventories: Mapping[int, Inventory], order: Sequence[str]) -> t
 
 def _merge_tier(tier: str, by_rank: Mapping[int, TierMessage]) -> Listing:
     if not by_rank:
-        return Listing(tier=tier, error=RanksError(f"no rank has read tier {tier}"))
+        return Listing(tier=tier, error=RanksError(f"no rank has looked at tier {tier}"))
     damaged: list[TierfallError] = []
     errors: list[TierfallError] = []
     starts: list[AttemptStart] = []

@@ -124,7 +124,8 @@ class ManyHistory:
         self.given_up: set[tuple[str, CheckpointId]] = set()
         self.lasting: set[str] = set()
         self.durable: dict[str, CheckpointId] = {}
-        self.counts = {"whole": 0, "there": 0, "given_up": 0, "gone": 0, "crash": 0, "drop": 0}
+        self.counts = {"whole": 0, "given_up": 0, "crash": 0}
+        self.counts |= {"committed": 0, "save_given_up": 0, "delete_copy": 0}
         self.counts |= {"alike": 0, "unlike": 0}
         self.person = Person(self.world, draw)
         self.world.said, self.world.ran = self._said, self._ran
@@ -171,7 +172,7 @@ class ManyHistory:
             copy = str(tier), CheckpointId(int(step), int(attempt))
             if copy not in self.damage.ever:  # else it is its repair that is given up
                 self.given_up.add(copy)
-        if what == "gone":
+        if what == "save_given_up":
             id = CheckpointId(int(step), int(attempt))
             assert id not in self.whole[-1:], f"{id}, the newest that was whole, is given up"
             self.given_up |= {(t, id) for t in self.tiers if (t, id) not in self.committed}
