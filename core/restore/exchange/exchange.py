@@ -47,8 +47,13 @@ from tierfall.core.restore.exchange.messages import (
     decide,
     holders_of,
 )
-from tierfall.core.restore.exchange.payloads import ChunkPayload, HeaderPayload
-from tierfall.core.restore.exchange.rounds import ExchangeRound, Payload, run_round
+from tierfall.core.restore.exchange.rounds import (
+    ChunkPayload,
+    ExchangeRound,
+    HeaderPayload,
+    Payload,
+    run_round,
+)
 from tierfall.core.types.errors import IntegrityError, TierfallError, UnreachableError
 from tierfall.core.types.values import Shard
 

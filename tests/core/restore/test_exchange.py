@@ -14,8 +14,7 @@ from several_help import network, on_all
 
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.exchange.payloads import ChunkPayload
-from tierfall.core.restore.exchange.rounds import _RoundRunner, run_all
+from tierfall.core.restore.exchange.rounds import ChunkPayload, _RoundRunner, run_all
 from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard

@@ -15,8 +15,7 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.restore.agreement import make_barrier
-from tierfall.core.restore.alternatives import step_instead
-from tierfall.core.restore.candidates import RestoreRequest
+from tierfall.core.restore.candidates import RestoreRequest, step_instead
 from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import ResizeRules, merge_parts
 from tierfall.core.tensor_index.as_header import merge_with_index
