@@ -301,9 +301,9 @@ def _without(ids: Collection[CheckpointId], listing: Listing) -> Listing:
 def complete(
     listings: Iterable[Listing],
 ) -> tuple[frozenset[CheckpointId], dict[CheckpointId, str]]:
-    """Return the checkpoints of which every shard is on some tier, and what the other committed ones lack.
+    """Return the checkpoints of which every shard is on some tier, and what each other committed one lacks.
 
-    What some ranks sealed in memory, and nothing completes, is neither: its start died while it sealed.
+    A checkpoint that only some ranks sealed in memory, and no tier completes, is neither: its start died meanwhile.
     """
     whole: set[CheckpointId] = set()
     lacking: dict[CheckpointId, str] = {}
@@ -319,7 +319,7 @@ def complete(
 
 
 def whole_on(listing: Listing, id: CheckpointId) -> bool:
-    """Say whether every shard of a checkpoint is on one tier, as far as a look at it tells."""
+    """Return whether every shard of a checkpoint is on one tier, by its listing."""
     copy = listing.copy(id)
     if copy is None or copy.commit is None or copy.damage is not None:
         return False
@@ -327,7 +327,7 @@ def whole_on(listing: Listing, id: CheckpointId) -> bool:
 
 
 def _lack(known: KnownCheckpoint, tier: str | None = None) -> str:
-    """Say what a checkpoint lacks on all tiers, or on ``tier``; nothing where every shard is there."""
+    """Describe what a checkpoint lacks on all tiers, or on ``tier``; empty where every shard is there."""
     copies = [copy for name, copy in known.copies.items() if tier in (None, name)]
     commits = [copy.commit for copy in copies if copy.commit is not None]
     if not commits:
@@ -338,7 +338,7 @@ def _lack(known: KnownCheckpoint, tier: str | None = None) -> str:
 
 
 def _absent(commits: Sequence[Commit]) -> str:
-    """Name the ranks whose shards these records do not name: ``ranks 8, 9 of 16 are``; nothing where they name all."""
+    """Name the ranks whose shards these records lack: ``ranks 8, 9 of 16 are``; empty where they lack none."""
     world_size = commits[0].world_size
     there = frozenset().union(*(named_shards(commit, world_size) for commit in commits))
     count = world_size - len(there)

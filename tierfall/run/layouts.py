@@ -1,6 +1,6 @@
 """The layouts of what is saved: planned once per structure, and, with other ranks, divided with them.
 
-With other ranks, the first save of a structure waits for all of them to bring what they save (``scheduler.dividing``),
+With other ranks, the first save of a structure waits for all of them to bring what they save (``core/scheduler/group/dedup.py``),
 and digests what several hold. After that a layout is found again with nobody asked, and a part of what several hold
 is read at each save, to be compared (``capture.replicas``).
 """
