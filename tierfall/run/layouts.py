@@ -1,8 +1,8 @@
 """The layouts of what is saved: planned once per structure, and, with other ranks, divided with them.
 
-With other ranks, the first save of a structure waits for all of them to bring what they save (``core/scheduler/group/dedup.py``),
-and digests what several hold. After that a layout is found again with nobody asked, and a part of what several hold
-is read at each save, to be compared (``capture.replicas``).
+With other ranks, the first save of a structure waits until all of them have contributed their tables
+(``core/scheduler/group/dedup.py``), and digests replicated state. Later saves reuse the layout without a message, and
+read a part of the replicated state to compare it (``capture.replicas``).
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ _KINDS = frozenset(
     (Kind.TABLE, Kind.ASK_TABLES, Kind.ASSIGNED, Kind.UNASSIGNED, Kind.UNLIKE, Kind.DIGESTS)
 )
 _REMEMBERED = 64
-_NOT_COMPARED = "what the ranks hold alike was not compared; at the next save it is"
+_NOT_COMPARED = "replicated state was not compared; the next save compares it"
 
 
 @dataclass(slots=True)
@@ -247,7 +247,7 @@ class ReplicaAssigner:
             made = self._made.get(name)
             if made is None:
                 why = SaveFailure(
-                    text="how it was divided is not known any more; at the next save it is"
+                    text="its replica assignment is not known any more; the next save makes a new one"
                 )
             elif (found := self._why_not(made, id, shares)) is not None:
                 why = found
@@ -277,8 +277,8 @@ class ReplicaAssigner:
         for rank in owners:
             if rank not in shares or shares[rank].structure != made.tables[rank].structure:
                 return SaveFailure(
-                    text=f"rank {rank} saved other tensors than before, and others had left it some of those to write; "
-                    "at the next save all divide anew"
+                    text=f"rank {rank} saved other tensors than before, and was to write some of those for others; "
+                    "the next save makes a new assignment"
                 )
         compare = owners if made.compared else made.sharers()
         by_this = {r for r, share in shares.items() if share.assignment == made.assignment.id}
@@ -333,7 +333,7 @@ _UNNAMED = f"ranks have tensors of one name and shape that are not replicas of o
 def _as_failure(found: ReplicaDifference) -> SaveFailure:
     more = f" ({found.more} more tensors likewise)" if found.more else ""
     return SaveFailure(
-        text=f"{{}} is on {ranks_named(found.ranks)} not what it is on {ranks_named(found.others)}{more}: each has a "
+        text=f"{{}} on {ranks_named(found.ranks)} differs from that on {ranks_named(found.others)}{more}: each has a "
         f"tensor of that name and shape, and they are not replicas of one. {_REMEDY}",
         tensor=found.key,
     )

@@ -98,7 +98,7 @@ class GroupCommands(Commands):
         """Carry out, once, a tombstone that any rank has found."""
         if not self._decides:
             self._messages.report(Kind.TOMBSTONE_FOUND, id)
-        elif not any(o.id == id and o.kind is CommandKind.DELETE for o in self._open):
+        elif not any(c.id == id and c.kind is CommandKind.DELETE for c in self._open):
             self._deleted.add(id)
             super().finish_deletion(id)
 
@@ -109,39 +109,39 @@ class GroupCommands(Commands):
             if not part.contributed and not part.command.waiting - {OTHERS}:
                 self._contribute(part)
 
-    def _begin_unknown(self, order: Command) -> None:
+    def _begin_unknown(self, command: Command) -> None:
         """Another rank may have a part of a checkpoint that was deleted."""
-        if order.kind is CommandKind.DELETE and order.id in self._deleted:
-            self._begin(order, None)
+        if command.kind is CommandKind.DELETE and command.id in self._deleted:
+            self._begin(command, None)
         else:
-            super()._begin_unknown(order)
+            super()._begin_unknown(command)
 
     def _is_settling(self, entry: LedgerEntry) -> bool:
         if entry.awaits_others or self._commits.is_ending(entry.id):
             return True
         return super()._is_settling(entry)
 
-    def _begin(self, order: Command, entry: LedgerEntry | None) -> None:
+    def _begin(self, command: Command, entry: LedgerEntry | None) -> None:
         """Begin a command on all ranks; for rank 0."""
-        held = self._held(order.id)
+        held = self._held(command.id)
         self._count += 1
-        body = BegunCommand(kind=order.kind, wall_time_s=order.wall_time_s)
-        self._messages.announce(Kind.COMMAND, order.id, body=body, number=self._count)
-        self._begin_part(self._count, order, entry)
-        if order.kind is CommandKind.DELETE:
+        body = BegunCommand(kind=command.kind, wall_time_s=command.wall_time_s)
+        self._messages.announce(Kind.COMMAND, command.id, body=body, number=self._count)
+        self._begin_part(self._count, command, entry)
+        if command.kind is CommandKind.DELETE:
             for lane in self._lanes:
                 if lane.tier not in held:  # some ranks may have uploaded their images
-                    self._commits.give_up(lane.tier, order.id, f"it was {DELETED}")
+                    self._commits.give_up(lane.tier, command.id, f"it was {DELETED}")
 
-    def _begin_part(self, number: int, order: Command, entry: LedgerEntry | None) -> None:
-        self._parts[order.id] = _OwnPart(number, order)
-        super()._begin(order, entry)
-        order.waiting.add(OTHERS)
+    def _begin_part(self, number: int, command: Command, entry: LedgerEntry | None) -> None:
+        self._parts[command.id] = _OwnPart(number, command)
+        super()._begin(command, entry)
+        command.waiting.add(OTHERS)
 
-    def _drop_all(self, order: Command) -> None:
-        super()._drop_all(order)
-        order.waiting.add(OTHERS)
-        part = self._parts[order.id]
+    def _drop_all(self, command: Command) -> None:
+        super()._drop_all(command)
+        command.waiting.add(OTHERS)
+        part = self._parts[command.id]
         part.contributes, part.contributed = Kind.DELETED, False
 
     def _held(self, id: CheckpointId) -> list[str]:

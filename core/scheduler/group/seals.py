@@ -92,8 +92,8 @@ class GroupSeals:
         if others:  # their images would not be restored together
             self._announce_ordinal(max(ordinals.values()))
             text = (
-                f"{ranks_named(others)} saved it as checkpoint {ordinals[others[0]]} of the line, and rank 0 as "
-                f"checkpoint {ordinals[0]}: every rank saves the same steps. From the next one on all count alike again"
+                f"{ranks_named(others)} saved it as checkpoint {ordinals[others[0]]} of the lineage, and rank 0 as "
+                f"checkpoint {ordinals[0]}: every rank saves the same steps. From the next one on the ordinals agree"
             )
             self._give_up(id, SaveFailure(text=text))
             return
@@ -111,7 +111,7 @@ class GroupSeals:
         if id in self._whole:
             return  # the last of them contributed just now
         kinds = (Kind.SEALED, Kind.COMPARED)
-        missing = [rank for kind in kinds for rank in self._messages.missing(kind, id)]
+        missing = [other for kind in kinds for other in self._messages.missing(kind, id)]
         late = ranks_named(missing) if missing else "another rank"
         text = (
             f"{late} did not save step {id.step} within max_wait ({self._max_wait_s:g} s) of rank {rank}: every rank "

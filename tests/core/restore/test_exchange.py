@@ -291,7 +291,7 @@ def test_a_wire_that_breaks_between_ranks_that_live_ends_the_restore_of_all(
 
     def receive(self: _RoundRunner, get: Any) -> None:
         if self._rank == 1 and get.item.reader == 3 and get.item.chunk:
-            self._wire.cut()
+            self._transport.cut()
         real(self, get)
 
     monkeypatch.setattr(_RoundRunner, "receive", receive)
