@@ -25,7 +25,7 @@ D = TypeVar("D")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call(Message):
+class _RankCall(Message):
     """What one rank contributes: the name of the call that it makes, and its message."""
 
     name: str
@@ -74,7 +74,9 @@ class Agreement:
             self._count += 1
             if self.lost is not None or topic in self._answers:  # it came before this call
                 event.ring()
-            self._message_tree.contribute(topic, _Call(name=what, body=to_json(message)).to_json())
+            self._message_tree.contribute(
+                topic, _RankCall(name=what, body=to_json(message)).to_json()
+            )
             if self._message_tree.topology.is_root:
                 decision = self._decide(topic, what, type(message), decide, event, timeout_s)
             elif self._wait(what, topic, event, timeout_s + ANSWER_S):
@@ -159,7 +161,7 @@ class Agreement:
                         f"{what}: {ranks_named(late)} did not call {what} within {timeout_s:g} s"
                     )
             bodies = self._gathered.pop(topic)
-            calls = {rank: _Call.from_json(body, rank=rank) for rank, body in bodies.items()}
+            calls = {rank: _RankCall.from_json(body, rank=rank) for rank, body in bodies.items()}
             _check_same_call(what, {rank: call.name for rank, call in calls.items()})
             messages = {r: from_json(kind, call.body, rank=r) for r, call in calls.items()}
             decision = to_json(decide(messages))

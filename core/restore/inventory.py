@@ -105,12 +105,12 @@ def _merge_tier(tier: str, by_rank: Mapping[int, TierMessage]) -> Listing:
     errors: list[TierfallError] = []
     starts: list[AttemptStart] = []
     found: dict[CheckpointId, dict[int, FoundCopy]] = {}
-    for rank, said in sorted(by_rank.items()):
-        starts += said.starts
-        if said.error is not None:
-            errors.append(said.error.error_of(rank))
-        damaged += [IntegrityError(f"rank {rank}: {text}") for text in said.damaged]
-        for message in said.copies:
+    for rank, found_here in sorted(by_rank.items()):
+        starts += found_here.starts
+        if found_here.error is not None:
+            errors.append(found_here.error.error_of(rank))
+        damaged += [IntegrityError(f"rank {rank}: {text}") for text in found_here.damaged]
+        for message in found_here.copies:
             found.setdefault(message.id, {})[rank] = message.copy_of(rank, tier)
     copies = []
     for _, copies_by_rank in sorted(found.items()):

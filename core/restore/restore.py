@@ -287,8 +287,8 @@ def _final_error(error: BaseException, of: str, touched: bool) -> BaseException:
         )
     if isinstance(error, RestoreError):
         return _with_cause(RestoreError(f"{error}" + _half_written(touched)), error)
-    said = str(error) if isinstance(error, TierfallError) else repr(error)
-    what = f"{of}: {said}" + _half_written(touched)
+    text = str(error) if isinstance(error, TierfallError) else repr(error)
+    what = f"{of}: {text}" + _half_written(touched)
     if isinstance(error, Exception):
         return _with_cause(RestoreError(what), error)
     error.add_note(what)

@@ -201,9 +201,9 @@ class _ExchangedReader(CheckpointReader):
         groups = answer.rank_groups()
         try:
             items = assign(groups, state.holders, self._excluded())
-        except UnassignedError as nobody:
+        except UnassignedError as unassigned:
             state.over = True
-            raise self._unreadable(nobody) from None
+            raise self._unreadable(unassigned) from None
         round = ExchangeRound(items=items, groups=groups, first_tag=state.next_tag)
         state.next_tag = round.next_tag
         if answer.next is NextPhase.HEADERS:
@@ -366,14 +366,16 @@ class _ExchangedReader(CheckpointReader):
         )
         self._state.to_report.append(failed)
 
-    def _unreadable(self, nobody: UnassignedError) -> TierfallError:
+    def _unreadable(self, unassigned: UnassignedError) -> TierfallError:
         """Return why no rank can read a chunk: retryable if the error of any rank is."""
         tried = [
-            f for f in self._state.failed if f.image == nobody.image and nobody.chunk in f.chunks
+            f
+            for f in self._state.failed
+            if f.image == unassigned.image and unassigned.chunk in f.chunks
         ]
-        said = "; ".join(f"rank {f.rank}: {f.text}" for f in tried) or self.nowhere
+        reasons = "; ".join(f"rank {f.rank}: {f.text}" for f in tried) or self.nowhere
         kind = UnreachableError if any(f.retryable for f in tried) else IntegrityError
-        return kind(f"no rank can read {nobody}: {said}")
+        return kind(f"no rank can read {unassigned}: {reasons}")
 
 
 def _decisive_error(errors: Iterable[BaseException]) -> BaseException:

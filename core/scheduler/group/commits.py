@@ -23,8 +23,8 @@ from tierfall.core.scheduler.group.messages import (
     DrainDeadline,
     GivenUpCopy,
     GroupMessages,
-    Kind,
     LateRanks,
+    MessageKind,
     Ordinal,
     Reason,
     SaveFailure,
@@ -41,7 +41,7 @@ from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 logger = logging.getLogger("tierfall")
 
-_RUN_KINDS = (Kind.DRAIN, Kind.ORDINAL, Kind.FENCED)
+_RUN_KINDS = (MessageKind.DRAIN, MessageKind.ORDINAL, MessageKind.FENCED)
 """What is about the run, and no checkpoint: the topic has no other part."""
 
 
@@ -84,7 +84,9 @@ class Commits(OneRank):
             ledger=ledger,
             tier_commits=self._tiers,
             give_up_save=give_up_save,
-            announce_ordinal=lambda ordinal: self._announce(Kind.ORDINAL, Ordinal(ordinal=ordinal)),
+            announce_ordinal=lambda ordinal: self._announce(
+                MessageKind.ORDINAL, Ordinal(ordinal=ordinal)
+            ),
             max_wait_s=max_wait_s,
         )
         self.divider = self._seals.replicas
@@ -106,7 +108,7 @@ class Commits(OneRank):
         if self.decides:
             self._tiers.give_up(tier, id, reason, by_rule=True, set_aside=False)
         else:  # other ranks that have uploaded wait for this one
-            self._messages.report(Kind.GIVE_UP, id, tier, Reason(text=reason))
+            self._messages.report(MessageKind.GIVE_UP, id, tier, Reason(text=reason))
         return True
 
     def give_up(self, tier: str, id: CheckpointId, reason: str) -> None:
@@ -115,7 +117,7 @@ class Commits(OneRank):
 
     def has_begun(self, tier: str, entry: LedgerEntry) -> None:
         if self.decides:
-            self._messages.announce(Kind.ADMITTED, entry.id, tier)
+            self._messages.announce(MessageKind.ADMITTED, entry.id, tier)
 
     def is_stuck(self, tier: str) -> bool:
         return self._tiers.is_stuck(tier)
@@ -138,42 +140,42 @@ class Commits(OneRank):
     def cannot(
         self, entry: LedgerEntry, tier: str, error: BaseException, *, for_good: bool
     ) -> bool:
-        kind = Kind.COPY_FAILED if for_good else Kind.STUCK
+        kind = MessageKind.COPY_FAILED if for_good else MessageKind.STUCK
         self._messages.report(kind, entry.id, tier, Reason(text=str(error)))
         return for_good
 
     def sets_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> bool:
-        self._messages.report(Kind.SET_ASIDE, entry.id, tier, Reason(text=str(error)))
+        self._messages.report(MessageKind.SET_ASIDE, entry.id, tier, Reason(text=str(error)))
         return True
 
     def lost(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
         failure = SaveFailure(text=str(error), outcome=outcome)
-        self._messages.report(Kind.SAVE_FAILED, id, body=failure)
+        self._messages.report(MessageKind.SAVE_FAILED, id, body=failure)
 
     def saved_in_vain(self, entry: LedgerEntry) -> None:
-        self._report(Kind.ORDINAL, Ordinal(ordinal=entry.ordinal))
+        self._report(MessageKind.ORDINAL, Ordinal(ordinal=entry.ordinal))
 
     def is_fenced(self, error: FencedError) -> None:
-        self._report(Kind.FENCED, Reason(text=str(error)))
+        self._report(MessageKind.FENCED, Reason(text=str(error)))
 
     def ask_for_drain(self, left_s: float) -> None:
         """Report a deadline of this rank to rank 0, which then drains on all ranks."""
-        self._report(Kind.DRAIN, DrainDeadline(left_s=left_s))
+        self._report(MessageKind.DRAIN, DrainDeadline(left_s=left_s))
 
     def announce_drain(self, left_s: float) -> None:
         """Announce a deadline that all ranks drain for; for rank 0."""
-        self._announce(Kind.DRAIN, DrainDeadline(left_s=left_s))
+        self._announce(MessageKind.DRAIN, DrainDeadline(left_s=left_s))
 
     def has_dropped(self, task: DeleteCopy) -> None:
         body = DeletedCopy(
             reason=task.reason, tombstoned=task.tombstoned, next_latest=task.next_latest
         )
-        self._messages.announce(Kind.DELETE_COPY, task.id, task.tier, body)
+        self._messages.announce(MessageKind.DELETE_COPY, task.id, task.tier, body)
 
-    def _report(self, kind: Kind, body: Message) -> None:
+    def _report(self, kind: MessageKind, body: Message) -> None:
         self._message_tree.tell((kind.value,), body.to_json())
 
-    def _announce(self, kind: Kind, body: Message) -> None:
+    def _announce(self, kind: MessageKind, body: Message) -> None:
         self._message_tree.announce((kind.value,), body.to_json())
 
     # Messages --------------------------------------------------------------------------------------
@@ -196,70 +198,74 @@ class Commits(OneRank):
 
     def _on_run_report(self, news: RankReported) -> None:
         match kind_of(news):
-            case Kind.DRAIN:
+            case MessageKind.DRAIN:
                 deadline = DrainDeadline.from_json(news.body, rank=news.rank)
                 self.wants_drain(news.rank, deadline.left_s)
-            case Kind.ORDINAL:
-                self._announce(Kind.ORDINAL, Ordinal.from_json(news.body, rank=news.rank))
-            case Kind.FENCED:
+            case MessageKind.ORDINAL:
+                self._announce(MessageKind.ORDINAL, Ordinal.from_json(news.body, rank=news.rank))
+            case MessageKind.FENCED:
                 reason = Reason.from_json(news.body, rank=news.rank)
-                self._announce(Kind.FENCED, Reason(text=f"rank {news.rank}: {reason.text}"))
+                self._announce(MessageKind.FENCED, Reason(text=f"rank {news.rank}: {reason.text}"))
 
     def _on_run_decision(self, news: DecisionAnnounced) -> None:
         match kind_of(news):
-            case Kind.DRAIN:
+            case MessageKind.DRAIN:
                 self.drains(DrainDeadline.from_json(news.body, rank=0).left_s)
-            case Kind.ORDINAL:
+            case MessageKind.ORDINAL:
                 ordinal = Ordinal.from_json(news.body, rank=0).ordinal
                 self._ledger.least_ordinal = max(self._ledger.least_ordinal, ordinal)
-            case Kind.FENCED:
+            case MessageKind.FENCED:
                 self._flusher.fence(FencedError(Reason.from_json(news.body, rank=0).text))
 
     def _on_gathered(self, topic: CheckpointTopic, news: MessagesGathered) -> None:
         id, tier = topic.id, topic.tier
-        if topic.kind == Kind.UPLOADED:
+        if topic.kind == MessageKind.UPLOADED:
             self._tiers.on_all_uploaded(tier, id, news.bodies, of_node_only=news.passed)
-        elif topic.kind in (Kind.SEALED, Kind.COMPARED) and not news.passed:
+        elif topic.kind in (MessageKind.SEALED, MessageKind.COMPARED) and not news.passed:
             self._seals.on_gathered(id, news.bodies)
-        elif topic.kind == Kind.NODE_COMMITTED and not news.passed:
+        elif topic.kind == MessageKind.NODE_COMMITTED and not news.passed:
             self._tiers.on_all_committed(tier, id, news.bodies)
 
     def _on_report(self, topic: CheckpointTopic, news: RankReported) -> None:
         """Rank 0 decides, once, by what one rank cannot do."""
         id, tier, rank = topic.id, topic.tier, news.rank
-        if topic.kind in (Kind.LATE, Kind.SAVE_FAILED) and self.divider.end_naming(id):
+        if topic.kind in (MessageKind.LATE, MessageKind.SAVE_FAILED) and self.divider.end_naming(
+            id
+        ):
             return
         if self.has_ended(tier, id):
             return
         match topic.kind:
-            case Kind.LATE:
+            case MessageKind.LATE:
                 late = LateRanks.from_json(news.body, rank=rank)
                 self._seals.on_late(id, late.ordinal, rank)
-            case Kind.SAVE_FAILED:
+            case MessageKind.SAVE_FAILED:
                 failure = SaveFailure.from_json(news.body, rank=rank)
                 self._seals.on_failed(id, failure, rank)
-            case Kind.STUCK:
+            case MessageKind.STUCK:
                 reason = Reason.from_json(news.body, rank=rank).text
-                self._messages.announce(Kind.STUCK, id, tier, StuckCopy(rank=rank, reason=reason))
-            case Kind.GIVE_UP:
+                self._messages.announce(
+                    MessageKind.STUCK, id, tier, StuckCopy(rank=rank, reason=reason)
+                )
+            case MessageKind.GIVE_UP:
                 reason = Reason.from_json(news.body, rank=rank).text
                 self._tiers.give_up(tier, id, reason, by_rule=True, set_aside=False)
-            case Kind.COPY_FAILED | Kind.SET_ASIDE:
+            case MessageKind.COPY_FAILED | MessageKind.SET_ASIDE:
                 reason = f"rank {rank}: {Reason.from_json(news.body, rank=rank).text}"
-                set_aside = topic.kind == Kind.SET_ASIDE
+                set_aside = topic.kind == MessageKind.SET_ASIDE
                 self._tiers.give_up(tier, id, reason, by_rule=False, set_aside=set_aside)
 
     def _on_decision(self, topic: CheckpointTopic, body: object) -> None:
         id, tier = topic.id, topic.tier
         entry = self._ledger.entries.get(id)
         match topic.kind:
-            case Kind.ADMITTED:
+            case MessageKind.ADMITTED:
                 self._tiers.admitted[tier][id] = None
-            case Kind.SAVE_GIVEN_UP:
+            case MessageKind.SAVE_GIVEN_UP:
                 self._seals.on_given_up(id, SaveFailure.from_json(body, rank=0))
-            case Kind.STUCK:
+            case MessageKind.STUCK:
                 self._tiers.on_stuck(tier, id, StuckCopy.from_json(body, rank=0))
-            case Kind.GIVEN_UP:
+            case MessageKind.GIVEN_UP:
                 self._tiers.on_given_up(tier, id, GivenUpCopy.from_json(body, rank=0))
             case _ if entry is None:
                 logger.debug("%s of %s: this rank does not have it", topic.kind, id)
@@ -268,17 +274,17 @@ class Commits(OneRank):
 
     def _on_decision_of(self, entry: LedgerEntry, topic: CheckpointTopic, body: object) -> None:
         match topic.kind:
-            case Kind.ALIKE:
+            case MessageKind.ALIKE:
                 self._seals.on_alike(entry)
-            case Kind.WHOLE:
+            case MessageKind.WHOLE:
                 self._seals.on_whole(entry)
-            case Kind.COMMIT:
+            case MessageKind.COMMIT:
                 facts = CommitFacts.from_json(body, rank=0)
                 self._tiers.on_commit(topic.tier, entry, facts)
-            case Kind.COMMITTED:
+            case MessageKind.COMMITTED:
                 committed = CommittedCopy.from_json(body, rank=0)
                 self._tiers.on_committed(topic.tier, entry, committed)
-            case Kind.DELETE_COPY:
+            case MessageKind.DELETE_COPY:
                 self._on_deleted(entry, topic.tier, DeletedCopy.from_json(body, rank=0))
 
     def _on_deleted(self, entry: LedgerEntry, tier: str, message: DeletedCopy) -> None:

@@ -28,7 +28,7 @@ from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.group.messages import (
     FoundDamage,
     GroupMessages,
-    Kind,
+    MessageKind,
     Reason,
     kind_of,
 )
@@ -90,7 +90,7 @@ class DamageReports:
             self._record(entry, tier, why, repairable)
         else:
             body = FoundDamage(text=why, repairable=repairable)
-            self._messages.report(Kind.DAMAGE_FOUND, id, tier, body)
+            self._messages.report(MessageKind.DAMAGE_FOUND, id, tier, body)
 
     def plan_repairs(self, only: LedgerEntry | None = None) -> None:
         """Begin the repairs that are possible now, of all checkpoints or of one; for rank 0. A repair that failed is
@@ -126,18 +126,20 @@ class DamageReports:
         if self._messages is None:
             self._owe(entry, tier)
         else:
-            self._messages.announce(Kind.REPAIR, entry.id, tier, Reason(text=entry.damage[tier]))
+            self._messages.announce(
+                MessageKind.REPAIR, entry.id, tier, Reason(text=entry.damage[tier])
+            )
 
     @staticmethod
     def is_about(news: RankMessage) -> bool:
         """Return whether ``hear`` processes a message."""
-        return kind_of(news) in (Kind.DAMAGE_FOUND, Kind.REPAIR)
+        return kind_of(news) in (MessageKind.DAMAGE_FOUND, MessageKind.REPAIR)
 
     def hear(self, news: RankMessage) -> None:
         topic = CheckpointTopic.parse(news.topic)
         entry = self._ledger.entries.get(topic.id)
         match news:
-            case DecisionAnnounced() if topic.kind == Kind.REPAIR:
+            case DecisionAnnounced() if topic.kind == MessageKind.REPAIR:
                 why = Reason.from_json(news.body, rank=0).text
                 self._repair_with_all(entry, topic.id, topic.tier, why)
             case _ if entry is None or entry.state(topic.tier) is not CopyState.COMMITTED:
@@ -146,7 +148,7 @@ class DamageReports:
                 assert self._messages is not None
                 damage = FoundDamage.from_json(news.body, rank=news.rank)
                 body = replace(damage, text=f"rank {news.rank}: {damage.text}")
-                self._messages.announce(Kind.DAMAGE_FOUND, topic.id, topic.tier, body)
+                self._messages.announce(MessageKind.DAMAGE_FOUND, topic.id, topic.tier, body)
             case DecisionAnnounced():
                 damage = FoundDamage.from_json(news.body, rank=0)
                 self._record(entry, topic.tier, damage.text, damage.repairable)
@@ -203,7 +205,7 @@ class DamageReports:
         assert self._messages is not None
         if entry is None or entry.commit is None:
             reason = Reason(text="it does not know the checkpoint")
-            self._messages.report(Kind.COPY_FAILED, id, tier, reason)
+            self._messages.report(MessageKind.COPY_FAILED, id, tier, reason)
             return
         if tier not in entry.damage:
             entry.note_damage(tier, why, repairable=True)

@@ -36,7 +36,7 @@ from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankM
 from tierfall.core.scheduler.group.messages import (
     GroupMessages,
     ImageShare,
-    Kind,
+    MessageKind,
     SaveFailure,
     kind_of,
     read_all,
@@ -51,7 +51,14 @@ V = TypeVar("V")
 ASK_AGAIN_S = 1.0
 """After how long rank 0 is asked whether some rank has begun the save without a table."""
 _KINDS = frozenset(
-    (Kind.TABLE, Kind.ASK_TABLES, Kind.ASSIGNED, Kind.UNASSIGNED, Kind.UNLIKE, Kind.DIGESTS)
+    (
+        MessageKind.TABLE,
+        MessageKind.ASK_TABLES,
+        MessageKind.ASSIGNED,
+        MessageKind.UNASSIGNED,
+        MessageKind.UNLIKE,
+        MessageKind.DIGESTS,
+    )
 )
 _REMEMBERED = 64
 _NOT_COMPARED = "replicated state was not compared; the next save compares it"
@@ -115,7 +122,7 @@ class ReplicaAssigner:
     def _contribute(self, id: CheckpointId, table: ReplicaTable) -> None:
         if self._contributed != id:
             self._contributed = id
-            self._messages.contribute(Kind.TABLE, id, body=table)
+            self._messages.contribute(MessageKind.TABLE, id, body=table)
 
     def has_begun(self, id: CheckpointId) -> None:
         """A save has begun, or has failed to: this rank contributes no table to it any more."""
@@ -134,11 +141,11 @@ class ReplicaAssigner:
     def gone(self, id: CheckpointId) -> None:
         """All ranks have given a save up. An assignment that was made for it, and never compared, is not used."""
         self.ended(id)
-        self._messages.forget(Kind.TABLE, id)
-        self._messages.forget(Kind.DIGESTS, id)
+        self._messages.forget(MessageKind.TABLE, id)
+        self._messages.forget(MessageKind.DIGESTS, id)
         self._answer(id, None)
         if any(made.id == id and not made.compared for made in self._made.values()):
-            self._messages.announce(Kind.UNASSIGNED, id)
+            self._messages.announce(MessageKind.UNASSIGNED, id)
 
     def stop(self) -> None:
         """The coordinator has stopped: answer what waits."""
@@ -153,10 +160,10 @@ class ReplicaAssigner:
             request.since_s = now_s
         if now_s >= request.since_s + self._max_wait_s:
             request.ended = True
-            self._messages.report(Kind.UNASSIGNED, request.id)
+            self._messages.report(MessageKind.UNASSIGNED, request.id)
         elif now_s >= request.since_s + ASK_AGAIN_S and not request.asked_again:
             request.asked_again = True
-            self._messages.report(Kind.ASK_TABLES, request.id)
+            self._messages.report(MessageKind.ASK_TABLES, request.id)
 
     def next_s(self, now_s: float) -> float | None:
         request = self._request
@@ -183,7 +190,7 @@ class ReplicaAssigner:
                 self._on_decision(topic, news.body)
 
     def _on_gathered(self, topic: CheckpointTopic, bodies: Bodies) -> None:
-        if topic.kind == Kind.TABLE:
+        if topic.kind == MessageKind.TABLE:
             self._on_all_tables(topic.id, read_all(ReplicaTable, bodies))
         else:
             digested = {rank: body for rank, body in bodies.items() if body is not None}
@@ -191,27 +198,27 @@ class ReplicaAssigner:
 
     def _on_report(self, topic: CheckpointTopic) -> None:
         id = topic.id
-        if topic.kind == Kind.ASK_TABLES and _is_first_time(self._tables_asked, id):
-            self._messages.announce(Kind.ASK_TABLES, id)
-        elif topic.kind == Kind.UNASSIGNED and _is_first_time(self._ended, id):
-            self._messages.forget(Kind.TABLE, id)
-            self._messages.announce(Kind.UNASSIGNED, id)
+        if topic.kind == MessageKind.ASK_TABLES and _is_first_time(self._tables_asked, id):
+            self._messages.announce(MessageKind.ASK_TABLES, id)
+        elif topic.kind == MessageKind.UNASSIGNED and _is_first_time(self._ended, id):
+            self._messages.forget(MessageKind.TABLE, id)
+            self._messages.announce(MessageKind.UNASSIGNED, id)
 
     def _on_decision(self, topic: CheckpointTopic, body: object) -> None:
         id = topic.id
         match topic.kind:
-            case Kind.ASK_TABLES:
+            case MessageKind.ASK_TABLES:
                 if self._constant_table is not None:
                     self._contribute(id, self._constant_table)
                 elif self._has_passed(id):
-                    self._messages.report(Kind.UNASSIGNED, id)
-            case Kind.ASSIGNED:
+                    self._messages.report(MessageKind.UNASSIGNED, id)
+            case MessageKind.ASSIGNED:
                 self._answer(id, ReplicaAssignment.from_json(body, rank=0))
-            case Kind.UNASSIGNED:
+            case MessageKind.UNASSIGNED:
                 self.divisions.clear()
                 self._answer(id, None)
-            case Kind.UNLIKE:
-                self._messages.contribute(Kind.DIGESTS, id, body=self._digests.get(id))
+            case MessageKind.UNLIKE:
+                self._messages.contribute(MessageKind.DIGESTS, id, body=self._digests.get(id))
 
     def _has_passed(self, id: CheckpointId) -> bool:
         begun = self._begun
@@ -237,7 +244,7 @@ class ReplicaAssigner:
             assignment = assignment.apart()
         self._made[assignment.id] = _MadeAssignment(assignment, tables, id)
         _limit(self._made)
-        self._messages.announce(Kind.ASSIGNED, id, body=assignment)
+        self._messages.announce(MessageKind.ASSIGNED, id, body=assignment)
 
     def are_alike(self, id: CheckpointId, shares: Mapping[int, ImageShare]) -> bool:
         """Return whether the images of all ranks, made as ``shares`` describe, are a checkpoint; else ``refuse`` is
@@ -287,7 +294,7 @@ class ReplicaAssigner:
         return None
 
     def _refuse(self, id: CheckpointId, why: SaveFailure) -> None:
-        self._messages.announce(Kind.UNASSIGNED, id)
+        self._messages.announce(MessageKind.UNASSIGNED, id)
         self._refuse_save(id, why)
 
     def _name(self, id: CheckpointId, assignments: Collection[str]) -> None:
@@ -295,7 +302,7 @@ class ReplicaAssigner:
         self._unnamed[id] = [self._made[name] for name in self._made.keys() & assignments]
         for made in self._unnamed[id]:
             made.unlike = SaveFailure(text=_UNNAMED)
-        self._messages.announce(Kind.UNLIKE, id)
+        self._messages.announce(MessageKind.UNLIKE, id)
 
     def _on_all_digests(self, id: CheckpointId, digests: Mapping[int, ReplicaDigests]) -> None:
         found = find_difference(digests)

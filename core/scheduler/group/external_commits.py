@@ -14,7 +14,7 @@ from tierfall.core.format.records import Commit, read_commit
 from tierfall.core.ranks.message_tree import MessageTree
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.scheduler.group.messages import ExternalCommit, Kind, kind_of
+from tierfall.core.scheduler.group.messages import ExternalCommit, MessageKind, kind_of
 from tierfall.core.scheduler.ledger.ledger import Ledger, LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.tasks import Outcome, ReadCommit, Task
 from tierfall.core.types.errors import KeyNotFoundError
@@ -84,12 +84,12 @@ class ExternalCommits:
     @staticmethod
     def is_about(news: RankMessage) -> bool:
         """Return whether ``hear`` processes a message."""
-        return kind_of(news) in (Kind.EXTERNAL_COMMIT, Kind.NO_MORE_EXTERNAL_COMMITS)
+        return kind_of(news) in (MessageKind.EXTERNAL_COMMIT, MessageKind.NO_MORE_EXTERNAL_COMMITS)
 
     def hear(self, news: RankMessage) -> None:
         """Rank 0 has found a commit record, or will not look again."""
         assert isinstance(news, DecisionAnnounced)
-        if kind_of(news) == Kind.EXTERNAL_COMMIT:
+        if kind_of(news) == MessageKind.EXTERNAL_COMMIT:
             message = ExternalCommit.from_json(news.body, rank=0)
             what = f"{message.tier}: commit record that rank 0 has read"
             commit = read_commit(message.commit.encode(), what=what)
@@ -111,7 +111,7 @@ class ExternalCommits:
                 logger.info("not written yet, and left to the next start: %s", [*self._expected])
             self._expected.clear()
             if self._council is not None:
-                self._council.announce((Kind.NO_MORE_EXTERNAL_COMMITS.value,), None)
+                self._council.announce((MessageKind.NO_MORE_EXTERNAL_COMMITS.value,), None)
         self._notify(last=not self._expected)
 
     def _notify(self, *, last: bool) -> None:
@@ -130,7 +130,7 @@ class ExternalCommits:
             self._enter(commit, task.tier)
         else:
             body = ExternalCommit(tier=task.tier, commit=commit.encode().decode())
-            self._council.announce((Kind.EXTERNAL_COMMIT.value,), body.to_json())
+            self._council.announce((MessageKind.EXTERNAL_COMMIT.value,), body.to_json())
 
     def _is_missing(self, task: ReadCommit, newest: CheckpointId | None) -> None:
         """A checkpoint was not committed when ``newest`` had been found already: if that is a later one, its save has

@@ -29,8 +29,8 @@ from tierfall.core.scheduler.group.messages import (
     CommandPart,
     EndedCommand,
     GroupMessages,
-    Kind,
     MarksRequest,
+    MessageKind,
     NodeMarksFound,
     kind_of,
     read_all,
@@ -54,12 +54,12 @@ OTHERS = "other ranks"
 """One of the tiers that a command waits for, as long as other ranks have not finished."""
 _KINDS = frozenset(
     (
-        Kind.COMMAND,
-        Kind.MARKED,
-        Kind.DELETE,
-        Kind.DELETED,
-        Kind.COMMAND_ENDED,
-        Kind.TOMBSTONE_FOUND,
+        MessageKind.COMMAND,
+        MessageKind.MARKED,
+        MessageKind.DELETE,
+        MessageKind.DELETED,
+        MessageKind.COMMAND_ENDED,
+        MessageKind.TOMBSTONE_FOUND,
     )
 )
 
@@ -70,7 +70,7 @@ class _OwnPart:
 
     number: int
     command: Command
-    contributes: Kind = Kind.MARKED
+    contributes: MessageKind = MessageKind.MARKED
     contributed: bool = False
 
 
@@ -97,7 +97,7 @@ class GroupCommands(Commands):
     def finish_deletion(self, id: CheckpointId) -> None:
         """Carry out, once, a tombstone that any rank has found."""
         if not self._decides:
-            self._messages.report(Kind.TOMBSTONE_FOUND, id)
+            self._messages.report(MessageKind.TOMBSTONE_FOUND, id)
         elif not any(c.id == id and c.kind is CommandKind.DELETE for c in self._open):
             self._deleted.add(id)
             super().finish_deletion(id)
@@ -126,7 +126,7 @@ class GroupCommands(Commands):
         held = self._held(command.id)
         self._count += 1
         body = BegunCommand(kind=command.kind, wall_time_s=command.wall_time_s)
-        self._messages.announce(Kind.COMMAND, command.id, body=body, number=self._count)
+        self._messages.announce(MessageKind.COMMAND, command.id, body=body, number=self._count)
         self._begin_part(self._count, command, entry)
         if command.kind is CommandKind.DELETE:
             for lane in self._lanes:
@@ -142,7 +142,7 @@ class GroupCommands(Commands):
         super()._drop_all(command)
         command.waiting.add(OTHERS)
         part = self._parts[command.id]
-        part.contributes, part.contributed = Kind.DELETED, False
+        part.contributes, part.contributed = MessageKind.DELETED, False
 
     def _held(self, id: CheckpointId) -> list[str]:
         """A node may have a part of a copy that is not whole: it is deleted, too."""
@@ -178,7 +178,7 @@ class GroupCommands(Commands):
         part = self._parts.get(topic.id)
         if isinstance(news, RankReported):
             self.finish_deletion(topic.id)
-        elif topic.kind == Kind.COMMAND:
+        elif topic.kind == MessageKind.COMMAND:
             if not self._decides:
                 assert isinstance(news, DecisionAnnounced)
                 self._join(topic, BegunCommand.from_json(news.body, rank=0))
@@ -187,9 +187,9 @@ class GroupCommands(Commands):
         elif isinstance(news, MessagesGathered):
             if not news.passed:
                 self._on_all_have(part, topic, read_all(CommandPart, news.bodies))
-        elif topic.kind == Kind.DELETE:
+        elif topic.kind == MessageKind.DELETE:
             part.command.waiting.discard(OTHERS)
-        elif topic.kind == Kind.COMMAND_ENDED:
+        elif topic.kind == MessageKind.COMMAND_ENDED:
             self._ended(part, EndedCommand.from_json(news.body, rank=0))
 
     def _join(self, topic: CheckpointTopic, begun: BegunCommand) -> None:
@@ -213,12 +213,14 @@ class GroupCommands(Commands):
             command.unmarked |= one.unmarked
             for tier, error in one.failed.items():
                 command.failed.setdefault(tier, error.error_of(rank))
-        is_marked = topic.kind == Kind.MARKED and not command.unmarked
+        is_marked = topic.kind == MessageKind.MARKED and not command.unmarked
         if is_marked and command.kind is CommandKind.DELETE:
-            self._messages.announce(Kind.DELETE, command.id, number=part.number)
+            self._messages.announce(MessageKind.DELETE, command.id, number=part.number)
         else:
             body = EndedCommand(failed=tuple(sorted(command.failed)), unmarked=command.unmarked)
-            self._messages.announce(Kind.COMMAND_ENDED, command.id, body=body, number=part.number)
+            self._messages.announce(
+                MessageKind.COMMAND_ENDED, command.id, body=body, number=part.number
+            )
 
     def _ended(self, part: _OwnPart, message: EndedCommand) -> None:
         command = part.command
@@ -261,7 +263,7 @@ class NodeMarks:
     @staticmethod
     def is_about(news: RankMessage) -> bool:
         """Return whether ``hear`` processes a message."""
-        return kind_of(news) in (Kind.READ_MARKS, Kind.MARKS)
+        return kind_of(news) in (MessageKind.READ_MARKS, MessageKind.MARKS)
 
     def read(self, task: ReadMarks) -> None:
         """Have marks read, on this node or on all."""
@@ -287,7 +289,7 @@ class NodeMarks:
         self._count += 1
         self._asked[self._count] = task
         body = MarksRequest(ids=task.ids, relies_on=task.relies_on)
-        self._messages.announce(Kind.READ_MARKS, _NO_ID, task.tier, body, number=self._count)
+        self._messages.announce(MessageKind.READ_MARKS, _NO_ID, task.tier, body, number=self._count)
 
     def hear(self, news: RankMessage) -> None:
         topic = CheckpointTopic.parse(news.topic)
@@ -316,7 +318,7 @@ class NodeMarks:
         else:
             body = NodeMarksFound(marks=tuple(outcome.value.items()))
         self._messages.contribute(
-            Kind.MARKS, _NO_ID, task.tier, body, number=task.number, leaders_only=True
+            MessageKind.MARKS, _NO_ID, task.tier, body, number=task.number, leaders_only=True
         )
 
     def _on_answers(self, number: int, answers: Mapping[int, NodeMarksFound]) -> None:

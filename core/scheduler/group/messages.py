@@ -17,7 +17,7 @@ from tierfall.core.types.values import CheckpointId, SaveOutcome
 M = TypeVar("M", bound=Message)
 
 
-class Kind(StrEnum):
+class MessageKind(StrEnum):
     """What a message is about. *Gathered* from all ranks, *reported* by one to rank 0, *announced* by rank 0."""
 
     # A save: see ``seals``.
@@ -91,7 +91,7 @@ class GroupMessages:
 
     def contribute(
         self,
-        kind: Kind,
+        kind: MessageKind,
         id: CheckpointId,
         tier: str = "",
         body: Message | None = None,
@@ -103,13 +103,13 @@ class GroupMessages:
         self._tree.contribute(topic, _to_json(body), leaders_only=leaders_only)
 
     def report(
-        self, kind: Kind, id: CheckpointId, tier: str = "", body: Message | None = None
+        self, kind: MessageKind, id: CheckpointId, tier: str = "", body: Message | None = None
     ) -> None:
         self._tree.tell(_topic(kind, id, tier), _to_json(body))
 
     def announce(
         self,
-        kind: Kind,
+        kind: MessageKind,
         id: CheckpointId,
         tier: str = "",
         body: Message | None = None,
@@ -118,17 +118,17 @@ class GroupMessages:
     ) -> None:
         self._tree.announce(_topic(kind, id, tier, number), _to_json(body))
 
-    def forget(self, kind: Kind, id: CheckpointId, tier: str = "") -> None:
+    def forget(self, kind: MessageKind, id: CheckpointId, tier: str = "") -> None:
         self._tree.forget(_topic(kind, id, tier))
 
-    def flush_partial(self, kind: Kind, id: CheckpointId) -> None:
+    def flush_partial(self, kind: MessageKind, id: CheckpointId) -> None:
         self._tree.flush_partial(_topic(kind, id))
 
-    def missing(self, kind: Kind, id: CheckpointId) -> tuple[int, ...]:
+    def missing(self, kind: MessageKind, id: CheckpointId) -> tuple[int, ...]:
         return self._tree.missing(_topic(kind, id))
 
 
-def _topic(kind: Kind, id: CheckpointId, tier: str = "", number: int = 0) -> Topic:
+def _topic(kind: MessageKind, id: CheckpointId, tier: str = "", number: int = 0) -> Topic:
     return CheckpointTopic(kind=kind.value, id=id, tier=tier, number=number).key
 
 
@@ -237,7 +237,7 @@ class DeletedCopy(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainDeadline(Message):
-    """A rank's machine goes away in ``left_s`` seconds."""
+    """A rank's machine is shut down in ``left_s`` seconds."""
 
     left_s: float
 

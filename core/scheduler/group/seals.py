@@ -19,8 +19,8 @@ from tierfall.core.scheduler.group.dedup import ReplicaAssigner
 from tierfall.core.scheduler.group.messages import (
     GroupMessages,
     ImageShare,
-    Kind,
     LateRanks,
+    MessageKind,
     SaveFailure,
     SealedImage,
     read_all,
@@ -36,7 +36,7 @@ from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 class _RankWait:
     """This rank waits for the others' contributions of one kind. ``flushed``: rank 0 was sent what there is."""
 
-    kind: Kind = Kind.SEALED
+    kind: MessageKind = MessageKind.SEALED
     since_s: float | None = None
     flushed: bool = False
 
@@ -78,7 +78,7 @@ class GroupSeals:
             digests = None if made.digests is None else made.digests.by_group()
             share = ImageShare(structure=made.structure, assignment=made.division, digests=digests)
         body = SealedImage(ordinal=entry.ordinal, share=share)
-        self._messages.contribute(Kind.SEALED, entry.id, body=body)
+        self._messages.contribute(MessageKind.SEALED, entry.id, body=body)
 
     # Rank 0 ----------------------------------------------------------------------------------------
 
@@ -101,16 +101,16 @@ class GroupSeals:
         if not self.replicas.are_alike(id, shares):
             self._tier_commits.remember_given_up("", id)
         elif any(share.digests is not None for share in shares.values()):
-            self._messages.announce(Kind.ALIKE, id)
+            self._messages.announce(MessageKind.ALIKE, id)
         else:
             remember(self._whole, id, None)
-            self._messages.announce(Kind.WHOLE, id)
+            self._messages.announce(MessageKind.WHOLE, id)
 
     def on_late(self, id: CheckpointId, ordinal: int, rank: int) -> None:
         """A rank has waited too long for the others."""
         if id in self._whole:
             return  # the last of them contributed just now
-        kinds = (Kind.SEALED, Kind.COMPARED)
+        kinds = (MessageKind.SEALED, MessageKind.COMPARED)
         missing = [other for kind in kinds for other in self._messages.missing(kind, id)]
         late = ranks_named(missing) if missing else "another rank"
         text = (
@@ -127,7 +127,7 @@ class GroupSeals:
 
     def _give_up(self, id: CheckpointId, failure: SaveFailure) -> None:
         self._tier_commits.remember_given_up("", id)
-        self._messages.announce(Kind.SAVE_GIVEN_UP, id, body=failure)
+        self._messages.announce(MessageKind.SAVE_GIVEN_UP, id, body=failure)
 
     # Every rank ------------------------------------------------------------------------------------
 
@@ -145,9 +145,9 @@ class GroupSeals:
             entry.share.digests = None
             if entry.handle is not None:
                 entry.handle.tell_captured()
-        self._waits[entry.id] = _RankWait(Kind.COMPARED)
+        self._waits[entry.id] = _RankWait(MessageKind.COMPARED)
         body = SealedImage(ordinal=entry.ordinal)
-        self._messages.contribute(Kind.COMPARED, entry.id, body=body)
+        self._messages.contribute(MessageKind.COMPARED, entry.id, body=body)
 
     def on_whole(self, entry: LedgerEntry) -> None:
         self._waits.pop(entry.id, None)
@@ -162,8 +162,8 @@ class GroupSeals:
         error = kind(f"save of step {id.step} is given up by all ranks: {reason}")
         self._waits.pop(id, None)
         self.replicas.gone(id)
-        self._messages.forget(Kind.SEALED, id)
-        self._messages.forget(Kind.COMPARED, id)
+        self._messages.forget(MessageKind.SEALED, id)
+        self._messages.forget(MessageKind.COMPARED, id)
         remember(self._given_up, id, (error, failure.outcome))
         self._tier_commits.give_up_everywhere(id, entry, reason)
         if entry is not None:
@@ -181,7 +181,7 @@ class GroupSeals:
             elif now_s >= wait.since_s + self._max_wait_s:
                 del self._waits[id]
                 ordinal = self._ledger.entries[id].ordinal if id in self._ledger.entries else 0
-                self._messages.report(Kind.LATE, id, body=LateRanks(ordinal=ordinal))
+                self._messages.report(MessageKind.LATE, id, body=LateRanks(ordinal=ordinal))
             elif now_s >= wait.since_s + self._max_wait_s / 2 and not wait.flushed:
                 wait.flushed = True
                 self._messages.flush_partial(wait.kind, id)

@@ -27,7 +27,7 @@ from tierfall.core.scheduler.group.messages import (
     CommittedCopy,
     GivenUpCopy,
     GroupMessages,
-    Kind,
+    MessageKind,
     Reason,
     StuckCopy,
     UploadedFiles,
@@ -125,7 +125,7 @@ class TierCommits:
         complete = (tier, id) in self._complete
         self._complete.discard((tier, id))
         body = GivenUpCopy(reason=reason, complete=complete, by_rule=by_rule, set_aside=set_aside)
-        self._messages.announce(Kind.GIVEN_UP, id, tier, body)
+        self._messages.announce(MessageKind.GIVEN_UP, id, tier, body)
 
     def on_given_up(self, tier: str, id: CheckpointId, message: GivenUpCopy) -> None:
         entry = self._ledger.entries.get(id)
@@ -164,7 +164,7 @@ class TierCommits:
         uploaded = self._uploaded.get((tier, entry.id))
         self._forget(entry, tier)
         in_flight = self._pending.end(tier, entry.id)
-        self._messages.forget(Kind.UPLOADED, entry.id, tier)
+        self._messages.forget(MessageKind.UPLOADED, entry.id, tier)
         if uploaded is None:
             return
         entry.set_state(tier, CopyState.ABSENT)
@@ -225,7 +225,7 @@ class TierCommits:
         self._ledger.unfinished.pop((tier, entry.id), None)  # it was overwritten
         table = entry.table if self._shared[tier] and whole.parts is None else ""
         body = UploadedFiles(files=tuple(uploaded), table=table)
-        self._messages.contribute(Kind.UPLOADED, entry.id, tier, body)
+        self._messages.contribute(MessageKind.UPLOADED, entry.id, tier, body)
 
     def on_all_uploaded(
         self, tier: str, id: CheckpointId, bodies: Bodies, *, of_node_only: bool
@@ -251,7 +251,7 @@ class TierCommits:
             metrics=entry.commit.metrics,
             tags=entry.commit.tags,
         )
-        self._messages.announce(Kind.COMMIT, id, tier, facts)
+        self._messages.announce(MessageKind.COMMIT, id, tier, facts)
 
     def on_commit(self, tier: str, entry: LedgerEntry, facts: CommitFacts) -> None:
         """Write the commit record of this node's images, now that all nodes have uploaded theirs."""
@@ -285,7 +285,7 @@ class TierCommits:
         self._pending.begin(task)
 
     def _report_stuck(self, task: CommitCopy, error: BaseException) -> None:
-        self._messages.report(Kind.STUCK, task.id, task.tier, Reason(text=str(error)))
+        self._messages.report(MessageKind.STUCK, task.id, task.tier, Reason(text=str(error)))
 
     def on_outcome(self, task: CommitCopy, outcome: Outcome, now_s: float) -> None:
         """A commit record was written, or could not be."""
@@ -301,7 +301,7 @@ class TierCommits:
             logger.warning("%s: the repair of %s was given up meanwhile", task.tier, task.id)
         elif outcome.error is not None:
             reason = Reason(text=str(outcome.error))
-            self._messages.report(Kind.COPY_FAILED, task.id, task.tier, reason)
+            self._messages.report(MessageKind.COPY_FAILED, task.id, task.tier, reason)
         elif self._shared[task.tier]:
             self._announce_committed(task.tier, task.id, {0: outcome.value.stored_bytes})
         else:
@@ -309,7 +309,7 @@ class TierCommits:
 
     def _contribute_committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
         body = CommittedBytes(bytes=stored_bytes)
-        self._messages.contribute(Kind.NODE_COMMITTED, id, tier, body, leaders_only=True)
+        self._messages.contribute(MessageKind.NODE_COMMITTED, id, tier, body, leaders_only=True)
 
     def on_all_committed(self, tier: str, id: CheckpointId, bodies: Bodies) -> None:
         if not self.has_given_up(tier, id):
@@ -320,7 +320,7 @@ class TierCommits:
         self, tier: str, id: CheckpointId, bytes_by_rank: Mapping[int, int]
     ) -> None:
         body = CommittedCopy(bytes_by_rank=bytes_by_rank)
-        self._messages.announce(Kind.COMMITTED, id, tier, body)
+        self._messages.announce(MessageKind.COMMITTED, id, tier, body)
 
     def on_committed(self, tier: str, entry: LedgerEntry, message: CommittedCopy) -> None:
         leader = 0 if self._shared[tier] else self._topology.local_ranks[0]
