@@ -183,6 +183,14 @@ def test_a_rank_that_comes_at_the_very_end_is_no_nameless_error(
     assert results == dict.fromkeys(all_but(world, 6), 7)
 
 
+def test_a_rank_whose_message_is_malformed_is_named_everywhere(world: World) -> None:
+    world.ranks[6].council.contribute(("agree", 0), ["open", "one"])
+    results = world.run({rank: agree() for rank in all_but(world, 6)})
+    for rank in all_but(world, 6):
+        assert isinstance(results[rank], RanksError)
+        assert "rank 6 sent a malformed int: message: expected int, got 'one'" in str(results[rank])
+
+
 def test_a_rank_that_makes_another_call_is_named_everywhere(world: World) -> None:
     calls = {rank: agree() for rank in all_but(world, 3, 5, 6)}
     results = world.run({**calls, 3: agree("restore"), 6: agree("restore"), 5: agree("close")})
