@@ -107,7 +107,7 @@ def test_equal_names_of_what_is_not_alike_are_an_error_that_names_them(
         states[2]["model"][0].weight[0, 0] += 1
     for handle in save_all(opened, 1, states):
         with pytest.raises(
-            CaptureError, match=r"model\.0\.weight is on ranks 0, 1 not what it is on rank 2"
+            CaptureError, match=r"model\.0\.weight on ranks 0, 1 differs from that on rank 2"
         ):
             handle.wait(timeout=MAX_WAIT_S)
     wrapped = [

@@ -23,6 +23,7 @@ FOLDERS = (
     "tierfall.backends.conformance",
     "tierfall.backends.object",
     "tierfall.core.runtime",
+    "tierfall.core.ranks",
     "tierfall.core.state",
     "tierfall.plan",
     "tierfall.backends.posix",
@@ -33,7 +34,6 @@ FOLDERS = (
     "tierfall.backends",
     "tierfall.core.compression",
     "tierfall.core.image",
-    "tierfall.core.ranks",
     "tierfall.core.load",
     "tierfall.core.sampling",
     "tierfall.core.tensor_index",
@@ -68,7 +68,6 @@ MODULES_MAX = 12
 LINES_MAX = 450
 MORE_MODULES = {"tierfall.cli": 16, "tierfall.config": 15}
 MORE_LINES = {
-    "core/scheduler/group/commits.py": 670,
     "core/load/fill.py": 470,
 }
 """Larger than they are to be: these lists only shrink."""
