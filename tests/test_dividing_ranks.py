@@ -28,8 +28,9 @@ from tests.replica_ranks import (
     save_whole,
 )
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.group.dedup import ReplicaAssigner
+from tierfall.core.scheduler.group.seals import GroupSeals
+from tierfall.core.scheduler.group.tier_commits import TierCommits
 from tierfall.core.types.errors import CaptureError
 
 
@@ -153,8 +154,9 @@ def test_what_was_never_compared_is_no_checkpoint_of_the_next_start_either(
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = threading.Event()
-    for hears in ("_on_all_sealed", "_on_all_uploaded"):  # they die before rank 0 says anything
-        monkeypatch.setattr(Commits, hears, lambda *news, **more: heard.set())
+    # they die before rank 0 says anything
+    monkeypatch.setattr(GroupSeals, "on_gathered", lambda *news: heard.set())
+    monkeypatch.setattr(TierCommits, "on_all_uploaded", lambda *news, **more: heard.set())
     opened = open_all(tmp_path, ranks)
     states = [replica(rank, seed=rank) for rank in range(3)]
     handles = save_all(opened, 1, states)
