@@ -47,7 +47,7 @@ class Opener:
         return on_all([lambda r=r: self.open(r, **more) for r in range(len(self.ranks))])  # type: ignore[misc]
 
     def left(self) -> list[bool]:
-        return [one._post.closed for one in self.ranks]  # type: ignore[union-attr]
+        return [one._transport.closed for one in self.ranks]  # type: ignore[union-attr]
 
 
 def restore_all(

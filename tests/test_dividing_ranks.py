@@ -28,8 +28,9 @@ from tests.replica_ranks import (
     save_whole,
 )
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.group.dedup import ReplicaAssigner
+from tierfall.core.scheduler.group.seals import GroupSeals
+from tierfall.core.scheduler.group.tier_commits import TierCommits
 from tierfall.core.types.errors import CaptureError
 
 
@@ -107,7 +108,7 @@ def test_equal_names_of_what_is_not_alike_are_an_error_that_names_them(
         states[2]["model"][0].weight[0, 0] += 1
     for handle in save_all(opened, 1, states):
         with pytest.raises(
-            CaptureError, match=r"model\.0\.weight is on ranks 0, 1 not what it is on rank 2"
+            CaptureError, match=r"model\.0\.weight on ranks 0, 1 differs from that on rank 2"
         ):
             handle.wait(timeout=MAX_WAIT_S)
     wrapped = [
@@ -153,8 +154,9 @@ def test_what_was_never_compared_is_no_checkpoint_of_the_next_start_either(
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = threading.Event()
-    for hears in ("_on_all_sealed", "_on_all_uploaded"):  # they die before rank 0 says anything
-        monkeypatch.setattr(Commits, hears, lambda *news, **more: heard.set())
+    # they die before rank 0 says anything
+    monkeypatch.setattr(GroupSeals, "on_gathered", lambda *news: heard.set())
+    monkeypatch.setattr(TierCommits, "on_all_uploaded", lambda *news, **more: heard.set())
     opened = open_all(tmp_path, ranks)
     states = [replica(rank, seed=rank) for rank in range(3)]
     handles = save_all(opened, 1, states)

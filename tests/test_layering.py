@@ -23,6 +23,7 @@ FOLDERS = (
     "tierfall.backends.conformance",
     "tierfall.backends.object",
     "tierfall.core.runtime",
+    "tierfall.core.ranks",
     "tierfall.core.state",
     "tierfall.backends.posix",
     "tierfall.backends.wrappers",
@@ -32,7 +33,6 @@ FOLDERS = (
     "tierfall.backends",
     "tierfall.core.compression",
     "tierfall.core.image",
-    "tierfall.core.ranks",
     "tierfall.core.load",
     "tierfall.core.sampling",
     "tierfall.core.tensor_index",
@@ -67,7 +67,6 @@ MODULES_MAX = 12
 LINES_MAX = 450
 MORE_MODULES: dict[str, int] = {}
 MORE_LINES = {
-    "core/scheduler/group/commits.py": 670,
     "core/load/fill.py": 470,
 }
 """Larger than they are to be: these lists only shrink."""

@@ -175,7 +175,7 @@ stale = os.environ["RANK"] == "0" and _bootstrap().check(["tierfall/run/door"])
 config = Config.model_validate({"run": "run", "max_wait": "30s", "tiers": "./checkpoints"})
 ranks = find_ranks(config, run="run")
 life = os.environ["TORCHELASTIC_RESTART_COUNT"]
-agreed = ranks.agree("open", life, lambda bodies: list(bodies.values()))
+agreed = ranks.agree("open", life, lambda bodies: list(bodies.values()), object)
 with open(f"{sys.argv[1]}/{life}-{os.environ['RANK']}", "w") as file:
     file.write(f"{agreed} {ranks.topology.nodes} {stale}")
 if life == "0":

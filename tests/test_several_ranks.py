@@ -22,6 +22,7 @@ from tests.steps import wait_until
 from tierfall.cli.app import app
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.scheduler.group.messages import Ordinal
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     BackendError,
@@ -386,7 +387,7 @@ def test_a_save_that_fails_on_one_rank_keeps_its_line_level_with_what_others_hav
     opener: Opener,
 ) -> None:
     both = opener.all_open()
-    both[0]._session.ranks.council.announce(("level",), 5)
+    both[0]._session.ranks.council.announce(("ordinal",), Ordinal(ordinal=5).to_json())
     wait_until(
         lambda: all(c._session.coordinator.ledger.least_ordinal == 5 for c in both),
         "all have heard it",

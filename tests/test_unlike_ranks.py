@@ -84,7 +84,7 @@ def test_what_differs_from_the_third_save_on_fails_that_by_name_and_then_each_ha
         train(state, 100 + rank)
     handles = save_all(opened, 3, states)
     refused(
-        handles, r"(model|optimizer\.state\.model)\.[02]\.(weight|bias).* is on rank 0 not what"
+        handles, r"(model|optimizer\.state\.model)\.[02]\.(weight|bias).* on rank 0 differs from"
     )
     held = zip(*map(_tensors, states), strict=True)
     unlike = sum(not all(torch.equal(one, other) for other in others) for one, *others in held)
@@ -120,7 +120,7 @@ def test_one_element_of_one_tensor_is_found_within_the_rotation(
             for handle in handles:
                 handle.wait(timeout=MAX_WAIT_S)
         except CaptureError:
-            refused(handles, r"model\.2\.weight is on ranks 0, 2 not what it is on rank 1: ")
+            refused(handles, r"model\.2\.weight on ranks 0, 2 differs from that on rank 1: ")
             break
     else:
         pytest.fail("it was never found")
@@ -301,7 +301,7 @@ def test_replicas_share_on_after_a_save_that_one_rank_failed(
         assert written(tmp_path, step) == 1
     with torch.no_grad():
         states[2]["model"][0].weight.mul_(2)
-    refused(save_all(opened, 5, states), r"model\.0\.weight is on ranks 0, 1 not what")
+    refused(save_all(opened, 5, states), r"model\.0\.weight on ranks 0, 1 differs from")
     close_all(opened)
 
 

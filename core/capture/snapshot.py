@@ -92,10 +92,6 @@ class Share:
         if self.reading is not None:
             self.digests, self.reading = self.reading.digests(), None
 
-    def to_json(self) -> list[Any]:
-        digests = None if self.digests is None else [*self.digests.by_group().items()]
-        return [self.structure, self.division, digests]
-
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:

@@ -13,7 +13,6 @@ digest per group, so that the message is small for any number of tensors. It kee
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -24,6 +23,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from tierfall.core.ranks.messages import Message
 from tierfall.core.state.item import OnResize
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import dtypes
@@ -48,7 +48,7 @@ _KEY = np.uint64(~3 & 0xFFFF_FFFF_FFFF_FFFF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ReplicaTable:
+class ReplicaTable(Message):
     """What one rank saves: ``keys`` and ``sizes`` (bytes) of potential replicas, and ``own_bytes`` that no other rank
     can write. ``structure`` identifies the structure of the state; ``step_s`` is the duration of a training step (0:
     unknown)."""
@@ -58,20 +58,6 @@ class ReplicaTable:
     keys: Keys
     sizes: Keys
     step_s: float = 0.0
-
-    def to_json(self) -> list[Any]:
-        return [self.structure, self.own_bytes, pack(self.keys), pack(self.sizes), self.step_s]
-
-    @classmethod
-    def from_json(cls, data: Any) -> ReplicaTable:
-        structure, own_bytes, keys, sizes, step_s = data
-        return cls(
-            structure=str(structure),
-            own_bytes=int(own_bytes),
-            keys=unpack(keys),
-            sizes=unpack(sizes),
-            step_s=float(step_s),
-        )
 
 
 class ReplicatedTensors:
@@ -142,7 +128,7 @@ NOBODY = -1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ReplicaAssignment:
+class ReplicaAssignment(Message):
     """Which rank writes each replica: ascending ``keys``, the writing ranks (``owners``) and group numbers
     (``groups``). ``id`` is a digest of all ranks' tables. ``entries`` and ``bytes`` are maxima over the ranks of what
     each shares, ``step_s`` is the shortest step; all ranks derive the length of a rotation from them."""
@@ -184,23 +170,6 @@ class ReplicaAssignment:
             step_s=0.0,
         )
 
-    def to_json(self) -> list[Any]:
-        columns = (self.keys, self.owners.astype(np.uint64), self.groups.astype(np.uint64))
-        return [self.id, *map(pack, columns), self.entries, self.bytes, self.step_s]
-
-    @classmethod
-    def from_json(cls, data: Any) -> ReplicaAssignment:
-        id, keys, owners, groups, entries, bytes, step_s = data
-        return cls(
-            id=str(id),
-            keys=unpack(keys),
-            owners=unpack(owners).astype(np.int64),
-            groups=unpack(groups).astype(np.int64),
-            entries=int(entries),
-            bytes=int(bytes),
-            step_s=float(step_s),
-        )
-
 
 def assign_writers(tables: Sequence[ReplicaTable]) -> ReplicaAssignment:
     """Assign replicas in order of size, the largest first, each to the rank with the fewest bytes to write so far."""
@@ -237,7 +206,7 @@ def assign_writers(tables: Sequence[ReplicaTable]) -> ReplicaAssignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ReplicaDigests:
+class ReplicaDigests(Message):
     """One rank's digests of replicas: ``keys`` with a KeyKind in the last two bits, digests (``values``), and group
     numbers."""
 
@@ -274,9 +243,6 @@ class ReplicaDigests:
             for number, start, end in zip(numbers, starts, ends[: len(starts)], strict=True)
         }
 
-    def to_json(self) -> list[Any]:
-        return [pack(self.keys), pack(self.values)]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDifference:
@@ -299,13 +265,13 @@ def are_alike(by_group: Mapping[int, Mapping[Any, int]]) -> bool:
     )
 
 
-def find_difference(digests: Mapping[int, Any]) -> ReplicaDifference | None:
-    """Compare the ranks' ``ReplicaDigests.to_json``; return the first tensor that differs."""
+def find_difference(digests: Mapping[int, ReplicaDigests]) -> ReplicaDifference | None:
+    """Compare the ranks' digests; return the first tensor that differs."""
     if not digests:
         return None
     ranks_in_order = sorted(digests)
-    columns = [[unpack(text) for text in digests[rank]] for rank in ranks_in_order]
-    keys, found, places = _columns([c[0] for c in columns], [c[1] for c in columns])
+    columns = [digests[rank] for rank in ranks_in_order]
+    keys, found, places = _columns([c.keys for c in columns], [c.values for c in columns])
     is_repeated = keys[1:] == keys[:-1]
     differs = np.flatnonzero(is_repeated & (found[1:] != found[:-1]))
     if not len(differs):
@@ -345,13 +311,3 @@ def _digest_parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
         copy_whole(flat, tensor)
     for start in range(0, flat.numel(), _HASHED_BYTES):
         yield flat[start : start + _HASHED_BYTES].cpu()
-
-
-def pack(column: Keys) -> str:
-    """Encode a column of integers as text."""
-    return base64.b64encode(column.astype("<u8").tobytes()).decode("ascii")
-
-
-def unpack(text: str) -> Keys:
-    data = base64.b64decode(text)
-    return np.frombuffer(data, dtype="<u8").astype(np.uint64) if data else np.zeros(0, np.uint64)

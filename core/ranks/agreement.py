@@ -1,114 +1,143 @@
-"""Agreement: the calling threads of all ranks bring what they know, rank 0 decides, and all go on with its decision.
+"""Agreement: each rank's calling thread contributes a message, rank 0 decides, and all ranks return its decision.
 
-For ``open``, ``restore`` and ``close``, which every rank calls; never for a save. A rank that does not come, or comes
-with something else, is named in the error that every other one gets.
+For ``open``, ``restore`` and ``close``, which every rank calls; never for a save. An error names each rank that did not
+make the call in time, or made another one.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
-from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
+from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.messages import ErrorMessage, Message, Topic, from_json, to_json
 from tierfall.core.runtime.wait import InterruptibleEvent
-from tierfall.core.types.errors import RanksError, error_class
+from tierfall.core.types.errors import RanksError, TierfallError
 from tierfall.core.types.text import ranks_named
 
 AGREE = "agree"
 ANSWER_S = 5.0
-"""Rank 0 waits for the others, and the others so much longer for what it says of those that did not come."""
+"""The other ranks wait this much longer than rank 0 does, for the error that names the ranks that did not come."""
+
+M = TypeVar("M")
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankCall(Message):
+    """What one rank contributes: the name of the call that it makes, and its message."""
+
+    name: str
+    body: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer(Message):
+    error: ErrorMessage | None = None
+    decision: object = None
 
 
 class Agreement:
-    """One rank's part in agreements. ``lost`` is what keeps it from reaching the others, once that is known."""
+    """One rank's part in agreements. ``lost`` is the error that cut it off from the other ranks, if one did."""
 
-    def __init__(self, council: MessageTree, *, timeout_s: float) -> None:
-        self._council = council
+    def __init__(self, message_tree: MessageTree, *, timeout_s: float) -> None:
+        self._message_tree = message_tree
         self._timeout_s = timeout_s
         self._count = 0
-        self._bells: dict[Topic, InterruptibleEvent] = {}
+        self._events: dict[Topic, InterruptibleEvent] = {}
         self._gathered: dict[Topic, Bodies] = {}
-        self._announced: dict[Topic, Any] = {}
+        self._answers: dict[Topic, _Answer] = {}
         self.lost: BaseException | None = None
 
     def agree(
         self,
         what: str,
-        body: Any,
-        decide: Callable[[Bodies], Any],
+        message: M,
+        decide: Callable[[dict[int, M]], D],
+        answer: type[D],
         *,
         timeout_s: float | None = None,
-    ) -> Any:
-        """Return on every rank what ``decide`` makes, on rank 0, of what all have brought; ``what`` names the call.
+    ) -> D:
+        """Return, on every rank, what ``decide`` returns on rank 0 for the messages of all ranks.
 
-        ``body`` and the decision are made of what JSON holds, and come back as JSON gives them. Raises RanksError, on
-        every rank that came, where one did not come within ``timeout_s`` or came from another call. What ``decide``
-        raises is raised everywhere: as it is on rank 0, as a new exception of its kind on the others (RanksError, where
-        it is none of tierfall's).
+        ``what`` names the call. All ranks contribute messages of one type; ``answer`` is the type of the decision.
+
+        Raises RanksError on every rank that made the call where another one did not within ``timeout_s``, or made a
+        call of another name. An error of ``decide`` is raised on all ranks: on rank 0 as it is, on the others as a new
+        error of its kind (RanksError if it is none of tierfall's).
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         topic: Topic = (AGREE, self._count)
         try:
-            bell = self._bells[topic] = InterruptibleEvent()
+            event = self._events[topic] = InterruptibleEvent()
             self._count += 1
-            if self.lost is not None or topic in self._announced:  # before this rank came
-                bell.ring()
-            self._council.contribute(topic, [what, body])
-            if self._council.topology.is_root:
-                return self._decide(topic, what, decide, bell, timeout_s)
-            if not self._wait(what, topic, bell, timeout_s + ANSWER_S):
+            if self.lost is not None or topic in self._answers:  # it came before this call
+                event.ring()
+            self._message_tree.contribute(
+                topic, _RankCall(name=what, body=to_json(message)).to_json()
+            )
+            if self._message_tree.topology.is_root:
+                decision = self._decide(topic, what, type(message), decide, event, timeout_s)
+            elif self._wait(what, topic, event, timeout_s + ANSWER_S):
+                found = self._answers.pop(topic)
+                if found.error is not None:
+                    raise found.error.error()
+                decision = found.decision
+            else:
                 raise RanksError(
                     f"{what}: rank {self._rank}: rank 0 gave no answer within {timeout_s + ANSWER_S:g} s: it did not "
                     f"call {what}, or is gone"
                 )
-            answer = self._announced.pop(topic)
         finally:
             self._forget(topic)
-        if "error" in answer:
-            raise error_class(answer["kind"], RanksError)(answer["error"])
-        return answer["value"]
+        return from_json(answer, decision, rank=0)
+
+    def meet(self, what: str, *, timeout_s: float | None = None) -> None:
+        """Wait until every rank has made this call; raises as ``agree`` does."""
+        self.agree(what, None, lambda bodies: None, object, timeout_s=timeout_s)
 
     @property
     def _rank(self) -> int:
-        return self._council.topology.rank
+        return self._message_tree.topology.rank
 
-    def take_gathered(self, topic: Topic, bodies: Bodies) -> None:
+    def on_gathered(self, topic: Topic, bodies: Bodies) -> None:
         self._gathered[topic] = bodies
         self._notify(topic)
 
-    def take_announced(self, topic: Topic, body: Any) -> None:
-        """Keep an answer for the call that waits for it, or that this rank has still to make: it comes too late then,
-        and is told so at once."""
-        if topic in self._bells or topic[1] >= self._count:  # type: ignore[operator]
-            self._announced[topic] = body
+    def on_announced(self, topic: Topic, body: object) -> None:
+        """Keep an answer for the call that waits for it, or that this rank has not made yet. A call that is made after
+        its answer came fails at once."""
+        if topic in self._events or int(topic[1]) >= self._count:
+            self._answers[topic] = _Answer.from_json(body, rank=0)
             self._notify(topic)
 
     def lose(self, error: BaseException) -> None:
-        """Nobody can be reached any more: whoever waits is told."""
+        """Fail the calls that wait: no rank can be reached any more."""
         self.lost = error
-        for bell in list(self._bells.values()):
-            bell.ring()
+        for event in list(self._events.values()):
+            event.ring()
 
     def _notify(self, topic: Topic) -> None:
-        bell = self._bells.get(topic)
-        if bell is not None:
-            bell.ring()
+        event = self._events.get(topic)
+        if event is not None:
+            event.ring()
 
     def _forget(self, topic: Topic) -> None:
-        self._council.forget(topic)
-        kept: dict[Topic, Any]
-        for kept in (self._bells, self._gathered, self._announced):
-            kept.pop(topic, None)
+        self._message_tree.forget(topic)
+        self._events.pop(topic, None)
+        self._gathered.pop(topic, None)
+        self._answers.pop(topic, None)
 
-    def _wait(self, what: str, topic: Topic, bell: InterruptibleEvent, timeout_s: float) -> bool:
-        """Wait for the bell. Half-way, rank 0 has handed on to it what there is, so that it can name who is late."""
-        if not bell.wait(timeout_s / 2):
-            if self._council.topology.is_root:
-                self._council.hand_on_what_there_is(topic)
-            if not bell.wait(timeout_s / 2):
+    def _wait(self, what: str, topic: Topic, event: InterruptibleEvent, timeout_s: float) -> bool:
+        """Wait for the event; return False at the timeout. After half of it rank 0 has the contributions of complete
+        and incomplete nodes forwarded, so that it can name the ranks that are late."""
+        if not event.wait(timeout_s / 2):
+            if self._message_tree.topology.is_root:
+                self._message_tree.flush_partial(topic)
+            if not event.wait(timeout_s / 2):
                 return False
-        if self.lost is not None and topic not in self._announced and topic not in self._gathered:
+        if self.lost is not None and topic not in self._answers and topic not in self._gathered:
             raise RanksError(
                 f"{what}: rank {self._rank}: the other ranks cannot be reached: {self.lost}"
             ) from self.lost
@@ -118,34 +147,38 @@ class Agreement:
         self,
         topic: Topic,
         what: str,
-        decide: Callable[[Bodies], Any],
-        bell: InterruptibleEvent,
+        kind: type[M],
+        decide: Callable[[dict[int, M]], object],
+        event: InterruptibleEvent,
         timeout_s: float,
-    ) -> Any:
+    ) -> object:
+        """Gather, decide and announce the decision; return its JSON form."""
         try:
-            if not self._wait(what, topic, bell, timeout_s):
-                late = self._council.missing(topic)
-                if late or not bell.wait(ANSWER_S):  # none is late: the last came this moment
+            if not self._wait(what, topic, event, timeout_s):
+                late = self._message_tree.missing(topic)
+                if late or not event.wait(ANSWER_S):  # no rank is late: the last came just now
                     raise RanksError(
                         f"{what}: {ranks_named(late)} did not call {what} within {timeout_s:g} s"
                     )
-            said = self._gathered.pop(topic)
-            _check_same_call(what, {rank: call for rank, (call, _) in said.items()})
-            decision = decide({rank: body for rank, (_, body) in said.items()})
-            value = json.loads(json.dumps(decision))  # the same on every rank, or an error now
+            bodies = self._gathered.pop(topic)
+            calls = {rank: _RankCall.from_json(body, rank=rank) for rank, body in bodies.items()}
+            _check_same_call(what, {rank: call.name for rank, call in calls.items()})
+            messages = {r: from_json(kind, call.body, rank=r) for r, call in calls.items()}
+            decision = to_json(decide(messages))
         except BaseException as error:
-            self._council.announce(topic, _error_to_json(what, error))
+            self._message_tree.announce(
+                topic, _Answer(error=_error_for_others(what, error)).to_json()
+            )
             raise
-        self._council.announce(topic, {"value": value})
-        return value
+        self._message_tree.announce(topic, _Answer(decision=decision).to_json())
+        return decision
 
 
-def _error_to_json(what: str, error: BaseException) -> dict[str, str]:
-    """What the others are told of an error: its kind is the nearest that stands in ``errors``."""
-    for kind in type(error).__mro__:
-        if error_class(kind.__name__, RanksError) is kind:
-            return {"error": str(error), "kind": kind.__name__}
-    return {"error": f"{what}: rank 0 failed: {error!r}", "kind": RanksError.__name__}
+def _error_for_others(what: str, error: BaseException) -> ErrorMessage:
+    found = ErrorMessage.of(error)
+    if isinstance(error, TierfallError):
+        return found
+    return ErrorMessage(kind=found.kind, text=f"{what}: rank 0 failed: {found.text}")
 
 
 def _check_same_call(what: str, calls: dict[int, str]) -> None:
@@ -156,3 +189,14 @@ def _check_same_call(what: str, calls: dict[int, str]) -> None:
             f"{what}: {ranks_named(ranks)} called {other} where rank 0 called {what}: every rank makes the same calls "
             "in the same order"
         )
+
+
+def check_same_arguments(what: str, by_rank: Mapping[int, Mapping[str, object]]) -> None:
+    """Raise RanksError where the arguments of a rank's call, by name, are not those of rank 0."""
+    for name, ours in by_rank[0].items():
+        others = [rank for rank, arguments in by_rank.items() if arguments[name] != ours]
+        if others:
+            raise RanksError(
+                f"{what}: {ranks_named(others)} asked for {name}={by_rank[others[0]][name]!r} where rank 0 asked for "
+                f"{name}={ours!r}: every rank asks for the same"
+            )

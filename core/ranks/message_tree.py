@@ -1,33 +1,69 @@
-"""The council: what all ranks say of one thing comes together at rank 0, and what rank 0 decides reaches them all.
+"""The message tree: rank 0 gathers what all ranks contribute to a topic, and announces its decisions to all ranks.
 
-A *topic* names the thing; it is used once. Each member contributes a body; leaders of nodes hand on what came through
-them in one message, and rank 0 is told when all have spoken. What rank 0 announces goes down the same tree, in the
-order in which it was announced. No I/O, no clock and no thread of its own: ``send`` is handed in, and never waits.
+A *topic* names what the messages are about; it is used once. Each rank contributes a body. The leader of a node
+forwards the bodies of all ranks below it in one message, and rank 0 is notified when every rank has contributed. An
+announcement passes down the same tree; all ranks receive announcements in one order. The tree does no I/O, reads no
+clock and has no thread: it is given ``send``, which never waits.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from tierfall.core.ranks.messages import Message, Topic, from_json, to_json
 from tierfall.core.ranks.topology import Topology
 
-Topic = tuple[str | int, ...]
-Bodies = dict[int, Any]
+Bodies = dict[int, object]
+"""What ranks have contributed, in JSON form, by rank."""
 _RECENT_MAX = 1024
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Contributions(Message):
+    """Bodies of some ranks below the sender, on their way to rank 0."""
+
+    topic: Topic
+    bodies: Mapping[int, object]
+    leaders_only: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report(Message):
+    """What ``rank`` reports to rank 0."""
+
+    topic: Topic
+    body: object
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Announcement(Message):
+    topic: Topic
+    body: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FlushRequest(Message):
+    """The leaders below rank 0 are to forward what they have of a topic."""
+
+    topic: Topic
+
+
+_Envelope = _Contributions | _Report | _Announcement | _FlushRequest
+_ENVELOPES: tuple[type[_Envelope], ...] = (_Contributions, _Report, _Announcement, _FlushRequest)
+
+
 @dataclass(slots=True)
-class _TopicMessages:
-    """What was said of a topic so far by the ranks below this one."""
+class _Gathering:
+    """What the ranks below this one have contributed to a topic so far."""
 
     awaited: frozenset[int]
     leaders_only: bool
     bodies: Bodies = field(default_factory=dict)
-    handed_on: set[int] = field(default_factory=set)
+    forwarded: set[int] = field(default_factory=set)
 
     @property
     def complete(self) -> bool:
@@ -35,7 +71,7 @@ class _TopicMessages:
 
 
 class _RecentTopics:
-    """The topics that were added last; older ones are past caring about."""
+    """The topics that were added last. Messages about older ones do not come any more."""
 
     def __init__(self) -> None:
         self._topics: dict[Topic, None] = {}
@@ -52,59 +88,55 @@ class _RecentTopics:
 class MessageTree:
     """One rank's part. All methods may be called from any thread; the callbacks run on the thread that calls.
 
-    ``on_gathered(topic, bodies by rank)`` is called at rank 0 once all have contributed, and ``on_passed`` with the
-    same at every other leader of a node once all below it have; ``on_announced(topic, body)`` at every rank, also at
-    rank 0; ``on_told(topic, body, rank)`` at rank 0. A callback may call the council again.
+    ``on_gathered(topic, bodies by rank)`` is called at rank 0 once all ranks have contributed, and ``on_passed`` at
+    every other leader of a node once all ranks below it have; ``on_announced(topic, body)`` at every rank, rank 0
+    included; ``on_reported(topic, body, rank)`` at rank 0 for a report. A callback may call the tree again.
     """
 
     def __init__(self, topology: Topology, send: Callable[[int, bytes], None]) -> None:
         self.topology = topology
         self._send = send
         self._lock = threading.RLock()
-        self._gatherings: dict[Topic, _TopicMessages] = {}
+        self._gatherings: dict[Topic, _Gathering] = {}
         self._forgotten = _RecentTopics()
-        self._hurried = _RecentTopics()
+        self._flushed = _RecentTopics()
         self.on_gathered: Callable[[Topic, Bodies], None] = _ignore
         self.on_passed: Callable[[Topic, Bodies], None] = _ignore
-        self.on_announced: Callable[[Topic, Any], None] = _ignore
-        self.on_told: Callable[[Topic, Any, int], None] = _ignore_rank
+        self.on_announced: Callable[[Topic, object], None] = _ignore
+        self.on_reported: Callable[[Topic, object, int], None] = _ignore_report
 
-    def contribute(self, topic: Topic, body: Any, *, leaders_only: bool = False) -> None:
-        """Say what this rank has to say of a topic; ``leaders_only``: of every node only its leader is asked, and what
-        the others say is heard by nobody.
-
-        ``body`` is made of what JSON holds.
-        """
+    def contribute(self, topic: Topic, body: object, *, leaders_only: bool = False) -> None:
+        """Contribute this rank's ``body``, in JSON form, to a topic. ``leaders_only``: only leaders of nodes
+        contribute; the call does nothing on the other ranks."""
         if leaders_only and not self.topology.is_leader:
             return
         self._add(topic, {self.topology.rank: body}, leaders_only=leaders_only)
 
-    def tell(self, topic: Topic, body: Any) -> None:
-        """Tell rank 0 something that only this rank knows."""
-        self._send_up({"tell": topic, "body": body, "rank": self.topology.rank})
+    def tell(self, topic: Topic, body: object) -> None:
+        """Report to rank 0 what only this rank knows."""
+        self._send_up(_Report(topic=topic, body=body, rank=self.topology.rank))
 
-    def announce(self, topic: Topic, body: Any) -> None:
-        """Tell every rank; for rank 0."""
+    def announce(self, topic: Topic, body: object) -> None:
+        """Send to every rank; for rank 0."""
         assert self.topology.is_root
-        self._send_down({"down": topic, "body": body})
+        self._send_down(_Announcement(topic=topic, body=body))
 
-    def take(self, data: bytes) -> None:
-        """Take a message that was sent to this rank."""
-        message = json.loads(data)
-        if "down" in message:
-            self._send_down(message)
-            return
-        if "tell" in message:
-            self._send_up(message)
-            return
-        if "hurry" in message:
-            self.hand_on_what_there_is(tuple(message["hurry"]))
-            return
-        bodies = {int(rank): body for rank, body in message["bodies"].items()}
-        self._add(tuple(message["up"]), bodies, leaders_only=message["leaders_only"])
+    def receive(self, data: bytes, sender: int) -> None:
+        """Process a message that ``sender`` has sent to this rank. Raises RanksError where it is malformed."""
+        number, body = from_json(tuple[int, object], json.loads(data), rank=sender)
+        message = from_json(_ENVELOPES[number], body, rank=sender)
+        match message:
+            case _Announcement():
+                self._send_down(message)
+            case _Report():
+                self._send_up(message)
+            case _FlushRequest():
+                self.flush_partial(message.topic)
+            case _Contributions():
+                self._add(message.topic, message.bodies, leaders_only=message.leaders_only)
 
     def missing(self, topic: Topic) -> tuple[int, ...]:
-        """Name the ranks below this one that were not heard of a topic, as far as is known here."""
+        """Return the ranks below this one whose contribution to a topic has not arrived here."""
         with self._lock:
             gathering = self._gatherings.get(topic)
             if gathering is None:
@@ -112,38 +144,36 @@ class MessageTree:
             return tuple(sorted(gathering.awaited - gathering.bodies.keys()))
 
     def forget(self, topic: Topic) -> None:
-        """Nobody waits for this topic any more; what is still said of it is not kept."""
+        """Drop what was contributed to a topic, and ignore what still arrives."""
         with self._lock:
             self._gatherings.pop(topic, None)
             self._forgotten.add(topic)
 
-    def hand_on_what_there_is(self, topic: Topic) -> None:
-        """Let no leader from here down wait for the others any longer: rank 0 is to know who has spoken.
-
-        What is said from now on is handed on as it comes.
-        """
+    def flush_partial(self, topic: Topic) -> None:
+        """Have every leader from here down forward what it has of a topic, although contributions are missing; later
+        ones are forwarded as they arrive. So rank 0 knows which ranks are late."""
         with self._lock:
             local = self.topology.local_ranks
             leaders = [rank for rank in self.topology.children if rank not in local]
-            self._send_to(leaders, {"hurry": topic})
-            self._hurried.add(topic)
+            self._send_to(leaders, _FlushRequest(topic=topic))
+            self._flushed.add(topic)
             gathering = self._gatherings.get(topic)
             if gathering is not None:
                 self._forward(topic, gathering)
 
-    def _add(self, topic: Topic, bodies: Bodies, *, leaders_only: bool) -> None:
+    def _add(self, topic: Topic, bodies: Mapping[int, object], *, leaders_only: bool) -> None:
         with self._lock:
             if topic in self._forgotten:
                 return
             gathering = self._gatherings.get(topic)
             if gathering is None:
                 awaited = self._awaited(leaders_only)
-                gathering = self._gatherings[topic] = _TopicMessages(awaited, leaders_only)
+                gathering = self._gatherings[topic] = _Gathering(awaited, leaders_only)
             gathering.bodies.update(bodies)
             complete = gathering.complete
             if complete:
                 del self._gatherings[topic]
-            if complete or topic in self._hurried:
+            if complete or topic in self._flushed:
                 self._forward(topic, gathering)
         if complete and self.topology.is_leader:
             notify = self.on_gathered if self.topology.is_root else self.on_passed
@@ -153,35 +183,37 @@ class MessageTree:
         below = self.topology.below
         return below.intersection(self.topology.leaders) if leaders_only else below
 
-    def _forward(self, topic: Topic, gathering: _TopicMessages) -> None:
-        """Send what was not sent yet to the parent; rank 0 has none."""
-        fresh = {r: b for r, b in gathering.bodies.items() if r not in gathering.handed_on}
-        if self.topology.parent is None or not fresh:
+    def _forward(self, topic: Topic, gathering: _Gathering) -> None:
+        """Send the bodies that were not sent yet to the parent; rank 0 has none."""
+        bodies = {r: b for r, b in gathering.bodies.items() if r not in gathering.forwarded}
+        if self.topology.parent is None or not bodies:
             return
-        gathering.handed_on |= fresh.keys()
-        message = {"up": topic, "bodies": fresh, "leaders_only": gathering.leaders_only}
+        gathering.forwarded |= bodies.keys()
+        leaders_only = gathering.leaders_only
+        message = _Contributions(topic=topic, bodies=bodies, leaders_only=leaders_only)
         self._send_to([self.topology.parent], message)
 
-    def _send_up(self, message: dict[str, Any]) -> None:
+    def _send_up(self, message: _Report) -> None:
         if self.topology.parent is None:
-            self.on_told(tuple(message["tell"]), message["body"], message["rank"])
+            self.on_reported(message.topic, message.body, message.rank)
         else:
             self._send_to([self.topology.parent], message)
 
-    def _send_down(self, message: dict[str, Any]) -> None:
-        with self._lock:  # so that every rank hears things in one order
+    def _send_down(self, message: _Announcement) -> None:
+        with self._lock:  # so that all ranks receive announcements in one order
             self._send_to(self.topology.children, message)
-            self.on_announced(tuple(message["down"]), message["body"])
+            self.on_announced(message.topic, message.body)
 
-    def _send_to(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
-        data = json.dumps(message, separators=(",", ":")).encode()
+    def _send_to(self, ranks: Iterable[int], message: _Envelope) -> None:
+        envelope = [_ENVELOPES.index(type(message)), to_json(message)]
+        data = json.dumps(envelope, separators=(",", ":")).encode()
         for rank in ranks:
             self._send(rank, data)
 
 
-def _ignore(topic: Topic, body: Any) -> None:
-    """Nobody listens yet."""
+def _ignore(topic: Topic, body: object) -> None:
+    """Nobody listens."""
 
 
-def _ignore_rank(topic: Topic, body: Any, rank: int) -> None:
-    """Nobody listens yet."""
+def _ignore_report(topic: Topic, body: object, rank: int) -> None:
+    """Nobody listens."""

@@ -1,4 +1,4 @@
-"""All that one process has of the other ranks: its place among them, the council, agreements, and the post."""
+"""What one process has of the other ranks: its topology, the message tree, agreements, and the transport."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tierfall.core.ranks.agreement import AGREE, Agreement
-from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
+from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.ranks.rendezvous import RankPlacement, join
 from tierfall.core.ranks.topology import ALONE, Topology
 from tierfall.core.ranks.transport import StoreTransport
@@ -22,12 +22,12 @@ from tierfall.core.types.values import Shard
 logger = logging.getLogger("tierfall")
 
 LEAVE_S = 1.0
-"""So long a rank that leaves after an error still serves those that have not left."""
+"""How long a rank that leaves after an error still serves its store to ranks that have not left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesGathered:
-    """All ranks have spoken (for rank 0), or all below this leader of a node (``passed``)."""
+    """All ranks have contributed to a topic (at rank 0), or all below this leader of a node (``passed``)."""
 
     topic: Topic
     bodies: Bodies
@@ -36,18 +36,18 @@ class MessagesGathered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionAnnounced:
-    """Rank 0 has decided."""
+    """Rank 0 has announced a decision."""
 
     topic: Topic
-    body: Any
+    body: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReported:
-    """One rank tells rank 0 what only it knows."""
+    """A rank has reported to rank 0 what only it knows."""
 
     topic: Topic
-    body: Any
+    body: object
     rank: int
 
 
@@ -55,28 +55,27 @@ RankMessage = MessagesGathered | DecisionAnnounced | RankReported
 
 
 class Ranks:
-    """See the module. ``alone`` is the one rank of a run without others: the same, and nothing is ever sent."""
+    """See the module. ``alone`` returns the one rank of a run without others: the same interface; nothing is sent."""
 
     def __init__(
-        self, topology: Topology, post: StoreTransport | None, *, timeout_s: float
+        self, topology: Topology, transport: StoreTransport | None, *, timeout_s: float
     ) -> None:
         self.topology = topology
-        self._post = post
+        self._transport = transport
         self._lock = threading.Lock()
         self._listener: Callable[[RankMessage], None] | None = None
-        self._unheard: deque[RankMessage] = deque()
-        self._handing_on = False
-        self.council = MessageTree(topology, post.send if post else _ignore_data)
-        self._together = Agreement(self.council, timeout_s=timeout_s)
-        self.agree = self._together.agree
+        self._undelivered: deque[RankMessage] = deque()
+        self._delivering = False
+        self.council = MessageTree(topology, transport.send if transport else _refuse_to_send)
+        self._agreement = Agreement(self.council, timeout_s=timeout_s)
+        self.agree = self._agreement.agree
+        self.meet = self._agreement.meet
         self.council.on_gathered = self._on_gathered
         self.council.on_passed = self._on_passed
         self.council.on_announced = self._on_announced
-        self.council.on_told = lambda topic, body, rank: self._on_message(
-            RankReported(topic=topic, body=body, rank=rank)
-        )
-        if post is not None:
-            post.start(self.council.take, self._lose)
+        self.council.on_reported = self._on_reported
+        if transport is not None:
+            transport.start(self.council.receive, self._lose)
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -84,7 +83,7 @@ class Ranks:
 
     @classmethod
     def join(cls, place: RankPlacement, bootstrap: Store, *, run: str, timeout_s: float) -> Ranks:
-        """Meet the others; see ``rendezvous.join``."""
+        """Meet the other ranks; see ``rendezvous.join``."""
         return cls(*join(place, bootstrap, run=run, timeout_s=timeout_s), timeout_s=timeout_s)
 
     @property
@@ -93,7 +92,7 @@ class Ranks:
 
     @property
     def slot(self) -> int:
-        """This rank's place among those of its node."""
+        """This rank's number among those of its node, from 0."""
         return self.topology.local_ranks.index(self.topology.rank)
 
     @property
@@ -101,66 +100,66 @@ class Ranks:
         return self.topology.world_size > 1
 
     def check(self) -> None:
-        """Raise RanksError where the others cannot be reached any more."""
-        if self._together.lost is not None:
+        """Raise RanksError where the other ranks cannot be reached any more."""
+        if self._agreement.lost is not None:
             raise RanksError(
                 f"rank {self.topology.rank}: the other ranks cannot be reached, so nothing that is saved becomes a "
-                f"checkpoint: {self._together.lost}"
-            ) from self._together.lost
+                f"checkpoint: {self._agreement.lost}"
+            ) from self._agreement.lost
 
     def listen(self, listener: Callable[[RankMessage], None]) -> None:
-        """Hand what is said from now on, and what was said before, to ``listener``: one after the other, in its order,
-        on the thread that it came by. It may call this rank's council."""
+        """Deliver all messages to ``listener``, earlier ones included: one after the other, in their order, on the
+        thread that each arrives on. The listener may call this rank's message tree."""
         with self._lock:
             self._listener = listener
-        self._forward()
+        self._deliver()
 
     def close(self, timeout_s: float) -> None:
-        """Leave. What the others still need from here are their stores: so all leave together, within ``timeout_s``."""
-        if self._post is None:
+        """Leave, together with the other ranks, which may still need this rank's store; within ``timeout_s``."""
+        if self._transport is None:
             return
         patience_s = LEAVE_S
         try:
-            self.agree("close: end", None, _ignore_bodies, timeout_s=timeout_s)
+            self.meet("close: end", timeout_s=timeout_s)
             patience_s = timeout_s
         except RanksError as error:
             logger.warning(
                 "close: rank %d does not wait for the others: %s", self.topology.rank, error
             )
         finally:
-            self._post.close(patience_s)
+            self._transport.close(patience_s)
 
     def leave(self) -> None:
         """Leave at once, as after an error."""
-        if self._post is not None:
-            self._post.close(LEAVE_S)
+        if self._transport is not None:
+            self._transport.close(LEAVE_S)
 
-    def _on_message(self, news: RankMessage) -> None:
+    def _on_message(self, message: RankMessage) -> None:
         with self._lock:
-            self._unheard.append(news)
-        self._forward()
+            self._undelivered.append(message)
+        self._deliver()
 
-    def _forward(self) -> None:
-        """Hand on what is unheard, by one thread at a time and under no lock: the listener may cause further news."""
+    def _deliver(self) -> None:
+        """Deliver messages, by one thread at a time and under no lock: the listener may cause further messages."""
         with self._lock:
-            if self._listener is None or self._handing_on:
+            if self._listener is None or self._delivering:
                 return
-            self._handing_on = True
+            self._delivering = True
         try:
             while True:
                 with self._lock:
-                    if not self._unheard:
-                        self._handing_on = False
+                    if not self._undelivered:
+                        self._delivering = False
                         return
-                    news, listener = self._unheard.popleft(), self._listener
-                listener(news)
+                    message, listener = self._undelivered.popleft(), self._listener
+                listener(message)
         except BaseException:
-            self._handing_on = False
+            self._delivering = False
             raise
 
     def _on_gathered(self, topic: Topic, bodies: Bodies) -> None:
         if topic[0] == AGREE:
-            self._together.take_gathered(topic, bodies)
+            self._agreement.on_gathered(topic, bodies)
         else:
             self._on_message(MessagesGathered(topic=topic, bodies=bodies))
 
@@ -168,20 +167,19 @@ class Ranks:
         if topic[0] != AGREE:
             self._on_message(MessagesGathered(topic=topic, bodies=bodies, passed=True))
 
-    def _on_announced(self, topic: Topic, body: Any) -> None:
+    def _on_announced(self, topic: Topic, body: object) -> None:
         if topic[0] == AGREE:
-            self._together.take_announced(topic, body)
+            self._agreement.on_announced(topic, body)
         else:
             self._on_message(DecisionAnnounced(topic=topic, body=body))
 
+    def _on_reported(self, topic: Topic, body: object, rank: int) -> None:
+        self._on_message(RankReported(topic=topic, body=body, rank=rank))
+
     def _lose(self, error: BaseException) -> None:
         logger.error("rank %d: the other ranks cannot be reached: %s", self.topology.rank, error)
-        self._together.lose(error)
+        self._agreement.lose(error)
 
 
-def _ignore_bodies(bodies: Bodies) -> None:
-    """Nothing is to be decided."""
-
-
-def _ignore_data(rank: int, data: bytes) -> None:
-    raise AssertionError(f"a rank that is alone sends nothing, not to rank {rank}")
+def _refuse_to_send(rank: int, data: bytes) -> None:
+    raise AssertionError(f"a run of one rank sends nothing, not to rank {rank}")

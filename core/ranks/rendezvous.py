@@ -1,8 +1,8 @@
-"""Joining: how the ranks of one start find each other, by a store that they share already, and get stores of their own.
+"""Rendezvous: the ranks of one start find each other by a store that they share already, and get stores of their own.
 
-Rank 0 serves a store for the job and writes its address, with a random name for this start, where the others look: the
-*door*. An address that an earlier start left there leads to a store that is gone, that never welcomes anybody, or where
-this rank's place is taken by the process that it was then; the others look again until one lets them in.
+Rank 0 serves a store for the job and publishes its address, with a random name for this start, in the shared store. The
+published address may be of an earlier start: its store is gone, or accepts nobody, or has this rank registered already,
+as the process of that start. Then the other ranks look for a new address until one accepts them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.topology import Topology
 from tierfall.core.ranks.transport import (
     Mailbox,
@@ -37,21 +38,21 @@ T = TypeVar("T")
 
 CONNECT_S = 5.0
 STORE_S = 30.0
-"""So long may a store take to answer where somebody listens: torch asks the DNS for the name of each address, for its
-log, and a DNS that does not answer costs 10 s and more."""
+"""How long a store may take to answer. Torch asks the DNS for the name of each address, for its log, and a DNS that
+does not answer costs 10 s and more."""
 LOOK_AGAIN_S = 2.0
 ANSWER_S = 5.0
-"""So much longer than rank 0 waits for the others do they wait for what it says of those that did not come."""
+"""The other ranks wait this much longer than rank 0 does, for the error that names the ranks that did not come."""
 _LOCALHOST = "127.0.0.1"
 _FIRST_PAUSE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
-    """What a process knows of its place before it has met the others.
+    """What a process knows about itself before it has met the other ranks.
 
-    ``node`` is any text that tells nodes apart; ``address`` is where rank 0 can be reached; ``settings`` is what has to
-    be the same on all ranks, by name.
+    ``node`` is any text that tells nodes apart; ``address`` is the host at which rank 0 can be reached; ``settings``
+    must be equal on all ranks.
     """
 
     rank: int
@@ -61,17 +62,47 @@ class RankPlacement:
     settings: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoreAddress(Message):
+    """Where rank 0 serves its store; ``name`` is the random name of this start."""
+
+    name: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Registration(Message):
+    """What a rank writes to rank 0's store. ``process`` is a random name of the process."""
+
+    node: str
+    settings: Mapping[str, str]
+    process: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Acceptance(Message):
+    """Rank 0's answer to all ranks: the node of each, or why there is no start."""
+
+    nodes: tuple[str, ...] = ()
+    error: str | None = None
+
+
+def _encode(message: Message) -> str:
+    return json.dumps(message.to_json())
+
+
 def join(
     place: RankPlacement, bootstrap: Store, *, run: str, timeout_s: float
 ) -> tuple[Topology, StoreTransport]:
-    """Meet the other ranks of this start. Raises RanksError naming those that did not come within ``timeout_s``, and
-    those whose settings differ."""
-    door = f"tierfall/{run}/door"
-    enter = _accept_ranks if place.rank == 0 else _join_as_guest
+    """Meet the other ranks of this start. Raises RanksError, which names the ranks that did not come within
+    ``timeout_s``, or those whose settings differ."""
+    key = f"tierfall/{run}/address"
+    enter = _accept_ranks if place.rank == 0 else _find_rank_0
     what = f"open: rank {place.rank}: the store where the ranks of this job look for each other"
     bound_s = timeout_s + ANSWER_S + STORE_S
     try:
-        return _within(bound_s, lambda: enter(place, bootstrap, door, timeout_s))
+        return _within(bound_s, lambda: enter(place, bootstrap, key, timeout_s))
     except TimeoutError as error:
         raise RanksError(f"{what} does not answer: waited {bound_s:g} s in all") from error
     except RuntimeError as error:  # what torch's stores raise
@@ -79,13 +110,13 @@ def join(
 
 
 def _within(timeout_s: float, call: Callable[[], T]) -> T:
-    """Return what ``call`` returns, or raise what it raises; TimeoutError where it does not end: torch waits for ever
-    for a store that has answered before and stands still."""
+    """Return what ``call`` returns, or raise what it raises; TimeoutError where it does not return in time. Torch waits
+    without bound for a store that answered before and then hangs."""
     return _start_call(call).result(timeout_s)
 
 
 def _start_call(call: Callable[[], T]) -> futures.Future[T]:
-    """Begin a call on a thread of its own, which may never end."""
+    """Run a call on a thread of its own: it may never return."""
     future: futures.Future[T] = futures.Future()
     threading.Thread(target=_run, args=(future, call), name="tierfall-store", daemon=True).start()
     return future
@@ -94,13 +125,13 @@ def _start_call(call: Callable[[], T]) -> futures.Future[T]:
 def _run(future: futures.Future[T], call: Callable[[], T]) -> None:
     try:
         future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - raised by who waits
+    except BaseException as error:  # noqa: BLE001 - raised by the caller that waits
         future.set_exception(error)
         del future  # the error's traceback holds this frame, and so the store
 
 
 def connect(host: str, port: int) -> TCPStore:
-    """Reach a store. Raises OSError or RuntimeError where none answers."""
+    """Connect to a store. Raises OSError or RuntimeError where none answers."""
     socket.create_connection((host, port), CONNECT_S).close()  # torch tries long, and loudly
     try:
         return _within(STORE_S, lambda: _store(host, port, is_master=False))
@@ -109,143 +140,147 @@ def connect(host: str, port: int) -> TCPStore:
 
 
 def _accept_ranks(
-    place: RankPlacement, bootstrap: Store, door: str, timeout_s: float
+    place: RankPlacement, bootstrap: Store, key: str, timeout_s: float
 ) -> tuple[Topology, StoreTransport]:
+    """Serve a store, publish its address under ``key``, and wait for all ranks; for rank 0."""
     name = f"tierfall/{secrets.token_hex(8)}"
     server = _store(_LOCALHOST, 0, is_master=True)
-    bootstrap.set(door, json.dumps([name, place.address, server.port]))
+    address = _StoreAddress(name=name, host=place.address, port=server.port)
+    bootstrap.set(key, _encode(address))
     others = range(1, place.world_size)
-    missing = _wait_for_hellos(server, name, list(others), time.monotonic() + timeout_s)
-    said = {0: _placement_to_json(place)} | {
-        rank: json.loads(server.get(_hello(name, rank))) for rank in others if rank not in missing
-    }
+    missing = _wait_for_ranks(server, name, list(others), time.monotonic() + timeout_s)
+    registered = {0: _Registration(node=place.node, settings=place.settings)}
+    for rank in others:
+        if rank not in missing:
+            text = server.get(_registration_key(name, rank))
+            registered[rank] = _Registration.from_json(json.loads(text), rank=rank)
     if missing:
         problem = f"open: {ranks_named(missing)} did not call open within {timeout_s:g} s"
     else:
-        problem = _differences(said)
+        problem = _difference_of_settings(registered)
     if problem:
-        server.set(f"{name}/welcome", json.dumps({"error": problem}))
-        wait_for_guests(
-            server, name, len(said) - 1, time.monotonic() + LOOK_AGAIN_S
-        )  # they read it
+        server.set(_acceptance_key(name), _encode(_Acceptance(error=problem)))
+        # The other ranks read the error first: the store goes with this process.
+        guests = len(registered) - 1
+        wait_for_guests(server, name, guests, time.monotonic() + LOOK_AGAIN_S)
         raise RanksError(problem)
-    nodes = [said[rank]["node"] for rank in range(place.world_size)]
-    server.set(f"{name}/welcome", json.dumps({"nodes": nodes}))
+    nodes = tuple(registered[rank].node for rank in range(place.world_size))
+    server.set(_acceptance_key(name), _encode(_Acceptance(nodes=nodes)))
     topology = Topology.of(0, nodes)
     ranks = frozenset((*topology.children, 0))
     guests = len(topology.leaders) - 1 + len(topology.local_ranks) - 1
-    office = Mailbox(server, connect(_LOCALHOST, server.port), name, ranks, server=0, guests=guests)
-    return topology, StoreTransport(0, (office,))
+    receiving = connect(_LOCALHOST, server.port)
+    mailbox = Mailbox(server, receiving, name, ranks, server=0, guests=guests)
+    return topology, StoreTransport(0, (mailbox,))
 
 
-def _wait_for_hellos(server: TCPStore, name: str, waiting: list[int], deadline: float) -> list[int]:
-    """Give those that have not come by then."""
+def _wait_for_ranks(server: TCPStore, name: str, waiting: list[int], deadline: float) -> list[int]:
+    """Return the ranks that have not registered by the deadline."""
     pause = _FIRST_PAUSE_S
-    while waiting := [rank for rank in waiting if not server.check([_hello(name, rank)])]:
+    while waiting := [r for r in waiting if not server.check([_registration_key(name, r)])]:
         if time.monotonic() >= deadline:
             break
         pause = sleep_longer(pause)
     return waiting
 
 
-def _join_as_guest(
-    place: RankPlacement, bootstrap: Store, door: str, timeout_s: float
+def _find_rank_0(
+    place: RankPlacement, bootstrap: Store, key: str, timeout_s: float
 ) -> tuple[Topology, StoreTransport]:
+    """Try each address that is published under ``key`` until one accepts this rank."""
     deadline = time.monotonic() + timeout_s
-    visit = secrets.token_hex(8)
-    address = ""
+    process = secrets.token_hex(8)
+    tried = ""
     pause = _FIRST_PAUSE_S
     while time.monotonic() < deadline:
-        if bootstrap.check([door]):
-            sign = bootstrap.get(door)
-            visitor = _JoiningRank(place, bootstrap, door, sign, visit, deadline)
-            found = visitor.knock()
+        if bootstrap.check([key]):
+            joining = _JoiningRank(place, bootstrap, key, process, deadline)
+            found = joining.try_join()
             if found is not None:
                 return found
-            address = f", or cannot be reached at {visitor.host}:{visitor.port}"
+            tried = f", or cannot be reached at {joining.host}:{joining.port}"
         pause = sleep_longer(pause)
     raise RanksError(
-        f"open: rank {place.rank} met no rank 0 within {timeout_s:g} s: rank 0 did not call open{address}"
+        f"open: rank {place.rank} met no rank 0 within {timeout_s:g} s: rank 0 did not call open{tried}"
     )
 
 
 class _JoiningRank:
-    """A rank before one address that stood at the door."""
+    """A rank that tries the address published under ``key``."""
 
     def __init__(
-        self,
-        place: RankPlacement,
-        bootstrap: Store,
-        door: str,
-        sign: bytes,
-        visit: str,
-        deadline: float,
+        self, place: RankPlacement, bootstrap: Store, key: str, process: str, deadline: float
     ) -> None:
         self._place = place
         self._bootstrap = bootstrap
-        self._door = door
-        self._sign = sign
-        self._hello = json.dumps(_placement_to_json(place) | {"visit": visit})
+        self._key = key
+        self._published = bootstrap.get(key)
+        address = _StoreAddress.from_json(json.loads(self._published), rank=0)
+        self._name, self.host, self.port = address.name, address.host, address.port
+        self._registration = _encode(
+            _Registration(node=place.node, settings=place.settings, process=process)
+        )
         self._deadline = deadline
-        self._name, self.host, self.port = json.loads(sign)
-        self._is_in = False  # let in: no other door is looked for any more
-        self._has_left = False  # what may still wait here is to end
+        self._is_accepted = False  # no other address is looked for any more
+        self._has_given_up = False  # ends the thread that may still wait at this address
 
-    def knock(self) -> tuple[Topology, StoreTransport] | None:
-        """Go in; None where nobody is there for this process, or another address has come to stand at the door.
+    def try_join(self) -> tuple[Topology, StoreTransport] | None:
+        """Join; return None where no rank 0 of this start answers, or another address is published meanwhile.
 
-        The door is looked at meanwhile: torch tries for long to reach a store that went as it was being reached.
+        The published address is read again and again while the thread waits: torch tries for a long time to connect to
+        a store that goes away just then.
         """
-        going_in = _start_call(self._enter)
+        entering = _start_call(self._enter)
         try:
-            while not futures.wait([going_in], LOOK_AGAIN_S).done:
-                if self._is_in:
+            while not futures.wait([entering], LOOK_AGAIN_S).done:
+                if self._is_accepted:
                     continue
                 late = time.monotonic() >= self._deadline + STORE_S
-                if late or self._bootstrap.get(self._door) != self._sign:
-                    self._has_left = True
+                if late or self._bootstrap.get(self._key) != self._published:
+                    self._has_given_up = True
                     return None
-            return going_in.result()
+            return entering.result()
         finally:
-            del going_in  # an error's traceback holds this frame, and so the store
+            del entering  # an error's traceback holds this frame, and so the store
 
     def _enter(self) -> tuple[Topology, StoreTransport] | None:
-        key = f"{self._name}/welcome"
+        key = _acceptance_key(self._name)
         try:
             store = connect(self.host, self.port)
-            hello = _hello(self._name, self._place.rank)
-            if store.compare_set(hello, "", self._hello) != self._hello.encode():
-                return None  # what this rank was in an earlier start was here
+            own_key = _registration_key(self._name, self._place.rank)
+            if store.compare_set(own_key, "", self._registration) != self._registration.encode():
+                return None  # the process of an earlier start has registered as this rank
             if not self._wait_for(store, key):
                 return None
-            answer = json.loads(store.get(key))
-            if "error" in answer:
+            answer = _Acceptance.from_json(json.loads(store.get(key)), rank=0)
+            if answer.error is not None:
                 leave(store, self._name)
         except (OSError, RuntimeError) as error:  # of an earlier start, or not there yet
-            logger.debug("rank %d: nobody at %s: %s", self._place.rank, self._sign, error)
+            address = f"{self.host}:{self.port}"
+            logger.debug("rank %d: no rank 0 at %s: %s", self._place.rank, address, error)
             return None
-        if "error" in answer:
-            raise RanksError(answer["error"])
-        topology = Topology.of(self._place.rank, answer["nodes"])
+        if answer.error is not None:
+            raise RanksError(answer.error)
+        topology = Topology.of(self._place.rank, answer.nodes)
         return topology, StoreTransport(topology.rank, self._mailboxes(topology, store))
 
-    def _wait_for(self, store: TCPStore, welcome: str) -> bool:
-        """Wait to be let in; False where this rank has left for another door."""
+    def _wait_for(self, store: TCPStore, key: str) -> bool:
+        """Wait until rank 0 has accepted all ranks; return False where ``try_join`` has given this address up."""
         pause = _FIRST_PAUSE_S
-        while not store.check([welcome]):
+        while not store.check([key]):
             pause = sleep_longer(pause)
-            if self._has_left:
+            if self._has_given_up:
                 return False
             if time.monotonic() >= self._deadline + ANSWER_S:
                 raise RanksError(
-                    f"open: rank {self._place.rank} waited in vain at {self.host}:{self.port} for rank 0 to say that "
-                    "all ranks have come: others have not called open, or that address is of an earlier start"
+                    f"open: rank {self._place.rank} got no answer of rank 0 at {self.host}:{self.port}: other ranks "
+                    "have not called open, or that address is of an earlier start"
                 )
-        self._is_in = True
+        self._is_accepted = True
         return True
 
     def _mailboxes(self, topology: Topology, store: TCPStore) -> tuple[Mailbox, ...]:
-        """Reach those that this rank exchanges messages with: by the job's store, or by that of its node."""
+        """Connect to the stores by which this rank exchanges messages: the job's, its node's, or both."""
         name, rank, local = self._name, topology.rank, frozenset(topology.local_ranks)
         try:
             if topology.node == 0:
@@ -268,30 +303,29 @@ class _JoiningRank:
             return (inside, outside)
         except (OSError, RuntimeError) as error:
             raise RanksError(
-                f"open: rank {rank} was let in, and then could not reach rank {topology.parent}: {error}"
+                f"open: rank {rank} was accepted, and then could not reach rank {topology.parent}: {error}"
             ) from error
 
 
-def _placement_to_json(place: RankPlacement) -> dict[str, Any]:
-    return {"node": place.node, "settings": place.settings}
-
-
-def _differences(said: dict[int, dict[str, Any]]) -> str:
-    """Say what is not the same on all ranks; nothing where all is."""
-    ours = said[0]["settings"]
-    for what in ours:
-        others = [rank for rank, one in said.items() if one["settings"].get(what) != ours[what]]
+def _difference_of_settings(registered: Mapping[int, _Registration]) -> str:
+    """Describe the first setting that is not equal on all ranks; empty where all are."""
+    for name, ours in registered[0].settings.items():
+        others = [rank for rank, one in registered.items() if one.settings.get(name) != ours]
         if others:
             return (
-                f"open: {what} differs: rank 0 has {ours[what]!r}, {ranks_named(others)} "
-                f"{'has' if len(others) == 1 else 'have'} {said[others[0]]['settings'].get(what)!r}; all ranks open "
-                "the same configuration"
+                f"open: {name} differs: rank 0 has {ours!r}, {ranks_named(others)} "
+                f"{'has' if len(others) == 1 else 'have'} {registered[others[0]].settings.get(name)!r}; all ranks "
+                "open the same configuration"
             )
     return ""
 
 
-def _hello(name: str, rank: int) -> str:
-    return f"{name}/hello/{rank}"
+def _registration_key(name: str, rank: int) -> str:
+    return f"{name}/rank/{rank}"
+
+
+def _acceptance_key(name: str) -> str:
+    return f"{name}/accepted"
 
 
 def _store(host: str, port: int, *, is_master: bool) -> TCPStore:

@@ -1,4 +1,4 @@
-"""Who takes part: ranks, their nodes, and the tree along which their messages go. Values only."""
+"""The ranks of a run, their nodes, and the tree that their messages pass through. Values only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 FAN_OUT = 64
-"""No rank hands anything to more leaders of nodes than this."""
+"""The most leaders of nodes that one rank sends to."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One rank's place among all. ``nodes`` lists the ranks of each node, each list rising, the nodes by their first.
+    """The tree, seen from ``rank``. ``nodes`` lists the ranks of each node, ascending; nodes are sorted by their first.
 
-    The first rank of a node is its leader; rank 0 leads its own node, and everything. Leaders form a tree with at most
-    ``fan_out`` branches; the other ranks of a node hang on their leader.
+    The first rank of a node is its leader; rank 0 is the root. Leaders form a tree with at most ``fan_out`` children
+    each; the other ranks of a node are children of their leader.
     """
 
     rank: int
@@ -24,7 +24,7 @@ class Topology:
 
     @classmethod
     def of(cls, rank: int, node_of: Sequence[object], *, fan_out: int = FAN_OUT) -> Topology:
-        """``node_of`` names the node of each rank by anything that tells nodes apart."""
+        """``node_of`` holds the node of each rank: any values that tell nodes apart."""
         nodes: dict[object, list[int]] = {}
         for other, node in enumerate(node_of):
             nodes.setdefault(node, []).append(other)
@@ -36,12 +36,12 @@ class Topology:
 
     @cached_property
     def node(self) -> int:
-        """Which of the nodes this rank is on."""
+        """The number of this rank's node."""
         return next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
-        """All ranks of this node."""
+        """All ranks of this rank's node."""
         return self.nodes[self.node]
 
     @cached_property
@@ -58,14 +58,14 @@ class Topology:
 
     @cached_property
     def parent(self) -> int | None:
-        """Whom this rank tells; None for rank 0."""
+        """The rank that this one forwards to; None for rank 0."""
         if not self.is_leader:
             return self.local_ranks[0]
         return None if self.node == 0 else self.leaders[(self.node - 1) // self.fan_out]
 
     @cached_property
     def children(self) -> tuple[int, ...]:
-        """Who tells this rank."""
+        """The ranks that forward to this one."""
         if not self.is_leader:
             return ()
         first = self.fan_out * self.node + 1
@@ -73,7 +73,7 @@ class Topology:
 
     @cached_property
     def below(self) -> frozenset[int]:
-        """This rank, and every rank whose messages come through it."""
+        """This rank, and every rank whose messages pass through it."""
         if not self.is_leader:
             return frozenset((self.rank,))
         found: set[int] = set()

@@ -1,8 +1,8 @@
-"""The post: messages between ranks, through queues in stores of ``torch.distributed`` that belong to tierfall.
+"""Transport: messages between ranks, through queues in stores of ``torch.distributed`` that belong to tierfall.
 
 Each rank has an inbox in every store that it belongs to: that of its node, and, for leaders of nodes, that of the job.
-A push is not waited for; one thread per store waits for what comes in. A store refuses what is larger than 8 MiB, and
-hangs up: a larger message goes in parts.
+A send does not wait; one thread per store receives. A store closes the connection on a value larger than 8 MiB, so a
+larger message is sent in several packets.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 logger = logging.getLogger("tierfall")
 
-Deliver = Callable[[bytes], None]
+Deliver = Callable[[bytes, int], None]
 Lost = Callable[[BaseException], None]
-PART_BYTES_MAX = 4 << 20
+PACKET_BYTES_MAX = 4 << 20
 _FOREVER = timedelta(days=365)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.25
 GOODBYE_S = 2.0
-"""So much longer than it waits for the others may a close take to say that this rank leaves."""
-_HEAD = struct.Struct("!cI")  # what it is, and the rank that it comes from
+"""How much longer than it waits for other ranks a close may take to announce that this rank leaves."""
+_HEADER = struct.Struct("!cI")  # the kind of packet, and the rank that sent it
 _MORE, _LAST, _LOST, _STOP = b"M", b"L", b"X", b"S"
 
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """A store, as one rank reaches it: one connection to send by, one to receive by; ``prefix`` is of this start.
+    """One rank's access to a store: one connection to send, one to receive. ``prefix`` is unique to this start.
 
-    ``server`` is the rank whose process serves it, and ``guests`` says to how many other ranks this process does: none,
-    where another one does.
+    ``server`` is the rank whose process serves the store; ``guests`` is the number of other ranks that this process
+    serves it to, 0 where another process does.
     """
 
     sending: TCPStore
@@ -50,137 +50,137 @@ class Mailbox:
 
 
 class StoreTransport:
-    """Sends to and receives for one rank."""
+    """Sends and receives the messages of one rank."""
 
-    def __init__(self, rank: int, offices: tuple[Mailbox, ...]) -> None:
+    def __init__(self, rank: int, mailboxes: tuple[Mailbox, ...]) -> None:
         self.rank = rank
-        self._offices = offices
+        self._mailboxes = mailboxes
         self._lock = threading.Lock()
-        self._sending = threading.Lock()  # the parts of a message stay together
+        self._send_lock = threading.Lock()  # keeps the packets of a message together
         self._threads: list[threading.Thread] = []
         self._closing = False
         self._is_lost = False
 
     def send(self, rank: int, data: bytes) -> None:
-        """Hand a message over; it is on its way when this returns, and nobody is waited for.
-
-        After ``close``, or once the store is gone, it goes nowhere.
-        """
-        for office in self._offices:
-            if rank in office.ranks:
-                self._send(office, rank, data)
+        """Send a message, without waiting for its receiver. It is dropped after ``close``, or once the store is
+        gone."""
+        for mailbox in self._mailboxes:
+            if rank in mailbox.ranks:
+                self._send(mailbox, rank, data)
                 return
         if not self._closing:
             raise ValueError(f"rank {self.rank} has no way to send to rank {rank}")
 
     def start(self, deliver: Deliver, lost: Lost) -> None:
-        """Call ``deliver`` for each message that comes, and ``lost`` once when none can come any more."""
-        for office in self._offices:
+        """Call ``deliver`` with each message and its sender, and ``lost`` once when no message can arrive any more."""
+        for mailbox in self._mailboxes:
             thread = threading.Thread(
                 target=self._receive,
-                args=(office, deliver, lost),
-                name=f"tierfall-post-{self.rank}",
+                args=(mailbox, deliver, lost),
+                name=f"tierfall-transport-{self.rank}",
                 daemon=True,
             )
             self._threads.append(thread)
             thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Receive no more, and serve no more, once those whom this process serves have left: within ``timeout_s``."""
+        """Stop to receive, and to serve once all guests have left or ``timeout_s`` is over."""
         self._closing = True
         deadline = time.monotonic() + timeout_s
         goodbye = threading.Thread(
-            target=self._announce_leave,
+            target=self._announce_leaving,
             args=(deadline,),
-            name=f"tierfall-post-{self.rank}-close",
+            name=f"tierfall-transport-{self.rank}-close",
             daemon=True,
         )
-        goodbye.start()  # a store that stands still answers nothing, and torch waits for ever
+        goodbye.start()  # torch waits without bound for a store that hangs
         goodbye.join(timeout_s + GOODBYE_S)
         if goodbye.is_alive():
-            logger.warning("rank %d: a store of the job does not answer: not waited for", self.rank)
+            logger.warning(
+                "rank %d: a store of the job does not answer; close does not wait for it", self.rank
+            )
         for thread in self._threads:
             thread.join(max(0.1, deadline - time.monotonic()))
         self._threads.clear()
-        self._offices = ()
+        self._mailboxes = ()
 
-    def _announce_leave(self, deadline: float) -> None:
-        for office in self._offices:
+    def _announce_leaving(self, deadline: float) -> None:
+        for mailbox in self._mailboxes:
             try:
-                if office.guests:
-                    wait_for_guests(office.sending, office.prefix, office.guests, deadline)
-                office.sending.queue_push(office.inbox(self.rank), _HEAD.pack(_STOP, self.rank))
-                if not office.guests:
-                    leave(office.sending, office.prefix)
+                if mailbox.guests:
+                    wait_for_guests(mailbox.sending, mailbox.prefix, mailbox.guests, deadline)
+                mailbox.sending.queue_push(mailbox.inbox(self.rank), _HEADER.pack(_STOP, self.rank))
+                if not mailbox.guests:
+                    leave(mailbox.sending, mailbox.prefix)
             except RuntimeError as error:
-                logger.debug("rank %d: the store is gone already: %s", self.rank, error)
+                logger.debug("rank %d: the store is already gone: %s", self.rank, error)
 
-    def _send(self, office: Mailbox, rank: int, data: bytes) -> None:
+    def _send(self, mailbox: Mailbox, rank: int, data: bytes) -> None:
         try:
-            with self._sending:
-                for kind, part in _parts(data):
-                    office.sending.queue_push(
-                        office.inbox(rank), _HEAD.pack(kind, self.rank) + part
+            with self._send_lock:
+                for kind, packet in _packets(data):
+                    mailbox.sending.queue_push(
+                        mailbox.inbox(rank), _HEADER.pack(kind, self.rank) + packet
                     )
         except RuntimeError as error:
             if not self._closing:
                 logger.warning("rank %d: a message to rank %d is lost: %s", self.rank, rank, error)
 
-    def _receive(self, office: Mailbox, deliver: Deliver, lost: Lost) -> None:
-        office.receiving.set_timeout(_FOREVER)
-        inbox = office.inbox(self.rank)
-        begun: dict[int, bytearray] = {}
+    def _receive(self, mailbox: Mailbox, deliver: Deliver, lost: Lost) -> None:
+        mailbox.receiving.set_timeout(_FOREVER)
+        inbox = mailbox.inbox(self.rank)
+        incomplete: dict[int, bytearray] = {}
         while True:
             try:
-                data = office.receiving.queue_pop(inbox)
+                data = mailbox.receiving.queue_pop(inbox)
             except RuntimeError as error:
-                gone = ConnectionError(f"rank {office.server} hung up: {error}")
+                gone = ConnectionError(f"rank {mailbox.server} hung up: {error}")
                 gone.__cause__ = error
-                self._lose(office, gone, lost)
+                self._lose(mailbox, gone, lost)
                 return
-            kind, sender = _HEAD.unpack_from(data)
+            kind, sender = _HEADER.unpack_from(data)
             if kind == _STOP:
                 return
             if kind == _LOST:
-                self._lose(office, ConnectionError(data[_HEAD.size :].decode()), lost)
+                self._lose(mailbox, ConnectionError(data[_HEADER.size :].decode()), lost)
                 continue
-            begun.setdefault(sender, bytearray()).extend(data[_HEAD.size :])
+            incomplete.setdefault(sender, bytearray()).extend(data[_HEADER.size :])
             if kind == _LAST:
                 try:
-                    deliver(bytes(begun.pop(sender)))
+                    deliver(bytes(incomplete.pop(sender)), sender)
                 except Exception:
-                    logger.exception("rank %d: a message could not be taken", self.rank)
+                    logger.exception("rank %d: a message of rank %d failed", self.rank, sender)
 
-    def _lose(self, office: Mailbox, error: Exception, lost: Lost) -> None:
-        """Say so once, here and to those who reach the others through this rank alone."""
+    def _lose(self, mailbox: Mailbox, error: Exception, lost: Lost) -> None:
+        """Report the loss once: here, and to the ranks that reach rank 0 through this one only."""
         with self._lock:
             if self._closing or self._is_lost:
                 return
             self._is_lost = True
-        for other in self._offices:
-            if other is not office and other.guests:
+        for other in self._mailboxes:
+            if other is not mailbox and other.guests:
                 for rank in other.ranks - {self.rank}:
-                    reason = f"rank {self.rank} reaches rank 0 no more: {error}".encode()
+                    reason = f"rank {self.rank} cannot reach rank 0 any more: {error}".encode()
                     other.sending.queue_push(
-                        other.inbox(rank), _HEAD.pack(_LOST, self.rank) + reason
+                        other.inbox(rank), _HEADER.pack(_LOST, self.rank) + reason
                     )
         lost(error)
 
 
-def _parts(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    last = max(0, (len(data) - 1) // PART_BYTES_MAX)
+def _packets(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    last = max(0, (len(data) - 1) // PACKET_BYTES_MAX)
     for number in range(last + 1):
-        start = number * PART_BYTES_MAX
-        yield (_LAST if number == last else _MORE), data[start : start + PART_BYTES_MAX]
+        start = number * PACKET_BYTES_MAX
+        yield (_LAST if number == last else _MORE), data[start : start + PACKET_BYTES_MAX]
 
 
 def leave(store: Store, prefix: str) -> None:
-    """Tell the process that serves this store that one of its guests needs it no more."""
+    """Tell the process that serves a store that one of its guests does not need it any more."""
     store.add(f"{prefix}/left", 1)
 
 
 def wait_for_guests(store: Store, prefix: str, guests: int, deadline: float) -> None:
-    """Wait until that many guests have left, or till ``deadline`` on the monotonic clock."""
+    """Wait until that many guests have left, or until ``deadline`` on the monotonic clock."""
     pause = _FIRST_PAUSE_S
     while (left := store.add(f"{prefix}/left", 0)) < guests:
         if time.monotonic() >= deadline:
@@ -190,6 +190,6 @@ def wait_for_guests(store: Store, prefix: str, guests: int, deadline: float) -> 
 
 
 def sleep_longer(pause: float) -> float:
-    """Sleep so long; say how long next time."""
+    """Sleep ``pause`` seconds; return the next pause."""
     time.sleep(pause)
     return min(2 * pause, _LONGEST_PAUSE_S)

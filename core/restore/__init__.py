@@ -1,1 +1,1 @@
-"""Restore: which step, from which copies, and the reads that bring verified bytes into tensors."""
+"""Restore: the choice of a checkpoint and of its copies, and the plans that read verified bytes into tensors."""

@@ -1,25 +1,26 @@
-"""Agreeing: which checkpoints all ranks restore, by what each of them sees of the tiers.
+"""Agreement on a restore: which checkpoints all ranks may restore, by what each of them finds on the tiers.
 
-Each rank describes what it alone can tell of (``inventory``). Rank 0 brings that together, leaves out what has not
-every shard somewhere, and chooses for all; and after each checkpoint that was tried, all hear whether any rank failed.
+Each rank sends the inventory of the tiers that it reports. Rank 0 merges them, leaves out each checkpoint that lacks a
+shard, and chooses for all ranks. After each checkpoint that was tried, every rank learns whether any rank failed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any
 
-from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.copies.chunk_reader import Fallback, ReadTally
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge
 from tierfall.core.format.commit_files import named_shards
 from tierfall.core.format.records import Commit, read_commit
+from tierfall.core.ranks.agreement import check_same_arguments
+from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.inventory import describe, merge_ranks
+from tierfall.core.restore.inventory import Inventory, TierMessage, describe, merge_ranks
 from tierfall.core.restore.restore import HALF_FILLED, PASSABLE, RankFailure, Together
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, TierfallError
 from tierfall.core.types.text import ranks_named
@@ -30,7 +31,25 @@ logger = logging.getLogger("tierfall")
 _NAMED_MAX = 8
 
 
-# All ranks together ----------------------------------------------------------------------------------
+# All ranks -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RestoreCall(Message):
+    """What a rank was asked to restore, and what it has found on the tiers that it reports."""
+
+    request: RestoreRequest
+    tiers: Mapping[str, TierMessage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates(Message):
+    """What all ranks may restore, newest first. ``commits`` are the texts of their records, which name no files and
+    nodes; ``fallbacks`` is what was passed over, and why."""
+
+    order: tuple[CheckpointId, ...] = ()
+    commits: tuple[str, ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 def agree_to_restore(
@@ -43,64 +62,101 @@ def agree_to_restore(
     look_again: Callable[[], Sequence[Listing]] | None = None,
     timeout_s: float | None = None,
 ) -> list[KnownCheckpoint]:
-    """Return what all ranks may restore, newest first, the same on all; nothing where there is truly nothing.
+    """Return what all ranks may restore, newest first, the same on all; empty where no tier holds a checkpoint.
 
     Every rank calls it with the same ``request``. ``listings`` are of all tiers, fastest first; ``mine`` names those
-    that this rank speaks for, so that a tier which many ranks see is described once. What is returned is described by
-    what ``look_again`` returns once all ranks have come, where that is given. A checkpoint that no tier here holds has
-    no copies. Raises what ``choose`` does, on all ranks; RanksError where a rank did not come.
+    that this rank reports, so that a tier which many ranks see is reported once. ``look_again`` returns the listings
+    that the result is described by, once all ranks have come. A checkpoint that no tier here holds has no copies.
+    Raises what ``choose`` raises, on all ranks; RanksError where a rank did not come.
     """
     order = [listing.tier for listing in listings]
 
-    def decide(bodies: dict[int, Any]) -> dict[str, Any]:
-        _check_same_request({rank: body["request"] for rank, body in bodies.items()})
-        described = {rank: body["tiers"] for rank, body in bodies.items()}
-        return choose_candidates(described, order, request)
+    def decide(calls: dict[int, _RestoreCall]) -> Candidates:
+        check_same_arguments("restore", {rank: asdict(c.request) for rank, c in calls.items()})
+        return choose_candidates({rank: c.tiers for rank, c in calls.items()}, order, request)
 
-    body = {"request": asdict(request), "tiers": describe(listings, mine=mine)}
-    decision = ranks.agree("restore", body, decide, timeout_s=timeout_s)
-    for what, reason in decision["fallbacks"]:
-        tally.passed_over(what, reason)
-    records = [_record(said) for said in decision["commits"]]
-    agreed = {CheckpointId(*id): c for id, c in zip(decision["order"], records, strict=True)}
+    call = _RestoreCall(request=request, tiers=describe(listings, mine=mine))
+    decision = ranks.agree("restore", call, decide, Candidates, timeout_s=timeout_s)
+    for fallback in decision.fallbacks:
+        tally.passed_over(fallback.what, fallback.reason)
+    what = "restore: commit record that the ranks agreed on"
+    commits = [read_commit(text.encode(), what=what) for text in decision.commits]
+    agreed = dict(zip(decision.order, commits, strict=True))
     lives = {id: commit.line.attempt_id for id, commit in agreed.items()}
-    seen = listings if look_again is None else look_again()
-    here = {known.id: known for known in merge(_keep_agreed(lives, x) for x in seen)}
+    found = listings if look_again is None else look_again()
+    here = {known.id: known for known in merge(_keep_agreed(lives, x) for x in found)}
     return [_describe_known(here.get(id), commit) for id, commit in agreed.items()]
 
 
-def _record(said: str) -> Commit:
-    return read_commit(said.encode(), what="restore: what the ranks agreed on")
-
-
 def _describe_known(here: KnownCheckpoint | None, commit: Commit) -> KnownCheckpoint:
-    """Return what is known here of a checkpoint; where that is nothing, or damaged, what the ranks agreed on says of
-    which line it is, and how many ranks saved it."""
+    """Return what this rank has found of a checkpoint; its lineage and world size come from the agreed record where
+    nothing, or only damage, was found."""
     if here is None:
         return KnownCheckpoint(id=commit.line.checkpoint, commit=commit, copies={}, abandoned=False)
     return here if here.commit is not None else replace(here, commit=commit)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FillFailure(Message):
+    """``for_good``: no older checkpoint is to be tried; ``lost``: another rank knows the reason."""
+
+    message: str
+    for_good: bool
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FillOutcome(Message):
+    id: CheckpointId
+    failed: _FillFailure | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FillDecision(Message):
+    failed: RankFailure | None
+
+
 def make_barrier(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
-    """Make what ``fill_first`` tells the other ranks by. ``timeout_s`` is how much longer than the fastest rank the
+    """Return what ``fill_first`` exchanges outcomes by. ``timeout_s`` is how much longer than the fastest rank the
     slowest may take to fill its targets."""
 
-    def tell(checkpoint: KnownCheckpoint, error: BaseException | None) -> RankFailure | None:
-        id = checkpoint.id
+    def exchange_outcome(
+        checkpoint: KnownCheckpoint, error: BaseException | None
+    ) -> RankFailure | None:
         failed = None
         if error is not None:
-            said = str(error) if isinstance(error, TierfallError) else repr(error)
-            for_good = not isinstance(error, PASSABLE)
-            lost = isinstance(error, LostError)
-            message = said.removesuffix(HALF_FILLED)
-            failed = {"message": message, "for_good": for_good, "lost": lost}
-        body = {"id": [id.step, id.attempt], "failed": failed}
-        # Whoever has lost another rank does not wait for it as long as for one that is slow.
+            text = str(error) if isinstance(error, TierfallError) else repr(error)
+            failed = _FillFailure(
+                message=text.removesuffix(HALF_FILLED),
+                for_good=not isinstance(error, PASSABLE),
+                lost=isinstance(error, LostError),
+            )
+        outcome = _FillOutcome(id=checkpoint.id, failed=failed)
+        # A rank that has lost another one does not wait for it as long as for a slow one.
         patience_s = None if isinstance(error, LostError) else timeout_s
-        worst = ranks.agree("restore: fill", body, _decisive_failure, timeout_s=patience_s)
-        return None if worst is None else RankFailure(**worst)
+        return ranks.agree(
+            "restore: fill", outcome, _decisive_failure, _FillDecision, timeout_s=patience_s
+        ).failed
 
-    return tell
+    return exchange_outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FinishOutcome(Message):
+    """``goes_on``: the run continues from what was restored; ``saved``: this rank has saved since its lineage began."""
+
+    failed: str | None
+    goes_on: bool
+    saved: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FinishDecision(Message):
+    """``failed`` is the error of ``rank``, if one failed; ``saved``: any rank has saved."""
+
+    rank: int = 0
+    failed: str | None = None
+    saved: bool = False
 
 
 def finish_on_all_ranks(
@@ -112,10 +168,11 @@ def finish_on_all_ranks(
     saved: bool,
     timeout_s: float | None = None,
 ) -> bool:
-    """``finish`` a restore, on all ranks; return whether any of them has ``saved`` since its line began.
+    """Call ``finish``, which ends a restore, on all ranks; return whether any of them has ``saved`` since its lineage
+    began.
 
-    ``goes_on``: the run continues from what was restored. Raises RestoreError on every rank where one could not: its
-    own on that rank. All say that the state is half filled: on the others it is of a step that not all ranks are at.
+    ``goes_on``: the run continues from what was restored. Raises RestoreError on every rank where ``finish`` failed on
+    one. All errors call the state half filled: on the other ranks it is of a step that not all ranks are at.
     """
     of = f"restore of {id}"
     failure: BaseException | None = None
@@ -123,23 +180,24 @@ def finish_on_all_ranks(
         finish()
     except BaseException as error:  # noqa: BLE001 - the other ranks must know; raised below
         failure = error
+    failed = None if failure is None else str(failure) or repr(failure)
+    outcome = _FinishOutcome(failed=failed, goes_on=goes_on, saved=saved)
     try:
-        body = {"failed": failure and (str(failure) or repr(failure)), "goes_on": goes_on}
-        said = ranks.agree(
-            "restore: finish", {**body, "saved": saved}, _finished, timeout_s=timeout_s
+        decision = ranks.agree(
+            "restore: finish", outcome, _finished, _FinishDecision, timeout_s=timeout_s
         )
     except TierfallError as lost:
         if failure is None:
             raise _half_finished(of, str(lost), "") from lost
         failure.add_note(f"the other ranks may not know of it: {lost}")
-        said = {}
+        decision = _FinishDecision()
     if isinstance(failure, Exception):
         raise _half_finished(of, str(failure), "") from failure
     if failure is not None:
         raise failure
-    if said["failed"] is not None:
-        raise _half_finished(of, said["failed"], f"rank {said['rank']}: ")
-    return bool(said["saved"])
+    if decision.failed is not None:
+        raise _half_finished(of, decision.failed, f"rank {decision.rank}: ")
+    return decision.saved
 
 
 def _half_finished(of: str, reason: str, where: str) -> RestoreError:
@@ -148,47 +206,41 @@ def _half_finished(of: str, reason: str, where: str) -> RestoreError:
     )
 
 
-def _finished(bodies: Mapping[int, Any]) -> dict[str, Any]:
-    others = [rank for rank, body in bodies.items() if body["goes_on"] != bodies[0]["goes_on"]]
+def _finished(outcomes: Mapping[int, _FinishOutcome]) -> _FinishDecision:
+    others = [rank for rank, one in outcomes.items() if one.goes_on != outcomes[0].goes_on]
     if others:
-        ours, theirs = ("all", "a part") if bodies[0]["goes_on"] else ("a part", "all")
+        ours, theirs = ("all", "a part") if outcomes[0].goes_on else ("a part", "all")
         raise RanksError(
             f"{ranks_named(others)} restored {theirs} where rank 0 restored {ours} (only=...): every rank asks for the "
             "same"
         )
-    rank = next((rank for rank, body in bodies.items() if body["failed"] is not None), 0)
-    saved = any(body["saved"] for body in bodies.values())
-    return {"rank": rank, "failed": bodies[rank]["failed"], "saved": saved}
+    rank = next((rank for rank, one in outcomes.items() if one.failed is not None), 0)
+    saved = any(one.saved for one in outcomes.values())
+    return _FinishDecision(rank=rank, failed=outcomes[rank].failed, saved=saved)
 
 
-def _decisive_failure(bodies: Mapping[int, Any]) -> dict[str, Any] | None:
-    """Return the failure that all ranks follow: the first that ends the restore, or else the first; what was lost only
-    where no rank says why."""
-    tried = {rank: tuple(body["id"]) for rank, body in bodies.items()}
-    others = [rank for rank, id in tried.items() if id != tried[0]]
+def _decisive_failure(outcomes: Mapping[int, _FillOutcome]) -> _FillDecision:
+    """Return the failure that all ranks follow: the first that is for good, or else the first. One that is ``lost``
+    counts only where no rank knows the reason."""
+    others = [rank for rank, one in outcomes.items() if one.id != outcomes[0].id]
     if others:
         raise RanksError(
-            f"restore: {ranks_named(others)} filled {CheckpointId(*tried[others[0]])} where rank 0 filled "
-            f"{CheckpointId(*tried[0])}"
+            f"restore: {ranks_named(others)} filled {outcomes[others[0]].id} where rank 0 filled {outcomes[0].id}"
         )
-    failed = [{"rank": r, **b["failed"]} for r, b in bodies.items() if b["failed"] is not None]
-    known = [f for f in failed if not f["lost"]] or failed
-    worst = next((f for f in known if f["for_good"]), known[0] if known else None)
-    return worst and {what: said for what, said in worst.items() if what != "lost"}
-
-
-def _check_same_request(requests: Mapping[int, dict[str, Any]]) -> None:
-    for what, ours in requests[0].items():
-        others = [rank for rank, request in requests.items() if request[what] != ours]
-        if others:
-            raise RanksError(
-                f"restore: {ranks_named(others)} asked for {what}={requests[others[0]][what]!r} where rank 0 asked for "
-                f"{what}={ours!r}: every rank asks for the same"
-            )
+    failed = {rank: one.failed for rank, one in outcomes.items() if one.failed is not None}
+    known = {rank: f for rank, f in failed.items() if not f.lost} or failed
+    worst = next((r for r, f in known.items() if f.for_good), next(iter(known), None))
+    if worst is None:
+        return _FillDecision(failed=None)
+    failure = known[worst]
+    return _FillDecision(
+        failed=RankFailure(rank=worst, message=failure.message, for_good=failure.for_good)
+    )
 
 
 def _keep_agreed(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing:
-    """Take what only shares its name with what was agreed on for damage: its shards are not of one checkpoint."""
+    """Treat a copy of the same name whose attempt is not the agreed one as damaged: its shards are of another
+    checkpoint."""
 
     def held(copy: FoundCopy) -> FoundCopy:
         life = lives.get(copy.id)
@@ -206,15 +258,14 @@ def _keep_agreed(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing
 
 
 def choose_candidates(
-    described: Mapping[int, Mapping[str, Any]], order: Sequence[str], request: RestoreRequest
-) -> dict[str, Any]:
-    """Choose for all ranks, of what each has described; the answer is made of what JSON holds.
+    inventories: Mapping[int, Inventory], order: Sequence[str], request: RestoreRequest
+) -> Candidates:
+    """Choose for all ranks, by what each has found.
 
-    ``order``: what may be restored, newest first; ``commits``: the record of each, in which no files and nodes are
-    named; ``fallbacks``: what was passed over, and why. Raises RestoreError as ``choose`` does, and where what is
-    there lacks shards: a run whose checkpoints are only partly in reach does not begin anew.
+    Raises RestoreError as ``choose`` does, and where every candidate lacks shards: a run whose checkpoints can only
+    partly be read does not start anew.
     """
-    listings = merge_ranks(described, order)
+    listings = merge_ranks(inventories, order)
     whole, lacking = complete(listings)
     tally = ReadTally()
     partial = {copy.id for listing in listings for copy in listing.copies} - whole - lacking.keys()
@@ -236,11 +287,11 @@ def choose_candidates(
             + ". Bring back the machines or tiers that hold the rest, or open with fresh=True to begin anew"
         )
     commits = [known.commit for known in taken if known.commit is not None]
-    return {
-        "order": [[known.id.step, known.id.attempt] for known in taken],
-        "commits": [replace(commit, files=(), nodes=()).encode().decode() for commit in commits],
-        "fallbacks": [[f.what, f.reason] for f in tally.fallbacks],
-    }
+    return Candidates(
+        order=tuple(known.id for known in taken),
+        commits=tuple(replace(c, files=(), nodes=()).encode().decode() for c in commits),
+        fallbacks=tuple(tally.fallbacks),
+    )
 
 
 def _without(ids: Collection[CheckpointId], listing: Listing) -> Listing:
@@ -250,9 +301,9 @@ def _without(ids: Collection[CheckpointId], listing: Listing) -> Listing:
 def complete(
     listings: Iterable[Listing],
 ) -> tuple[frozenset[CheckpointId], dict[CheckpointId, str]]:
-    """Return the checkpoints of which every shard is on some tier, and what the other committed ones lack.
+    """Return the checkpoints of which every shard is on some tier, and what each other committed one lacks.
 
-    What some ranks sealed in memory, and nothing completes, is neither: its start died while it sealed.
+    A checkpoint that only some ranks sealed in memory, and no tier completes, is neither: its start died meanwhile.
     """
     whole: set[CheckpointId] = set()
     lacking: dict[CheckpointId, str] = {}
@@ -268,7 +319,7 @@ def complete(
 
 
 def whole_on(listing: Listing, id: CheckpointId) -> bool:
-    """Say whether every shard of a checkpoint is on one tier, as far as a look at it tells."""
+    """Return whether every shard of a checkpoint is on one tier, by its listing."""
     copy = listing.copy(id)
     if copy is None or copy.commit is None or copy.damage is not None:
         return False
@@ -276,7 +327,7 @@ def whole_on(listing: Listing, id: CheckpointId) -> bool:
 
 
 def _lack(known: KnownCheckpoint, tier: str | None = None) -> str:
-    """Say what a checkpoint lacks on all tiers, or on ``tier``; nothing where every shard is there."""
+    """Describe what a checkpoint lacks on all tiers, or on ``tier``; empty where every shard is there."""
     copies = [copy for name, copy in known.copies.items() if tier in (None, name)]
     commits = [copy.commit for copy in copies if copy.commit is not None]
     if not commits:
@@ -287,7 +338,7 @@ def _lack(known: KnownCheckpoint, tier: str | None = None) -> str:
 
 
 def _absent(commits: Sequence[Commit]) -> str:
-    """Name the ranks whose shards these records do not name: ``ranks 8, 9 of 16 are``; nothing where they name all."""
+    """Name the ranks whose shards these records lack: ``ranks 8, 9 of 16 are``; empty where they lack none."""
     world_size = commits[0].world_size
     there = frozenset().union(*(named_shards(commit, world_size) for commit in commits))
     count = world_size - len(there)

@@ -1,26 +1,30 @@
-"""Choosing: which checkpoints a restore may take, newest first, by what the tiers hold and what was asked for.
+"""Candidates: which checkpoints may be restored, newest first, by what the tiers hold and what was requested.
 
-"Nothing there" is said only when every tier answered.
+That no tier holds a checkpoint is reported only when every tier answered.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tierfall.core.copies.chunk_reader import ReadTally
+from tierfall.core.copies.shard_reader import PASSABLE, OpenImage, ShardReader, find_images
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, StepFolderError, merge
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.raw_files import are_files, refuse_files
+from tierfall.core.restore.reshard import MakePlan, RestorePlan
 from tierfall.core.types.errors import RestoreError
-from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.values import CheckpointId, Shard
 
 logger = logging.getLogger("tierfall")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """What to restore: by default the newest step of the live line. ``tier`` names the only tier to read from;
-    ``operation`` and ``advice`` are words for messages."""
+    """What to restore: by default the newest step of the live lineage. ``tier`` names the only tier to read from;
+    ``operation`` and ``advice`` are part of error messages."""
 
     step: int | None = None
     attempt: int | None = None
@@ -33,10 +37,10 @@ class RestoreRequest:
 def choose(
     listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
 ) -> list[KnownCheckpoint]:
-    """Return what may be restored, newest first; nothing where every tier answered and none holds a checkpoint.
+    """Return what may be restored, newest first; empty where every tier answered and none holds a checkpoint.
 
-    Raises RestoreError where a tier could not be read that may hold something newer, and where what is there is not
-    what the request names.
+    Raises RestoreError where a tier that may hold a newer checkpoint could not be read, and where no checkpoint is one
+    that the request names.
     """
     _check_all_were_read(listings, request, tally)
     candidates = _candidates(listings, request, tally)
@@ -48,7 +52,7 @@ def choose(
 def _check_all_were_read(
     listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
 ) -> None:
-    """Refuse to take "could not look" for "nothing there"."""
+    """Raise RestoreError where a tier could not be read: that is not the same as an empty one."""
     for listing in listings:
         for damage in listing.damaged:
             if isinstance(damage, StepFolderError) and not _matches_request(
@@ -60,7 +64,7 @@ def _check_all_were_read(
             continue
         tally.passed_over(f"tier {listing.tier}", listing.error)
         if request.ignore_unreachable:
-            logger.warning("restore: goes on without tier %s: %s", listing.tier, listing.error)
+            logger.warning("restore: continues without tier %s: %s", listing.tier, listing.error)
             continue
         if _found_elsewhere(listings, request):
             continue
@@ -72,7 +76,7 @@ def _check_all_were_read(
 
 
 def _found_elsewhere(listings: Sequence[Listing], request: RestoreRequest) -> bool:
-    """A step that was asked for by name, and is there, needs no look at the other tiers."""
+    """Return whether the step that the request names was found: then other tiers need not be read."""
     return request.step is not None and any(
         copy.id.step == request.step
         and request.attempt in (None, copy.id.attempt)
@@ -89,7 +93,7 @@ def _matches_request(checkpoint: CheckpointId, request: RestoreRequest) -> bool:
 def _candidates(
     listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally
 ) -> list[KnownCheckpoint]:
-    """Newest first: what the request allows, minus what was deleted or left behind."""
+    """Return what the request allows, newest first, without what was deleted or abandoned."""
     candidates = []
     for checkpoint in reversed(merge(listings)):
         if request.tier is not None and request.tier not in checkpoint.copies:
@@ -109,7 +113,7 @@ def _candidates(
 
 
 def _check_nothing(listings: Sequence[Listing], request: RestoreRequest, tally: ReadTally) -> None:
-    """Raise RestoreError unless there is truly nothing: a request that fits none of what is there is no first start."""
+    """Raise RestoreError unless no tier holds a checkpoint: a request that no checkpoint fits is no first start."""
     live = [c for c in merge(listings) if not c.tombstoned]
     damaged = any(listing.damaged for listing in listings)
     named = request.step is not None or request.attempt is not None
@@ -132,3 +136,57 @@ def _check_nothing(listings: Sequence[Listing], request: RestoreRequest, tally: 
         f"{request.operation}: there is no checkpoint{asked}{where} to restore; there are: {there}"
         + (f" ({reasons})" if reasons else "")
     )
+
+
+def states_only(
+    make_plan: MakePlan,
+    candidates: Iterable[KnownCheckpoint],
+    listings: Sequence[Listing],
+    request: RestoreRequest,
+    open_image: OpenImage,
+    shard: Shard,
+) -> MakePlan:
+    """Return a ``make_plan`` that raises RestoreError for a checkpoint that was saved by path. The error names the step
+    to restore instead."""
+
+    def instead() -> str:
+        return step_instead(candidates, listings, request, open_image, shard)
+
+    def plan(header: ImageHeader) -> RestorePlan:
+        refuse_files(header, doing=request.operation, instead=instead)
+        return make_plan(header)
+
+    return plan
+
+
+def step_instead(
+    candidates: Iterable[KnownCheckpoint],
+    listings: Sequence[Listing],
+    request: RestoreRequest,
+    open_image: OpenImage,
+    shard: Shard,
+) -> str:
+    """Return, for an error message, the newest of ``candidates`` that holds a state, as far as this rank, ``shard``,
+    can read them; empty where there is none."""
+    for checkpoint in candidates:
+        tiers = [x.tier for x in listings if x.tier in checkpoint.copies]
+        read = [tier for tier in tiers if request.tier in (None, tier)]
+        header = _header(checkpoint, read, open_image, shard)
+        if header is not None and not are_files(header):
+            return f"; the newest step that holds a state is {checkpoint.id}: name it by step={checkpoint.id.step}"
+    return ""
+
+
+def _header(
+    checkpoint: KnownCheckpoint, tiers: Sequence[str], open_image: OpenImage, shard: Shard
+) -> ImageHeader | None:
+    """Read the header of one rank's image: each of them tells whether the checkpoint is a state."""
+    saved = shard.world_size if checkpoint.commit is None else checkpoint.commit.world_size
+    one = shard if saved == shard.world_size else Shard(0, saved)
+    tally = ReadTally()
+    try:
+        images, manifest = find_images(checkpoint, tiers, open_image, one, tally)
+        with ShardReader(images, manifest, tally, None, 1) as job:
+            return job.read_header()
+    except PASSABLE:
+        return None

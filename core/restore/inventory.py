@@ -1,113 +1,121 @@
-"""Describing: what each rank sees of the tiers, as it is told to the others, and all of that as one picture.
+"""Inventory: what each rank finds on the tiers, as a message to the other ranks, and those of all ranks merged.
 
-Pure: from listings to what JSON holds, and back. A commit record that a rank describes has been checked by it already.
+Pure. A rank has validated the commit records that it sends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing, of_one_lineage
 from tierfall.core.format.records import Commit, read_commit
-from tierfall.core.types.errors import (
-    BackendError,
-    IntegrityError,
-    RanksError,
-    TierfallError,
-    UnreachableError,
-    error_class,
-)
+from tierfall.core.ranks.messages import ErrorMessage, Message
+from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
 from tierfall.core.types.lineage import AttemptStart, merge_starts
 from tierfall.core.types.values import CheckpointId, CopyState
 
 
-def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, Any]:
-    """Return what the tiers named in ``mine`` hold, by tier, made of what JSON holds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyMessage(Message):
+    """A copy that a rank has found; the fields of ``FoundCopy``. ``commit`` is the text of its commit record."""
+
+    id: CheckpointId
+    state: CopyState
+    bytes: int
+    commit: str | None
+    damage: ErrorMessage | None
+    marks: frozenset[str]
+    foreign: bool
+
+    @classmethod
+    def of(cls, copy: FoundCopy) -> CopyMessage:
+        return cls(
+            id=copy.id,
+            state=copy.state,
+            bytes=copy.bytes,
+            commit=None if copy.commit is None else copy.commit.encode().decode(),
+            damage=None if copy.damage is None else ErrorMessage.of(copy.damage),
+            marks=copy.marks,
+            foreign=copy.foreign,
+        )
+
+    def copy_of(self, rank: int, tier: str) -> FoundCopy:
+        return FoundCopy(
+            id=self.id,
+            state=self.state,
+            bytes=self.bytes,
+            commit=self.commit_of(rank, tier),
+            damage=None if self.damage is None else self.damage.error_of(rank),
+            marks=self.marks,
+            foreign=self.foreign,
+        )
+
+    def commit_of(self, rank: int, tier: str) -> Commit | None:
+        if self.commit is None:
+            return None
+        what = f"rank {rank}: commit record of {self.id} on {tier}"
+        return read_commit(self.commit.encode(), what=what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierMessage(Message):
+    """What a rank has found on one tier; see ``Listing``."""
+
+    error: ErrorMessage | None
+    damaged: tuple[str, ...]
+    starts: tuple[AttemptStart, ...]
+    copies: tuple[CopyMessage, ...]
+
+
+Inventory = Mapping[str, TierMessage]
+"""What one rank has found, by tier."""
+
+
+def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, TierMessage]:
+    """Return the inventory of the tiers named in ``mine``."""
     return {
-        listing.tier: {
-            "error": _error_to_json(listing.error),
-            "damaged": [str(damage) for damage in listing.damaged],
-            "starts": describe_starts(listing.starts),
-            "copies": [
-                {
-                    "step": copy.id.step,
-                    "attempt": copy.id.attempt,
-                    "state": copy.state.value,
-                    "bytes": copy.bytes,
-                    "marks": sorted(copy.marks),
-                    "damage": _error_to_json(copy.damage),
-                    "foreign": copy.foreign,
-                    "commit": None if copy.commit is None else copy.commit.encode().decode(),
-                }
-                for copy in listing.copies
-            ],
-        }
+        listing.tier: TierMessage(
+            error=None if listing.error is None else ErrorMessage.of(listing.error),
+            damaged=tuple(str(damage) for damage in listing.damaged),
+            starts=listing.starts,
+            copies=tuple(map(CopyMessage.of, listing.copies)),
+        )
         for listing in listings
         if listing.tier in mine
     }
 
 
-def describe_starts(starts: Iterable[AttemptStart]) -> list[list[Any]]:
-    return [
-        [
-            start.attempt,
-            start.attempt_id,
-            start.started_from and [start.started_from.step, start.started_from.attempt],
-            start.began_s,
-            start.passed_over,
-        ]
-        for start in starts
-    ]
+def merge_ranks(inventories: Mapping[int, Inventory], order: Sequence[str]) -> tuple[Listing, ...]:
+    """Merge the inventories of ranks into one listing per tier, in ``order``.
 
-
-def read_starts(said: Iterable[list[Any]]) -> tuple[AttemptStart, ...]:
-    return tuple(
-        AttemptStart(
-            attempt=attempt,
-            attempt_id=attempt_id,
-            started_from=None if started_from is None else CheckpointId(*started_from),
-            began_s=began_s,
-            passed_over=passed_over,
-        )
-        for attempt, attempt_id, started_from, began_s, passed_over in said
-    )
-
-
-def merge_ranks(
-    described: Mapping[int, Mapping[str, Any]], order: Sequence[str]
-) -> tuple[Listing, ...]:
-    """Make one listing per tier, in ``order``, of what ranks have described.
-
-    Records of one checkpoint, each of its own node, become one that names the shards of all. A tier that any rank could
-    not read, or none has looked at, has an error, beside what the others found there.
+    Records of one checkpoint, each of its own node, become one that names the shards of all. A tier that some rank
+    could not read, or that no rank has read, has an error, beside what other ranks found there.
     """
     return tuple(
-        _merge_tier(tier, {rank: said[tier] for rank, said in described.items() if tier in said})
+        _merge_tier(tier, {rank: one[tier] for rank, one in inventories.items() if tier in one})
         for tier in order
     )
 
 
-def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> Listing:
-    if not described:
+def _merge_tier(tier: str, by_rank: Mapping[int, TierMessage]) -> Listing:
+    if not by_rank:
         return Listing(tier=tier, error=RanksError(f"no rank has looked at tier {tier}"))
     damaged: list[TierfallError] = []
-    failures: list[TierfallError] = []
+    errors: list[TierfallError] = []
     starts: list[AttemptStart] = []
     found: dict[CheckpointId, dict[int, FoundCopy]] = {}
-    for rank, said in sorted(described.items()):
-        starts += read_starts(said["starts"])
-        if said["error"] is not None:
-            failures.append(_error_from_json(said["error"], rank))
-        damaged += [IntegrityError(f"rank {rank}: {text}") for text in said["damaged"]]
-        for member in said["copies"]:
-            copy = _copy(member, rank, tier)
-            found.setdefault(copy.id, {})[rank] = copy
+    for rank, found_here in sorted(by_rank.items()):
+        starts += found_here.starts
+        if found_here.error is not None:
+            errors.append(found_here.error.error_of(rank))
+        damaged += [IntegrityError(f"rank {rank}: {text}") for text in found_here.damaged]
+        for message in found_here.copies:
+            found.setdefault(message.id, {})[rank] = message.copy_of(rank, tier)
     copies = []
-    for _, by_rank in sorted(found.items()):
+    for _, copies_by_rank in sorted(found.items()):
         copy, lost = unite_copies(
-            {f"{tier} of rank {rank}": copy for rank, copy in by_rank.items()}
+            {f"{tier} of rank {rank}": copy for rank, copy in copies_by_rank.items()}
         )
         copies.append(copy)
         damaged += lost
@@ -116,12 +124,13 @@ def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> Listin
         copies=tuple(copies),
         starts=tuple(merge_starts(starts).values()),
         damaged=tuple(damaged),
-        error=failures[0] if failures else None,
+        error=errors[0] if errors else None,
     )
 
 
 def unite_copies(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[TierfallError]]:
-    """Make one copy of those of several places, each named; what is wrong with some of them comes beside it."""
+    """Merge the copies of one checkpoint that are in several places, by the names of the places; also return the damage
+    that does not concern the merged copy."""
     copies = of_one_lineage(dict(found))
     marks = frozenset().union(*(copy.marks for copy in copies.values()))
     damages = [copy.damage for copy in copies.values() if copy.damage is not None]
@@ -140,7 +149,7 @@ def unite_copies(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[Tierfa
 
 
 def _unite_records(records: Mapping[str, Commit]) -> Commit:
-    """Make one record that names the files of all. Raises IntegrityError where two contradict each other."""
+    """Merge commit records into one that names the files of all. Raises IntegrityError where two contradict."""
     (first_at, first), *_ = records.items()
     files = {file.name: (first_at, file) for file in first.files}
     for where, record in records.items():
@@ -153,30 +162,3 @@ def _unite_records(records: Mapping[str, Commit]) -> Commit:
                 raise IntegrityError(f"{of}: its {file.name} is another than that on {named_at}")
     owed = {id for record in records.values() for id in record.owed}
     return replace(first, files=tuple(file for _, file in files.values()), owed=tuple(sorted(owed)))
-
-
-def _copy(member: Mapping[str, Any], rank: int, tier: str) -> FoundCopy:
-    id = CheckpointId(member["step"], member["attempt"])
-    commit, damage = member["commit"], member["damage"]
-    what = f"rank {rank}: commit record of {id} on {tier}"
-    return FoundCopy(
-        id=id,
-        state=CopyState(member["state"]),
-        bytes=member["bytes"],
-        commit=None if commit is None else read_commit(commit.encode(), what=what),
-        damage=None if damage is None else _error_from_json(damage, rank),
-        foreign=member["foreign"],
-        marks=frozenset(member["marks"]),
-    )
-
-
-def _error_to_json(error: TierfallError | None) -> dict[str, Any] | None:
-    if error is None:
-        return None
-    return {"kind": type(error).__name__, "text": str(error), "retryable": error.retryable}
-
-
-def _error_from_json(said: Mapping[str, Any], rank: int) -> TierfallError:
-    """Make an error of what another rank said of it: of its kind, where that is one of tierfall's own."""
-    otherwise = UnreachableError if said["retryable"] else BackendError
-    return error_class(said["kind"], otherwise)(f"rank {rank}: {said['text']}")

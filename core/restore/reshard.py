@@ -1,38 +1,42 @@
-"""Resharding: a checkpoint of other ranks, or of another layout, into what this rank holds.
+"""Resharding: plans to restore a checkpoint of another world size, or of another layout of tensors.
 
-A rank that finds its own part laid out as it holds it reads that, and of other ranks' parts what those wrote for it
-(``elsewhere``). Else the headers of all parts are merged (``image.merging``), and of each part those ranges are read
-that this rank needs (``reshard_reads``).
+If this rank's own image has the layout of its state, it reads that image, and of other images the tensors that their
+ranks wrote for it: an image's header names the rank that writes a replicated tensor, and that rank's manifest says
+where the bytes are. Else the headers of all images are merged (``core/image/merge.py``), and the ranges that this rank
+needs are read of each (``reshard_reads``).
 """
 
 from __future__ import annotations
 
+import bisect
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.shard_reader import PASSABLE
+from tierfall.core.format.documents import JsonFields
 from tierfall.core.format.records import Manifest
-from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
 from tierfall.core.load.build import BlockTarget, Fill
-from tierfall.core.restore.dedup_reads import find_written_elsewhere
 from tierfall.core.restore.reshard_reads import plan_block_reads
 from tierfall.core.state.item import OnResize
+from tierfall.core.tensors import dtypes
 from tierfall.core.tensors.written_memory import LiveMemory
-from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import Shard
 
 logger = logging.getLogger("tierfall")
 
 
 class RestorePlan(Protocol):
-    """Where the bytes of an image go; ``wants`` is the same of one that is merged. ``written`` names what a plan that
-    failed has written to, ``leaves`` what of that another one would leave so."""
+    """The targets of an image's bytes; ``wants`` are those of merged images. ``written`` returns what a plan that
+    failed has written to, and ``leaves`` what of that this plan would not overwrite."""
 
     @property
     def fills(self) -> Sequence[Fill]: ...
@@ -50,8 +54,8 @@ MakePlan = Callable[[ImageHeader], RestorePlan]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeRules:
-    """What becomes of entries when other ranks saved them: ``rules`` by name, or the values of one rank, whatever the
-    others had."""
+    """How entries that other ranks saved are restored: by ``rules``, by name; or with the values of one rank, if
+    ``values_of`` names it."""
 
     values_of: int | None = None
     rules: Mapping[str, OnResize] = field(default_factory=dict)
@@ -60,7 +64,7 @@ class ResizeRules:
 def plan_parts(
     parts: CheckpointReader, make_plan: MakePlan, shard: Shard, resize: ResizeRules
 ) -> tuple[RestorePlan, Callable[[], None]]:
-    """Plan to restore what this rank, ``shard``, holds; return the plan, and what reads all that it needs.
+    """Plan to restore the state of this rank, ``shard``; return the plan, and a function that reads all its bytes.
 
     Raises RestoreError where the state does not fit what was saved.
     """
@@ -90,15 +94,15 @@ def _in_another_layout(
     header: ImageHeader,
     error: RestoreError,
 ) -> tuple[RestorePlan, Callable[[], None]]:
-    """Plan with the parts of all ranks where this rank's own does not fit, for ``error``. That is what is raised where
-    they cannot be read, unless ranks held tensors together: then another layout is what they are needed for."""
+    """Plan with the images of all ranks, as this rank's own does not fit its state (``error``). If they cannot be read,
+    ``error`` is raised, unless the image holds shards of tensors, of which another layout needs the others."""
     own = ResizeRules(values_of=shard.rank)
     try:
         return _reshard(parts, make_plan, shard.world_size, shard.rank, own)
     except PASSABLE as unread:
         if any(stored.piece is not None for stored in header.tensors):
             raise
-        logger.warning("restore: the parts of other ranks cannot be read either: %s", unread)
+        logger.warning("restore: the images of other ranks cannot be read either: %s", unread)
         raise error from None
 
 
@@ -113,7 +117,7 @@ def _reshard(
 def merge_parts(
     parts: CheckpointReader, world_size: int, rank: int, resize: ResizeRules
 ) -> MergedHeader:
-    """Read the headers of all parts, and lay them over each other, for ``rank`` of those that restore."""
+    """Read and merge the headers of all images, for ``rank`` of those that restore."""
     headers = parts.headers(world_size)
     what = f"{parts.checkpoint.id} of {world_size} ranks"
     return merge_headers(headers, what=what, own=resize.values_of, rank=rank, rules=resize.rules)
@@ -122,13 +126,13 @@ def merge_parts(
 def plan_reads(
     parts: CheckpointReader, merged: MergedHeader, world_size: int, wants: Iterable[BlockTarget]
 ) -> Callable[[], None]:
-    """Return what reads all that is wanted of whole tensors, once their headers are merged."""
+    """Return a function that reads what is wanted of whole tensors, once their headers are merged."""
     compared = {block.rank for slot in merged.replicas for block in _find_replicas(merged, slot)}
     manifests = parts.manifests(compared, world_size)
     reads = plan_block_reads(merged, wants, same=_known_equal(merged, manifests))
 
     def fill() -> None:
-        parts.manifests(reads.fills, world_size)  # of those whose headers were not read before
+        parts.manifests(reads.fills, world_size)  # of images whose headers were not read before
         parts.fill(reads.fills, world_size)
         reads.finish()
 
@@ -136,14 +140,14 @@ def plan_reads(
 
 
 def _find_replicas(merged: MergedHeader, slot: int) -> tuple[TensorBlock, ...]:
-    """The one block of a tensor, and what has to be equal to it."""
+    """Return the one block of a tensor, and its replicas."""
     return (*merged.blocks[slot], *merged.replicas[slot])
 
 
 def _known_equal(
     merged: MergedHeader, manifests: Mapping[int, Manifest]
 ) -> Iterable[tuple[TensorBlock, TensorBlock]]:
-    """Yield the replicas that lie at one place of images whose chunks there have the same digests: the same bytes."""
+    """Yield replicas at the same position of images whose chunks there have the same digests: their bytes are equal."""
     for slot, others in merged.replicas.items():
         (first,) = merged.blocks[slot]
         for block in others:
@@ -156,3 +160,88 @@ def _known_equal(
 def _digests(manifest: Manifest, block: TensorBlock) -> tuple[int, tuple[str, ...]]:
     low, high = block.start // manifest.chunk_bytes, (block.end - 1) // manifest.chunk_bytes
     return manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenElsewhere:
+    """Where the tensors are that other ranks write: their ``starts`` in the header, ascending, and the ``ranks`` of the
+    images that hold them, with the ``offsets`` in those images' data."""
+
+    starts: tuple[int, ...]
+    ranks: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def divide(self, fills: Sequence[Fill], own: int) -> dict[int, list[Fill]]:
+        """Return fills by the rank whose image has their bytes, each in image order."""
+        found: dict[int, list[Fill]] = {}
+        for fill in fills:
+            at = bisect.bisect_right(self.starts, fill.start) - 1
+            if at < 0:
+                found.setdefault(own, []).append(fill)
+                continue
+            shift = self.offsets[at] - self.starts[at]
+            moved = replace(fill, start=fill.start + shift, end=fill.end + shift)
+            found.setdefault(self.ranks[at], []).append(moved)
+        for part in found.values():
+            part.sort(key=lambda fill: fill.start)
+        return found
+
+
+def find_written_elsewhere(
+    header: ImageHeader, manifests: Mapping[int, Manifest], rank: int
+) -> WrittenElsewhere:
+    """Find the tensors of ``header``, of ``rank``, that other ranks write, in their manifests. Raises IntegrityError
+    where one of them does not have it: no memory is allocated for a tensor that is only claimed."""
+    tables = {other: _table(manifest) for other, manifest in manifests.items()}
+    starts, ranks, offsets = [], [], []
+    for stored in header.elsewhere:
+        owner = stored.written_by
+        assert owner is not None
+        start = tables[owner].get(_described(stored)) if owner in tables else None
+        if start is None:
+            raise IntegrityError(
+                f"{header.what}: {stored.name} is not there: rank {owner} was to write it for rank {rank}"
+            )
+        if stored.length:
+            starts.append(stored.start)
+            ranks.append(owner)
+            offsets.append(start)
+    return WrittenElsewhere(tuple(starts), tuple(ranks), tuple(offsets))
+
+
+_Described = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _described(stored: StoredTensor) -> _Described:
+    lengths = stored.shape
+    shape, offset = lengths, (0,) * len(lengths)
+    if stored.piece is not None:
+        shape, offset = stored.piece.shape, stored.piece.offset
+    return stored.name, dtypes.name_of(stored.dtype), shape, offset, lengths
+
+
+def _table(manifest: Manifest) -> dict[_Described, int]:
+    """Return the start of each tensor of a manifest; malformed entries are left out."""
+    data_bytes = manifest.image_bytes - manifest.data_start
+    table = {}
+    for entry in json.loads(manifest.pieces):
+        found = _read(entry, data_bytes, f"manifest of {manifest.line.checkpoint}")
+        if found is not None:
+            table[found[0]] = found[1]
+    return table
+
+
+def _read(entry: Any, data_bytes: int, what: str) -> tuple[_Described, int] | None:
+    if not isinstance(entry, dict):
+        return None
+    reader = JsonFields(entry, what)
+    shape, offset, lengths = (
+        tuple(reader.list_of(name, int)) for name in ("shape", "offset", "lengths")
+    )
+    dtype = dtypes.from_name(reader.get("dtype", str))
+    start, end = reader.number("start", 0, data_bytes), reader.number("end", 0, data_bytes)
+    if dtype is None or not dtypes.is_shape(list(lengths)):
+        return None
+    if end - start != dtypes.byte_count(dtype, lengths):
+        return None
+    return (reader.get("name", str), dtypes.name_of(dtype), shape, offset, lengths), start

@@ -1,7 +1,7 @@
-"""Spreading: what is wanted of whole tensors, as reads of the ranks' images that hold blocks of them.
+"""Reads of a reshard: wanted blocks of whole tensors, as reads of the images that hold blocks of them.
 
-A block that is wanted and one that is stored have a box in common. Where that is one run of bytes in both, it is read
-to where it belongs; else the stored rows that it lies in are read aside, and the box is copied out of them after.
+A wanted and a stored block intersect in a box. A box that is one byte range in both blocks is read to its target; else
+the stored rows that contain it are read into a buffer, and the box is copied out of them afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _ReadRange(NamedTuple):
 
 
 class _RowCopy(NamedTuple):
-    """What is copied out of rows that were read aside."""
+    """A box that is copied out of rows in a buffer."""
 
     target: torch.Tensor
     source: torch.Tensor
@@ -49,14 +49,14 @@ class BlockReads:
     """``fills`` of each rank's image, in image order. Once all are read, ``finish`` does the rest."""
 
     fills: dict[int, list[Fill]] = field(default_factory=dict)
-    _shared: list[_RowCopy] = field(default_factory=list)
+    _copies_first: list[_RowCopy] = field(default_factory=list)
     _copies: list[_RowCopy] = field(default_factory=list)
     _checks: list[_ReplicaCheck] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Copy what was read aside to where it belongs. Raises RestoreError where what counted as replicas differs."""
+        """Copy from buffers to targets. Raises RestoreError where replicas differ."""
         with torch.no_grad():
-            for target, source in self._shared:
+            for target, source in self._copies_first:
                 target.copy_(source)
         for check in self._checks:
             if not torch.equal(check.one, check.other):
@@ -76,7 +76,7 @@ def plan_block_reads(
     *,
     same: Iterable[tuple[TensorBlock, TensorBlock]],
 ) -> BlockReads:
-    """Plan the reads for ``wants``; ``same`` are replicas that are known to be equal, and need not be read."""
+    """Plan the reads of ``wants``; ``same`` are replicas that are known to be equal, and are not compared."""
     plan = _BlockReadPlanner(merged, frozenset(same))
     for want in wants:
         plan.add(want)
@@ -89,8 +89,8 @@ class _BlockReadPlanner:
     ) -> None:
         self._merged = merged
         self._same = same
-        self._spread = BlockReads()
-        self._runs: dict[_ReadRange, list[torch.Tensor]] = {}
+        self._reads = BlockReads()
+        self._ranges: dict[_ReadRange, list[torch.Tensor]] = {}
         self._names: dict[_ReadRange, str] = {}
         self._checked: set[int] = set()
 
@@ -105,35 +105,39 @@ class _BlockReadPlanner:
             self._check(stored, want.slot)
 
     def done(self) -> BlockReads:
-        """Put the runs into image order. Those that overlap, and are not one, are read aside together."""
+        """Return the reads in image order. Ranges that overlap are read together, into a buffer."""
         cluster: list[_ReadRange] = []
-        for run in sorted(self._runs):
-            if cluster and (run.rank != cluster[0].rank or run.start >= _end(cluster)):
+        for byte_range in sorted(self._ranges):
+            if cluster and (
+                byte_range.rank != cluster[0].rank or byte_range.start >= _end(cluster)
+            ):
                 self._close(cluster)
                 cluster = []
-            cluster.append(run)
+            cluster.append(byte_range)
         if cluster:
             self._close(cluster)
-        return self._spread
+        return self._reads
 
     def _close(self, cluster: Sequence[_ReadRange]) -> None:
         first = cluster[0]
-        targets = tuple(self._runs[first])
+        targets = tuple(self._ranges[first])
         end = _end(cluster)
         if len(cluster) > 1:
-            aside = torch.empty(end - first.start, dtype=torch.uint8)
-            for run in cluster:
-                part = aside[run.start - first.start : run.end - first.start]
-                self._spread._shared += [_RowCopy(target, part) for target in self._runs[run]]
-            targets = (aside,)
+            buffer = torch.empty(end - first.start, dtype=torch.uint8)
+            for byte_range in cluster:
+                part = buffer[byte_range.start - first.start : byte_range.end - first.start]
+                self._reads._copies_first += [
+                    _RowCopy(target, part) for target in self._ranges[byte_range]
+                ]
+            targets = (buffer,)
         fill = Fill(name=self._names[first], start=first.start, end=end, targets=targets)
-        self._spread.fills.setdefault(first.rank, []).append(fill)
+        self._reads.fills.setdefault(first.rank, []).append(fill)
 
     def _read(self, rank: int, start: int, end: int, target: torch.Tensor, name: str) -> None:
         if end > start:
-            run = _ReadRange(rank, start, end)
-            self._runs.setdefault(run, []).append(target)
-            self._names[run] = name
+            byte_range = _ReadRange(rank, start, end)
+            self._ranges.setdefault(byte_range, []).append(target)
+            self._names[byte_range] = name
 
     def _box(
         self,
@@ -143,7 +147,7 @@ class _BlockReadPlanner:
         offset: Sequence[int],
         lengths: Sequence[int],
     ) -> None:
-        """Read what a wanted block and a stored one have in common."""
+        """Read the intersection of a wanted and a stored block."""
         low = [max(a, b) for a, b in zip(offset, block.offset, strict=True)]
         ends = zip(offset, lengths, block.offset, block.lengths, strict=True)
         size = [min(a + n, b + m) - at for (a, n, b, m), at in zip(ends, low, strict=True)]
@@ -154,20 +158,20 @@ class _BlockReadPlanner:
         in_wanted = [at - a for at, a in zip(low, offset, strict=True)]
         length = math.prod(size) * item
         if _is_contiguous(size, block.lengths) and _is_contiguous(size, lengths):
-            start = block.start + _place(in_stored, block.lengths) * item
-            to = _place(in_wanted, lengths) * item
+            start = block.start + _element_number(in_stored, block.lengths) * item
+            to = _element_number(in_wanted, lengths) * item
             self._read(block.rank, start, start + length, target[to : to + length], stored.name)
             return
         rows, row = size[0], math.prod(block.lengths[1:]) * item
         start = block.start + in_stored[0] * row
-        aside = torch.empty(rows * row, dtype=torch.uint8)
-        self._read(block.rank, start, start + rows * row, aside, stored.name)
-        source = _cut(aside.view(rows, *block.lengths[1:], item), [0, *in_stored[1:]], size)
+        buffer = torch.empty(rows * row, dtype=torch.uint8)
+        self._read(block.rank, start, start + rows * row, buffer, stored.name)
+        source = _cut(buffer.view(rows, *block.lengths[1:], item), [0, *in_stored[1:]], size)
         whole = target.view(*lengths, item)
-        self._spread._copies.append(_RowCopy(_cut(whole, in_wanted, size), source))
+        self._reads._copies.append(_RowCopy(_cut(whole, in_wanted, size), source))
 
     def _check(self, stored: StoredTensor, slot: int) -> None:
-        """Read what else must be equal, where nothing says yet that it is."""
+        """Read the replicas that are not known to be equal, to compare them."""
         (first,) = self._merged.blocks[slot]
         others = [b for b in self._merged.replicas[slot] if (first, b) not in self._same]
         if not others:
@@ -178,22 +182,22 @@ class _BlockReadPlanner:
             other = torch.empty(block.end - block.start, dtype=torch.uint8)
             self._read(block.rank, block.start, block.end, other, stored.name)
             ranks = (first.rank, block.rank)
-            self._spread._checks.append(_ReplicaCheck(stored.name, ranks, one, other))
+            self._reads._checks.append(_ReplicaCheck(stored.name, ranks, one, other))
 
 
 def _is_contiguous(size: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Say whether a box of ``size`` is one run in a block of ``lengths``: after its first dimension of more than one,
-    all are whole."""
+    """Return whether a box of ``size`` is one byte range in a block of ``lengths``: after its first dimension of more
+    than one element, all dimensions are whole."""
     first = next((i for i, n in enumerate(size) if n > 1), len(size))
     return all(n == m for n, m in zip(size[first + 1 :], lengths[first + 1 :], strict=True))
 
 
 def _end(cluster: Sequence[_ReadRange]) -> int:
-    return max(run.end for run in cluster)
+    return max(byte_range.end for byte_range in cluster)
 
 
-def _place(at: Sequence[int], lengths: Sequence[int]) -> int:
-    """The number of an element in a block, row by row."""
+def _element_number(at: Sequence[int], lengths: Sequence[int]) -> int:
+    """Return the number of an element in a block, in row-major order."""
     number = 0
     for index, length in zip(at, lengths, strict=True):
         number = number * length + index

@@ -1,7 +1,7 @@
-"""Restoring: the newest step that can be restored, from the fastest copies that are good, or the reason why not.
+"""Restore: fills the targets from the newest checkpoint that can be read, from its fastest good copies.
 
-``candidates`` says which may be taken. A copy that is damaged gives way to the next one, a step that is damaged
-everywhere to the next older step, on all ranks at once, and each such turn stands in the report.
+``candidates`` names those that may be restored. A damaged copy is replaced by the next one, and a step that is damaged
+everywhere by the next older step, on all ranks at once; the report names each of these fallbacks.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ HALF_FILLED = "; THE STATE IS HALF FILLED: do not train on it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreResult:
-    """What was read: which checkpoint, the plan whose targets are filled, and from where."""
+    """The checkpoint that was read, the plan whose targets are filled, and the bytes that came from each tier."""
 
     checkpoint: KnownCheckpoint
     plan: RestorePlan
     tally: ReadTally
 
     def verified(self, shard: Shard) -> tuple[str, ...]:
-        """Name the tiers of which all chunks of a shard's image were read, and were good. None where a part was read,
-        or was got from elsewhere."""
+        """Return the tiers on which all chunks of a shard's image were read, and are good; empty where some were not
+        read, or were received from another rank."""
         commit = self.checkpoint.commit
         image = None if commit is None else image_file(commit, shard)
         if image is None:
@@ -64,7 +64,7 @@ class RestoreResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """What the first rank that failed says of a checkpoint; ``for_good``: no older one is to be tried either."""
+    """The error of the first rank that failed to read a checkpoint; ``for_good``: no older one is to be tried."""
 
     rank: int
     message: str
@@ -72,7 +72,8 @@ class RankFailure:
 
 
 Together = Callable[[KnownCheckpoint, BaseException | None], RankFailure | None]
-"""Tells the other ranks how a checkpoint was filled here (None: well), and returns how it was there (None: well)."""
+"""Exchanges with the other ranks what became of a checkpoint: given is this rank's error, or None; returned is the
+failure that all ranks follow, or None."""
 
 
 def restore(
@@ -87,13 +88,13 @@ def restore(
     resize: ResizeRules = RESIZE,
     tally: ReadTally | None = None,
 ) -> RestoreResult | None:
-    """Fill the targets of a plan from the newest restorable checkpoint; ``listings`` stand fastest first.
+    """Fill the targets of a plan from the newest restorable checkpoint; ``listings`` are sorted fastest first.
 
-    Stored chunks are read through ``ring``, or through buffers of their own; beside the targets no more host memory is
-    taken than ``chunks_max`` chunks need, where that is given. However it ends, no copy onto a device is under way.
+    Stored chunks are read through ``ring``, or through buffers of this call; beside the targets no more host memory is
+    used than ``chunks_max`` chunks need, where that is given. However it ends, no copy onto a device is in progress.
 
     Returns None only when every tier answered and none holds a checkpoint. Raises RestoreError otherwise, with all that
-    was tried; its text says when targets are half filled.
+    was tried; its text tells when targets are half filled.
     """
     tally = tally or ReadTally()
     candidates = choose(listings, request, tally)
@@ -133,20 +134,20 @@ def fill_first(
 
     With several ranks, ``candidates`` are the same on all. ``together`` is called once per candidate, however filling
     it ended; where any rank failed, all pass the candidate over, or all end: the failing rank with its own error, the
-    others with a RestoreError that names it. What is not an Exception, as Ctrl-C, goes through as it is. What other
-    ranks saved is resharded, as ``resize`` says. By ``exchange`` ranks hand each other what more than one of them
-    wants, or only another one can read; without it ``nowhere`` says what it means that no tier here holds a part.
+    others with a RestoreError that names it. An error that is no Exception, as Ctrl-C, is raised unchanged. The rules
+    of ``resize`` reshard a checkpoint of other ranks. By ``exchange``, ranks send each other what several of them need,
+    or only another one can read; without it ``nowhere`` is the reason where no tier here holds an image.
 
-    Steps are never mixed: what a checkpoint that is passed over has written to, and the next one does not fill, is a
-    RestoreError that names it.
+    Steps are never mixed: a RestoreError names tensors that a checkpoint which was passed over has written to, and that
+    the next one does not fill.
     """
     touched = False
     written: dict[str, tuple[LiveMemory, CheckpointId]] = {}
     for checkpoint in candidates:
         plan: RestorePlan | None = None
-        fill: Callable[[], None] | None = None  # the one before this holds its targets
+        fill: Callable[[], None] | None = None  # that of the candidate before holds its targets
         error: BaseException | None = None
-        unheard: TierfallError | None = None
+        unreported: TierfallError | None = None
         tiers = _tiers(checkpoint, request, listings)
         made = (checkpoint, tiers, open_image, tally, ring, chunks_max, nowhere)
         parts = CheckpointReader(*made) if exchange is None else exchange.parts(*made)
@@ -155,15 +156,17 @@ def fill_first(
             _check_none_left(plan, written, checkpoint, request)
             fill()
         except BaseException as failure:  # noqa: BLE001 - Ctrl-C, too: the other ranks must know; raised below
-            unheard = parts.give_up(failure)
+            unreported = parts.give_up(failure)
             error = _classify(failure, checkpoint, request, tally, touched or parts.touched)
         touched = touched or parts.touched
         try:
-            elsewhere = _exchange_outcomes(together, checkpoint, error, request, touched, unheard)
+            failure_elsewhere = _exchange_outcomes(
+                together, checkpoint, error, request, touched, unreported
+            )
             if error is not None and not isinstance(error, (*PASSABLE, LostError)):
                 raise error
-            if elsewhere is not None:
-                _follow_failure(elsewhere, error, checkpoint, request, tally, touched)
+            if failure_elsewhere is not None:
+                _follow_failure(failure_elsewhere, error, checkpoint, request, tally, touched)
             elif plan is not None and error is None:
                 return RestoreResult(checkpoint=checkpoint, plan=plan, tally=tally)
             if plan is not None:
@@ -184,7 +187,7 @@ def _check_none_left(
     checkpoint: KnownCheckpoint,
     request: RestoreRequest,
 ) -> None:
-    """Raise RestoreError where tensors would stay as checkpoints that were passed over have ``written`` to them."""
+    """Raise RestoreError where tensors would keep what a checkpoint that was passed over has ``written`` to them."""
     left = plan.leaves(memory for memory, _ in written.values())
     if not left:
         return
@@ -204,8 +207,8 @@ def _classify(
     tally: ReadTally,
     touched: bool,
 ) -> BaseException:
-    """Return the error itself, one of PASSABLE, where an older step may be tried, or a LostError, of which another rank
-    knows more; else what the restore ends with."""
+    """Return the error itself if an older step may be tried (one of PASSABLE), or if another rank knows the reason
+    (LostError); else the error that the restore ends with."""
     of = f"{request.operation} of {checkpoint.id}"
     if isinstance(error, LostError):
         return error
@@ -226,15 +229,15 @@ def _exchange_outcomes(
     error: BaseException | None,
     request: RestoreRequest,
     touched: bool,
-    unheard: TierfallError | None,
+    unreported: TierfallError | None,
 ) -> RankFailure | None:
-    """Tell the other ranks how it went here, and hear how it went there. Where they cannot be reached, or could not be
-    already (``unheard``), that ends the restore, unless it has ended here already."""
+    """Exchange outcomes with the other ranks. That they cannot be reached, or could not be before (``unreported``),
+    ends the restore, unless an error of this rank has ended it already."""
     if together is None:
         return None
     try:
-        if unheard is not None:
-            raise unheard
+        if unreported is not None:
+            raise unreported
         return together(checkpoint, error)
     except BaseException as lost:
         over = error is not None and not isinstance(error, (*PASSABLE, LostError))
@@ -251,16 +254,16 @@ def _exchange_outcomes(
 
 
 def _follow_failure(
-    elsewhere: RankFailure,
+    failure_elsewhere: RankFailure,
     error: BaseException | None,
     checkpoint: KnownCheckpoint,
     request: RestoreRequest,
     tally: ReadTally,
     touched: bool,
 ) -> None:
-    """Do what another rank's failure asks of this one: end, or pass the checkpoint over."""
-    text = f"rank {elsewhere.rank}: {elsewhere.message}"
-    if elsewhere.for_good:
+    """Follow another rank's failure: end the restore, or pass the checkpoint over."""
+    text = f"rank {failure_elsewhere.rank}: {failure_elsewhere.message}"
+    if failure_elsewhere.for_good:
         raise RestoreError(
             f"{request.operation} of {checkpoint.id}: {text}" + _half_written(touched)
         )
@@ -274,8 +277,8 @@ def _log_fallback(checkpoint: KnownCheckpoint, reason: object, tally: ReadTally)
 
 
 def _final_error(error: BaseException, of: str, touched: bool) -> BaseException:
-    """Return what a restore ends with that an error cut short: where targets were touched, it says so; and what the
-    ranks could not do together names the checkpoint."""
+    """Return the error that a restore ends with. It tells whether targets were touched; an error of an agreement also
+    names the checkpoint."""
     if not touched:
         return (
             _with_cause(RanksError(f"{of}: {error}"), error)
@@ -284,8 +287,8 @@ def _final_error(error: BaseException, of: str, touched: bool) -> BaseException:
         )
     if isinstance(error, RestoreError):
         return _with_cause(RestoreError(f"{error}" + _half_written(touched)), error)
-    said = str(error) if isinstance(error, TierfallError) else repr(error)
-    what = f"{of}: {said}" + _half_written(touched)
+    text = str(error) if isinstance(error, TierfallError) else repr(error)
+    what = f"{of}: {text}" + _half_written(touched)
     if isinstance(error, Exception):
         return _with_cause(RestoreError(what), error)
     error.add_note(what)
@@ -304,7 +307,7 @@ def _half_written(touched: bool) -> str:
 def _tiers(
     checkpoint: KnownCheckpoint, request: RestoreRequest, listings: Sequence[Listing]
 ) -> list[str]:
-    """Name the tiers that a checkpoint may be read from, fastest first; after them those whose copy lacks files."""
+    """Return the tiers that a checkpoint may be read from, fastest first; those whose copy lacks files come last."""
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     read = [tier for tier in held if request.tier in (None, tier)]
     return sorted(read, key=lambda tier: checkpoint.copies[tier].damage is not None)

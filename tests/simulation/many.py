@@ -20,10 +20,10 @@ from tests.simulation.world import CommitReader, attempt_of, host_rules
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.snapshot import Share
 from tierfall.core.format.records import Attempt, Commit
-from tierfall.core.ranks.message_tree import Topic
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.restore.agreement import choose_candidates
 from tierfall.core.restore.candidates import RestoreRequest
-from tierfall.core.restore.inventory import merge_ranks
+from tierfall.core.restore.inventory import Inventory, merge_ranks
 from tierfall.core.scheduler.ledger.tasks import Task
 from tierfall.core.types import keys
 from tierfall.core.types.errors import RestoreError, UnreachableError
@@ -159,17 +159,17 @@ class Many:
             bodies = {r.number: r.found(n) for r, n in zip(self.ranks, numbers, strict=True)}
             order = [rules.name for rules in self.rules]
             found = decide(cast(Any, session), bodies, order)
-            without = {t: UnreachableError(why) for t, why in found["unreachable"].items()}
+            without = {t: UnreachableError(why) for t, why in found.unreachable.items()}
             for rank in self.ranks:
                 rank.go_without(without)
-            self.attempt = Attempt(run="run", **found["attempt"])
+            self.attempt = found.attempt
             if all([rank.adopt(self.attempt) for rank in self.ranks]):
                 break
             number = self.attempt.number + 1
         self.unread = {x.tier for rank in self.ranks for x in rank.listings if x.error is not None}
         if self.unread:
             self.blind.add(root.attempt.id)
-        return read_start(self.attempt, found)
+        return read_start(found)
 
     def _take_number(self, number: int) -> Attempt:
         while not self.ranks[0].adopt(attempt := attempt_of(number, self.starts)):
@@ -177,17 +177,16 @@ class Many:
         return attempt
 
     def _restore(
-        self, described: Mapping[int, Mapping[str, Any]], order: Sequence[str]
+        self, described: Mapping[int, Inventory], order: Sequence[str]
     ) -> CheckpointId | None:
         """Read the newest checkpoint that all ranks can, and return it; None where a person begins anew."""
         request = RestoreRequest(ignore_unreachable=self.does_without())
         try:
-            chosen = choose_candidates(described, order, request)["order"]
+            chosen = choose_candidates(described, order, request).order
         except RestoreError as error:
             self.trace.append(f"fresh: {error}")
             return None
-        for said in chosen:
-            id = CheckpointId(*said)
+        for id in chosen:
             if all([self._is_read(id, rank) for rank in self.ranks]):
                 return id
         return None

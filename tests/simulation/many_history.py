@@ -24,7 +24,7 @@ from tierfall.core.format.commit_files import image_file, without_index
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit
 from tierfall.core.image.dedup import ReplicaDigests
-from tierfall.core.ranks.message_tree import Topic
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, Task
 from tierfall.core.tensor_index.index import read_index
 from tierfall.core.tensor_index.store import checked_index
@@ -125,7 +125,8 @@ class ManyHistory:
         self.found: set[tuple[str, CheckpointId]] = set()
         """What was committed when this start began."""
         self.durable: dict[str, CheckpointId] = {}
-        self.counts = {"whole": 0, "there": 0, "given_up": 0, "gone": 0, "crash": 0, "drop": 0}
+        self.counts = {"whole": 0, "given_up": 0, "crash": 0}
+        self.counts |= {"committed": 0, "save_given_up": 0, "delete_copy": 0}
         self.counts |= {"alike": 0, "unlike": 0}
         self.person = Person(self.world, draw)
         self.world.said, self.world.ran = self._said, self._ran
@@ -173,7 +174,7 @@ class ManyHistory:
             # else its repair is given up, or one that could not be seen when this start began
             if copy not in self.damage.ever | self.found:
                 self.given_up.add(copy)
-        if what == "gone":
+        if what == "save_given_up":
             id = CheckpointId(int(step), int(attempt))
             assert id not in self.whole[-1:], f"{id}, the newest that was whole, is given up"
             self.given_up |= {(t, id) for t in self.tiers if (t, id) not in self.committed}

@@ -42,9 +42,10 @@ from tierfall.core.copies.shard_reader import PASSABLE, find_images
 from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.documents import Spliced, dumps, sha256
 from tierfall.core.format.records import Attempt, Commit, Geometry, Lineage, Manifest, NamedFile
-from tierfall.core.ranks.message_tree import Bodies, Topic
+from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
-from tierfall.core.restore.inventory import describe, unite_copies
+from tierfall.core.restore.inventory import TierMessage, describe, unite_copies
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.executor import TaskRunner
@@ -63,7 +64,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard
 from tierfall.policies import defaults
 from tierfall.session.adopt import note_overtaken, take_over
-from tierfall.session.start import Start
+from tierfall.session.start import FoundAtStart, Start
 from tierfall.setup.attempts import next_number
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import settle
@@ -199,18 +200,18 @@ class Rank:
         topology = self.world.network.councils[self.number].topology
         return topology.is_root if self.world.shared.get(tier) else topology.is_leader
 
-    def found(self, number: int) -> dict[str, Any]:
+    def found(self, number: int) -> FoundAtStart:
         """What this rank brings to the agreement on a start."""
-        return {
-            "number": number,
-            "unreachable": {tier: str(error) for tier, error in self.errors.items()},
-            "read_only": {},
-            "tiers": self.described(),
-            "nothing": all(x.error is None for x in self.listings)
+        return FoundAtStart(
+            number=number,
+            unreachable={tier: str(error) for tier, error in self.errors.items()},
+            read_only={},
+            tiers=self.described(),
+            nothing=all(x.error is None for x in self.listings)
             and all(known.tombstoned for known in merge(self.listings)),
-        }
+        )
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, TierMessage]:
         mine = ["host", *(tier for tier in self.world.stored if self.owns(tier))]
         return describe(self.listings, mine=mine)
 
@@ -356,7 +357,7 @@ class Rank:
             hear(RankReported(topic=topic, body=body, rank=rank))
 
         council.on_gathered, council.on_passed = gathered, passed
-        council.on_announced, council.on_told = announced, told
+        council.on_announced, council.on_reported = announced, told
 
     def die(self, *, memory: bool) -> None:
         """Threads, tasks and unsealed memory are gone; with ``memory``, all of it, but for who lives on there."""

@@ -25,10 +25,10 @@ def test_no_history_of_several_ranks_breaks_a_promise(block: int) -> None:
         seen.update(run_many(seed, EVENTS).counts)
     common = (
         "whole",
-        "there",
+        "committed",
         "given_up",
-        "gone",
-        "drop",
+        "save_given_up",
+        "delete_copy",
         "crash",
         "alike",
         "unlike",

@@ -46,6 +46,6 @@ def test_no_hour_of_several_ranks_breaks_a_promise(block: int) -> None:
 
 def test_all_that_may_happen_comes_about() -> None:
     seen: Counter[str] = sum((seen_in(seed) for seed in range(25)), Counter())
-    common = ("whole", "there", "given_up", "gone", "drop", "crash", "late")
+    common = ("whole", "committed", "given_up", "save_given_up", "delete_copy", "crash", "late")
     common += tuple(bound for bound in IntervalBound if bound is not IntervalBound.OWN)
     assert not {what for what in common if not seen[what]}, "too little happens for a test of it"

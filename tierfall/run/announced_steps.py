@@ -13,9 +13,10 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
 from tierfall.core.types.errors import CaptureError, TierfallError
 
@@ -26,6 +27,21 @@ AHEAD_S = 1.0
 """Seconds, at least, by which a step is announced ahead; and at least one step."""
 _RECENT_STEPS = 4096
 LeaveOut = Callable[[int, TierfallError], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest(Message):
+    """A rank asks rank 0 for a save, of ``step`` or a later one."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissedStep(Message):
+    """A rank received an announcement so many steps after it had passed the step."""
+
+    late_steps: int
 
 
 class AnnouncedSteps:
@@ -65,8 +81,8 @@ class AnnouncedSteps:
 
     def ask(self, why: str, step: int) -> None:
         """Ask rank 0 for a save, of ``step`` or a later one."""
-        lineage = self._lineage
-        self._tell(lambda: self._council.tell((TOPIC, lineage, "ask"), [step, why]))
+        lineage, request = self._lineage, SaveRequest(step=step, why=why)
+        self._tell(lambda: self._council.tell((TOPIC, lineage, "ask"), request.to_json()))
 
     def asked_above(self, planned: int | None) -> list[str]:
         """Return the reasons of other ranks that ask for a save after the last ``planned`` one; for rank 0."""
@@ -107,10 +123,11 @@ class AnnouncedSteps:
             case DecisionAnnounced(topic=(_, _, int(step))) if not self.decides:
                 self._plan(step)
             case RankReported(topic=(_, _, "ask")):
-                step, why = news.body
-                self._requests.append((int(step), f"{why}, at rank {news.rank}"))
+                request = SaveRequest.from_json(news.body, rank=news.rank)
+                self._requests.append((request.step, f"{request.why}, at rank {news.rank}"))
             case RankReported(topic=(_, _, "missed")):
-                self._announce_earlier(news.body, news.rank)
+                missed = MissedStep.from_json(news.body, rank=news.rank)
+                self._announce_earlier(missed.late_steps, news.rank)
 
     def _plan(self, step: int) -> None:
         if not self._recent or self._recent[-1] < step:
@@ -124,12 +141,12 @@ class AnnouncedSteps:
             f"save of step {missed}: rank {self._council.topology.rank} received its announcement {late} steps too "
             "late"
         )
-        lineage = self._lineage
+        lineage, report = self._lineage, MissedStep(late_steps=late)
         self._leave_out(missed, error)
-        self._tell(lambda: self._council.tell((TOPIC, lineage, "missed"), late))
+        self._tell(lambda: self._council.tell((TOPIC, lineage, "missed"), report.to_json()))
 
-    def _announce_earlier(self, late: Any, rank: int) -> None:
-        self._missed_steps += int(late) + 1
+    def _announce_earlier(self, late: int, rank: int) -> None:
+        self._missed_steps += late + 1
         logger.warning(
             "rank %d is ahead of rank 0, and received the announcement of a save %d steps too late: from now on saves "
             "are announced %d steps earlier; ranks that do not wait for each other should save by steps (interval: "

@@ -13,14 +13,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tierfall.config import Config
 from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import (
@@ -48,6 +48,21 @@ _NAMES_MAX = 64
 _SLOWER = 10
 """Factor of ``max_wait`` for waits on all ranks: how long they take depends on the size of the files."""
 _POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathSave(Message):
+    """All ranks are to save their files: ``rank`` has committed them, and has files of these ``names``. ``start`` is
+    the checkpoint that a lineage which has not begun continues from, with its ordinal; rank 0 fills it in."""
+
+    rank: int
+    names: tuple[str, ...]
+    start: tuple[CheckpointId, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUpPath(Message):
+    reason: str
 
 
 @dataclass(slots=True)
@@ -119,7 +134,8 @@ class PathSaves:
         reason = f"its file {name} {why} on rank {self._rank}"
         self._stages.give_up(step, reason)
         if self.session.ranks.many:
-            self.session.ranks.council.tell((TOPIC, _GIVE_UP, step, self._token()), reason)
+            topic = (TOPIC, _GIVE_UP, step, self._token())
+            self.session.ranks.council.tell(topic, GivenUpPath(reason=reason).to_json())
 
     def commit(self, step: int, name: str, target: str) -> None:
         """Rename a file of a step, and save the files of all ranks as this step's checkpoint.
@@ -130,11 +146,11 @@ class PathSaves:
         """
         stage = self._stages.of(step)
         stage.rename(name, target)
-        body = {"rank": self._rank, "names": stage.names()[:_NAMES_MAX]}
-        many = self.session.ranks.many
-        self._wait(
-            self._announce(step, body) if many else self._save(step, body, self._start(step))
-        )
+        save = PathSave(rank=self._rank, names=tuple(stage.names()[:_NAMES_MAX]))
+        if self.session.ranks.many:
+            self._wait(self._announce(step, save))
+        else:
+            self._wait(self._save(step, replace(save, start=self._start(step))))
 
     def close(self, timeout_s: float) -> None:
         """Free the files of steps that were never committed, and end the thread within ``timeout_s`` seconds."""
@@ -171,7 +187,7 @@ class PathSaves:
             self._lineage.check(step)
             return
         start = self._continued_checkpoint()
-        if start is not None and start[0] < step:
+        if start is not None and start[0].step < step:
             return
         if start is None and self.opened_by_path and not self.session.ranks.topology.is_root:
             return  # rank 0 decides
@@ -181,15 +197,14 @@ class PathSaves:
                 "one to go on from by path, or call restore(); or choose another run name"
             )
         raise StepError(
-            f"save of step {step} by path: the run goes on from step {start[0]}, and a committed step is never "
+            f"save of step {step} by path: the run goes on from step {start[0].step}, and a committed step is never "
             "overwritten; to go back, load an older step by path first"
         )
 
-    def _continued_checkpoint(self) -> list[int] | None:
-        """Return the checkpoint that a lineage which has not begun continues from: step, attempt, ordinal."""
+    def _continued_checkpoint(self) -> tuple[CheckpointId, int] | None:
+        """Return the checkpoint that a lineage which has not begun continues from, and its ordinal."""
         if self._loaded is not None:
-            id, ordinal = self._loaded
-            return [id.step, id.attempt, ordinal]
+            return self._loaded
         if not self.opened_by_path:
             return None
         live = [
@@ -197,20 +212,20 @@ class PathSaves:
             for known in self.session.known_by_all()
             if known.commit is not None and not (known.abandoned or known.tombstoned)
         ]
-        return None if not live else [live[-1][0].step, live[-1][0].attempt, live[-1][1]]
+        return live[-1] if live else None
 
-    def _start(self, step: int) -> list[int] | None:
+    def _start(self, step: int) -> tuple[CheckpointId, int] | None:
         """Return what a save of one rank continues from; None once the lineage has begun."""
         if self._lineage.begun:
             return None
         self._check_step(step)
         return self._continued_checkpoint()
 
-    def _go_on_from(self, start: list[int] | None) -> None:
+    def _go_on_from(self, start: tuple[CheckpointId, int] | None) -> None:
         if start is None or self._lineage.begun:
             return
-        id, attempt = CheckpointId(start[0], start[1]), self._lineage.attempt
-        self._lineage.go_on_from(id, start[2], attempt)
+        (id, ordinal), attempt = start, self._lineage.attempt
+        self._lineage.go_on_from(id, ordinal, attempt)
         log_abandoned(self.session.run, self.session.known(), id)
         ledger = self.session.coordinator.ledger
         self.session.ask(lambda: ledger.go_on_from(id, attempt=attempt.number))
@@ -224,13 +239,13 @@ class PathSaves:
     def _token(self) -> str:
         return f"{self._rank}-{next(self._count)}"
 
-    def _announce(self, step: int, body: Mapping[str, Any]) -> SaveHandle:
+    def _announce(self, step: int, save: PathSave) -> SaveHandle:
         """Ask rank 0 to announce the save, and return the handle of this rank's part."""
         token = self._token()
         rename = self._renames[token] = _PendingRename()
         bound_s = _SLOWER * self._config.max_wait_s
         try:
-            self.session.ranks.council.tell((TOPIC, _SAVE, step, token), body)
+            self.session.ranks.council.tell((TOPIC, _SAVE, step, token), save.to_json())
             if not self.session.wait(rename.done, bound_s):
                 self.session.ranks.check()
                 raise RanksError(
@@ -249,10 +264,11 @@ class PathSaves:
             case RankReported(topic=(_, what, int(step), _)):
                 body = news.body
                 if what == _SAVE:
-                    body = {**body, "start": self._announced_start(step)}
+                    save = PathSave.from_json(body, rank=news.rank)
+                    body = replace(save, start=self._announced_start()).to_json()
                 self.session.ranks.council.announce(news.topic, body)
             case DecisionAnnounced(topic=(_, what, int(step), _)) if what == _GIVE_UP:
-                self._stages.give_up(step, news.body)
+                self._stages.give_up(step, GivenUpPath.from_json(news.body, rank=0).reason)
             case DecisionAnnounced():
                 with self._lock:
                     if self._closed:
@@ -266,7 +282,7 @@ class PathSaves:
                         self._worker.start()
                 self._queue.put(news)
 
-    def _announced_start(self, step: int) -> list[int] | None:
+    def _announced_start(self) -> tuple[CheckpointId, int] | None:
         return None if self._lineage.begun else self._continued_checkpoint()
 
     def _work(self) -> None:
@@ -274,7 +290,8 @@ class PathSaves:
             _, _, step, token = news.topic
             rename = self._renames.get(str(token), _PendingRename())
             try:
-                handle = rename.handle = self._save(int(step), news.body, news.body["start"])
+                save = PathSave.from_json(news.body, rank=0)
+                handle = rename.handle = self._save(int(step), save)
             except BaseException as error:  # noqa: BLE001 - the thread that renames raises it; all ranks give up
                 rename.error = error
                 logger.error("rank %d: %s", self._rank, error)
@@ -291,11 +308,11 @@ class PathSaves:
 
     # One rank's part ---------------------------------------------------------------------------------
 
-    def _save(self, step: int, body: Mapping[str, Any], start: list[int] | None) -> SaveHandle:
+    def _save(self, step: int, save: PathSave) -> SaveHandle:
         began = time.monotonic()
         with self._saver.lock:
             self._check()
-            self._go_on_from(start)
+            self._go_on_from(save.start)
             try:
                 self._lineage.check(step)
             except StepError:
@@ -303,14 +320,14 @@ class PathSaves:
                 raise
             try:
                 self._stages.check_kept(step)
-                files = self._take(step, body)
+                files = self._take(step, save)
                 return self._saver.save_files(self._lineage, step, files, began)
             except BaseException as error:
                 self._stages.note_failed(step, str(error))
                 self._saver.report_failed(self._lineage, step, error)
                 raise
 
-    def _take(self, step: int, body: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _take(self, step: int, save: PathSave) -> dict[str, torch.Tensor]:
         """Return this rank's files of a step, and free their stage; none where this rank wrote none.
 
         Raises ConfigError where the committing rank wrote a file of the same name.
@@ -319,10 +336,10 @@ class PathSaves:
         if stage is None:
             return {}
         try:
-            same = set(stage.names()).intersection(body["names"])
-            if same and body["rank"] != self._rank:
+            same = set(stage.names()).intersection(save.names)
+            if same and save.rank != self._rank:
                 raise ConfigError(
-                    f"save of step {step} by path: ranks {body['rank']} and {self._rank} both wrote {min(same)}: each "
+                    f"save of step {step} by path: ranks {save.rank} and {self._rank} both wrote {min(same)}: each "
                     "has saved by itself (no_dist=True) to one path. Let all ranks save together, or one alone"
                 )
             return stage.tensors()

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from tierfall.config.sections import OnClose
-from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.types.errors import FlushError, RanksError
@@ -70,45 +70,60 @@ def agree_on_end(
     training ended early; each is empty where that is not so.
     """
     step = None if last is None else last.step
-    mine = {"step": step, "saved": saved, "changed": changed, "failed": failed}
+    mine = LastStepReport(step=step, saved=saved, changed=changed, failed=failed)
     try:
-        ending, why = ranks.agree("close: the last step", mine, decide, timeout_s=timeout_s)
+        decision = ranks.agree(
+            "close: the last step", mine, decide, ClosingDecision, timeout_s=timeout_s
+        )
     except RanksError as error:
-        ending, why = ClosingPlan.NOTHING, str(error)
-    if why:
-        logger.warning("close: the last step is not saved: %s", why)
-    return ClosingPlan(ending)
+        decision = ClosingDecision(reason=str(error))
+    if decision.reason:
+        logger.warning("close: the last step is not saved: %s", decision.reason)
+    return decision.plan
 
 
-def decide(bodies: Bodies) -> list[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastStepReport(Message):
+    """What one rank knows of the last step; see ``agree_on_end``."""
+
+    step: int | None
+    saved: bool
+    changed: str
+    failed: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosingDecision(Message):
+    """What all ranks do, and why it is nothing."""
+
+    plan: ClosingPlan = ClosingPlan.NOTHING
+    reason: str = ""
+
+
+def decide(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
     """Return the plan that follows from the reports of all ranks, and the reason where it is to do nothing."""
-    steps = {rank: body["step"] for rank, body in bodies.items()}
+    steps = {rank: report.step for rank, report in reports.items()}
     step = steps[0]
-    unsaved = [rank for rank, body in bodies.items() if not body["saved"]]
+    unsaved = [rank for rank, report in reports.items() if not report.saved]
     if all(found is None for found in steps.values()):
-        return [ClosingPlan.NOTHING, ""]
-    for rank, body in bodies.items():
-        if body["failed"]:
-            why = f"step {step}: {_who(rank, bodies)}{body['failed']}"
-            return [ClosingPlan.NOTHING, why if unsaved else ""]
+        return ClosingDecision()
+    for rank, report in reports.items():
+        if report.failed:
+            why = f"step {step}: {_who(rank, reports)}{report.failed}"
+            return ClosingDecision(reason=why if unsaved else "")
     if any(found != step for found in steps.values()):
         other = next(rank for rank, found in steps.items() if found != step)
-        return [
-            ClosingPlan.NOTHING,
-            f"rank {other} ended at {_at(steps[other])}, rank 0 at {_at(step)}",
-        ]
+        why = f"rank {other} ended at {_at(steps[other])}, rank 0 at {_at(step)}"
+        return ClosingDecision(reason=why)
     if not unsaved:
-        return [ClosingPlan.FLUSH, ""]
-    for rank, body in bodies.items():
-        if body["changed"]:
-            why = f"step {step}: {_who(rank, bodies)}{body['changed']}"
-            return [ClosingPlan.NOTHING, why]
-    if len(unsaved) < len(bodies):
-        return [
-            ClosingPlan.NOTHING,
-            f"step {step}: {ranks_named(unsaved)} left it out, others saved it",
-        ]
-    return [ClosingPlan.SAVE, ""]
+        return ClosingDecision(plan=ClosingPlan.FLUSH)
+    for rank, report in reports.items():
+        if report.changed:
+            return ClosingDecision(reason=f"step {step}: {_who(rank, reports)}{report.changed}")
+    if len(unsaved) < len(reports):
+        why = f"step {step}: {ranks_named(unsaved)} left it out, others saved it"
+        return ClosingDecision(reason=why)
+    return ClosingDecision(plan=ClosingPlan.SAVE)
 
 
 def confirm_copies(session: Session, timeout_s: float) -> bool:
@@ -188,8 +203,8 @@ def log_left(session: Session, report: DrainReport) -> None:
         )
 
 
-def _who(rank: int, bodies: Bodies) -> str:
-    return f"rank {rank}: " if len(bodies) > 1 else ""
+def _who(rank: int, reports: Mapping[int, LastStepReport]) -> str:
+    return f"rank {rank}: " if len(reports) > 1 else ""
 
 
 def _at(step: int | None) -> str:

@@ -9,23 +9,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.ranks.agreement import check_same_arguments
+from tierfall.core.ranks.messages import Message
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.errors import RanksError, StepError, TierfallError
-from tierfall.core.types.text import ranks_named
 from tierfall.core.types.values import CheckpointId
-from tierfall.core.types.view import Decision, Verdict
+from tierfall.core.types.view import Decision
 from tierfall.policies.defaults import plan_retention
-from tierfall.session.drain_forecast import end_drain, from_json, start_drain, to_json
+from tierfall.session.drain_forecast import end_drain, start_drain
 from tierfall.session.requests import submit
 from tierfall.session.session import Session
 from tierfall.session.statistics import checkpoint_infos
 from tierfall.telemetry.reports import CheckpointInfo, DrainForecast, DrainReport
 
 logger = logging.getLogger("tierfall")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CommandCall(Message):
+    """The arguments of a command, by name."""
+
+    named: Mapping[str, object]
 
 
 def known_checkpoints(session: Session) -> list[CheckpointInfo]:
@@ -41,18 +47,20 @@ def run_command(session: Session, kind: CommandKind, step: int, attempt: int | N
     """
     ranks = session.ranks
 
-    def decide(bodies: Bodies) -> list[int]:
-        check_same(kind, bodies)
-        id = _find(session, kind, step, attempt)
-        return [id.step, id.attempt]
+    def decide(calls: dict[int, _CommandCall]) -> CheckpointId:
+        check_same_arguments(kind, {rank: call.named for rank, call in calls.items()})
+        return _find(session, kind, step, attempt)
 
-    id = CheckpointId(*ranks.agree(kind, {"step": step, "attempt": attempt}, decide))
+    call = _CommandCall(named={"step": step, "attempt": attempt})
+    id = ranks.agree(kind, call, decide, CheckpointId)
     failed: dict[str, BaseException] = {}
     if ranks.topology.is_root:
         failed = _submit(session, kind, id)
-    ranks.agree(
-        f"{kind}: end", None, lambda bodies: check(kind, id, failed), timeout_s=_patience_s(session)
-    )
+
+    def end(calls: dict[int, None]) -> None:
+        check(kind, id, failed)
+
+    ranks.agree(f"{kind}: end", None, end, object, timeout_s=_patience_s(session))
 
 
 def _find(session: Session, kind: CommandKind, step: int, attempt: int | None) -> CheckpointId:
@@ -93,17 +101,6 @@ def check(kind: CommandKind, id: CheckpointId, failed: Mapping[str, BaseExceptio
         raise known(f"{kind} of {id}: tier {tier} could not do it: {error}") from error
 
 
-def check_same(what: str, bodies: Bodies) -> None:
-    """Raise RanksError where a rank called with other arguments than rank 0."""
-    for name, ours in bodies[0].items():
-        others = [rank for rank, body in bodies.items() if body[name] != ours]
-        if others:
-            raise RanksError(
-                f"{what}: {ranks_named(others)} asked for {name}={bodies[others[0]][name]!r} where rank 0 asked for "
-                f"{name}={ours!r}: every rank asks for the same"
-            )
-
-
 # prune -----------------------------------------------------------------------------------------------
 
 
@@ -123,43 +120,26 @@ def prune(session: Session, *, dry_run: bool) -> list[Decision]:
     ranks = session.ranks
     session.look()
 
-    def decide(bodies: Bodies) -> list[Any]:
-        check_same("prune", bodies)
-        return [_decision_to_json(decision) for decision in plan(session)]
+    def decide(calls: dict[int, _CommandCall]) -> _Decisions:
+        check_same_arguments("prune", {rank: call.named for rank, call in calls.items()})
+        return _Decisions(decisions=tuple(plan(session)))
 
-    decisions = ranks.agree("prune", {"dry_run": dry_run}, decide)
+    call = _CommandCall(named={"dry_run": dry_run})
+    decisions = ranks.agree("prune", call, decide, _Decisions).decisions
     if not dry_run:
         if ranks.topology.is_root:  # marks by other processes are read first: more may go, or less
             session.ask(session.coordinator.dropper.trust)
             session.wait_idle(session.config.max_wait_s)
-        ranks.agree("prune: dropped", None, _ignore_bodies, timeout_s=_patience_s(session))
+        ranks.meet("prune: dropped", timeout_s=_patience_s(session))
         if ranks.many:
             session.wait_idle(session.config.max_wait_s)
-        ranks.agree("prune: end", None, _ignore_bodies, timeout_s=_patience_s(session))
-    return [_decision_from_json(*said) for said in decisions]
+        ranks.meet("prune: end", timeout_s=_patience_s(session))
+    return list(decisions)
 
 
-def _decision_to_json(decision: Decision) -> list[Any]:
-    id = decision.checkpoint
-    return [
-        id.step, id.attempt, decision.tier, str(decision.verdict), decision.reason, decision.bytes
-    ]  # fmt: skip
-
-
-def _decision_from_json(
-    step: int, attempt: int, tier: str, verdict: str, reason: str, size: int
-) -> Decision:
-    return Decision(
-        checkpoint=CheckpointId(step, attempt),
-        tier=tier,
-        verdict=Verdict(verdict),
-        reason=reason,
-        bytes=size,
-    )
-
-
-def _ignore_bodies(bodies: Bodies) -> None:
-    """The decision of an agreement that only waits for all ranks."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decisions(Message):
+    decisions: tuple[Decision, ...]
 
 
 # drain -----------------------------------------------------------------------------------------------
@@ -208,24 +188,31 @@ def drain(session: Session, deadline_s: float | None) -> DrainReport:
     max_wait_s = session.config.max_wait_s
     deadline = session.ranks.agree(
         "drain",
-        deadline_s,
-        lambda bodies: min((s for s in bodies.values() if s is not None), default=None),
+        _DrainDeadline(left_s=deadline_s),
+        _first_deadline,
+        _DrainDeadline,
         timeout_s=max_wait_s if deadline_s is None else min(max_wait_s, deadline_s),
-    )
+    ).left_s
     report = drain_here(session, deadline)
-    body = [report.done, report.left, report.lost, to_json(report.forecast)]
     # rank 0 plans, and does not wait for copies that cannot arrive; another rank waits until the deadline
     rest_s = 0.0 if deadline is None else max(0.0, deadline - report.seconds)
-    done, left, lost, forecast = session.ranks.agree(
-        "drain: end", body, _merge_reports, timeout_s=_patience_s(session) + rest_s
+    timeout_s = _patience_s(session) + rest_s
+    merged = session.ranks.agree(
+        "drain: end", report, _merge_reports, DrainReport, timeout_s=timeout_s
     )
-    return DrainReport(
-        done=tuple((step, attempt, tier) for step, attempt, tier in done),
-        left=tuple((step, attempt, tier) for step, attempt, tier in left),
-        lost=tuple((step, attempt, tier) for step, attempt, tier in lost),
-        seconds=time.monotonic() - began,
-        forecast=from_json(forecast),
-    )
+    return replace(merged, seconds=time.monotonic() - began)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DrainDeadline(Message):
+    """In seconds from now; None for no deadline."""
+
+    left_s: float | None
+
+
+def _first_deadline(deadlines: Mapping[int, _DrainDeadline]) -> _DrainDeadline:
+    given = (one.left_s for one in deadlines.values() if one.left_s is not None)
+    return _DrainDeadline(left_s=min(given, default=None))
 
 
 def settle(session: Session, left_s: Callable[[], float]) -> bool:
@@ -237,7 +224,7 @@ def settle(session: Session, left_s: Callable[[], float]) -> bool:
     if not ranks.many:
         return True
     try:
-        ranks.agree("close", None, _ignore_bodies, timeout_s=max(1.0, left_s()))
+        ranks.meet("close", timeout_s=max(1.0, left_s()))
     except RanksError as error:
         logger.warning(
             "close: rank %d does not wait for the others: %s", ranks.topology.rank, error
@@ -254,13 +241,16 @@ def _triples(copies: Iterable[tuple[CheckpointId, str]]) -> tuple[tuple[int, int
     return tuple((id.step, id.attempt, tier) for id, tier in copies)
 
 
-def _merge_reports(bodies: Bodies) -> list[list[Any]]:
-    """Merge the reports of all ranks; the forecast is that of rank 0, which plans.
-
-    A copy is done where one rank knows that it is committed: the others are about to receive that. It is left where one
-    rank still waits for it.
-    """
+def _merge_reports(reports: Mapping[int, DrainReport]) -> DrainReport:
+    """Merge the reports of all ranks; the forecast is that of rank 0, which plans. A copy that one rank knows to be
+    durable is so: the others learn it soon. A copy that one rank waits for is left."""
     done, left, lost = (
-        {tuple(copy) for body in bodies.values() for copy in body[place]} for place in range(3)
+        {copy for report in reports.values() for copy in getattr(report, name)}
+        for name in ("done", "left", "lost")
     )
-    return [sorted(done), sorted(left - done), sorted(lost - left - done), bodies[0][3]]
+    return replace(
+        reports[0],
+        done=tuple(sorted(done)),
+        left=tuple(sorted(left - done)),
+        lost=tuple(sorted(lost - left - done)),
+    )

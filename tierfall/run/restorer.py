@@ -15,7 +15,7 @@ from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import NOT_SENT, NOWHERE, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.restore.agreement import agree_to_restore, make_barrier
-from tierfall.core.restore.alternatives import states_only
+from tierfall.core.restore.candidates import states_only
 from tierfall.core.restore.exchange.exchange import Exchange
 from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.restore.reshard import ResizeRules

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.view import ArrivalOutlook, DrainDecision
@@ -52,21 +51,6 @@ def forecast_of(decisions: Sequence[DrainDecision]) -> tuple[DrainForecast, ...]
             reason=decision.reason,
         )
         for decision in decisions
-    )
-
-
-def to_json(forecast: Sequence[DrainForecast]) -> list[list[Any]]:
-    """Return a forecast as JSON, for other ranks."""
-    return [[f.step, f.attempt, f.tier, f.arrives, f.left_bytes, f.reason] for f in forecast]
-
-
-def from_json(said: Sequence[Sequence[Any]]) -> tuple[DrainForecast, ...]:
-    """Return the forecast that ``to_json`` has written."""
-    return tuple(
-        DrainForecast(
-            step=step, attempt=attempt, tier=tier, arrives=arrives, left_bytes=left, reason=reason
-        )
-        for step, attempt, tier, arrives, left, reason in said
     )
 
 

@@ -12,14 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import plain
-from tierfall.core.format.records import Commit, read_commit, read_manifest
+from tierfall.core.format.records import Commit, read_manifest
 from tierfall.core.restore.agreement import complete, whole_on
-from tierfall.core.restore.inventory import unite_copies
+from tierfall.core.restore.inventory import Inventory, unite_copies
 from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -149,36 +148,36 @@ def opened_slots_of_others(
 
 def committed_in_memory(
     listings: Sequence[Listing],
-    told: Mapping[int, Mapping[str, Any]],
+    inventories: Mapping[int, Inventory],
     *,
     host: str,
     world_size: int,
-) -> list[str]:
+) -> tuple[str, ...]:
     """Return the commit records of checkpoints whose images are all in memory, though not each at the rank that saved
     it.
 
-    ``listings`` are merged from all ranks, ``told`` are the listings of each rank.
+    ``listings`` are the ``inventories`` of all ranks, merged.
     """
     found, _ = complete(listings)
     memory = next(listing for listing in listings if listing.tier == host)
     displaced: set[CheckpointId] = set()
     firsts: dict[CheckpointId, Commit] = {}
-    for rank, tiers in told.items():
-        for member in tiers[host]["copies"] if host in tiers else ():
-            if member["commit"] is None:
+    for rank, tiers in inventories.items():
+        for copy in tiers[host].copies if host in tiers else ():
+            commit = copy.commit_of(rank, host)
+            if commit is None:
                 continue
-            commit = read_commit(member["commit"].encode(), what=f"rank {rank}: commit record")
             id = commit.line.checkpoint
             shards = {keys.parse_shard(file.name) for file in commit.files}
             if shards != {Shard(rank, world_size)}:
                 displaced.add(id)
             if Shard(0, commit.world_size) in shards:
                 firsts[id] = commit
-    return [
+    return tuple(
         _with_files(firsts[copy.id], copy.commit).encode().decode()
         for copy in memory.copies
         if copy.commit is not None and copy.id in displaced & found and whole_on(memory, copy.id)
-    ]
+    )
 
 
 def _with_files(first: Commit, whole: Commit) -> Commit:

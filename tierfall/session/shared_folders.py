@@ -12,11 +12,11 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
 from tierfall.config import FileTierConfig, ObjectTierConfig
 from tierfall.core.format.commit_files import named_shards
-from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.ranks.messages import Message
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import (
@@ -49,33 +49,70 @@ def tiers_to_probe(opened: OpenedTiers) -> Tiers:
     return tuple(tier for tier in opened.config.written if tier.folder is not None)
 
 
-def probe(opened: OpenedTiers, said: Mapping[str, Any]) -> Mapping[str, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeFiles(Message):
+    """The tiers where rank 0 has ``written`` its file, those that are ``full``, and those where writing ``failed``,
+    with why. ``token`` is part of the files' name."""
+
+    token: str
+    written: tuple[str, ...]
+    full: tuple[str, ...]
+    failed: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderReport(Message):
+    """What one rank knows of the tiers: whether it has ``seen`` rank 0's file there, or why it ``failed`` to look;
+    those that it has ``left_out``; the id that each tier bears; why a tier was shared before, and whether that is
+    certain; those that are ``empty``; and the kind of file system of each."""
+
+    seen: Mapping[str, bool]
+    failed: Mapping[str, str]
+    left_out: frozenset[str]
+    ids: Mapping[str, str | None]
+    shared_before: Mapping[str, tuple[str, bool]]
+    empty: frozenset[str]
+    file_systems: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedDecision(Message):
+    """Whether all nodes see the same files on a tier, and the tiers that some rank could not look at, with why."""
+
+    shared: Mapping[str, bool]
+    failed: Mapping[str, str]
+
+
+def probe(opened: OpenedTiers, files: ProbeFiles) -> Mapping[str, str]:
     """Set ``shared`` of the opened tiers by the result of all ranks; return the tiers that some rank could not read,
     with why.
 
-    ``said`` names the files that rank 0 has written (``FolderProbe.write``). Raises ConfigError, on all ranks, where
+    ``files`` names those that rank 0 has written (``FolderProbe.write``). Raises ConfigError, on all ranks, where
     some nodes see a tier's files and others do not, and where the result contradicts a configured value.
     """
     topology = opened.ranks.topology
     looks = topology.is_leader and topology.node != 0
-    tiers = [
-        tier for tier in tiers_to_probe(opened) if tier.name in (*said["written"], *said["full"])
-    ]
-    written = [tier for tier in tiers if tier.name in said["written"]]
-    body = look(opened, written, said["token"]) if looks else {"seen": {}, "failed": {}}
-    body["left_out"] = [t.name for t in tiers if t.name not in opened.stores]
-    body["ids"] = {t.name: opened.identities.id_of(t.name) for t in tiers}
-    body["shared_before"] = {t.name: why for t in tiers if (why := _shared_before(opened, t))}
-    body["empty"] = [t.name for t in tiers if _is_empty(opened, t)]
-    body["lies_on"] = {t.name: _file_system(t) for t in tiers} if topology.is_leader else {}
-    found = opened.ranks.agree(_SHARED, body, lambda bodies: _decide(tiers, said["full"], bodies))
-    shared: Mapping[str, bool] = found["shared"]
+    tiers = [tier for tier in tiers_to_probe(opened) if tier.name in (*files.written, *files.full)]
+    written = [tier for tier in tiers if tier.name in files.written]
+    seen, failed = look(opened, written, files.token) if looks else ({}, {})
+    report = FolderReport(
+        seen=seen,
+        failed=failed,
+        left_out=frozenset(t.name for t in tiers if t.name not in opened.stores),
+        ids={t.name: opened.identities.id_of(t.name) for t in tiers},
+        shared_before={t.name: why for t in tiers if (why := _shared_before(opened, t))},
+        empty=frozenset(t.name for t in tiers if _is_empty(opened, t)),
+        file_systems={t.name: _file_system(t) for t in tiers} if topology.is_leader else {},
+    )
+    found = opened.ranks.agree(
+        _SHARED, report, lambda reports: _decide(tiers, files.full, reports), SharedDecision
+    )
+    shared = found.shared
     for tier in tiers:
         if tier.shared is None and tier.name in shared and isinstance(tier, FileTierConfig):
             logger.info("tier %s: all nodes see the same files: %s", tier.name, shared[tier.name])
-    opened.set_shared(shared)
-    failed: Mapping[str, str] = found["failed"]
-    return failed
+    opened.set_shared(found.shared)
+    return found.failed
 
 
 # Rank 0 ----------------------------------------------------------------------------------------------
@@ -99,8 +136,8 @@ class FolderProbe:
         self._written: list[StoredTier] = []
         self.token = f"{int(time.time())}-{secrets.token_hex(8)}"
 
-    def write(self) -> dict[str, Any]:
-        """Write a file to each folder; return where, and the error of each other tier.
+    def write(self) -> ProbeFiles:
+        """Write a file to each folder.
 
         A full tier is not probed: the configured value counts, or else its records. Raises a tier's permanent refusal.
         """
@@ -125,12 +162,12 @@ class FolderProbe:
                 failed[tier.name] = f"rank 0: {error}"
             else:
                 self._written.append(store)
-        return {
-            "token": self.token,
-            "written": [store.name for store in self._written],
-            "full": full,
-            "failed": failed,
-        }
+        return ProbeFiles(
+            token=self.token,
+            written=tuple(store.name for store in self._written),
+            full=tuple(full),
+            failed=failed,
+        )
 
     def _write(self, store: StoredTier) -> None:
         prefix = _prefix(self._opened.run)
@@ -163,32 +200,36 @@ def _is_stale(key: str) -> bool:
     return written.isdecimal() and time.time() - int(written) > STALE_S
 
 
-def _decide(tiers: Tiers, full: Sequence[str], bodies: Bodies) -> dict[str, Any]:
+def _decide(
+    tiers: Tiers, full: Sequence[str], reports: Mapping[int, FolderReport]
+) -> SharedDecision:
     failed: dict[str, str] = {}
     shared: dict[str, bool] = {}
-    for rank, body in bodies.items():
-        for name, why in body["failed"].items():
+    for rank, report in reports.items():
+        for name, why in report.failed.items():
             failed.setdefault(name, f"rank {rank}: {why}")
     for tier in tiers:
-        seen = {rank: b["seen"][tier.name] for rank, b in bodies.items() if tier.name in b["seen"]}
+        seen = {rank: x.seen[tier.name] for rank, x in reports.items() if tier.name in x.seen}
         if tier.name in full and shared_setting(tier) is None:
-            if any(tier.name in body["left_out"] for body in bodies.values()):
+            if any(tier.name in report.left_out for report in reports.values()):
                 continue  # all ranks go on without it
-            if _has_one_id(tier, bodies):
+            if _has_one_id(tier, reports):
                 shared[tier.name] = True
             else:
-                _check_doubt(tier, bodies, "it is full, so that no file shows what all nodes see")
+                _check_doubt(tier, reports, "it is full, so that no file shows what all nodes see")
         elif tier.name not in failed and seen:
             shared[tier.name] = _found(tier, seen)
             if shared_setting(tier) is None and not shared[tier.name]:
-                _check_doubt(tier, bodies, "other nodes do not see what rank 0 writes there")
-    return {"shared": shared, "failed": failed}
+                _check_doubt(tier, reports, "other nodes do not see what rank 0 writes there")
+    return SharedDecision(shared=shared, failed=failed)
 
 
-def _has_one_id(tier: FileTierConfig | ObjectTierConfig, bodies: Bodies) -> bool:
+def _has_one_id(
+    tier: FileTierConfig | ObjectTierConfig, reports: Mapping[int, FolderReport]
+) -> bool:
     """Return whether all nodes find the same id there, of a tier that all nodes are known to see."""
-    ids = {body["ids"].get(tier.name) for body in bodies.values()}
-    known = (body["shared_before"].get(tier.name) for body in bodies.values())
+    ids = {report.ids.get(tier.name) for report in reports.values()}
+    known = (report.shared_before.get(tier.name) for report in reports.values())
     return len(ids) == 1 and None not in ids and any(why and why[1] for why in known)
 
 
@@ -216,20 +257,24 @@ def _found(tier: FileTierConfig | ObjectTierConfig, seen: Mapping[int, bool]) ->
     return found
 
 
-def _check_doubt(tier: FileTierConfig | ObjectTierConfig, bodies: Bodies, doubt: str) -> None:
+def _check_doubt(
+    tier: FileTierConfig | ObjectTierConfig, reports: Mapping[int, FolderReport], doubt: str
+) -> None:
     """Raise ConfigError where records indicate that a tier is shared; ``doubt`` is why it may not be."""
     where = f"open: tier {tier.name} ({tier.folder})"
     advice = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
-    for rank, body in bodies.items():
-        why, is_certain = body["shared_before"].get(tier.name, (None, False))
+    for rank, report in reports.items():
+        why, is_certain = report.shared_before.get(tier.name, (None, False))
         # a node whose folder holds files of the run has one of its own
-        if why and (is_certain or any(tier.name in other["empty"] for other in bodies.values())):
+        if why and (is_certain or any(tier.name in other.empty for other in reports.values())):
             raise ConfigError(f"{where}: {doubt}, and rank {rank} finds that {why}. {advice}")
-    lies_on = {r: b["lies_on"][tier.name] for r, b in bodies.items() if tier.name in b["lies_on"]}
-    others = [rank for rank, kind in lies_on.items() if kind != lies_on[0]]
+    kinds = {
+        r: x.file_systems[tier.name] for r, x in reports.items() if tier.name in x.file_systems
+    }
+    others = [rank for rank, kind in kinds.items() if kind != kinds[0]]
     if others:
         raise ConfigError(
-            f"{where}: on rank 0 it is on {lies_on[0]}, on {ranks_named(others)} on {lies_on[others[0]]}: that may be "
+            f"{where}: on rank 0 it is on {kinds[0]}, on {ranks_named(others)} on {kinds[others[0]]}: that may be "
             f"a missing mount. {advice}"
         )
 
@@ -269,8 +314,8 @@ def _file_system(tier: FileTierConfig | ObjectTierConfig) -> str:
 # The first rank of each other node -------------------------------------------------------------------
 
 
-def look(opened: OpenedTiers, tiers: Tiers, token: str) -> dict[str, Any]:
-    """Look for the files of rank 0 for a limited time; return where they are seen, and each tier's error."""
+def look(opened: OpenedTiers, tiers: Tiers, token: str) -> tuple[dict[str, bool], dict[str, str]]:
+    """Look for the files of rank 0 for a limited time; return, per tier, whether it is seen, and the errors."""
     seen: dict[str, bool] = {}
     failed: dict[str, str] = {}
     began = time.monotonic()
@@ -291,7 +336,7 @@ def look(opened: OpenedTiers, tiers: Tiers, token: str) -> dict[str, Any]:
             waiting.remove(tier)
         if waiting:
             time.sleep(PAUSE_S)
-    return {"seen": seen, "failed": failed}
+    return seen, failed
 
 
 def _patience_s(opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig) -> float:

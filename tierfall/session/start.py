@@ -6,18 +6,17 @@ tiers. Rank 0 merges the reports: a checkpoint exists where the images of all ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from tierfall.core.format.catalog import FoundCopy, Listing, merge, overtaken, starts_in
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Attempt, Commit, read_commit
-from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import complete, whole_on
-from tierfall.core.restore.inventory import describe, describe_starts, merge_ranks, read_starts
+from tierfall.core.restore.inventory import TierMessage, describe, merge_ranks
 from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
 from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.text import ranks_named
@@ -25,6 +24,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.session import shared_folders
 from tierfall.session.leftovers import committed_in_memory
 from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.session.shared_folders import ProbeFiles
 from tierfall.setup.attempts import warn_of_two_lives
 from tierfall.setup.tiers import bounds_s, reported_tiers
 
@@ -79,6 +79,56 @@ def begin_attempt(tiers: OpenedTiers) -> Start:
     return start
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundAtStart(Message):
+    """What one rank has found. ``unreachable`` and ``read_only`` hold the reason of each tier; ``tiers`` is the
+    inventory of those that it reports; ``nothing``: it knows of no checkpoint, and could read every tier."""
+
+    number: int
+    unreachable: Mapping[str, str]
+    read_only: Mapping[str, str]
+    tiers: Mapping[str, TierMessage]
+    nothing: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartMessage(Message):
+    """What one rank contributes to a call of ``open``: what it has found, or whether a tier ``refused`` the attempt; or
+    the ``error`` that keeps it from starting."""
+
+    error: str | None = None
+    found: FoundAtStart | None = None
+    refused: bool = False
+    read_only: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartDecision(Message):
+    """What rank 0 decides on a start; see ``Start``. ``inherited`` are the texts of commit records."""
+
+    unreachable: Mapping[str, str]
+    read_only: Mapping[str, str]
+    attempt: Attempt
+    whole: Mapping[str, frozenset[CheckpointId]]
+    complete: frozenset[CheckpointId]
+    seen: frozenset[str]
+    inherited: tuple[str, ...]
+    marks: Mapping[str, tuple[tuple[CheckpointId, frozenset[str]], ...]]
+    damaged: Mapping[str, tuple[tuple[CheckpointId, str], ...]]
+    deleted: frozenset[CheckpointId]
+    starts: tuple[AttemptStart, ...]
+    overtaken: tuple[tuple[CheckpointId, frozenset[str]], ...]
+    first: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptDecision(Message):
+    """The ranks at which a tier ``refused`` the attempt, and the tiers that a rank may not write to, with why."""
+
+    refused: tuple[int, ...]
+    read_only: Mapping[str, str]
+
+
 def tend(tiers: OpenedTiers) -> Start:
     """Return what the tiers hold, for a process that only carries out commands and takes no attempt.
 
@@ -104,56 +154,51 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
     order = [tier.name for tier in config.chain]
     number = tiers.next_number()
     for _ in range(TRIES):
-        found = ranks.agree(
+        found = FoundAtStart(
+            number=number,
+            unreachable={tier: str(error) for tier, error in tiers.errors.items()},
+            read_only=tiers.found_read_only,
+            tiers=describe(tiers.listings, mine=reported_tiers(config, ranks)),
+            nothing=tiers.knows_of_nothing(),
+        )
+        decision = ranks.agree(
             _OPEN,
-            {
-                "number": number,
-                "unreachable": {tier: str(error) for tier, error in tiers.errors.items()},
-                "read_only": tiers.found_read_only,
-                "tiers": describe(tiers.listings, mine=reported_tiers(config, ranks)),
-                "nothing": tiers.knows_of_nothing(),
-            },
-            lambda bodies: decide(tiers, bodies, order),
+            StartMessage(found=found),
+            lambda messages: decide(tiers, _found_by_all(messages), order),
+            StartDecision,
             timeout_s=_patience_s(tiers),
         )
-        tiers.leave_out(found["unreachable"])
-        tiers.go_on_reading(found["read_only"])
-        attempt = Attempt(run=tiers.run, **found["attempt"])
+        tiers.leave_out(decision.unreachable)
+        tiers.go_on_reading(decision.read_only)
         with _report_error(ranks, _ATTEMPT):
-            taken = tiers.adopt_attempt(attempt)
-        body = {"taken": taken, "read_only": tiers.found_read_only}
-        answer = ranks.agree(_ATTEMPT, body, _read_attempt)
-        tiers.go_on_reading(answer["read_only"])
-        refused = answer["refused"]
-        if not refused:
-            return read_start(attempt, found)
-        number = attempt.number + 1
+            taken = tiers.adopt_attempt(decision.attempt)
+        message = StartMessage(refused=not taken, read_only=tiers.found_read_only)
+        answer = ranks.agree(_ATTEMPT, message, _merge_attempts, AttemptDecision)
+        tiers.go_on_reading(answer.read_only)
+        if not answer.refused:
+            return read_start(decision)
+        number = decision.attempt.number + 1
     raise RanksError(
-        f"open: {ranks_named(refused)} found another start's attempt in the place of each of {TRIES} numbers: another "
-        "job of this run's name is starting at the same time"
+        f"open: {ranks_named(answer.refused)} found another start's attempt in the place of each of {TRIES} numbers: "
+        "another job of this run's name is starting at the same time"
     )
 
 
-def read_start(attempt: Attempt, found: Mapping[str, Any]) -> Start:
-    """Return what all ranks know, from the decision ``found`` of rank 0."""
+def read_start(decision: StartDecision) -> Start:
+    """Return what all ranks know, from the decision of rank 0."""
+    what = "commit record of an adopted checkpoint"
     return Start(
-        attempt=attempt,
-        whole={tier: _ids(ids) for tier, ids in found["whole"].items()},
-        complete=_ids(found["complete"]),
-        seen=frozenset(found["seen"]),
-        first=found["first"],
-        inherited=tuple(
-            read_commit(text.encode(), what="commit record of an adopted checkpoint")
-            for text in found["inherited"]
-        ),
-        marks={tier: _names(said) for tier, said in found["marks"].items()},
-        deleted=_ids(found["deleted"]),
-        damaged={
-            tier: {CheckpointId(step, attempt): why for step, attempt, why in said}
-            for tier, said in found["damaged"].items()
-        },
-        starts=read_starts(found["starts"]),
-        overtaken=_names(found["overtaken"]),
+        attempt=decision.attempt,
+        whole=decision.whole,
+        complete=decision.complete,
+        seen=decision.seen,
+        first=decision.first,
+        inherited=tuple(read_commit(text.encode(), what=what) for text in decision.inherited),
+        marks={tier: dict(pairs) for tier, pairs in decision.marks.items()},
+        deleted=decision.deleted,
+        damaged={tier: dict(pairs) for tier, pairs in decision.damaged.items()},
+        starts=decision.starts,
+        overtaken=dict(decision.overtaken),
     )
 
 
@@ -163,13 +208,14 @@ def _find_shared(tiers: OpenedTiers) -> None:
         return
     with shared_folders.files_of_probe(tiers) as files:
 
-        def write(bodies: Bodies) -> dict[str, Any]:
-            _check_started(bodies)
+        def write(messages: dict[int, StartMessage]) -> ProbeFiles:
+            _check_started(messages)
             return files.write()
 
-        said = tiers.ranks.agree(_OPEN, {}, write, timeout_s=_patience_s(tiers))
-        failed = shared_folders.probe(tiers, said)
-    tiers.leave_out({**said["failed"], **failed})
+        timeout_s = _patience_s(tiers)
+        written = tiers.ranks.agree(_OPEN, StartMessage(), write, ProbeFiles, timeout_s=timeout_s)
+        failed = shared_folders.probe(tiers, written)
+    tiers.leave_out({**written.failed, **failed})
 
 
 def _patience_s(tiers: OpenedTiers) -> float:
@@ -192,7 +238,7 @@ def ready_on_all_ranks(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
     """Start no rank unless all ranks complete this block, the last within ``timeout_s`` seconds of the first."""
     with _report_error(ranks, _READY, timeout_s):
         yield
-    ranks.agree(_READY, {}, _check_started, timeout_s=timeout_s)
+    ranks.agree(_READY, StartMessage(), _check_started, object, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -202,68 +248,60 @@ def _report_error(ranks: Ranks, what: str, timeout_s: float | None = None) -> It
         yield
     except BaseException as error:
         with suppress(TierfallError):  # it has the same reason: this rank raises its own error
-            body = {"error": str(error) or repr(error)}
-            ranks.agree(what, body, _check_started, timeout_s=timeout_s)
+            message = StartMessage(error=str(error) or repr(error))
+            ranks.agree(what, message, _check_started, object, timeout_s=timeout_s)
         raise
 
 
-def _check_started(bodies: Bodies) -> None:
-    for rank, body in bodies.items():
-        if "error" in body:
-            raise RanksError(f"open: rank {rank}: {body['error']}")
+def _check_started(messages: Mapping[int, StartMessage]) -> None:
+    for rank, message in messages.items():
+        if message.error is not None:
+            raise RanksError(f"open: rank {rank}: {message.error}")
 
 
-def decide(tiers: OpenedTiers, bodies: Bodies, order: list[str]) -> dict[str, Any]:
+def _found_by_all(messages: Mapping[int, StartMessage]) -> dict[int, FoundAtStart]:
+    _check_started(messages)
+    return {rank: message.found for rank, message in messages.items() if message.found is not None}
+
+
+def decide(
+    tiers: OpenedTiers, found: Mapping[int, FoundAtStart], order: list[str]
+) -> StartDecision:
     """Decide, on rank 0, which attempt all ranks take and which checkpoints of the tiers count for all of them.
 
-    ``bodies`` are the reports of the ranks, ``order`` are the tiers' names. Returns a JSON object.
+    ``found`` are the reports of the ranks, ``order`` are the tiers' names.
     """
-    _check_started(bodies)
-    told = {rank: body["tiers"] for rank, body in bodies.items()}
-    listings = merge_ranks(told, order)
-    found, _ = complete(listings)
-    attempt = tiers.take_number(max(body["number"] for body in bodies.values()))
-    unreachable: dict[str, str] = {}
-    for rank, body in bodies.items():
-        for tier, why in body["unreachable"].items():
-            unreachable.setdefault(tier, f"rank {rank}: {why}")
-    return {
-        "unreachable": unreachable,
-        "read_only": {**_read_only(bodies), **tiers.found_read_only},
-        "attempt": {
-            "number": attempt.number,
-            "id": attempt.id,
-            "node": attempt.node,
-            "pid": attempt.pid,
-            "wall_time_s": attempt.wall_time_s,
-        },
-        "whole": {
-            listing.tier: _pairs(c.id for c in listing.copies if whole_on(listing, c.id))
+    inventories = {rank: one.tiers for rank, one in found.items()}
+    listings = merge_ranks(inventories, order)
+    whole_somewhere, _ = complete(listings)
+    attempt = tiers.take_number(max(one.number for one in found.values()))
+    read_only = _first_reasons((rank, one.read_only) for rank, one in found.items())
+    return StartDecision(
+        unreachable=_first_reasons((rank, one.unreachable) for rank, one in found.items()),
+        read_only={**read_only, **tiers.found_read_only},
+        attempt=attempt,
+        whole={
+            listing.tier: frozenset(c.id for c in listing.copies if whole_on(listing, c.id))
             for listing in listings
         },
-        "complete": _pairs(found),
-        "seen": [listing.tier for listing in listings if listing.error is None],
-        "inherited": committed_in_memory(
+        complete=whole_somewhere,
+        seen=frozenset(listing.tier for listing in listings if listing.error is None),
+        inherited=committed_in_memory(
             listings,
-            told,
+            inventories,
             host=tiers.config.host.name,
             world_size=tiers.ranks.topology.world_size,
         ),
-        "marks": {
-            listing.tier: [
-                [c.id.step, c.id.attempt, sorted(c.marks)] for c in listing.copies if c.marks
-            ]
+        marks={
+            listing.tier: tuple((c.id, c.marks) for c in listing.copies if c.marks)
             for listing in listings
         },
-        "damaged": damaged_copies(listings, host=tiers.config.host.name),
-        "deleted": _pairs(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
-        "starts": describe_starts(starts_in(listings, found)),
-        "overtaken": [
-            [id.step, id.attempt, sorted(names)]
-            for id, names in sorted(overtaken(merge(map(_only_whole, listings))).items())
-        ],
-        "first": all(body["nothing"] for body in bodies.values()),
-    }
+        damaged=damaged_copies(listings, host=tiers.config.host.name),
+        deleted=frozenset(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
+        starts=tuple(starts_in(listings, whole_somewhere)),
+        overtaken=tuple(sorted(overtaken(merge(map(_only_whole, listings))).items())),
+        first=all(one.nothing for one in found.values()),
+    )
 
 
 def _only_whole(listing: Listing) -> Listing:
@@ -271,44 +309,34 @@ def _only_whole(listing: Listing) -> Listing:
     return replace(listing, copies=tuple(c for c in listing.copies if whole_on(listing, c.id)))
 
 
-def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, list[list[Any]]]:
+def damaged_copies(
+    listings: Sequence[Listing], *, host: str
+) -> dict[str, tuple[tuple[CheckpointId, str], ...]]:
     """Return, per tier, the copies that may be repaired, with their damage; images in memory are never repaired."""
-    found: dict[str, list[list[Any]]] = {}
+    found: dict[str, tuple[tuple[CheckpointId, str], ...]] = {}
     for checkpoint in merge(listings):
         for tier, copy in checkpoint.copies.items():
             if copy.repairable and tier != host:
-                said = [checkpoint.id.step, checkpoint.id.attempt, str(copy.damage)]
-                found.setdefault(tier, []).append(said)
+                found[tier] = (*found.get(tier, ()), (checkpoint.id, str(copy.damage)))
     return found
 
 
-def _read_attempt(bodies: Bodies) -> dict[str, Any]:
-    _check_started(bodies)
-    return {
-        "refused": [rank for rank, body in bodies.items() if not body["taken"]],
-        "read_only": _read_only(bodies),
-    }
+def _merge_attempts(messages: Mapping[int, StartMessage]) -> AttemptDecision:
+    _check_started(messages)
+    return AttemptDecision(
+        refused=tuple(rank for rank, message in messages.items() if message.refused),
+        read_only=_first_reasons((rank, message.read_only) for rank, message in messages.items()),
+    )
 
 
-def _read_only(bodies: Bodies) -> dict[str, str]:
-    """Return the tiers that some rank cannot write to: no rank writes there, since no checkpoint would be whole."""
+def _first_reasons(reasons: Iterable[tuple[int, Mapping[str, str]]]) -> dict[str, str]:
+    """Return, per tier, the first reason that any rank has. It counts for all ranks: no checkpoint would be whole on a
+    tier that one of them does not write to."""
     found: dict[str, str] = {}
-    for rank, body in bodies.items():
-        for tier, why in body["read_only"].items():
+    for rank, by_tier in reasons:
+        for tier, why in by_tier.items():
             found.setdefault(tier, f"rank {rank}: {why}")
     return found
-
-
-def _pairs(ids: Any) -> list[list[int]]:
-    return [[id.step, id.attempt] for id in sorted(ids)]
-
-
-def _names(said: list[list[Any]]) -> dict[CheckpointId, frozenset[str]]:
-    return {CheckpointId(step, attempt): frozenset(names) for step, attempt, names in said}
-
-
-def _ids(pairs: list[list[int]]) -> frozenset[CheckpointId]:
-    return frozenset(CheckpointId(step, attempt) for step, attempt in pairs)
 
 
 def held_by_all(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:

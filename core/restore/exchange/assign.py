@@ -1,8 +1,9 @@
-"""Assigning: who reads which chunk for all ranks of a restore, and who gets it then. Pure: the same on all ranks.
+"""Assignment: which rank reads which chunk for all ranks of a restore, and which ranks receive it. Pure: the result is
+the same on all ranks.
 
-What is wanted is ranges of the data of stored ranks' images, as runs of integers; ranks that want the same are one
-group. Every chunk that holds a wanted byte is read once: by a rank that has it on the fastest tier that any has it on,
-if possible one that wants it, and of those the one that has least to read so far.
+Ranks request byte ranges of images; ranks that request the same are one group. Every chunk with a requested byte is
+read once: by a rank that has it on the fastest tier, if possible one that requests it, and of those the one with the
+least to read so far.
 """
 
 from __future__ import annotations
@@ -18,21 +19,20 @@ HEADER = 0
 """The chunk that is an image's header."""
 
 Holders = Mapping[int, Sequence[tuple[int, Sequence[int]]]]
-"""Of each image: tiers by their place in the chain, fastest first, each with the ranks that can read it there."""
+"""For each image: tiers by their number in the chain, fastest first, each with the ranks that can read it there."""
 
 
-class RequestedRanges(NamedTuple):
-    """What is wanted of one image: ``runs``, start and end in turn, of its data, rising, in chunks of ``chunk_bytes``.
-
-    No two runs have bytes of one chunk. Where ``chunk_bytes`` is 0, it is the header that is wanted.
-    """
+@dataclass(frozen=True, slots=True, order=True)
+class RequestedRanges:
+    """What is requested of one image, whose chunks have ``chunk_bytes``. ``edges`` are the starts and ends, in turn, of
+    ascending byte ranges of its data; no two have bytes of one chunk. ``chunk_bytes`` 0 requests the header."""
 
     chunk_bytes: int
-    runs: tuple[int, ...] = ()
+    edges: tuple[int, ...] = ()
 
 
 class RequestedBytes(NamedTuple):
-    """The bytes of a chunk, ``low`` to ``high`` of the image's data, that the ranks of a group want."""
+    """The bytes of a chunk, ``low`` to ``high`` of the image's data, that the ranks of a group request."""
 
     group: int
     low: int
@@ -41,7 +41,7 @@ class RequestedBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """Ranks that want the same, by image."""
+    """Ranks that request the same, by image."""
 
     ranks: tuple[int, ...]
     wants: Mapping[int, RequestedRanges]
@@ -49,7 +49,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkAssignment:
-    """One chunk, which ``reader`` reads as its ``number``-th, for those in ``spans``."""
+    """A chunk, which is the ``number``-th that ``reader`` reads, for the groups in ``spans``."""
 
     image: int
     chunk: int
@@ -67,13 +67,13 @@ class ChunkAssignment:
 
 
 def name_of(image: int, chunk: int) -> str:
-    """Name a chunk in messages."""
+    """Return the name of a chunk in messages."""
     what = "the header" if chunk == HEADER else f"chunk {chunk}"
     return f"{what} of rank {image}'s image"
 
 
 class UnassignedError(Exception):
-    """Nobody is left who could read a chunk."""
+    """No rank is left that could read a chunk."""
 
     def __init__(self, image: int, chunk: int) -> None:
         super().__init__(name_of(image, chunk))
@@ -81,25 +81,25 @@ class UnassignedError(Exception):
 
 
 def requested_ranges(fills: Iterable[Fill], chunk_bytes: int) -> RequestedRanges:
-    """Describe the bytes of ``fills``, which stand in image order; gaps within a chunk are closed."""
+    """Return the bytes of ``fills``, which are in image order; gaps within a chunk are closed."""
     return RequestedRanges(chunk_bytes, _joined(((f.start, f.end) for f in fills), chunk_bytes))
 
 
 def remaining_ranges(spans: Iterable[tuple[int, int]], chunk_bytes: int) -> RequestedRanges:
-    """Describe what is left to want: parts of chunks, in image order."""
+    """Return the ranges of chunks that are still to be requested; ``spans`` are in image order."""
     return RequestedRanges(chunk_bytes, _joined(spans, chunk_bytes))
 
 
 def _joined(ranges: Iterable[tuple[int, int]], chunk_bytes: int) -> tuple[int, ...]:
-    runs: list[int] = []
+    edges: list[int] = []
     for start, end in ranges:
         if start == end:
             continue
-        if runs and (start <= runs[-1] or start // chunk_bytes == (runs[-1] - 1) // chunk_bytes):
-            runs[-1] = max(runs[-1], end)
+        if edges and (start <= edges[-1] or start // chunk_bytes == (edges[-1] - 1) // chunk_bytes):
+            edges[-1] = max(edges[-1], end)
         else:
-            runs += (start, end)
-    return tuple(runs)
+            edges += (start, end)
+    return tuple(edges)
 
 
 def assign(
@@ -107,10 +107,10 @@ def assign(
     holders: Holders,
     excluded: Collection[tuple[int, int, int]] = frozenset(),
 ) -> list[ChunkAssignment]:
-    """Choose who reads each chunk that a group wants, image after image.
+    """Choose the reader of each chunk that a group requests, image after image.
 
-    ``excluded`` are image, chunk and rank of what a rank has failed to read already. Raises Unassigned where nobody
-    else holds a chunk.
+    ``excluded`` are image, chunk and rank of each chunk that a rank need not try to read. Raises UnassignedError where
+    no other rank holds a chunk.
     """
     readers = _Readers(holders, excluded)
     members = [frozenset(group.ranks) for group in groups]
@@ -129,15 +129,15 @@ def assign(
 
 
 def _chunks(groups: Sequence[RankGroup], image: int) -> dict[int, list[RequestedBytes]]:
-    """Say of each chunk which bytes of it the groups want."""
+    """Return, for each chunk, the bytes of it that the groups request."""
     found: dict[int, list[RequestedBytes]] = {}
     for number, group in enumerate(groups):
         if image not in group.wants:
             continue
-        size, runs = group.wants[image]
+        size, edges = group.wants[image].chunk_bytes, group.wants[image].edges
         if not size:
             found.setdefault(HEADER, []).append(RequestedBytes(number, 0, 0))
-        for start, end in zip(runs[::2], runs[1::2], strict=True):
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
             for index in range(start // size, (end - 1) // size + 1):
                 low, high = max(start, index * size), min(end, (index + 1) * size)
                 found.setdefault(1 + index, []).append(RequestedBytes(number, low, high))
@@ -145,7 +145,7 @@ def _chunks(groups: Sequence[RankGroup], image: int) -> dict[int, list[Requested
 
 
 class _Readers:
-    """What every rank has to read so far, in bytes; the least busy of many is found without looking at all."""
+    """The bytes that each rank has to read so far. Queues find the least busy of many ranks without a look at all."""
 
     def __init__(self, holders: Holders, excluded: Collection[tuple[int, int, int]]) -> None:
         self._holders = holders
@@ -174,7 +174,7 @@ class _Readers:
         raise UnassignedError(image, chunk)
 
     def charge(self, rank: int, bytes: int) -> int:
-        """Add to what a rank reads; return which of its reads that is."""
+        """Add a chunk to what a rank reads; return its number among those."""
         number = self._count.get(rank, 0)
         self._count[rank] = number + 1
         self._load[rank] = self._load.get(rank, 0) + bytes
@@ -191,7 +191,7 @@ class _Readers:
             queue = [(0, rank) for rank in _preferred(able, wanting, members)]
             heapq.heapify(queue)
             self._queues[able, wanting] = queue
-        while True:  # loads only rise: what stands first with its load of now is the least
+        while True:  # loads only rise: the first whose load is current is the least
             load, rank = queue[0]
             now = self._load.get(rank, 0)
             if load == now:
@@ -209,7 +209,7 @@ def _preferred(
 
 
 class ChunkDelivery(NamedTuple):
-    """What a rank gets of an item that another one reads, or of its own."""
+    """The bytes of an item that a rank requests, whichever rank reads it."""
 
     item: ChunkAssignment
     low: int
@@ -217,28 +217,30 @@ class ChunkDelivery(NamedTuple):
 
 
 def reads_of(items: Iterable[ChunkAssignment], rank: int) -> list[ChunkAssignment]:
-    """Return what a rank reads, in its order."""
+    """Return the items that a rank reads, in its order."""
     return [item for item in items if item.reader == rank]
 
 
 def deliveries_to(
     items: Iterable[ChunkAssignment], groups: Sequence[RankGroup], rank: int, world_size: int
 ) -> list[ChunkDelivery]:
-    """Return what a rank gets from others, in the order in which it takes it.
+    """Return what a rank receives from others, in the order in which it receives it.
 
-    First what each of them reads first, then what each reads second: a reader offers its n-th chunk to all as soon as
-    all have its earlier ones, and here nothing later is waited for before that. So none waits for another in a circle.
-    Each rank begins with the one after it, so that not all of them turn to the same.
+    First what each of them reads first, then what each reads second. A reader sends its n-th chunk once all have its
+    earlier ones, and a receiver waits for nothing later before that: so ranks do not wait for each other in a circle.
+    Each rank begins with the one after it, so that not all of them begin with the same.
     """
-    mine = [get for get in requests_of(items, groups, rank) if get.item.reader != rank]
-    mine.sort(key=lambda get: (get.item.number, (get.item.reader - rank) % world_size))
+    mine = [each for each in requests_of(items, groups, rank) if each.item.reader != rank]
+    mine.sort(
+        key=lambda delivery: (delivery.item.number, (delivery.item.reader - rank) % world_size)
+    )
     return mine
 
 
 def requests_of(
     items: Iterable[ChunkAssignment], groups: Sequence[RankGroup], rank: int
 ) -> Iterator[ChunkDelivery]:
-    """Yield what a rank wants of the items, whoever reads it."""
+    """Yield what a rank requests of the items, whichever rank reads it."""
     own = {number for number, group in enumerate(groups) if rank in group.ranks}
     for item in items:
         for span in item.spans:
@@ -247,11 +249,11 @@ def requests_of(
 
 
 def receivers_of(item: ChunkAssignment, groups: Sequence[RankGroup]) -> list[tuple[int, int, int]]:
-    """Return who gets an item from its reader, and which bytes: rank, low, high; in the order of ranks after it."""
-    takers = [
+    """Return the receivers of an item and their bytes: rank, low, high; in the order of ranks after its reader."""
+    receivers = [
         (rank, span.low, span.high)
         for span in item.spans
         for rank in groups[span.group].ranks
         if rank != item.reader
     ]
-    return sorted(takers, key=lambda t: (t[0] < item.reader, t[0]))
+    return sorted(receivers, key=lambda t: (t[0] < item.reader, t[0]))

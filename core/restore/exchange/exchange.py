@@ -1,9 +1,10 @@
-"""The exchange of a restore: what several ranks want is read once and handed on, and what only another rank can read is
-read there and sent.
+"""The exchange of a restore: chunks that several ranks need are read once and sent to the others, and chunks that only
+another rank can read are read there.
 
-The ranks go in step: each says what it wants of which images (``messages``), all work out who reads it (``assign``),
-and pass it on (``rounds``); what somebody could not read is asked for again, of others. First headers, until all ranks
-have planned, then chunks, until nobody wants any. Where each reads its own image alone, that is all that is said.
+All ranks take the same steps: each sends what it requests of which images (``messages``), all compute which rank reads
+it (``assign``), and exchange it (``rounds``). Chunks that a rank could not read are requested again, of others. First
+come headers, until all ranks have planned, then chunks, until no rank requests any. Where each rank reads its own image
+alone, one message of each rank is all that is sent.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import secrets
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from tierfall.core.copies.buffer_ring import BufferRing
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
@@ -26,7 +26,6 @@ from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.build import Fill
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.exchange import messages
 from tierfall.core.restore.exchange.assign import (
     HEADER,
     ChunkAssignment,
@@ -44,23 +43,31 @@ from tierfall.core.restore.exchange.messages import (
     ExchangeDecision,
     ExchangeRequest,
     NextPhase,
+    NumberRanges,
     UnreadChunks,
+    decide,
+    holders_of,
 )
-from tierfall.core.restore.exchange.payloads import ChunkPayload, HeaderPayload
-from tierfall.core.restore.exchange.rounds import ExchangeRound, Payload, run_round
+from tierfall.core.restore.exchange.rounds import (
+    ChunkPayload,
+    ExchangeRound,
+    HeaderPayload,
+    Payload,
+    run_round,
+)
 from tierfall.core.types.errors import IntegrityError, TierfallError, UnreachableError
 from tierfall.core.types.values import Shard
 
 logger = logging.getLogger("tierfall")
 
 NODES_TRIED = 4
-_SAID = "restore: exchange"
+_CALL = "restore: exchange"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """How the ranks of a restore exchange bytes. ``order`` are the tiers of the chain, fastest first; on those that are
-    ``shared`` all nodes see the same. ``timeout_s`` is how long one rank may keep another waiting."""
+    """How the ranks of a restore exchange bytes. ``order`` are the tiers of the chain, fastest first; all nodes see the
+    same files on those that are ``shared``. ``timeout_s`` is how long a rank waits for another one."""
 
     ranks: Ranks
     connect: Connect
@@ -78,31 +85,31 @@ class Exchange:
         chunks_max: int | None,
         nowhere: str,
     ) -> CheckpointReader:
-        """Make the parts of one checkpoint, which all ranks try now."""
+        """Return the reader of one checkpoint, which all ranks try now."""
         made = (checkpoint, tiers, open_image, tally, ring, chunks_max, nowhere)
         return _ExchangedReader(*made, exchange=self)
 
 
 @dataclass(slots=True)
 class _ExchangeState:
-    """How far the ranks have come. ``over``: nothing more is said of this checkpoint; ``unheard`` is what kept a rank
-    from saying it."""
+    """The state of an exchange. ``over``: no more messages are sent about this checkpoint; ``unreported`` is the error
+    that kept this rank from sending one."""
 
     over: bool = False
-    unheard: TierfallError | None = None
+    unreported: TierfallError | None = None
     holders: Holders | None = None
-    wire: ByteTransport | None = None
+    transport: ByteTransport | None = None
     next_tag: int = 0
     failed: list[UnreadChunks] = field(default_factory=list)
-    to_tell: list[UnreadChunks] = field(default_factory=list)
+    to_report: list[UnreadChunks] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
 class _ExchangedReader(CheckpointReader):
-    """The parts of a checkpoint that ranks exchange."""
+    """Reads a checkpoint whose images the ranks exchange."""
 
     exchange: Exchange
-    _talk: _ExchangeState = field(default_factory=_ExchangeState)
+    _state: _ExchangeState = field(default_factory=_ExchangeState)
     _known: dict[int, tuple[Manifest, ImageHeader]] = field(default_factory=dict)
     _bad: dict[Shard, BaseException] = field(default_factory=dict)
     _images: dict[int, frozenset[int]] | None = None
@@ -116,7 +123,7 @@ class _ExchangedReader(CheckpointReader):
                 self.header_here(shard)
             except PASSABLE as error:
                 self._note_unread(shard.rank, [HEADER], error)
-        return self._ask([shard.rank])[shard.rank]
+        return self._request_headers([shard.rank])[shard.rank]
 
     def header_here(self, shard: Shard) -> ImageHeader:
         header = CheckpointReader.header_here(self, shard)
@@ -124,17 +131,17 @@ class _ExchangedReader(CheckpointReader):
         return header
 
     def headers(self, world_size: int) -> dict[int, ImageHeader]:
-        return self._ask(range(world_size))
+        return self._request_headers(range(world_size))
 
     def manifest(self, shard: Shard) -> Manifest:
         return self._known[shard.rank][0]
 
     def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
         wanted = [rank for rank in sorted(ranks) if rank < world_size]
-        self._ask(wanted)
+        self._request_headers(wanted)
         return {rank: self._known[rank][0] for rank in wanted}
 
-    def _ask(self, images: Sequence[int]) -> dict[int, ImageHeader]:
+    def _request_headers(self, images: Sequence[int]) -> dict[int, ImageHeader]:
         while missing := [image for image in images if image not in self._known]:
             self._continue(
                 ExchangeRequest(
@@ -147,12 +154,12 @@ class _ExchangedReader(CheckpointReader):
     def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
         sizes = {image: self._known[image][0].chunk_bytes for image in fills}
         wants = {image: requested_ranges(those, sizes[image]) for image, those in fills.items()}
-        wants = {image: want for image, want in wants.items() if want.runs}
+        wants = {image: want for image, want in wants.items() if want.edges}
         mine = self.exchange.ranks.shard
         alone = world_size == mine.world_size and wants.keys() <= {mine.rank}
         while True:
-            ask = ExchangeRequest(wants=wants, alone=alone and all(map(self._sees, wants)))
-            next, left = self._continue(ask, fills)
+            request = ExchangeRequest(wants=wants, alone=alone and all(map(self._sees, wants)))
+            next, left = self._continue(request, fills)
             if next is NextPhase.LOCAL:
                 CheckpointReader.fill(self, fills, world_size)
             if next in (NextPhase.LOCAL, NextPhase.DONE):
@@ -161,73 +168,78 @@ class _ExchangedReader(CheckpointReader):
                 wants = _requests_left(left, sizes)
 
     def give_up(self, error: BaseException) -> TierfallError | None:
-        if self._talk.wire is not None:
-            self._talk.wire.cut()
-        if not self._talk.over:
+        if self._state.transport is not None:
+            self._state.transport.cut()
+        if not self._state.over:
             stopped = str(error) if isinstance(error, TierfallError) else repr(error)
-            # Whoever has lost another rank does not wait for it as long as for one that is slow.
+            # A rank that has lost another one does not wait for it as long as for a slow one.
             patience_s = None if isinstance(error, LostError) else self.exchange.timeout_s
             try:
                 self._send(ExchangeRequest(stopped=stopped), patience_s)
             except TierfallError as lost:
-                logger.debug("the other ranks do not hear that this one gives up: %s", lost)
-            self._talk.over = True
-        return self._talk.unheard
+                logger.debug("the other ranks do not learn that this one gives up: %s", lost)
+            self._state.over = True
+        return self._state.unreported
 
     # One step, with all ranks ------------------------------------------------------------------------
 
     def _continue(
-        self, ask: ExchangeRequest, fills: Mapping[int, Sequence[Fill]]
+        self, request: ExchangeRequest, fills: Mapping[int, Sequence[Fill]]
     ) -> tuple[NextPhase, list[ChunkDelivery]]:
-        """Say what this rank wants, and do with all others what follows; return that, and what did not come of it.
+        """Send what this rank requests, and exchange what all ranks do; return the phase, and the requested chunks that
+        did not arrive.
 
-        Raises what ``PASSABLE`` has, on all ranks, where something cannot be read by any, and LostError where another
-        rank gave up, or is gone.
+        Raises one of ``PASSABLE`` on all ranks where no rank can read a chunk, and LostError where another rank has
+        given up, or is gone.
         """
-        answer = self._send(ask, self.exchange.timeout_s)
-        talk = self._talk
+        answer = self._send(request, self.exchange.timeout_s)
+        state = self._state
         if answer.next in (NextPhase.LOCAL, NextPhase.DONE):
-            talk.over = True
+            state.over = True
             return answer.next, []
-        assert talk.holders is not None
+        assert state.holders is not None
+        groups = answer.rank_groups()
         try:
-            items = assign(answer.groups, talk.holders, self._excluded())
-        except UnassignedError as nobody:
-            talk.over = True
-            raise self._unreadable(nobody) from None
-        round = ExchangeRound(items=items, groups=answer.groups, first_tag=talk.next_tag)
-        talk.next_tag = round.next_tag
+            items = assign(groups, state.holders, self._excluded())
+        except UnassignedError as unassigned:
+            state.over = True
+            raise self._unreadable(unassigned) from None
+        round = ExchangeRound(items=items, groups=groups, first_tag=state.next_tag)
+        state.next_tag = round.next_tag
         if answer.next is NextPhase.HEADERS:
-            return answer.next, self._exchange_headers(round, frozenset(ask.wants))
+            return answer.next, self._exchange_headers(round, frozenset(request.wants))
         return answer.next, self._exchange_chunks(round, fills)
 
-    def _send(self, ask: ExchangeRequest, timeout_s: float | None) -> ExchangeDecision:
-        talk, ranks = self._talk, self.exchange.ranks
-        seen = self._seen() if talk.holders is None else None
-        ask, talk.to_tell = replace(ask, sees=seen, failed=talk.to_tell), []
+    def _send(self, request: ExchangeRequest, timeout_s: float | None) -> ExchangeDecision:
+        state, ranks = self._state, self.exchange.ranks
+        seen = None
+        if state.holders is None:
+            seen = {tier: NumberRanges.of(images) for tier, images in self._seen().items()}
+        request, state.to_report = replace(request, sees=seen, failed=tuple(state.to_report)), []
         try:
-            said = ranks.agree(_SAID, ask.members(), self._decide, timeout_s=timeout_s)
+            answer = ranks.agree(
+                _CALL, request, self._decide, ExchangeDecision, timeout_s=timeout_s
+            )
         except TierfallError as lost:
-            talk.over, talk.unheard = True, lost
+            state.over, state.unreported = True, lost
             raise
-        answer = messages.read_answer(said)
-        talk.failed += answer.failed
-        if answer.holders is not None:
-            talk.holders = answer.holders
+        state.failed += answer.failed
+        if answer.seen is not None:
+            state.holders = holders_of(answer.seen)
         if answer.stopped is not None:
-            talk.over = True
+            state.over = True
             rank, why = answer.stopped
             raise LostError(f"rank {rank} gave up: {why}")
-        if answer.next in (NextPhase.HEADERS, NextPhase.CHUNKS) and talk.wire is None:
-            name = f"tierfall/exchange/{said['name']}"
+        if answer.next in (NextPhase.HEADERS, NextPhase.CHUNKS) and state.transport is None:
+            name = f"tierfall/exchange/{answer.name}"
             shard = ranks.shard
-            talk.wire = self.exchange.connect(
+            state.transport = self.exchange.connect(
                 name, shard.rank, shard.world_size, self.exchange.timeout_s
             )
         return answer
 
-    def _decide(self, bodies: Mapping[int, Any]) -> dict[str, Any]:
-        """Rank 0's part: what all do next, and a name for the wire that nobody has used before."""
+    def _decide(self, requests: Mapping[int, ExchangeRequest]) -> ExchangeDecision:
+        """Decide what all ranks do next; for rank 0."""
         exchange = self.exchange
         nodes = enumerate(exchange.ranks.topology.nodes)
         node_of = {rank: node for node, ranks in nodes for rank in ranks}
@@ -235,15 +247,16 @@ class _ExchangedReader(CheckpointReader):
         def place_of(tier: int, rank: int) -> int | None:
             return None if exchange.order[tier] in exchange.shared else node_of[rank]
 
-        return {**messages.decide(bodies, place_of), "name": secrets.token_hex(8)}
+        return decide(requests, place_of, secrets.token_hex(8))
 
     def _excluded(self) -> set[tuple[int, int, int]]:
-        """Who need not try to read which chunk: the ranks of a node on which one has failed to, and, after some nodes
-        that have, all: what lies where all see it is not read by each of a thousand ranks before it counts as damaged.
+        """Return image, chunk and rank where the rank does not try to read the chunk: a rank of its node has failed to,
+        or ranks of several nodes have. A chunk on a shared tier is so not read by each of a thousand ranks before it
+        counts as damaged.
         """
         topology = self.exchange.ranks.topology
         tried: dict[tuple[int, int], set[int]] = {}
-        for failed in self._talk.failed:
+        for failed in self._state.failed:
             node = next(n for n, ranks in enumerate(topology.nodes) if failed.rank in ranks)
             for chunk in failed.chunks:
                 tried.setdefault((failed.image, chunk), set()).add(node)
@@ -257,9 +270,9 @@ class _ExchangedReader(CheckpointReader):
     def _exchange_headers(
         self, round: ExchangeRound, wanted: frozenset[int]
     ) -> list[ChunkDelivery]:
-        cargo = HeaderPayload(self._reader, wanted, self.exchange.order, self.tally)
-        self._exchange_round(round, cargo, READ_THREADS)
-        self._known |= cargo.known
+        payload = HeaderPayload(self._reader, wanted, self.exchange.order, self.tally)
+        self._exchange_round(round, payload, READ_THREADS)
+        self._known |= payload.known
         return []
 
     def _exchange_chunks(
@@ -272,7 +285,7 @@ class _ExchangedReader(CheckpointReader):
         threads = max(1, min(READ_THREADS, ring.count, BUFFER_BYTES // largest))
         incoming = BufferRing(largest, count_max=threads, streams=ring.streams)
         try:
-            cargo = ChunkPayload(
+            payload = ChunkPayload(
                 self._reader,
                 fills,
                 sizes,
@@ -283,21 +296,25 @@ class _ExchangedReader(CheckpointReader):
                 incoming=incoming,
             )
             try:
-                self._exchange_round(round, cargo, threads)
+                self._exchange_round(round, payload, threads)
             finally:
-                cargo.finish()
+                payload.finish()
         finally:
             incoming.release()
             if self.ring is None:
                 ring.release()
         rank = self.exchange.ranks.shard.rank
         wanted = requests_of(round.items, round.groups, rank)
-        return [get for get in wanted if (get.item.image, get.item.chunk) not in cargo.got]
+        return [
+            delivery
+            for delivery in wanted
+            if (delivery.item.image, delivery.item.chunk) not in payload.got
+        ]
 
-    def _exchange_round(self, round: ExchangeRound, cargo: Payload, threads: int) -> None:
-        shard, wire = self.exchange.ranks.shard, self._talk.wire
-        assert wire is not None
-        failures = run_round(wire, round, shard.rank, shard.world_size, cargo, threads)
+    def _exchange_round(self, round: ExchangeRound, payload: Payload, threads: int) -> None:
+        shard, transport = self.exchange.ranks.shard, self._state.transport
+        assert transport is not None
+        failures = run_round(transport, round, shard.rank, shard.world_size, payload, threads)
         by_image: dict[int, list[tuple[ChunkAssignment, BaseException]]] = {}
         for item, error in failures:
             by_image.setdefault(item.image, []).append((item, error))
@@ -312,7 +329,7 @@ class _ExchangedReader(CheckpointReader):
         return self.world_size(self.exchange.ranks.shard.world_size)
 
     def _seen(self) -> dict[int, frozenset[int]]:
-        """The images that the records of each tier name here, by the tier's place in the chain."""
+        """Return the images that the records of each tier name here, by the tier's number in the chain."""
         if self._images is None:
             copies = {tier: self.checkpoint.copies[tier].commit for tier in self.tiers}
             self._images = {
@@ -326,7 +343,7 @@ class _ExchangedReader(CheckpointReader):
         return any(image in images for images in self._seen().values())
 
     def _reader(self, image: int) -> tuple[ChunkReader, Manifest]:
-        """Open an image, once; threads share it."""
+        """Open an image; threads share it."""
         shard = Shard(image, self._saved_by())
         with self._lock:
             if shard in self._bad:
@@ -339,28 +356,30 @@ class _ExchangedReader(CheckpointReader):
         return ChunkReader(images, manifest, self.tally), manifest
 
     def _note_unread(self, image: int, chunks: Sequence[int], error: BaseException) -> None:
-        """Keep for the next time that ranks speak what this one could not read."""
+        """Keep what this rank could not read for its next message."""
         failed = UnreadChunks(
             rank=self.exchange.ranks.shard.rank,
             image=image,
-            chunks=tuple(chunks),
+            chunks=NumberRanges.of(chunks),
             retryable=getattr(error, "retryable", False),
             text=str(error),
         )
-        self._talk.to_tell.append(failed)
+        self._state.to_report.append(failed)
 
-    def _unreadable(self, nobody: UnassignedError) -> TierfallError:
-        """Say why nobody can read a chunk; it may pass if that of anybody may."""
+    def _unreadable(self, unassigned: UnassignedError) -> TierfallError:
+        """Return why no rank can read a chunk: retryable if the error of any rank is."""
         tried = [
-            f for f in self._talk.failed if f.image == nobody.image and nobody.chunk in f.chunks
+            f
+            for f in self._state.failed
+            if f.image == unassigned.image and unassigned.chunk in f.chunks
         ]
-        said = "; ".join(f"rank {f.rank}: {f.text}" for f in tried) or self.nowhere
+        reasons = "; ".join(f"rank {f.rank}: {f.text}" for f in tried) or self.nowhere
         kind = UnreachableError if any(f.retryable for f in tried) else IntegrityError
-        return kind(f"no rank can read {nobody}: {said}")
+        return kind(f"no rank can read {unassigned}: {reasons}")
 
 
 def _decisive_error(errors: Iterable[BaseException]) -> BaseException:
-    """The first error that may pass, or else the first."""
+    """Return the first retryable error, or else the first."""
     errors = list(errors)
     return next((e for e in errors if getattr(e, "retryable", False)), errors[0])
 
@@ -369,6 +388,6 @@ def _requests_left(
     left: Iterable[ChunkDelivery], sizes: Mapping[int, int]
 ) -> dict[int, RequestedRanges]:
     spans: dict[int, list[tuple[int, int]]] = {}
-    for get in left:
-        spans.setdefault(get.item.image, []).append((get.low, get.high))
+    for delivery in left:
+        spans.setdefault(delivery.item.image, []).append((delivery.low, delivery.high))
     return {image: remaining_ranges(sorted(those), sizes[image]) for image, those in spans.items()}

@@ -1,8 +1,7 @@
-"""The wire: bytes from one rank of a restore to another, over a gloo group of tierfall's own.
+"""Byte transport: bytes from one rank of a restore to another, over a gloo group of tierfall's own.
 
-A group lives for one checkpoint that is tried, beside those of the training, which nothing here can disturb. What is
-sent is taken in the order in which it was asked for by tag; every wait is bounded, and one that fails ends the group:
-the ranks that it leaves waiting hear of that at once.
+A group is made for each checkpoint that is tried, apart from the groups of the training. Sends and receives match by
+tag. Every wait is bounded, and one that fails ends the group: the ranks that wait for this one fail at once.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ logger = logging.getLogger("tierfall")
 
 
 class LostError(TierfallError):
-    """Bytes did not come, or were not taken: for a reason that another rank knows, if it is still there."""
+    """Bytes did not arrive, or were not received, for a reason that another rank knows, if it still exists."""
 
 
 class SendInFlight(Protocol):
-    """Bytes on their way; they must not change before ``wait`` has returned."""
+    """A send in progress; its bytes must not change before ``wait`` has returned."""
 
     def wait(self) -> None: ...
 
@@ -34,7 +33,7 @@ class ByteTransport(Protocol):
     """Threads share it. Bytes are flat uint8 tensors in host memory; a tag is used once between two ranks."""
 
     def send(self, rank: int, tag: int, bytes: torch.Tensor) -> SendInFlight:
-        """Begin to send. Raises LostError, as ``wait`` does, where the rank is gone or does not take it in time."""
+        """Begin to send. Raises LostError, as ``wait`` does, where the rank is gone or does not receive in time."""
         ...
 
     def receive(self, rank: int, tag: int, target: torch.Tensor) -> None:
@@ -42,17 +41,17 @@ class ByteTransport(Protocol):
         ...
 
     def cut(self) -> None:
-        """End, by LostError, all that is under way and all that is still asked for, here and, for what involves this
-        rank, on the others. May be called twice."""
+        """Fail, by LostError, all sends and receives, here and, where they involve this rank, on the others. May be
+        called twice."""
         ...
 
 
 Connect = Callable[[str, int, int, float], ByteTransport]
-"""Meet the other ranks under a name that nobody has used before: name, rank, world size, seconds to wait for any."""
+"""Meets the other ranks under a name that was not used before: name, rank, world size, seconds to wait for any."""
 
 
 class GlooTransport:
-    """A wire of ``torch.distributed``'s gloo; ``store`` is one that all ranks share already."""
+    """A transport over ``torch.distributed``'s gloo; ``store`` is one that all ranks share."""
 
     def __init__(self, store: Any, name: str, rank: int, world_size: int, timeout_s: float) -> None:
         from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
@@ -93,20 +92,20 @@ class GlooTransport:
 
 
 class _GlooSend:
-    def __init__(self, wire: GlooTransport, rank: int, work: Any, bytes: torch.Tensor) -> None:
-        self._wire, self._rank, self._work, self._bytes = wire, rank, work, bytes
+    def __init__(self, transport: GlooTransport, rank: int, work: Any, bytes: torch.Tensor) -> None:
+        self._transport, self._rank, self._work, self._bytes = transport, rank, work, bytes
 
     def wait(self) -> None:
         try:
-            self._work.wait(self._wire._timeout)
+            self._work.wait(self._transport._timeout)
         except RuntimeError as error:
-            raise self._wire._lost(self._rank, "does not take it", error) from error
+            raise self._transport._lost(self._rank, "does not take it", error) from error
 
 
 _NEVER_SENT = (1 << 31) - 1
 
 
 def _first_line(error: RuntimeError) -> str:
-    """What gloo says, without the place in its own sources."""
+    """Return gloo's message without the place in its own sources."""
     line = str(error).splitlines()[0] if str(error) else repr(error)
     return line.partition("] ")[2][:200] if line.startswith("[") else line[:200]

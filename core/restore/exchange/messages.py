@@ -1,23 +1,47 @@
-"""What ranks say to each other in an exchange, and what rank 0 makes of it: pure, and made of what JSON holds.
+"""Messages of an exchange: what each rank requests, and what rank 0 decides that all ranks do next. Pure.
 
-Everything that grows with ranks, images or chunks is said as *runs*, start and end in turn, and what many ranks say
-alike is said once.
+Whatever grows with the number of ranks, images or chunks is held as ranges of numbers, and what many ranks have in
+common is sent once.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any
 
+from tierfall.core.ranks.messages import Message
 from tierfall.core.restore.exchange.assign import Holders, RankGroup, RequestedRanges
 
 
+@dataclass(frozen=True, slots=True)
+class NumberRanges(Message):
+    """A set of whole numbers as ascending ranges: ``edges`` are start and end in turn; 0, 1, 2, 5 is (0, 3, 5, 6)."""
+
+    edges: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> NumberRanges:
+        ordered = sorted(set(numbers))
+        if not ordered:
+            return cls()
+        inner = [(a + 1, b) for a, b in pairwise(ordered) if b != a + 1]
+        return cls((ordered[0], *(n for edges in inner for n in edges), ordered[-1] + 1))
+
+    def _ranges(self) -> Iterator[range]:
+        return map(range, self.edges[::2], self.edges[1::2])
+
+    def __iter__(self) -> Iterator[int]:
+        for each in self._ranges():
+            yield from each
+
+    def __contains__(self, number: int) -> bool:
+        return any(number in each for each in self._ranges())
+
+
 class NextPhase(StrEnum):
-    """What comes after the ranks have said what they want."""
+    """What all ranks do next: fill from their own images alone, exchange headers or chunks, or end."""
 
     LOCAL = "local"
     HEADERS = "headers"
@@ -26,175 +50,153 @@ class NextPhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnreadChunks:
-    """What a rank could not read of an image: chunks, and why; ``retryable``: it may well be there."""
+class UnreadChunks(Message):
+    """Chunks of an image that ``rank`` could not read. ``retryable``: a good copy may exist."""
 
     rank: int
     image: int
-    chunks: tuple[int, ...]
+    chunks: NumberRanges
     retryable: bool
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeRequest:
-    """What one rank says. ``planning``: it wants headers, and does not know yet what else. ``alone``: of all images it
-    wants its own only. ``sees``, said once: the images that each tier, by its place in the chain, has for it."""
+class ExchangeRequest(Message):
+    """What one rank requests. ``planning``: it requests headers, and does not know yet what else. ``alone``: it needs
+    no image but its own. ``sees``, in the first request only: the images that each tier has for it, by the tier's
+    number in the chain. ``stopped``: why this rank ends the exchange."""
 
     wants: Mapping[int, RequestedRanges] = field(default_factory=dict)
     planning: bool = False
     alone: bool = False
-    sees: Mapping[int, Iterable[int]] | None = None
-    failed: Sequence[UnreadChunks] = ()
+    sees: Mapping[int, NumberRanges] | None = None
+    failed: tuple[UnreadChunks, ...] = ()
     stopped: str | None = None
-
-    def members(self) -> dict[str, Any]:
-        sees = self.sees
-        return {
-            "wants": {
-                str(image): [want.chunk_bytes, *want.runs] for image, want in self.wants.items()
-            },
-            "planning": self.planning,
-            "alone": self.alone,
-            "sees": None if sees is None else {str(t): to_runs(x) for t, x in sees.items()},
-            "failed": [[f.image, to_runs(f.chunks), f.retryable, f.text] for f in self.failed],
-            "stopped": self.stopped,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeDecision:
-    """What all do next. ``stopped`` is the rank that ended the exchange, with its reason."""
+class RequestGroup(Message):
+    """Ranks that request the same."""
+
+    ranks: NumberRanges
+    wants: Mapping[int, RequestedRanges]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenImages(Message):
+    """Images that several ranks can read on a tier, which is given by its number in the chain."""
+
+    tier: int
+    images: NumberRanges
+    ranks: NumberRanges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeDecision(Message):
+    """What all ranks do next. ``seen`` follows the first requests only. ``stopped`` is the rank that ended the
+    exchange, with its reason. ``name`` has not been used before: that of the connections for bytes."""
 
     next: NextPhase
-    groups: tuple[RankGroup, ...]
-    holders: Holders | None
+    groups: tuple[RequestGroup, ...]
+    seen: tuple[SeenImages, ...] | None
     failed: tuple[UnreadChunks, ...]
     stopped: tuple[int, str] | None
+    name: str
+
+    def rank_groups(self) -> tuple[RankGroup, ...]:
+        return tuple(RankGroup(ranks=tuple(g.ranks), wants=g.wants) for g in self.groups)
 
 
 PlaceOf = Callable[[int, int], int | None]
-"""Says where the copies are that a rank sees on a tier, which is named by its place in the chain: on which node; None
-where all see the same."""
+"""Returns the node on which the copies are that a rank sees on a tier; None where all nodes see the same."""
 
 
-def decide(bodies: Mapping[int, Mapping[str, Any]], place_of: PlaceOf) -> dict[str, Any]:
-    """Bring together what all ranks have said; ``read_answer`` reads what is returned."""
-    stopped = next(([r, b["stopped"]] for r, b in bodies.items() if b["stopped"] is not None), None)
-    planning = any(body["planning"] for body in bodies.values())
+def decide(
+    requests: Mapping[int, ExchangeRequest], place_of: PlaceOf, name: str
+) -> ExchangeDecision:
+    """Decide, as rank 0, by the requests of all ranks."""
+    stopped = next(((r, x.stopped) for r, x in requests.items() if x.stopped is not None), None)
+    planning = any(request.planning for request in requests.values())
     seen = None
-    if bodies[0]["sees"] is not None:
-        seen = _merge_equal(
-            {(tier, rank): runs for rank, b in bodies.items() for tier, runs in b["sees"].items()}
-        )
+    if requests[0].sees is not None:
+        seen = _merge_equal((t, r, x) for r, one in requests.items() for t, x in _sees(one))
     if stopped is not None:
-        kind = NextPhase.DONE
-    elif seen is not None and not planning and _need_nobody(bodies, seen, place_of):
-        kind = NextPhase.LOCAL
+        phase = NextPhase.DONE
+    elif seen is not None and not planning and _is_local(requests, seen, place_of):
+        phase = NextPhase.LOCAL
     elif planning:
-        kind = NextPhase.HEADERS
+        phase = NextPhase.HEADERS
     else:
-        kind = (
-            NextPhase.CHUNKS if any(body["wants"] for body in bodies.values()) else NextPhase.DONE
-        )
-    wants: dict[str, list[int]] = {}
-    if kind in (NextPhase.HEADERS, NextPhase.CHUNKS):
-        for rank, body in bodies.items():
-            if body["wants"] and body["planning"] == planning:
-                wants.setdefault(json.dumps(body["wants"], sort_keys=True), []).append(rank)
-    return {
-        "next": kind.value,
-        "groups": [[to_runs(ranks), json.loads(said)] for said, ranks in wants.items()],
-        "seen": seen if kind in (NextPhase.HEADERS, NextPhase.CHUNKS) else None,
-        "failed": [[rank, *failed] for rank, body in bodies.items() for failed in body["failed"]],
-        "stopped": stopped,
-    }
-
-
-def read_answer(said: Mapping[str, Any]) -> ExchangeDecision:
-    groups = tuple(
-        RankGroup(
-            ranks=tuple(from_runs(ranks)),
-            wants={
-                int(i): RequestedRanges(size, tuple(runs)) for i, (size, *runs) in wants.items()
-            },
-        )
-        for ranks, wants in said["groups"]
-    )
-    failed = tuple(
-        UnreadChunks(rank=r, image=i, chunks=tuple(from_runs(runs)), retryable=again, text=text)
-        for r, i, runs, again, text in said["failed"]
-    )
-    stopped = said["stopped"]
+        wanted = any(request.wants for request in requests.values())
+        phase = NextPhase.CHUNKS if wanted else NextPhase.DONE
+    exchanging = phase in (NextPhase.HEADERS, NextPhase.CHUNKS)
+    groups: dict[tuple[tuple[int, RequestedRanges], ...], list[int]] = {}
+    for rank, request in requests.items():
+        if exchanging and request.wants and request.planning == planning:
+            groups.setdefault(tuple(sorted(request.wants.items())), []).append(rank)
     return ExchangeDecision(
-        next=NextPhase(said["next"]),
-        groups=groups,
-        holders=None if said["seen"] is None else _holders(said["seen"]),
-        failed=failed,
-        stopped=None if stopped is None else (stopped[0], stopped[1]),
+        next=phase,
+        groups=tuple(
+            RequestGroup(ranks=NumberRanges.of(ranks), wants=dict(wants))
+            for wants, ranks in groups.items()
+        ),
+        seen=seen if exchanging else None,
+        failed=tuple(failed for request in requests.values() for failed in request.failed),
+        stopped=stopped,
+        name=name,
     )
 
 
-def _merge_equal(said: Mapping[tuple[str, int], list[int]]) -> list[list[Any]]:
-    """Say once what several ranks see alike on a tier: tier, images, ranks."""
-    found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for (tier, rank), runs in said.items():
-        if runs:
-            found.setdefault((tier, tuple(runs)), []).append(rank)
-    return [[int(tier), list(runs), to_runs(ranks)] for (tier, runs), ranks in found.items()]
+def _sees(request: ExchangeRequest) -> Iterable[tuple[int, NumberRanges]]:
+    return () if request.sees is None else request.sees.items()
 
 
-def _need_nobody(
-    bodies: Mapping[int, Mapping[str, Any]], seen: Sequence[Sequence[Any]], place_of: PlaceOf
+def _merge_equal(seen: Iterable[tuple[int, int, NumberRanges]]) -> tuple[SeenImages, ...]:
+    """Group the ranks that see the same images on a tier; given are tier, rank, images."""
+    found: dict[tuple[int, NumberRanges], list[int]] = {}
+    for tier, rank, images in seen:
+        if images.edges:
+            found.setdefault((tier, images), []).append(rank)
+    return tuple(
+        SeenImages(tier=tier, images=images, ranks=NumberRanges.of(ranks))
+        for (tier, images), ranks in found.items()
+    )
+
+
+def _is_local(
+    requests: Mapping[int, ExchangeRequest], seen: Sequence[SeenImages], place_of: PlaceOf
 ) -> bool:
-    """Say whether every rank reads its own image alone, and nobody has a copy of that which the rank itself has not."""
-    if not all(body["alone"] for body in bodies.values()):
+    """Return whether every rank needs its own image alone, and no other rank has a copy of it that the rank itself
+    does not see."""
+    if not all(request.alone for request in requests.values()):
         return False
     copies: dict[int, set[tuple[int, int | None]]] = {}
-    for tier, images, ranks in seen:
-        places = {(tier, place_of(tier, rank)) for rank in from_runs(ranks)}
-        for image in from_runs(images):
+    for one in seen:
+        places = {(one.tier, place_of(one.tier, rank)) for rank in one.ranks}
+        for image in one.images:
             copies.setdefault(image, set()).update(places)
     return all(
-        place == place_of(tier, rank) and _holds(body["sees"].get(str(tier), []), rank)
-        for rank, body in bodies.items()
-        if body["wants"]
+        place == place_of(tier, rank) and rank in dict(_sees(request)).get(tier, NumberRanges())
+        for rank, request in requests.items()
+        if request.wants
         for tier, place in copies.get(rank, ())
     )
 
 
-def _holds(runs: Sequence[int], number: int) -> bool:
-    return any(a <= number < b for a, b in zip(runs[::2], runs[1::2], strict=True))
-
-
-def _holders(seen: Sequence[Sequence[Any]]) -> Holders:
-    """Make of what is seen on tiers who can read each image. Images that are seen alike share their ranks."""
+def holders_of(seen: Sequence[SeenImages]) -> Holders:
+    """Return which ranks can read each image on each tier. Images that the same ranks see share their tuple."""
     found: dict[int, dict[int, list[int]]] = {}
-    for number, (tier, images, _) in enumerate(seen):
-        for image in from_runs(images):
-            found.setdefault(image, {}).setdefault(tier, []).append(number)
+    for number, one in enumerate(seen):
+        for image in one.images:
+            found.setdefault(image, {}).setdefault(one.tier, []).append(number)
     ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def ranks_of(numbers: tuple[int, ...]) -> tuple[int, ...]:
         if numbers not in ranks:
-            ranks[numbers] = tuple(sorted(r for n in numbers for r in from_runs(seen[n][2])))
+            ranks[numbers] = tuple(sorted(r for n in numbers for r in seen[n].ranks))
         return ranks[numbers]
 
     return {
         image: [(tier, ranks_of(tuple(numbers))) for tier, numbers in sorted(tiers.items())]
         for image, tiers in found.items()
     }
-
-
-def to_runs(numbers: Iterable[int]) -> list[int]:
-    """Say numbers as runs: ``0, 1, 2, 5`` is ``[0, 3, 5, 6]``."""
-    ordered = sorted(set(numbers))
-    if not ordered:
-        return []
-    edges = [(a + 1, b) for a, b in pairwise(ordered) if b != a + 1]
-    return [ordered[0], *(n for edge in edges for n in edge), ordered[-1] + 1]
-
-
-def from_runs(runs: Sequence[int]) -> Iterable[int]:
-    for start, end in zip(runs[::2], runs[1::2], strict=True):
-        yield from range(start, end)

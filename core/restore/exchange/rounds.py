@@ -1,22 +1,31 @@
-"""Passing on: one round of an exchange, in which every rank reads what it was assigned and hands it to who wants it.
+"""Rounds: in one round of an exchange every rank reads the chunks assigned to it and sends them to those that request
+them.
 
-A few threads read, a few others receive, each in the order that was assigned; so no more chunks are in memory than
-there are threads, and none of them waits for one that waits for it. Each chunk goes as a *head*, which says how long it
-is and where it was read, and its bytes; of one that cannot be read only the head goes, and says so.
+A few threads read, and a few others receive, each in the assigned order. So there are no more chunks in memory than
+threads, and no threads wait for each other in a circle. A chunk is sent as a *prefix*, with its length and the tier
+that it was read from, and its bytes; of a chunk that cannot be read only a prefix is sent.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from tierfall.core.copies.buffer_ring import BufferRing
+from tierfall.core.copies.cached_reads import TargetWriter, WrittenTargets
+from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally, read_chunk_to_targets, scatter
 from tierfall.core.copies.shard_reader import PASSABLE
+from tierfall.core.copies.to_device import DeviceCopies
+from tierfall.core.format.records import Manifest, read_manifest
+from tierfall.core.image.header import ImageHeader, read_header
+from tierfall.core.load.build import Fill
 from tierfall.core.restore.exchange.assign import (
+    HEADER,
     ChunkAssignment,
     ChunkDelivery,
     RankGroup,
@@ -31,12 +40,12 @@ from tierfall.core.runtime.wait import InterruptibleEvent
 
 T = TypeVar("T")
 _UNREAD = -1
-_HEAD_BYTES = 24
+_PREFIX_BYTES = 24
 
 
 class ChunkPrefix(NamedTuple):
-    """What goes ahead of a chunk: how many bytes follow, by its place in the chain the tier that they were read from,
-    and how many of them come before the header, where that is what is sent."""
+    """What is sent before a chunk: the number of bytes that follow, the tier that they were read from, by its number in
+    the chain, and, of a header, the number of bytes of the manifest before it (``first``)."""
 
     bytes: int
     tier: int = 0
@@ -44,18 +53,18 @@ class ChunkPrefix(NamedTuple):
 
 
 class LoadedChunk(NamedTuple):
-    """What was read: bytes that begin at ``low`` of the image's data; ``head`` says the rest."""
+    """Bytes that were read; they begin at ``low`` of the image's data."""
 
     view: memoryview
     low: int
-    head: ChunkPrefix
+    prefix: ChunkPrefix
 
 
 class Payload(Protocol):
-    """What is passed on, headers or chunks: how it is read, and what is done with it here."""
+    """What a round exchanges, headers or chunks: how one is read, and processed where it is requested."""
 
     def room(self, item: ChunkAssignment) -> AbstractContextManager[Buffer]:
-        """Lend what an item is read into."""
+        """Lend the buffer that an item is read into."""
         ...
 
     def load(self, item: ChunkAssignment, buffer: Buffer) -> LoadedChunk:
@@ -63,25 +72,27 @@ class Payload(Protocol):
         ...
 
     def load_alone(self, item: ChunkAssignment, buffer: Buffer) -> None:
-        """Read an item that this rank alone wants, and keep it; raises as ``load`` does."""
+        """Read an item that no other rank requests, and process it; raises as ``load`` does."""
         ...
 
     def keep(self, item: ChunkAssignment, loaded: LoadedChunk, buffer: Buffer) -> None:
-        """Take what this rank wants of what it has read itself."""
+        """Process what this rank requests of an item that it has read."""
         ...
 
-    def room_for(self, get: ChunkDelivery, head: ChunkPrefix) -> AbstractContextManager[Buffer]:
-        """Lend what bytes from another rank are received into."""
+    def room_for(
+        self, delivery: ChunkDelivery, prefix: ChunkPrefix
+    ) -> AbstractContextManager[Buffer]:
+        """Lend the buffer that an item of another rank is received into."""
         ...
 
-    def take(self, get: ChunkDelivery, head: ChunkPrefix, buffer: Buffer) -> None:
-        """Take what has come from another rank."""
+    def take(self, delivery: ChunkDelivery, prefix: ChunkPrefix, buffer: Buffer) -> None:
+        """Process an item that was received."""
         ...
 
 
 @dataclass(slots=True)
 class ReadFailures:
-    """What this rank could not read, and why. Threads share it."""
+    """The items that this rank could not read, and why. Threads share it."""
 
     items: list[tuple[ChunkAssignment, BaseException]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -93,7 +104,7 @@ class ReadFailures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeRound:
-    """What is passed on at once. ``first_tag`` is above all tags of earlier rounds."""
+    """The items of one round. ``first_tag`` is above all tags of earlier rounds."""
 
     items: Sequence[ChunkAssignment]
     groups: Sequence[RankGroup]
@@ -105,94 +116,95 @@ class ExchangeRound:
 
 
 def run_round(
-    wire: ByteTransport,
+    transport: ByteTransport,
     round: ExchangeRound,
     rank: int,
     world_size: int,
-    cargo: Payload,
+    payload: Payload,
     threads: int,
 ) -> list[tuple[ChunkAssignment, BaseException]]:
-    """Read what ``rank`` was assigned, hand it on, and take what it wants of the others; return what it could not read.
+    """Read and send the items assigned to ``rank``, and receive those that it requests; return the items that it could
+    not read.
 
-    Raises LostError where a rank is gone, and whatever else goes wrong here; the wire is cut then.
+    Raises LostError where a rank is gone, and any other error of this rank; the transport is cut then.
     """
     failures = ReadFailures()
-    hand = _RoundRunner(wire, round, rank, cargo, failures)
+    runner = _RoundRunner(transport, round, rank, payload, failures)
     reads = reads_of(round.items, rank)
-    gets = deliveries_to(round.items, round.groups, rank, world_size)
-    run_all([(threads, hand.read, reads), (threads, hand.receive, gets)], wire.cut)
+    deliveries = deliveries_to(round.items, round.groups, rank, world_size)
+    run_all([(threads, runner.read, reads), (threads, runner.receive, deliveries)], transport.cut)
     return failures.items
 
 
 class _RoundRunner:
     def __init__(
         self,
-        wire: ByteTransport,
+        transport: ByteTransport,
         round: ExchangeRound,
         rank: int,
-        cargo: Payload,
+        payload: Payload,
         failures: ReadFailures,
     ) -> None:
-        self._wire, self._round, self._rank = wire, round, rank
-        self._cargo, self._failures = cargo, failures
+        self._transport, self._round, self._rank = transport, round, rank
+        self._payload, self._failures = payload, failures
 
     def read(self, item: ChunkAssignment) -> None:
-        takers = receivers_of(item, self._round.groups)
-        with self._cargo.room(item) as buffer:
+        receivers = receivers_of(item, self._round.groups)
+        with self._payload.room(item) as buffer:
             loaded: LoadedChunk | None = None
             try:
-                if not takers:
-                    self._cargo.load_alone(item, buffer)
+                if not receivers:
+                    self._payload.load_alone(item, buffer)
                     return
-                loaded = self._cargo.load(item, buffer)
+                loaded = self._payload.load(item, buffer)
             except PASSABLE as error:
                 self._failures.note(item, error)
-            sendings = [
-                sending
-                for rank, low, high in takers
-                for sending in self._send(item, rank, low, high, loaded)
+            sends = [
+                send
+                for rank, low, high in receivers
+                for send in self._send(item, rank, low, high, loaded)
             ]
             if loaded is not None:
-                self._cargo.keep(item, loaded, buffer)
-            for sending, rank in sendings:
-                self._named(item, sending.wait, f"to rank {rank}")
+                self._payload.keep(item, loaded, buffer)
+            for send, rank in sends:
+                self._named(item, send.wait, f"to rank {rank}")
 
     def _send(
         self, item: ChunkAssignment, rank: int, low: int, high: int, loaded: LoadedChunk | None
     ) -> Iterable[tuple[Any, int]]:
-        """Begin to send what a rank wants of an item, or word that it could not be read."""
+        """Begin to send what a rank requests of an item, or the prefix of one that could not be read."""
         tag = self._tag(item)
-        head, view = ChunkPrefix(_UNREAD), memoryview(b"")
+        prefix, view = ChunkPrefix(_UNREAD), memoryview(b"")
         if loaded is not None:
             view = loaded.view[low - loaded.low : high - loaded.low] if high else loaded.view
-            head = loaded.head._replace(bytes=len(view))
+            prefix = loaded.prefix._replace(bytes=len(view))
         where = f"to rank {rank}"
-        send = self._wire.send
-        yield self._named(item, lambda: send(rank, tag, _packed(head)), where), rank
+        send = self._transport.send
+        yield self._named(item, lambda: send(rank, tag, _packed(prefix)), where), rank
         if len(view):
             bytes = torch.frombuffer(view, dtype=torch.uint8)
             yield self._named(item, lambda: send(rank, tag + 1, bytes), where), rank
 
-    def receive(self, get: ChunkDelivery) -> None:
-        item, where = get.item, f"from rank {get.item.reader}"
-        tag, receive = self._tag(item), self._wire.receive
-        said = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
-        self._named(item, lambda: receive(item.reader, tag, said), where)
-        head = ChunkPrefix(*said.view(torch.int64).tolist())
-        if head.bytes == _UNREAD:
+    def receive(self, delivery: ChunkDelivery) -> None:
+        item, where = delivery.item, f"from rank {delivery.item.reader}"
+        tag, receive = self._tag(item), self._transport.receive
+        packed = torch.empty(_PREFIX_BYTES, dtype=torch.uint8)
+        self._named(item, lambda: receive(item.reader, tag, packed), where)
+        prefix = ChunkPrefix(*packed.view(torch.int64).tolist())
+        if prefix.bytes == _UNREAD:
             return
-        if get.high and head.bytes != get.high - get.low:
-            raise LostError(f"{_name(item)}: rank {item.reader} sends {head.bytes} bytes of it")
-        with self._cargo.room_for(get, head) as buffer:
-            bytes = torch.frombuffer(buffer.view, dtype=torch.uint8, count=head.bytes)
+        if delivery.high and prefix.bytes != delivery.high - delivery.low:
+            raise LostError(f"{_name(item)}: rank {item.reader} sends {prefix.bytes} bytes of it")
+        with self._payload.room_for(delivery, prefix) as buffer:
+            bytes = torch.frombuffer(buffer.view, dtype=torch.uint8, count=prefix.bytes)
             self._named(item, lambda: receive(item.reader, tag + 1, bytes), where)
-            self._cargo.take(get, head, buffer)
+            self._payload.take(delivery, prefix, buffer)
 
     def _tag(self, item: ChunkAssignment) -> int:
         return self._round.first_tag + 2 * item.number
 
     def _named(self, item: ChunkAssignment, do: Callable[[], T], where: str) -> T:
-        """Let what is lost be lost by name."""
+        """Name the item in a LostError."""
         try:
             return do()
         except LostError as error:
@@ -203,21 +215,21 @@ def _name(item: ChunkAssignment) -> str:
     return name_of(item.image, item.chunk)
 
 
-def _packed(head: ChunkPrefix) -> torch.Tensor:
-    return torch.tensor(head, dtype=torch.int64).view(torch.uint8)
+def _packed(prefix: ChunkPrefix) -> torch.Tensor:
+    return torch.tensor(prefix, dtype=torch.int64).view(torch.uint8)
 
 
-Work = tuple[int, Callable[[Any], None], Sequence[Any]]
-"""What is done by so many threads, to things that are begun in their order."""
+_Work = tuple[int, Callable[[Any], None], Sequence[Any]]
+"""A number of threads, a function, and the items that they call it with, begun in that order."""
 
 
-def run_all(works: Iterable[Work], cut: Callable[[], None]) -> None:
-    """Do all works at once. Raises the first failure, or what interrupts the caller, once all threads have stopped:
-    ``cut`` ends what they wait for."""
-    crew = _WorkerThreads(cut)
-    for count, do, things in works:
-        crew.add(min(count, len(things)), do, iter(things))
-    crew.run()
+def run_all(works: Iterable[_Work], cut: Callable[[], None]) -> None:
+    """Run all works at the same time. Raises the first error, or what interrupts the caller, once all threads have
+    stopped; ``cut`` ends their waits."""
+    threads = _WorkerThreads(cut)
+    for count, do, items in works:
+        threads.add(min(count, len(items)), do, iter(items))
+    threads.run()
 
 
 class _WorkerThreads:
@@ -243,7 +255,7 @@ class _WorkerThreads:
                 thread.start()
             if self._threads:
                 self._over.wait()
-        except BaseException:  # Ctrl-C: what is under way ends, what waits is not begun
+        except BaseException:  # Ctrl-C: running items end, the others are not begun
             self._end()
             raise
         finally:
@@ -257,10 +269,10 @@ class _WorkerThreads:
         try:
             while not self._stop.is_set():
                 with self._lock:
-                    thing = next(left, None)
-                if thing is None:
+                    item = next(left, None)
+                if item is None:
                     return
-                do(thing)
+                do(item)
         except BaseException as error:  # noqa: BLE001 - an outcome: raised in run
             with self._lock:
                 self._failures.append(error)
@@ -275,3 +287,130 @@ class _WorkerThreads:
     def _end(self) -> None:
         self._stop.set()
         self._cut()
+
+
+OpenReader = Callable[[int], tuple[ChunkReader, Manifest]]
+"""Opens the image that a rank has saved. Raises one of PASSABLE where this rank sees no good records of it."""
+
+
+class HeaderPayload:
+    """Headers, each with its manifest before it. ``known`` holds those that this rank has, by image."""
+
+    def __init__(
+        self,
+        open_reader: OpenReader,
+        wanted: frozenset[int],
+        order: Sequence[str],
+        tally: ReadTally,
+    ) -> None:
+        self.known: dict[int, tuple[Manifest, ImageHeader]] = {}
+        self._open, self._wanted, self._order, self._tally = open_reader, wanted, order, tally
+
+    def room(self, item: ChunkAssignment) -> AbstractContextManager[Buffer]:
+        return nullcontext(Buffer(1))  # how long it is, its manifest says
+
+    def load(self, item: ChunkAssignment, buffer: Buffer) -> LoadedChunk:
+        reader, manifest = self._open(item.image)
+        encoded = manifest.encode()
+        view, tier = reader.read_from(HEADER, memoryview(bytearray(manifest.data_start)))
+        whole = bytearray(len(encoded) + len(view))
+        whole[: len(encoded)], whole[len(encoded) :] = encoded, view
+        prefix = ChunkPrefix(len(whole), self._order.index(tier), len(encoded))
+        return LoadedChunk(memoryview(whole), 0, prefix)
+
+    def load_alone(self, item: ChunkAssignment, buffer: Buffer) -> None:
+        self.keep(item, self.load(item, buffer), buffer)
+
+    def keep(self, item: ChunkAssignment, loaded: LoadedChunk, buffer: Buffer) -> None:
+        if item.image in self._wanted:
+            self._read(item.image, loaded.view, loaded.prefix.first)
+
+    def room_for(
+        self, delivery: ChunkDelivery, prefix: ChunkPrefix
+    ) -> AbstractContextManager[Buffer]:
+        return nullcontext(Buffer(prefix.bytes))
+
+    def take(self, delivery: ChunkDelivery, prefix: ChunkPrefix, buffer: Buffer) -> None:
+        self._read(delivery.item.image, buffer.view[: prefix.bytes], prefix.first)
+        self._tally.got(self._order[prefix.tier], delivery.item.reader, prefix.bytes)
+
+    def _read(self, image: int, view: memoryview, first: int) -> None:
+        manifest = read_manifest(bytes(view[:first]), what=f"manifest of rank {image}'s image")
+        what = f"header of {manifest.line.checkpoint}"
+        header = read_header(view[first:], image_bytes=manifest.image_bytes, what=what)
+        self.known[image] = manifest, header
+
+
+class ChunkPayload:
+    """Chunks of data, for the targets of ``fills``, by image; ``got`` are those that have reached them.
+
+    Threads share it. Chunks are read into buffers of ``ring``, and received into those of ``incoming``. The caller must
+    call ``finish``.
+    """
+
+    def __init__(
+        self,
+        open_reader: OpenReader,
+        fills: Mapping[int, Sequence[Fill]],
+        sizes: Mapping[int, int],
+        order: Sequence[str],
+        tally: ReadTally,
+        written: WrittenTargets,
+        *,
+        ring: BufferRing,
+        incoming: BufferRing,
+    ) -> None:
+        """``sizes`` are the lengths of the images' chunks."""
+        self.got: set[tuple[int, int]] = set()
+        self._open, self._order, self._tally = open_reader, order, tally
+        self._writers = {image: TargetWriter(those, written) for image, those in fills.items()}
+        self._sizes = sizes
+        self._ring, self._incoming = ring, incoming
+        every = [fill for those in fills.values() for fill in those]
+        self._copies = DeviceCopies(every, ring.pool, ring.streams)
+        self._incoming_copies = DeviceCopies(every, incoming.pool, incoming.streams)
+        self._lock = threading.Lock()
+
+    def finish(self) -> None:
+        """Wait for all copies onto devices; raises an error of one."""
+        try:
+            self._copies.finish()
+        finally:
+            self._incoming_copies.finish()
+
+    def room(self, item: ChunkAssignment) -> AbstractContextManager[Buffer]:
+        return self._ring.pool.lend(self._sizes[item.image])
+
+    def load(self, item: ChunkAssignment, buffer: Buffer) -> LoadedChunk:
+        reader, manifest = self._open(item.image)
+        view, tier = reader.read_from(item.chunk, buffer.view)
+        low = manifest.chunk_range(item.chunk)[0] - manifest.data_start
+        return LoadedChunk(view, low, ChunkPrefix(len(view), self._order.index(tier)))
+
+    def load_alone(self, item: ChunkAssignment, buffer: Buffer) -> None:
+        reader, manifest = self._open(item.image)
+        writer = self._writers[item.image]
+        read_chunk_to_targets(reader, manifest, item.chunk, writer, self._copies, buffer)
+        self._note(item)
+
+    def keep(self, item: ChunkAssignment, loaded: LoadedChunk, buffer: Buffer) -> None:
+        writer = self._writers.get(item.image)
+        if writer is not None:
+            scatter(loaded.view, loaded.low, writer, self._copies, buffer)
+            self._note(item)
+
+    def room_for(
+        self, delivery: ChunkDelivery, prefix: ChunkPrefix
+    ) -> AbstractContextManager[Buffer]:
+        return self._incoming.pool.lend(prefix.bytes)
+
+    def take(self, delivery: ChunkDelivery, prefix: ChunkPrefix, buffer: Buffer) -> None:
+        writer = self._writers[delivery.item.image]
+        view = buffer.view[: prefix.bytes]
+        scatter(view, delivery.low, writer, self._incoming_copies, buffer)
+        self._tally.got(self._order[prefix.tier], delivery.item.reader, prefix.bytes)
+        self._note(delivery.item)
+
+    def _note(self, item: ChunkAssignment) -> None:
+        with self._lock:
+            self.got.add((item.image, item.chunk))

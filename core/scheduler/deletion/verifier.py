@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from tierfall.core.copies.images import Image
 from tierfall.core.format.records import Manifest
-from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
+from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.messages import CheckpointTopic, Message, Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.ledger.hooks import Hooks
@@ -30,6 +31,31 @@ ROOM_WAITS_S = 30.0
 _VERIFY, _HURRY, _FOUND = "verify", "verify: hurry", "verify: found"
 _VERIFIED, _READ = "verified", "restored"
 _TOPICS = frozenset({_VERIFY, _HURRY, _FOUND, _VERIFIED, _READ})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StartVerification(Message):
+    """All ranks are to verify a copy. ``hurry``: room waits for it."""
+
+    hurry: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verified(Message):
+    """What is wrong with a copy, or kept it from being verified; None for a good one."""
+
+    text: str | None = None
+    damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReadTiers(Message):
+    """The tiers of which a restore of one rank has read all of its part, and found it good."""
+
+    tiers: frozenset[str]
+
+
+_GOOD = _Verified()
 
 
 @dataclass(slots=True)
@@ -132,17 +158,19 @@ class BackgroundVerifier:
             self._count += 1
             since_s = self._ledger.now_s if hurry else None
             self._requested[tier] = _VerifyRequest(chosen, self._count, since_s)
-            self._announce(_topic(_VERIFY, self._count, chosen, tier), hurry)
+            body = _StartVerification(hurry=hurry)
+            self._announce(_topic(_VERIFY, self._count, chosen, tier), body)
         elif hurry and request.hurry_since_s is None:
             request.hurry_since_s = self._ledger.now_s
             self._announce(_topic(_HURRY, request.number, request.id, tier), None)
         return True
 
-    def _announce(self, topic: Topic, body: object) -> None:
+    def _announce(self, topic: Topic, body: Message | None) -> None:
+        data = None if body is None else body.to_json()
         if self._council is None:
-            self.hear(DecisionAnnounced(topic=topic, body=body))
+            self.hear(DecisionAnnounced(topic=topic, body=data))
         else:
-            self._council.announce(topic, body)
+            self._council.announce(topic, data)
 
     def _next(self, tier: str) -> CheckpointId | None:
         found = (e.id for e in self._ledger.unverified(tier))
@@ -166,7 +194,8 @@ class BackgroundVerifier:
             for tier in tiers:
                 self._is_good(id, tier)
         else:
-            self._council.contribute(_topic(_READ, self._restores, id, ""), list(tiers))
+            body = _ReadTiers(tiers=frozenset(tiers))
+            self._council.contribute(_topic(_READ, self._restores, id, ""), body.to_json())
 
     # Reading ---------------------------------------------------------------------------------------
 
@@ -233,11 +262,12 @@ class BackgroundVerifier:
         """Report what this rank has found: no error, damage, or that it could not read."""
         del self._checks[tier]
         damage = isinstance(error, IntegrityError | KeyNotFoundError | NotSupportedError)
-        body = [None if error is None else str(error), damage]
+        body = _Verified(text=None if error is None else str(error), damaged=damage)
         if self._council is None:
             self._on_result(check.id, tier, body)
         else:
-            self._council.contribute(_topic(_FOUND, check.number, check.id, tier), body)
+            topic = _topic(_FOUND, check.number, check.id, tier)
+            self._council.contribute(topic, body.to_json())
 
     # Results ---------------------------------------------------------------------------------------
 
@@ -248,10 +278,11 @@ class BackgroundVerifier:
 
     def hear(self, news: RankMessage) -> None:
         """Handle a request of rank 0, the results of all ranks, or what all have restored."""
-        what, number, id, tier = _parse(news.topic)
+        topic = CheckpointTopic.parse(news.topic)
+        what, number, id, tier = topic.kind, topic.number, topic.id, topic.tier
         match news:
             case DecisionAnnounced() if what == _VERIFY:
-                self._begin(number, id, tier, bool(news.body))
+                self._begin(number, id, tier, _StartVerification.from_json(news.body, rank=0).hurry)
             case DecisionAnnounced() if what == _HURRY:
                 if tier in self._checks and self._checks[tier].number == number:
                     self._checks[tier].hurry = True  # else this rank has read its share
@@ -260,24 +291,26 @@ class BackgroundVerifier:
             case MessagesGathered(passed=False) if what == _READ:
                 self._all_restored(id, news.bodies)
             case DecisionAnnounced():
-                self._on_result(id, tier, news.body)
+                self._on_result(id, tier, _Verified.from_json(news.body, rank=0))
 
     def _announce_result(self, id: CheckpointId, tier: str, bodies: Bodies) -> None:
         """Announce the worst result of any rank; for rank 0."""
-        assert self._council is not None
-        found = [
-            [f"rank {rank}: {text}", damage] for rank, (text, damage) in bodies.items() if text
+        found = {r: _Verified.from_json(body, rank=r) for r, body in bodies.items()}
+        failed = [
+            _Verified(text=f"rank {rank}: {one.text}", damaged=one.damaged)
+            for rank, one in found.items()
+            if one.text
         ]
-        worst = max(found, key=lambda body: bool(body[1]), default=[None, False])
-        self._council.announce(_topic(_VERIFIED, 0, id, tier), worst)
+        worst = max(failed, key=lambda one: one.damaged, default=_GOOD)
+        self._announce(_topic(_VERIFIED, 0, id, tier), worst)
 
     def _all_restored(self, id: CheckpointId, bodies: Bodies) -> None:
-        assert self._council is not None
-        for tier in sorted(frozenset.intersection(*map(frozenset, bodies.values()))):
-            self._council.announce(_topic(_VERIFIED, 0, id, tier), [None, False])
+        read = [_ReadTiers.from_json(body, rank=rank).tiers for rank, body in bodies.items()]
+        for tier in sorted(frozenset.intersection(*read)):
+            self._announce(_topic(_VERIFIED, 0, id, tier), _GOOD)
 
-    def _on_result(self, id: CheckpointId, tier: str, body: Sequence[object]) -> None:
-        text, damage = body
+    def _on_result(self, id: CheckpointId, tier: str, result: _Verified) -> None:
+        text = result.text
         if tier in self._requested and self._requested[tier].id == id:
             del self._requested[tier]
         entry = self._ledger.entries.get(id)
@@ -285,9 +318,9 @@ class BackgroundVerifier:
             return  # it was deleted meanwhile
         if text is None:
             self._is_good(id, tier)
-        elif damage:
+        elif result.damaged:
             if self._decides:
-                self._hooks.found_damage(tier, id, str(text))
+                self._hooks.found_damage(tier, id, text)
         else:
             logger.warning("%s: %s could not be verified, it is retried: %s", tier, id, text)
             self._retry_s[tier, id] = self._ledger.now_s + RETRY_S
@@ -301,9 +334,4 @@ class BackgroundVerifier:
 
 
 def _topic(what: str, number: int, id: CheckpointId, tier: str) -> Topic:
-    return (what, number, id.step, id.attempt, tier)
-
-
-def _parse(topic: Topic) -> tuple[str, int, CheckpointId, str]:
-    what, number, step, attempt, tier = topic
-    return str(what), int(number), CheckpointId(int(step), int(attempt)), str(tier)
+    return CheckpointTopic(kind=what, id=id, tier=tier, number=number).key

@@ -1,28 +1,37 @@
-"""Damaged copies: what any reader finds comes to the ledger of all ranks, and is written anew where that is possible.
+"""Damage: what a reader finds is recorded in the ledgers of all ranks, and repaired where that is possible.
 
-    any rank                 rank 0                            every rank
-    finds damage         ->  the copy counts for nothing   ->  the copy counts for nothing
-                             it can be repaired: owe it    ->  it is owed, and brought as any other copy
+    any rank             rank 0                            every rank
+    finds damage      -> announces it                   -> the copy protects nothing any more
+                         it can be repaired: announces  -> the copy is owed, and uploaded as any other
 
 A repair replaces the files in place, each once all of it was read from a good copy and verified, the commit record
-last: what is still good in a damaged copy stays until then. It evicts nothing, and comes after what a tier does not
-have yet. It belongs to the coordinator's thread and does no I/O.
+last: the good files of a damaged copy are kept until then. A repair evicts nothing, and has a lower priority than
+copies that a tier lacks. It belongs to the coordinator's thread and does no I/O.
 
-A mark beside the copy records the damage. A repair removes the mark, and a deletion all that lies there: both wait
-until the mark is written. One that came after them would say of a good copy that it is damaged, or be left over.
+A mark beside the copy records the damage. A repair removes the mark, and a deletion all files: both wait until the mark
+is written. A mark that was written after them would call a good copy damaged, or be left over.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
 from tierfall.core.format.commit_files import damage_mark
 from tierfall.core.format.records import Mark
-from tierfall.core.ranks.message_tree import MessageTree, Topic
+from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.messages import CheckpointTopic
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage, RankReported
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.scheduler.group.messages import (
+    FoundDamage,
+    GroupMessages,
+    MessageKind,
+    Reason,
+    kind_of,
+)
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -39,12 +48,11 @@ from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
-_FOUND, _REPAIR = "damage_found", "damage_repaired"
 
 
 class DamageReports:
-    """See the module. ``tiers`` are those that copies are brought to. Other ranks are reached by ``council``, and
-    ``commits`` says what all of them have given up."""
+    """See the module. ``tiers`` are those that copies are flushed to. ``council`` and ``commits`` are those of a run of
+    several ranks."""
 
     def __init__(
         self,
@@ -62,26 +70,26 @@ class DamageReports:
         self._policies = policies
         self._dropper = dropper
         self._hooks = hooks
-        self._council = council
+        self._messages = None if council is None else GroupMessages(council)
         self._commits = commits
         self._tried: set[tuple[str, CheckpointId]] = set()
         self._marking: dict[tuple[str, CheckpointId], list[Task]] = {}
-        """The copies whose mark is just being written, and the tasks that wait for that."""
+        """The copies whose mark is being written, and the tasks that wait for it."""
 
     def found(self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True) -> None:
-        """A reader of this rank has found that a copy is not what was written; not ``repairable``: its commit record
-        has gone, too."""
+        """A reader of this rank has found a damaged copy; not ``repairable``: its commit record is missing, too."""
         entry = self._ledger.entries.get(id)
         if entry is None or entry.state(tier) is not CopyState.COMMITTED:
-            return  # it is known, or the copy has left meanwhile
-        if self._council is None:
+            return  # it is known, or the copy was deleted meanwhile
+        if self._messages is None:
             self._record(entry, tier, why, repairable)
         else:
-            self._council.tell(_topic(_FOUND, id, tier), [why, repairable])
+            body = FoundDamage(text=why, repairable=repairable)
+            self._messages.report(MessageKind.DAMAGE_FOUND, id, tier, body)
 
     def plan_repairs(self, only: LedgerEntry | None = None) -> None:
-        """Owe the tiers what can be repaired now, of all checkpoints or of one; for rank 0. A repair that failed is not
-        tried again by this process."""
+        """Begin the repairs that are possible now, of all checkpoints or of one; for rank 0. A repair that failed is
+        not tried again by this process."""
         if not self._hooks.may_write() or not (self._commits is None or self._commits.decides):
             return
         entries = self._ledger.repairable() if only is None else (only,)
@@ -96,7 +104,7 @@ class DamageReports:
                 self._begin(entry, tier)
 
     def _may_repair(self, entry: LedgerEntry, tier: str) -> bool:
-        """Say whether all ranks of now can bring what they have saved of it: other ranks' images are not theirs."""
+        """Return whether the ranks of this run can write the images that they have saved of it."""
         ours = entry.parts is not None or entry.shard == self._ledger.shard
         return (
             ours
@@ -110,45 +118,48 @@ class DamageReports:
         )
 
     def _begin(self, entry: LedgerEntry, tier: str) -> None:
-        if self._council is None:
+        if self._messages is None:
             self._owe(entry, tier)
         else:
-            self._council.announce(_topic(_REPAIR, entry.id, tier), entry.damage[tier])
+            self._messages.announce(
+                MessageKind.REPAIR, entry.id, tier, Reason(text=entry.damage[tier])
+            )
 
     @staticmethod
     def is_about(news: RankMessage) -> bool:
-        """Say whether this is what hears of it."""
-        return news.topic[0] in (_FOUND, _REPAIR)
+        """Return whether ``hear`` processes a message."""
+        return kind_of(news) in (MessageKind.DAMAGE_FOUND, MessageKind.REPAIR)
 
     def hear(self, news: RankMessage) -> None:
-        """Hear what a rank has found, or what rank 0 says of it."""
-        what, step, attempt, tier = news.topic
-        id, tier = CheckpointId(int(step), int(attempt)), str(tier)
-        entry = self._ledger.entries.get(id)
+        topic = CheckpointTopic.parse(news.topic)
+        entry = self._ledger.entries.get(topic.id)
         match news:
-            case RankReported(body=[why, repairable]):
-                if entry is not None and entry.state(tier) is CopyState.COMMITTED:
-                    assert self._council is not None
-                    text = f"rank {news.rank}: {why}"
-                    self._council.announce(_topic(_FOUND, id, tier), [text, repairable])
-            case DecisionAnnounced(body=[why, repairable]) if what == _FOUND and entry is not None:
-                if entry.state(tier) is CopyState.COMMITTED:
-                    self._record(entry, tier, why, repairable)
-            case DecisionAnnounced() if what == _REPAIR:
-                self._repair_together(entry, id, tier, str(news.body))
+            case DecisionAnnounced() if topic.kind == MessageKind.REPAIR:
+                why = Reason.from_json(news.body, rank=0).text
+                self._repair_with_all(entry, topic.id, topic.tier, why)
+            case _ if entry is None or entry.state(topic.tier) is not CopyState.COMMITTED:
+                return
+            case RankReported():
+                assert self._messages is not None
+                damage = FoundDamage.from_json(news.body, rank=news.rank)
+                body = replace(damage, text=f"rank {news.rank}: {damage.text}")
+                self._messages.announce(MessageKind.DAMAGE_FOUND, topic.id, topic.tier, body)
+            case DecisionAnnounced():
+                damage = FoundDamage.from_json(news.body, rank=0)
+                self._record(entry, topic.tier, damage.text, damage.repairable)
 
     def _record(self, entry: LedgerEntry, tier: str, why: str, repairable: bool) -> None:
         logger.error("%s: %s is damaged, and protects nothing: %s", tier, entry.id, why)
         entry.note_damage(tier, why, repairable=repairable)
         if not repairable:
-            entry.bytes.pop(tier, None)  # it has gone: it takes no room that could be made
+            entry.bytes.pop(tier, None)  # it is gone: no room can be made by its deletion
         self._dropper.survey(tier)
         if repairable:
             self._leave_mark(entry, tier, why)
         self.plan_repairs(entry)
 
     def _leave_mark(self, entry: LedgerEntry, tier: str, why: str) -> None:
-        """Let whoever lists the tier later know it too; a repair takes the mark away."""
+        """Record the damage on the tier, for later listings; a repair removes the mark."""
         if entry.commit is None or tier not in self._tiers:
             return
         if self._hooks.may_write() and (self._commits is None or self._commits.owns(tier)):
@@ -159,11 +170,11 @@ class DamageReports:
             self._hooks.dispatch(ChangeMark(tier=tier, mark=mark))
 
     def is_marking(self, task: ChangeMark) -> bool:
-        """Say whether a task records damage, and is no person's order."""
+        """Return whether a task records damage, and is no person's command."""
         return keys.is_damage_mark(task.mark.name)
 
     def holds_back(self, task: Task) -> bool:
-        """Keep what ends a damaged copy until its mark is written, and say so: it is dispatched then."""
+        """Hold back a task that ends a damaged copy until its mark is written; return whether it was held back."""
         if not isinstance(task, FinishCopy | CommitCopy | DeleteCopy):
             return False
         waiting = self._marking.get((task.tier, task.id))
@@ -173,22 +184,23 @@ class DamageReports:
         return True
 
     def take_mark(self, task: ChangeMark, outcome: Outcome) -> None:
-        """The mark is written, or could not be: what waited for it goes on."""
+        """The mark is written, or could not be: dispatch the tasks that waited for it."""
         id = task.mark.checkpoint
         if outcome.error is not None:
             logger.warning(
-                "%s: that %s is damaged is not recorded there: %s", task.tier, id, outcome.error
+                "%s: the damage of %s could not be recorded there: %s", task.tier, id, outcome.error
             )
         for waiting in self._marking.pop((task.tier, id)):
             self._hooks.dispatch(waiting)
 
-    def _repair_together(
+    def _repair_with_all(
         self, entry: LedgerEntry | None, id: CheckpointId, tier: str, why: str
     ) -> None:
-        """Bring this rank's part, though that may be whole: a checkpoint is committed when all have brought theirs."""
-        assert self._council is not None
+        """Write this rank's images, though they may be good: a copy is committed when all ranks have uploaded."""
+        assert self._messages is not None
         if entry is None or entry.commit is None:
-            self._council.tell(_topic("cannot", id, tier), "it does not know the checkpoint")
+            reason = Reason(text="it does not know the checkpoint")
+            self._messages.report(MessageKind.COPY_FAILED, id, tier, reason)
             return
         if tier not in entry.damage:
             entry.note_damage(tier, why, repairable=True)
@@ -197,7 +209,3 @@ class DamageReports:
     def _owe(self, entry: LedgerEntry, tier: str) -> None:
         logger.info("%s: %s is damaged, and is written anew", tier, entry.id)
         entry.owed.add(tier)
-
-
-def _topic(what: str, id: CheckpointId, tier: str) -> Topic:
-    return (what, id.step, id.attempt, tier)

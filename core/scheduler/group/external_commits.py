@@ -1,8 +1,8 @@
-"""Checkpoints of this start that another process writes: known once their commit record lies on a tier.
+"""External commits: checkpoints of this start that another process writes, known once their commit record is stored.
 
-The process that trains gives such a save its place in the line, and moves none of its bytes. When it is asked to, rank
-0 looks for what was committed since, and tells all ranks; from then on it is a checkpoint as any other, flushed and
-retained. It belongs to the coordinator's thread: workers read the records.
+The process that trains assigns such a save its ordinal, and moves none of its bytes. When it is asked to, rank 0 reads
+the commit records that are there, and announces them to all ranks; from then on each is flushed and retained as any
+other checkpoint. It belongs to the coordinator's thread: workers read the records.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import logging
 from collections.abc import Iterable
 
 from tierfall.core.format.records import Commit, read_commit
-from tierfall.core.ranks.message_tree import MessageTree, Topic
+from tierfall.core.ranks.message_tree import MessageTree
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage
 from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.scheduler.group.messages import ExternalCommit, MessageKind, kind_of
 from tierfall.core.scheduler.ledger.entry import entry_of
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -22,12 +23,10 @@ from tierfall.core.types.errors import KeyNotFoundError
 from tierfall.core.types.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
-_WRITTEN: Topic = ("written",)
-_UNWRITTEN: Topic = ("unwritten",)
 
 
 class ExternalCommits:
-    """See the module. ``council`` reaches the other ranks, where there are any."""
+    """See the module. ``council`` is that of a run of several ranks."""
 
     def __init__(
         self,
@@ -46,14 +45,14 @@ class ExternalCommits:
         self._looking: list[tuple[InterruptibleEvent, bool]] = []
 
     def expect(self, id: CheckpointId, tier: str) -> None:
-        """Another process was told to write a checkpoint to a tier; they come in order."""
+        """Another process was asked to write a checkpoint to a tier; calls are in the order of the checkpoints."""
         self._expected[id] = tier
 
     def look(self, done: InterruptibleEvent, *, last: bool = False) -> None:
-        """Look for what was committed since; ring ``done`` when what there is has been read.
+        """Look for what was committed since; ring ``done`` when all records have been read.
 
-        ``last``: nobody will look again, so what is not there is left to the next start. A rank that does not look
-        itself waits then for what rank 0 says of each; else for nothing.
+        ``last``: there will be no other look, so a checkpoint that is not committed is left to the next start. Then a
+        rank other than 0 waits for what rank 0 announces of each; else it waits for nothing.
         """
         self._looking.append((done, last))
         if self._looks_itself:
@@ -66,7 +65,7 @@ class ExternalCommits:
             self._hooks.dispatch(ReadCommit(tier=self._expected[id], id=id))
 
     def took(self, outcome: Outcome) -> None:
-        """Take what came of a look at one commit record."""
+        """One commit record was read, or is not there."""
         task = outcome.task
         assert isinstance(task, ReadCommit)
         newest = self._under_way.pop(task.id)
@@ -83,16 +82,17 @@ class ExternalCommits:
 
     @staticmethod
     def is_about(news: RankMessage) -> bool:
-        """Say whether this is what hears of it."""
-        return news.topic in (_WRITTEN, _UNWRITTEN)
+        """Return whether ``hear`` processes a message."""
+        return kind_of(news) in (MessageKind.EXTERNAL_COMMIT, MessageKind.NO_MORE_EXTERNAL_COMMITS)
 
     def hear(self, news: RankMessage) -> None:
-        """Hear what rank 0 has found, or will not look for again."""
+        """Rank 0 has found a commit record, or will not look again."""
         assert isinstance(news, DecisionAnnounced)
-        if news.topic == _WRITTEN:
-            tier, text = news.body
-            commit = read_commit(text.encode(), what=f"{tier}: commit record that rank 0 has read")
-            self._enter(commit, tier)
+        if kind_of(news) == MessageKind.EXTERNAL_COMMIT:
+            message = ExternalCommit.from_json(news.body, rank=0)
+            what = f"{message.tier}: commit record that rank 0 has read"
+            commit = read_commit(message.commit.encode(), what=what)
+            self._enter(commit, message.tier)
             found = commit.line.checkpoint
             left = {id: tier for id, tier in self._expected.items() if id > found}
         else:
@@ -110,29 +110,30 @@ class ExternalCommits:
                 logger.info("not written yet, and left to the next start: %s", [*self._expected])
             self._expected.clear()
             if self._council is not None:
-                self._council.announce(_UNWRITTEN, None)
+                self._council.announce((MessageKind.NO_MORE_EXTERNAL_COMMITS.value,), None)
         self._notify(last=not self._expected)
 
     def _notify(self, *, last: bool) -> None:
-        """Ring for those who look; ``last``: also for whom nobody will look again."""
+        """End the looks; ``last``: also those that no other look follows."""
         for done, of_last in self._looking:
             if last or not of_last:
                 done.ring()
         self._looking = [(done, of_last) for done, of_last in self._looking if not done.rung]
 
     def _on_found(self, task: ReadCommit, commit: Commit) -> None:
-        """Tell all ranks of one that is there, and look once more at those before it."""
+        """Announce a checkpoint that is committed, and look once more for earlier ones."""
         del self._expected[task.id]
         self._newest = task.id if self._newest is None else max(self._newest, task.id)
         self._read([id for id in self._expected if id < task.id])
         if self._council is None:
             self._enter(commit, task.tier)
         else:
-            self._council.announce(_WRITTEN, [task.tier, commit.encode().decode()])
+            body = ExternalCommit(tier=task.tier, commit=commit.encode().decode())
+            self._council.announce((MessageKind.EXTERNAL_COMMIT.value,), body.to_json())
 
     def _is_missing(self, task: ReadCommit, newest: CheckpointId | None) -> None:
-        """One is not there, looked for when ``newest`` had been found: if that is a later one, it has failed, and what
-        it left is collected."""
+        """A checkpoint was not committed when ``newest`` had been found already: if that is a later one, its save has
+        failed, and its files are collected."""
         if newest is not None and task.id < newest:
             del self._expected[task.id]
             self._ledger.unfinished[task.tier, task.id] = 0
@@ -143,7 +144,7 @@ class ExternalCommits:
         id = commit.line.checkpoint
         entry = entry_of(id, commit, self._ledger.shard)
         entry.set_state(tier, CopyState.COMMITTED, commit.stored_bytes)
-        entry.verified.add(tier)  # this start has it written
+        entry.verified.add(tier)  # it was written by this start
         self._ledger.knows_what_is_good()
         self._ledger.entries[id] = entry
         self._hooks.on_external_commit(tier, entry)

@@ -1,28 +1,40 @@
-"""A person's orders where there are several ranks: given once, to rank 0, and carried out by each where it writes.
+"""Commands where there are several ranks: given once, to rank 0, and carried out by each rank where it writes.
 
-    rank 0                          every rank
-    an order about 400@1        ->  marks: in its memory, and on the tiers where records are its to write
-    all have marked: delete     <-  marked
-                                ->  its copies go, once every copy on every node bears its tombstone
-    all have dropped: ended     <-  deleted
-                                ->  what failed anywhere is known to all
+    rank 0                           every rank
+    a command about 400@1         -> marks: in its memory, and on the tiers where it owns the records
+    all have marked: delete       <- marked
+                                  -> its copies are deleted, once every copy on every node bears its tombstone
+    all have deleted: ended       <- deleted
+                                  -> all ranks know what failed on any
 
-Before rank 0 lets go of a copy that each node has a part of, the marks on all nodes are read: a person may have left
+Before rank 0 deletes a copy of which each node has a part, the marks on all nodes are read: a person may have written
 one on any of them (``NodeMarks``). All of it belongs to the coordinator's thread and does no I/O.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.messages import CheckpointTopic, ErrorMessage
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.group.commands import DELETED, Commands
 from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.scheduler.group.messages import (
+    BegunCommand,
+    CommandPart,
+    EndedCommand,
+    GroupMessages,
+    MarksRequest,
+    MessageKind,
+    NodeMarksFound,
+    kind_of,
+    read_all,
+)
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -35,54 +47,59 @@ from tierfall.core.scheduler.ledger.tasks import (
     ReadMarks,
 )
 from tierfall.core.types import keys
-from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError, error_class
 from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 
 OTHERS = "other ranks"
-"""Stands among the tiers that an order waits for, as long as other ranks are at it."""
-_ORDER, _MARKED, _DELETE, _DELETED, _ENDED = "order", "marked", "delete", "deleted", "ended"
-_FOUND = "found"
-_TOPICS = frozenset({_ORDER, _MARKED, _DELETE, _DELETED, _ENDED, _FOUND})
-_ASK, _ANSWER = "marks", "marks_read"
+"""One of the tiers that a command waits for, as long as other ranks have not finished."""
+_KINDS = frozenset(
+    (
+        MessageKind.COMMAND,
+        MessageKind.MARKED,
+        MessageKind.DELETE,
+        MessageKind.DELETED,
+        MessageKind.COMMAND_ENDED,
+        MessageKind.TOMBSTONE_FOUND,
+    )
+)
 
 
 @dataclass(slots=True)
-class _CommandPart:
-    """This rank's part in an order: what it says next, and whether it has."""
+class _OwnPart:
+    """This rank's part in a command: what it contributes next, and whether it has."""
 
     number: int
-    order: Command
-    says: str = _MARKED
-    said: bool = False
+    command: Command
+    contributes: MessageKind = MessageKind.MARKED
+    contributed: bool = False
 
 
 class GroupCommands(Commands):
-    """See the module. Rank 0 takes orders as one rank does; the others take up what it announces."""
+    """See the module. Rank 0 accepts commands as in a run of one rank; the other ranks join those that it announces."""
 
     def __init__(self, *, council: MessageTree, commits: Commits, **alone: Any) -> None:
-        """``alone`` are the arguments of ``Commands``, but for who owns a tier."""
+        """``alone`` are the arguments of ``Commands`` except ``owns``."""
         super().__init__(**alone, owns=commits.owns)
-        self._council = council
+        self._messages = GroupMessages(council)
         self._commits = commits
-        self._conducts = commits.decides
+        self._decides = commits.decides
         self._count = 0
         self._now_s = 0.0
-        self._parts: dict[CheckpointId, _CommandPart] = {}
+        self._parts: dict[CheckpointId, _OwnPart] = {}
 
     @staticmethod
     def is_about(news: RankMessage) -> bool:
-        """Say whether this is what hears of it."""
-        return news.topic[0] in _TOPICS
+        """Return whether ``hear`` processes a message."""
+        return kind_of(news) in _KINDS
 
-    # As with one rank ------------------------------------------------------------------------------
+    # As in a run of one rank -----------------------------------------------------------------------
 
     def finish_deletion(self, id: CheckpointId) -> None:
-        """Carry out a tombstone that was found by any rank, once."""
-        if not self._conducts:
-            self._council.tell((_FOUND, 0, id.step, id.attempt), None)
-        elif not any(o.id == id and o.kind is CommandKind.DELETE for o in self._open):
+        """Carry out, once, a tombstone that any rank has found."""
+        if not self._decides:
+            self._messages.report(MessageKind.TOMBSTONE_FOUND, id)
+        elif not any(c.id == id and c.kind is CommandKind.DELETE for c in self._open):
             self._deleted.add(id)
             super().finish_deletion(id)
 
@@ -90,45 +107,46 @@ class GroupCommands(Commands):
         self._now_s = now_s
         super().carry_out(now_s)
         for part in list(self._parts.values()):
-            if not part.said and not part.order.waiting - {OTHERS}:
-                self._report(part)
+            if not part.contributed and not part.command.waiting - {OTHERS}:
+                self._contribute(part)
 
-    def _begin_unknown(self, order: Command) -> None:
-        """Another rank may know of it: a part of what was deleted, or was found to be."""
-        if order.kind is CommandKind.DELETE and order.id in self._deleted:
-            self._begin(order, None)
+    def _begin_unknown(self, command: Command) -> None:
+        """Another rank may have a part of a checkpoint that was deleted."""
+        if command.kind is CommandKind.DELETE and command.id in self._deleted:
+            self._begin(command, None)
         else:
-            super()._begin_unknown(order)
+            super()._begin_unknown(command)
 
     def _is_settling(self, entry: LedgerEntry) -> bool:
         if entry.awaits_others or self._commits.is_ending(entry.id):
             return True
         return super()._is_settling(entry)
 
-    def _begin(self, order: Command, entry: LedgerEntry | None) -> None:
-        """Begin an order on all ranks; for rank 0."""
-        held = self._held(order.id)
+    def _begin(self, command: Command, entry: LedgerEntry | None) -> None:
+        """Begin a command on all ranks; for rank 0."""
+        held = self._held(command.id)
         self._count += 1
-        self._announce(_ORDER, self._count, order.id, [str(order.kind), order.wall_time_s])
-        self._begin_part(self._count, order, entry)
-        if order.kind is CommandKind.DELETE:
+        body = BegunCommand(kind=command.kind, wall_time_s=command.wall_time_s)
+        self._messages.announce(MessageKind.COMMAND, command.id, body=body, number=self._count)
+        self._begin_part(self._count, command, entry)
+        if command.kind is CommandKind.DELETE:
             for lane in self._lanes:
-                if lane.tier not in held:  # some ranks may have brought their parts
-                    self._commits.give_up(lane.tier, order.id, f"it was {DELETED}")
+                if lane.tier not in held:  # some ranks may have uploaded their images
+                    self._commits.give_up(lane.tier, command.id, f"it was {DELETED}")
 
-    def _begin_part(self, number: int, order: Command, entry: LedgerEntry | None) -> None:
-        self._parts[order.id] = _CommandPart(number, order)
-        super()._begin(order, entry)
-        order.waiting.add(OTHERS)
+    def _begin_part(self, number: int, command: Command, entry: LedgerEntry | None) -> None:
+        self._parts[command.id] = _OwnPart(number, command)
+        super()._begin(command, entry)
+        command.waiting.add(OTHERS)
 
-    def _drop_all(self, order: Command) -> None:
-        super()._drop_all(order)
-        order.waiting.add(OTHERS)
-        part = self._parts[order.id]
-        part.says, part.said = _DELETED, False
+    def _drop_all(self, command: Command) -> None:
+        super()._drop_all(command)
+        command.waiting.add(OTHERS)
+        part = self._parts[command.id]
+        part.contributes, part.contributed = MessageKind.DELETED, False
 
     def _held(self, id: CheckpointId) -> list[str]:
-        """A node may have a part of what is not whole on a tier: that goes, too."""
+        """A node may have a part of a copy that is not whole: it is deleted, too."""
         partial = [tier for tier, of in sorted(self._ledger.partial) if of == id]
         return [*super()._held(id), *partial]
 
@@ -139,84 +157,91 @@ class GroupCommands(Commands):
                 self._dropper.leave(DeleteCopy(tier=tier, id=id, reason=DELETED, tombstoned=True))
         elif self._owns(tier):
             super()._release_memory(tier, id)
-        elif self._hooks.is_split(tier):  # else rank 0 says so once it is gone
+        elif self._hooks.is_split(tier):  # else rank 0 announces it once it is deleted
             entry = self._ledger.entries[id]
             entry.note_gone(tier)
 
     def _try_later(self, id: CheckpointId, now_s: float) -> None:
-        if self._conducts:
+        if self._decides:
             super()._try_later(id, now_s)
 
     # All ranks -------------------------------------------------------------------------------------
 
-    def _announce(self, what: str, number: int, id: CheckpointId, body: Any) -> None:
-        self._council.announce((what, number, id.step, id.attempt), body)
-
-    def _report(self, part: _CommandPart) -> None:
-        """Tell rank 0 what this rank has done, and what it could not do."""
-        part.said = True
-        order = part.order
-        body = {"failed": _errors_to_json(order.failed), "unmarked": order.unmarked}
-        topic = (part.says, part.number, order.id.step, order.id.attempt)
-        self._council.contribute(topic, body)
+    def _contribute(self, part: _OwnPart) -> None:
+        """Contribute what this rank could not do of a command."""
+        part.contributed = True
+        failed = {tier: ErrorMessage.of(error) for tier, error in part.command.failed.items()}
+        body = CommandPart(failed=failed, unmarked=part.command.unmarked)
+        self._messages.contribute(part.contributes, part.command.id, body=body, number=part.number)
 
     def hear(self, news: RankMessage) -> None:
-        what, number, step, attempt = news.topic
-        id = CheckpointId(int(step), int(attempt))
-        part = self._parts.get(id)
-        mine = part is not None and part.number == number
-        match news:
-            case RankReported():
-                self.finish_deletion(id)
-            case DecisionAnnounced() if what == _ORDER and not self._conducts:
-                self._join(int(number), id, *news.body)
-            case MessagesGathered(passed=False) if part is not None and mine:
-                self._on_all_have(part, str(what), news.bodies)
-            case DecisionAnnounced() if part is not None and mine and what == _DELETE:
-                part.order.waiting.discard(OTHERS)
-            case DecisionAnnounced() if part is not None and mine and what == _ENDED:
-                self._ended(part, news.body)
+        topic = CheckpointTopic.parse(news.topic)
+        part = self._parts.get(topic.id)
+        if isinstance(news, RankReported):
+            self.finish_deletion(topic.id)
+        elif topic.kind == MessageKind.COMMAND:
+            if not self._decides:
+                assert isinstance(news, DecisionAnnounced)
+                self._join(topic, BegunCommand.from_json(news.body, rank=0))
+        elif part is None or part.number != topic.number:
+            return  # the command has ended on this rank
+        elif isinstance(news, MessagesGathered):
+            if not news.passed:
+                self._on_all_have(part, topic, read_all(CommandPart, news.bodies))
+        elif topic.kind == MessageKind.DELETE:
+            part.command.waiting.discard(OTHERS)
+        elif topic.kind == MessageKind.COMMAND_ENDED:
+            self._ended(part, EndedCommand.from_json(news.body, rank=0))
 
-    def _join(self, number: int, id: CheckpointId, kind: str, wall_time_s: float) -> None:
-        """Take up an order that rank 0 has begun."""
-        order = Command(
-            kind=CommandKind(kind),
-            id=id,
-            wall_time_s=wall_time_s,
+    def _join(self, topic: CheckpointTopic, begun: BegunCommand) -> None:
+        """Join a command that rank 0 has begun."""
+        command = Command(
+            kind=begun.kind,
+            id=topic.id,
+            wall_time_s=begun.wall_time_s,
             answer=_ignore_failed,
             begun=True,
         )
-        self.give(order)
-        self._begin_part(number, order, self._ledger.entries.get(id))
+        self.give(command)
+        self._begin_part(topic.number, command, self._ledger.entries.get(topic.id))
 
-    def _on_all_have(self, part: _CommandPart, what: str, bodies: Bodies) -> None:
-        """All ranks have marked, or dropped, what they could."""
-        order = part.order
-        for rank, body in bodies.items():
-            order.unmarked |= body["unmarked"]
-            for tier, said in body["failed"].items():
-                order.failed.setdefault(tier, _error_from_json(said, rank))
-        if what == _MARKED and order.kind is CommandKind.DELETE and not order.unmarked:
-            self._announce(_DELETE, part.number, order.id, None)
+    def _on_all_have(
+        self, part: _OwnPart, topic: CheckpointTopic, parts: Mapping[int, CommandPart]
+    ) -> None:
+        """All ranks have marked, or deleted, what they could."""
+        command = part.command
+        for rank, one in parts.items():
+            command.unmarked |= one.unmarked
+            for tier, error in one.failed.items():
+                command.failed.setdefault(tier, error.error_of(rank))
+        is_marked = topic.kind == MessageKind.MARKED and not command.unmarked
+        if is_marked and command.kind is CommandKind.DELETE:
+            self._messages.announce(MessageKind.DELETE, command.id, number=part.number)
         else:
-            body = {"failed": sorted(order.failed), "unmarked": order.unmarked}
-            self._announce(_ENDED, part.number, order.id, body)
+            body = EndedCommand(failed=tuple(sorted(command.failed)), unmarked=command.unmarked)
+            self._messages.announce(
+                MessageKind.COMMAND_ENDED, command.id, body=body, number=part.number
+            )
 
-    def _ended(self, part: _CommandPart, body: Mapping[str, Any]) -> None:
-        order = part.order
-        entry = self._ledger.entries.get(order.id)
-        if order.kind is CommandKind.UNPIN and entry is not None:
-            for tier in set(self._held(order.id)) - set(body["failed"]):
+    def _ended(self, part: _OwnPart, message: EndedCommand) -> None:
+        command = part.command
+        entry = self._ledger.entries.get(command.id)
+        if command.kind is CommandKind.UNPIN and entry is not None:
+            for tier in set(self._held(command.id)) - set(message.failed):
                 entry.set_mark(tier, keys.PIN_MARK, there=False)
-        order.unmarked = body["unmarked"]
-        order.dropping = False
-        order.waiting.clear()
-        del self._parts[order.id]
-        self._end(order, self._now_s)
+        command.unmarked = message.unmarked
+        command.dropping = False
+        command.waiting.clear()
+        del self._parts[command.id]
+        self._end(command, self._now_s)
+
+
+_NO_ID = CheckpointId(0, 0)
+"""In the topics of messages that are about a tier alone."""
 
 
 class NodeMarks:
-    """The marks of tiers of which each node has its own, as rank 0 asks for them: those on all nodes together."""
+    """The marks on tiers of which each node has its own disk; rank 0 has them read on all nodes."""
 
     def __init__(
         self,
@@ -227,7 +252,7 @@ class NodeMarks:
         dropper: Deleter,
         hooks: Hooks,
     ) -> None:
-        self._council = council
+        self._messages = GroupMessages(council)
         self._ledger = ledger
         self._topology = council.topology
         self._shared = shared
@@ -240,11 +265,11 @@ class NodeMarks:
 
     @staticmethod
     def is_about(news: RankMessage) -> bool:
-        """Say whether this is what hears of it."""
-        return news.topic[0] in (_ASK, _ANSWER)
+        """Return whether ``hear`` processes a message."""
+        return kind_of(news) in (MessageKind.READ_MARKS, MessageKind.MARKS)
 
     def read(self, task: ReadMarks) -> None:
-        """Have marks read: here, or on all nodes."""
+        """Have marks read, on this node or on all."""
         if self.is_split(task.tier):
             ids = self._changed[task.tier].union(task.ids)
             self._ask(replace(task, ids=tuple(sorted(ids))))
@@ -252,7 +277,7 @@ class NodeMarks:
             self._hooks.dispatch(task)
 
     def asks_first(self, task: DeleteCopy) -> bool:
-        """Have the marks of a copy that is to go read on all nodes first; False where this node sees all of it."""
+        """Have the marks of a copy read on all nodes before it is deleted; False where this node sees all of it."""
         if not self.is_split(task.tier):
             return False
         self._going[self._count + 1] = task
@@ -260,49 +285,55 @@ class NodeMarks:
         return True
 
     def is_split(self, tier: str) -> bool:
-        """Say whether other nodes have parts of what a tier holds."""
+        """Return whether other nodes have parts of the copies on a tier."""
         return not self._shared[tier] and len(self._topology.nodes) > 1
 
     def _ask(self, task: ReadMarks) -> None:
         self._count += 1
         self._asked[self._count] = task
-        body = [[[id.step, id.attempt] for id in ids] for ids in (task.ids, task.relies_on)]
-        self._council.announce((_ASK, self._count, task.tier, 0), body)
+        body = MarksRequest(ids=task.ids, relies_on=task.relies_on)
+        self._messages.announce(MessageKind.READ_MARKS, _NO_ID, task.tier, body, number=self._count)
 
     def hear(self, news: RankMessage) -> None:
-        _, number, tier, _ = news.topic
+        topic = CheckpointTopic.parse(news.topic)
         match news:
             case DecisionAnnounced() if self._topology.is_leader:
-                ids, relied = (tuple(CheckpointId(*pair) for pair in pairs) for pairs in news.body)
-                task = ReadMarks(tier=str(tier), ids=ids, number=int(number), relies_on=relied)
+                request = MarksRequest.from_json(news.body, rank=0)
+                task = ReadMarks(
+                    tier=topic.tier,
+                    ids=request.ids,
+                    number=topic.number,
+                    relies_on=request.relies_on,
+                )
                 self._hooks.dispatch(task)
             case MessagesGathered(passed=False):
-                self._on_answers(int(number), news.bodies)
+                self._on_answers(topic.number, read_all(NodeMarksFound, news.bodies))
 
     def took(self, task: ReadMarks, outcome: Outcome) -> None:
-        """Take marks that were read here: for this rank, or for rank 0."""
+        """Marks were read on this node: for this rank, or for rank 0."""
         if not task.number:
             self._dropper.take_marks(task, outcome)
             return
         if isinstance(outcome.error, NotWholeError):
             self._dropper.not_whole(task.tier, outcome.error)
-            body: dict[str, Any] = {"failed": [IntegrityError.__name__, str(outcome.error)]}
-        elif outcome.error is not None:
-            body = {"failed": _errors_to_json({task.tier: outcome.error})[task.tier]}
+        if outcome.error is not None:
+            body = NodeMarksFound(failed=ErrorMessage.of(outcome.error))
         else:
-            read = outcome.value.items()
-            body = {"marks": [[id.step, id.attempt, sorted(marks)] for id, marks in read]}
-        topic = (_ANSWER, task.number, task.tier, 0)
-        self._council.contribute(topic, body, leaders_only=True)
+            body = NodeMarksFound(marks=tuple(outcome.value.items()))
+        self._messages.contribute(
+            MessageKind.MARKS, _NO_ID, task.tier, body, number=task.number, leaders_only=True
+        )
 
-    def _on_answers(self, number: int, bodies: Bodies) -> None:
-        """All nodes have answered. Where a person has changed marks on one of them, it has read all that lie there: of
-        what is news, all nodes are asked in turn."""
+    def _on_answers(self, number: int, answers: Mapping[int, NodeMarksFound]) -> None:
+        """All nodes have answered. A node on which a person has changed marks has read all marks there; those that are
+        new are then read on all nodes."""
         task = self._asked.pop(number)
         failed = [
-            _error_from_json(b["failed"], rank) for rank, b in bodies.items() if "failed" in b
+            one.failed.error_of(rank) for rank, one in answers.items() if one.failed is not None
         ]
-        read = _merge_nodes(body["marks"] for body in bodies.values() if "marks" in body)
+        read: dict[CheckpointId, frozenset[str]] = {}
+        for id, marks in (found for one in answers.values() for found in one.marks):
+            read[id] = read.get(id, frozenset()) | marks
         changed = self._changed[task.tier]
         changed |= self._ledger.changed_marks(task.tier, read)
         if not failed:
@@ -319,25 +350,5 @@ class NodeMarks:
             self._dropper.take_answer(going, outcome)
 
 
-def _merge_nodes(
-    nodes: Iterable[list[tuple[int, int, list[str]]]],
-) -> dict[CheckpointId, frozenset[str]]:
-    found: dict[CheckpointId, frozenset[str]] = {}
-    for marks_of_node in nodes:
-        for step, attempt, marks in marks_of_node:
-            id = CheckpointId(step, attempt)
-            found[id] = found.get(id, frozenset()) | frozenset(marks)
-    return found
-
-
-def _errors_to_json(failed: Mapping[str, BaseException]) -> dict[str, list[str]]:
-    return {tier: [type(error).__name__, str(error)] for tier, error in failed.items()}
-
-
-def _error_from_json(said: list[str], rank: int) -> TierfallError:
-    """Make an error of what another rank said of it: of its kind, where that is one of tierfall's own."""
-    return error_class(said[0], RanksError)(f"rank {rank}: {said[1]}")
-
-
 def _ignore_failed(failed: Mapping[str, BaseException]) -> None:
-    """Rank 0 hears what failed."""
+    """What failed was contributed to rank 0."""

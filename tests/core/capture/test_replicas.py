@@ -70,7 +70,7 @@ class Ranks:
         return are_alike({r: digests.by_group() for r, digests in self.read(ordinal).items()})
 
     def found(self, ordinal: int) -> str | None:
-        found = find_difference({r: one.to_json() for r, one in self.read(ordinal).items()})
+        found = find_difference(self.read(ordinal))
         return None if found is None else self.shares[0].names()[found.key]
 
 

@@ -80,7 +80,7 @@ def test_each_entry_of_several_ranks_is_written_by_one_that_has_it(
         if owner in (NOBODY, rank)
     )
     assert written == Counter(holders.keys())
-    again = ReplicaAssignment.from_json(division.to_json())
+    again = ReplicaAssignment.from_json(division.to_json(), rank=0)
     assert (again.id, list(again.keys), list(again.owners)) == (
         division.id,
         list(division.keys),
@@ -129,13 +129,13 @@ def test_what_is_not_alike_is_named_with_its_ranks() -> None:
     division = assign_writers(tables)
     digests = {rank: share.digests(division) for rank, share in enumerate(shares)}
     assert not are_alike({rank: one.by_group() for rank, one in digests.items()})
-    found = find_difference({rank: one.to_json() for rank, one in digests.items()})
+    found = find_difference(digests)
     assert found is not None
     assert (found.ranks, found.others, found.more) == ((0, 2), (1,), 0)
     assert shares[0].names()[found.key] == "model.2.weight"
     alike = digests | {1: digests[0]}
     assert are_alike({rank: one.by_group() for rank, one in alike.items()})
-    assert find_difference({rank: one.to_json() for rank, one in alike.items()}) is None
+    assert find_difference(alike) is None
 
 
 def test_what_lies_otherwise_in_memory_is_not_shared() -> None:
@@ -161,7 +161,7 @@ def test_tensors_that_the_same_ranks_hold_have_one_digest_together() -> None:
         states[other][name].load_state_dict(states[one][name].state_dict())
     shares = [shareable(state) for state in states]
     division = ReplicaAssignment.from_json(
-        assign_writers([share.table for share in shares]).to_json()
+        assign_writers([share.table for share in shares]).to_json(), rank=0
     )
     by_group = {r: share.digests(division).by_group() for r, share in enumerate(shares)}
     assert [len(groups) for groups in by_group.values()] == [2, 2, 2, 2]
@@ -171,7 +171,7 @@ def test_tensors_that_the_same_ranks_hold_have_one_digest_together() -> None:
         states[3]["stage1"].bias.add_(1)
     digests = {r: share.digests(division) for r, share in enumerate(shares)}
     assert not are_alike({r: one.by_group() for r, one in digests.items()})
-    found = find_difference({r: one.to_json() for r, one in digests.items()})
+    found = find_difference(digests)
     assert found is not None
     assert (shares[3].names()[found.key], found.ranks, found.others) == ("stage1.bias", (2,), (3,))
 

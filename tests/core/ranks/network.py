@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierfall.core.ranks.message_tree import Bodies, MessageTree, Topic
+from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.ranks.topology import FAN_OUT, Topology
 
 Pair = tuple[int, int]
@@ -87,7 +88,7 @@ class Network:
         if pair[1] in self.lost:
             return
         self._depth = depth
-        self.councils[pair[1]].take(data)
+        self.councils[pair[1]].receive(data, pair[0])
         self._depth = 0
 
     def _council(self, topology: Topology) -> MessageTree:
@@ -107,7 +108,7 @@ class Network:
             heard.append(("told", topic, body, rank))
 
         council.on_gathered, council.on_passed = gathered, passed
-        council.on_announced, council.on_told = announced, told
+        council.on_announced, council.on_reported = announced, told
         return council
 
     def _sender(self, source: int) -> Callable[[int, bytes], None]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.ranks.rendezvous import RankPlacement
 from tierfall.core.types.errors import TierfallError
@@ -68,6 +70,11 @@ class Process:
         self._process.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Anything(Message):
+    value: object
+
+
 class _Worker:
     """The other side: each method is something that a test can ask for."""
 
@@ -81,9 +88,11 @@ class _Worker:
         return self._ranks.topology.nodes
 
     def agree(self, what: str, body: Any, timeout_s: float) -> Any:
-        return self._ranks.agree(
-            what, body, lambda bodies: list(bodies.items()), timeout_s=timeout_s
-        )
+        def decide(bodies: dict[int, _Anything]) -> list[list[Any]]:
+            return [[rank, body.value] for rank, body in bodies.items()]
+
+        mine = _Anything(value=body)
+        return self._ranks.agree(what, mine, decide, object, timeout_s=timeout_s)
 
     def check(self) -> None:
         self._ranks.check()

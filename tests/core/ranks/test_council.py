@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.core.ranks.network import Network
-from tierfall.core.ranks.message_tree import Topic
+from tierfall.core.ranks.messages import Topic
 
 X: Topic = ("x", 7)
 NODES = {
@@ -131,7 +131,7 @@ def test_rank_0_is_told_who_has_spoken_and_gets_the_rest_later(network: Network)
     early = [rank for rank in everybody(network) if rank not in late]
     contribute(network, *early)
     network.deliver()
-    network.councils[0].hand_on_what_there_is(X)
+    network.councils[0].flush_partial(X)
     network.deliver()
     assert network.councils[0].missing(X) == (tuple(sorted(late)) if early else ())
     contribute(network, *afterwards)
@@ -139,7 +139,7 @@ def test_rank_0_is_told_who_has_spoken_and_gets_the_rest_later(network: Network)
     assert network.councils[0].missing(X) == tuple(sorted(late - set(afterwards)))
     assert bool(heard(network, 0, "gathered")) == (late == set(afterwards))
     network.forget_counts()
-    network.councils[0].hand_on_what_there_is(X)
+    network.councils[0].flush_partial(X)
     network.deliver()
     assert network.counts().messages == len(network.councils[0].topology.leaders) - 1
     contribute(network, *(late - set(afterwards)))
@@ -153,7 +153,7 @@ def test_a_leader_can_hand_on_by_itself() -> None:
     network.deliver()
     assert network.councils[0].missing(X) == (1, 2, 3)
     assert network.councils[1].missing(X) == (3,)
-    network.councils[1].hand_on_what_there_is(X)
+    network.councils[1].flush_partial(X)
     network.deliver()
     assert network.councils[0].missing(X) == (3,)
     contribute(network, 3)
@@ -170,7 +170,7 @@ def test_what_is_forgotten_is_never_told_of_nor_kept(network: Network) -> None:
         council.forget(X)
     contribute(network, last)
     contribute(network, *everybody(network))
-    network.councils[0].hand_on_what_there_is(X)
+    network.councils[0].flush_partial(X)
     network.deliver()
     assert not heard(network, 0, "gathered") or last == 0
     assert all(not council.missing(X) for council in network.councils)

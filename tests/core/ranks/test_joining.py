@@ -22,7 +22,7 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.ranks.rendezvous import RankPlacement, connect, join
 from tierfall.core.types.errors import RanksError
 
-DOOR = "tierfall/run/door"
+ADDRESS = "tierfall/run/address"
 NODES = "abab"
 MakeRank = Callable[..., Process]
 
@@ -120,7 +120,7 @@ def test_a_message_may_be_larger_than_a_store_takes(ranks: list[Process]) -> Non
 def test_the_door_of_a_start_that_is_gone(bootstrap: TCPStore, ranks: list[Process]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    bootstrap.set(DOOR, json.dumps(["tierfall/old", "127.0.0.1", port]))
+    bootstrap.set(ADDRESS, json.dumps(["tierfall/old", "127.0.0.1", port]))
     for rank in ranks[1:]:
         rank.ask("join", PATIENCE_S)
     time.sleep(0.3)
@@ -133,10 +133,10 @@ def test_the_door_of_a_start_that_is_alive_and_never_welcomes(
     bootstrap: TCPStore, ranks: list[Process]
 ) -> None:
     stale = serve()
-    bootstrap.set(DOOR, json.dumps(["tierfall/old", "127.0.0.1", stale.port]))
+    bootstrap.set(ADDRESS, json.dumps(["tierfall/old", "127.0.0.1", stale.port]))
     for rank in ranks[1:]:
         rank.ask("join", PATIENCE_S)
-    stale.wait([f"tierfall/old/hello/{rank}" for rank in (1, 2, 3)])  # they are all at the old one
+    stale.wait([f"tierfall/old/rank/{rank}" for rank in (1, 2, 3)])  # they are all at the old one
     began = time.monotonic()
     ranks[0].ask("join", PATIENCE_S)
     assert [rank.result() for rank in ranks] == [((0, 2), (1, 3))] * 4
@@ -165,7 +165,7 @@ def test_a_store_that_goes_just_as_it_is_reached_keeps_nobody_from_the_next_door
         return connection
 
     monkeypatch.setattr(rendezvous.socket, "create_connection", create_connection)
-    bootstrap.set(DOOR, json.dumps(["tierfall/old", "127.0.0.1", port]))
+    bootstrap.set(ADDRESS, json.dumps(["tierfall/old", "127.0.0.1", port]))
 
     def open_again(rank: int) -> Ranks:
         place = RankPlacement(rank=rank, world_size=2, node="a", address="127.0.0.1", settings={})
@@ -204,7 +204,7 @@ def test_rank_0_that_never_comes(bootstrap: TCPStore, ranks: list[Process]) -> N
         )
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    bootstrap.set(DOOR, json.dumps(["tierfall/old", "127.0.0.1", port]))
+    bootstrap.set(ADDRESS, json.dumps(["tierfall/old", "127.0.0.1", port]))
     error = ranks[3].do("join", 0.5)
     assert isinstance(error, RanksError)
     assert f"did not call open, or cannot be reached at 127.0.0.1:{port}" in str(error)

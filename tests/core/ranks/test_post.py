@@ -26,7 +26,7 @@ class Inbox:
         self.fails_at: bytes | None = None
         post.start(self._take, self.lost.put)
 
-    def _take(self, message: bytes) -> None:
+    def _take(self, message: bytes, sender: int) -> None:
         if message == self.fails_at:
             raise ZeroDivisionError
         self.messages.put(message)
@@ -56,7 +56,7 @@ def both() -> Iterator[tuple[Inbox, Inbox]]:
 def test_messages_come_in_their_order_whole_whatever_their_size(
     both: tuple[Inbox, Inbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(post_module, "PART_BYTES_MAX", 10)
+    monkeypatch.setattr(post_module, "PACKET_BYTES_MAX", 10)
     messages = [b"", b"0123456789", b"0123456789a", bytes(range(256)), b"end"]
     for source, target, rank in ((both[0], both[1], 1), (both[1], both[0], 0)):
         for message in messages:
@@ -67,7 +67,7 @@ def test_messages_come_in_their_order_whole_whatever_their_size(
 def test_a_large_message_of_several_threads_is_not_torn(
     both: tuple[Inbox, Inbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(post_module, "PART_BYTES_MAX", 10)
+    monkeypatch.setattr(post_module, "PACKET_BYTES_MAX", 10)
     messages = [bytes([number]) * 200 for number in range(20)]
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda message: both[1].post.send(0, message), messages))
@@ -122,4 +122,4 @@ def test_a_message_that_cannot_be_taken_is_told_of_and_the_next_one_is_taken(
     for message in (b"bad", b"good"):
         guest.post.send(0, message)
     assert root.next() == b"good"
-    assert "rank 0: a message could not be taken" in caplog.text
+    assert "rank 0: a message of rank 1 failed" in caplog.text

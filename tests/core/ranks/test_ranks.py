@@ -19,7 +19,7 @@ PATIENCE_S = 20.0
 
 def test_a_rank_alone_agrees_with_itself_and_sends_nothing() -> None:
     ranks = Ranks.alone()
-    assert ranks.agree("open", 3, lambda bodies: sum(bodies.values())) == 3
+    assert ranks.agree("open", 3, lambda bodies: sum(bodies.values()), int) == 3
     assert (ranks.shard.rank, ranks.shard.world_size, ranks.slot, ranks.many) == (0, 1, 0, False)
     ranks.check()
     ranks.close(1.0)

@@ -11,10 +11,12 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tierfall.core.format.records import Commit, Lineage, NamedFile
-from tierfall.core.ranks.message_tree import MessageTree, Topic
+from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.messages import Topic
 from tierfall.core.ranks.topology import Topology
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId, Shard
@@ -32,7 +34,7 @@ class Clocks:
         first = Topology.of(0, node_of)
         self.now_s = [0.0] * len(node_of)
         self.received: Counter[int] = Counter()
-        self._on_the_way: list[tuple[float, int, int, bytes]] = []
+        self._on_the_way: list[tuple[float, int, int, int, bytes]] = []
         self._number = 0
         self.councils = [
             MessageTree(Topology(rank, first.nodes), self._sender(rank))
@@ -45,10 +47,11 @@ class Clocks:
         gc.freeze()
         try:
             while self._on_the_way:
-                arrived_s, _, rank, data = heapq.heappop(self._on_the_way)
+                arrived_s, _, source, rank, data = heapq.heappop(self._on_the_way)
                 self.received[rank] += 1
                 self.now_s[rank] = max(self.now_s[rank], arrived_s) + ROUND_TRIP_S
-                self.timed(rank, lambda rank=rank, data=data: self.councils[rank].take(data))
+                receive = self.councils[rank].receive
+                self.timed(rank, partial(receive, data, source))
         finally:
             gc.unfreeze()
         return max(self.now_s)
@@ -63,7 +66,7 @@ class Clocks:
         def send(target: int, data: bytes) -> None:
             self.now_s[source] += PUSH_S
             self._number += 1
-            entry = (self.now_s[source], self._number, target, data)
+            entry = (self.now_s[source], self._number, source, target, data)
             heapq.heappush(self._on_the_way, entry)
 
         return send

@@ -31,11 +31,12 @@ class Rank:
     """A council and its agreements, with a thread that takes what is sent to it."""
 
     def __init__(self, topology: Topology, ranks: list[Rank]) -> None:
-        self.inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self.council = MessageTree(topology, lambda rank, data: ranks[rank].inbox.put(data))
+        self.inbox: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
+        rank = topology.rank
+        self.council = MessageTree(topology, lambda to, data: ranks[to].inbox.put((data, rank)))
         self.together = Agreement(self.council, timeout_s=PATIENCE_S)
-        self.council.on_gathered = self.together.take_gathered
-        self.council.on_announced = self.together.take_announced
+        self.council.on_gathered = self.together.on_gathered
+        self.council.on_announced = self.together.on_announced
         self._taking = threading.Thread(target=self._take)
         self._taking.start()
 
@@ -45,8 +46,8 @@ class Rank:
         assert not self._taking.is_alive()
 
     def _take(self) -> None:
-        while (data := self.inbox.get()) is not None:
-            self.council.take(data)
+        while (packet := self.inbox.get()) is not None:
+            self.council.receive(*packet)
 
 
 class World:
@@ -107,7 +108,7 @@ def total(bodies: Bodies) -> Any:
 def agree(
     what: str = "open", body: Any = 1, decide: Callable[[Bodies], Any] = total, **more: float
 ) -> Call:
-    return lambda together: together.agree(what, body, decide, **more)
+    return lambda together: together.agree(what, body, decide, object, **more)
 
 
 def all_but(world: World, *missing: int) -> list[int]:
@@ -182,6 +183,14 @@ def test_a_rank_that_comes_at_the_very_end_is_no_nameless_error(
     assert results == dict.fromkeys(all_but(world, 6), 7)
 
 
+def test_a_rank_whose_message_is_malformed_is_named_everywhere(world: World) -> None:
+    world.ranks[6].council.contribute(("agree", 0), ["open", "one"])
+    results = world.run({rank: agree() for rank in all_but(world, 6)})
+    for rank in all_but(world, 6):
+        assert isinstance(results[rank], RanksError)
+        assert "rank 6 sent a malformed int: message: expected int, got 'one'" in str(results[rank])
+
+
 def test_a_rank_that_makes_another_call_is_named_everywhere(world: World) -> None:
     calls = {rank: agree() for rank in all_but(world, 3, 5, 6)}
     results = world.run({**calls, 3: agree("restore"), 6: agree("restore"), 5: agree("close")})
@@ -250,7 +259,7 @@ def test_who_waits_when_the_others_are_lost_is_told_at_once(world: World) -> Non
     gone = ConnectionError("hung up")
 
     def lose(together: Agreement) -> Any:
-        while not together._bells:
+        while not together._events:
             time.sleep(0.001)
         together.lose(gone)
 
@@ -259,11 +268,11 @@ def test_who_waits_when_the_others_are_lost_is_told_at_once(world: World) -> Non
     losing = threading.Thread(target=lose, args=(rank,))
     losing.start()
     with pytest.raises(RanksError, match="rank 2: the other ranks cannot be reached: hung up") as e:
-        rank.agree("open", 1, total)
+        rank.agree("open", 1, total, object)
     losing.join()
     assert e.value.__cause__ is gone
     with pytest.raises(RanksError, match=r"restore: rank 2: .* hung up"):  # and whoever asks later
-        rank.agree("restore", 1, total)
+        rank.agree("restore", 1, total, object)
     assert time.monotonic() - began < PATIENCE_S / 4
 
 
@@ -287,13 +296,13 @@ def test_a_late_answer_does_not_confuse_the_next_call(world: World) -> None:
     assert late == {0: "late"}
     results = world.run({rank: agree("restore", body=2) for rank in all_but(world)})
     assert results == dict.fromkeys(all_but(world), 14)
-    assert not any(rank.together._announced for rank in world.ranks)
+    assert not any(rank.together._answers for rank in world.ranks)
 
 
 def test_a_rank_that_comes_after_the_others_gave_up_is_told_at_once(world: World) -> None:
     """And what it says then is not taken for its part in the next call, which all make together."""
     world.run({rank: agree(timeout_s=0.1) for rank in all_but(world, 6)})
-    while not world.ranks[6].together._announced:
+    while not world.ranks[6].together._answers:
         time.sleep(0.001)
     began = time.monotonic()
     late = world.run({6: agree("open", body=1000)})
@@ -309,5 +318,5 @@ def test_nothing_is_kept_of_what_is_over(world: World) -> None:
     world.run({3: agree()})
     for rank in world.ranks:
         kept = rank.together
-        everything = (kept._bells, kept._gathered, kept._announced, rank.council._gatherings)
+        everything = (kept._events, kept._gathered, kept._answers, rank.council._gatherings)
         assert not any(everything)

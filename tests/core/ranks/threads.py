@@ -17,19 +17,22 @@ PATIENCE_S = 20.0
 class Post:
     """Carries messages to one rank: a queue, and a thread that hands out what comes."""
 
-    def __init__(self, posts: dict[int, Post]) -> None:
+    def __init__(self, rank: int, posts: dict[int, Post]) -> None:
+        self._rank = rank
         self._posts = posts
-        self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.closed = False
 
     def send(self, rank: int, data: bytes) -> None:
-        self._posts[rank]._inbox.put(data)
+        self._posts[rank]._inbox.put((data, self._rank))
 
-    def start(self, take: Callable[[bytes], None], lost: Callable[[BaseException], None]) -> None:
+    def start(
+        self, take: Callable[[bytes, int], None], lost: Callable[[BaseException], None]
+    ) -> None:
         def receive() -> None:
-            while (data := self._inbox.get()) is not None:
-                take(data)
+            while (packet := self._inbox.get()) is not None:
+                take(*packet)
 
         self._thread = threading.Thread(target=receive, daemon=True)
         self._thread.start()
@@ -49,7 +52,7 @@ def network(nodes: Sequence[object], *, timeout_s: float = PATIENCE_S) -> Iterat
     """All ranks, by what tells their nodes apart."""
     posts: dict[int, Post] = {}
     for rank in range(len(nodes)):
-        posts[rank] = Post(posts)
+        posts[rank] = Post(rank, posts)
     try:
         yield [
             Ranks(Topology.of(rank, nodes), post, timeout_s=timeout_s)  # type: ignore[arg-type]

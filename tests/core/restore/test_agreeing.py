@@ -19,10 +19,17 @@ from several_help import (
     sharded,
 )
 
+from tierfall.core.copies.chunk_reader import Fallback
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.records import read_commit
-from tierfall.core.restore.agreement import agree_to_restore, choose_candidates, complete, whole_on
-from tierfall.core.restore.inventory import describe, merge_ranks
+from tierfall.core.restore.agreement import (
+    Candidates,
+    agree_to_restore,
+    choose_candidates,
+    complete,
+    whole_on,
+)
+from tierfall.core.restore.inventory import Inventory, describe, merge_ranks
 from tierfall.core.restore.restore import RestoreRequest
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId
@@ -34,11 +41,10 @@ def several(count: int) -> list[Tiers]:
     return [Tiers(*ORDER) for _ in range(count)]
 
 
-def described(ranks: list[Tiers]) -> dict[int, Any]:
+def described(ranks: list[Tiers]) -> dict[int, Inventory]:
     """Every rank has a node of its own: it speaks for its memory and disk, and rank 0 for the store."""
     return {
-        rank: json.loads(json.dumps(describe(tiers.listings(), mine=mine_of(rank))))
-        for rank, tiers in enumerate(ranks)
+        rank: describe(tiers.listings(), mine=mine_of(rank)) for rank, tiers in enumerate(ranks)
     }
 
 
@@ -50,10 +56,14 @@ def seen(ranks: list[Tiers]) -> tuple[Listing, ...]:
     return merge_ranks(described(ranks), ORDER)
 
 
-def chosen(ranks: list[Tiers], **request: Any) -> dict[str, Any]:
+def chosen(ranks: list[Tiers], **request: Any) -> Candidates:
     decision = choose_candidates(described(ranks), ORDER, RestoreRequest(**request))
-    assert json.loads(json.dumps(decision)) == decision
+    assert Candidates.from_json(json.loads(json.dumps(decision.to_json())), rank=0) == decision
     return decision
+
+
+def steps(decision: Candidates) -> list[str]:
+    return [str(id) for id in decision.order]
 
 
 def lost(tiers: Tiers) -> None:
@@ -134,9 +144,9 @@ def test_what_only_some_ranks_had_sealed_in_memory_is_no_checkpoint() -> None:
     ranks[0].put("host", sharded(5, 0, 2))
     assert complete(seen(ranks)) == (frozenset(), {})
     decision = chosen(ranks)
-    assert decision["order"] == []
-    assert decision["fallbacks"][0][0] == "step 5@1"
-    assert "only some ranks had sealed it" in decision["fallbacks"][0][1]
+    assert decision.order == ()
+    assert decision.fallbacks[0].what == "step 5@1"
+    assert "only some ranks had sealed it" in decision.fallbacks[0].reason
 
 
 def test_what_memory_and_another_tier_hold_together_is_whole() -> None:
@@ -162,10 +172,12 @@ def test_the_newest_whole_checkpoint_is_chosen_and_the_others_are_passed_over_by
     put_parts(ranks, "nvme", 5)
     lost(ranks[1])
     decision = chosen(ranks)
-    assert decision["order"] == [[4, 1], [3, 1]]
-    records = [read_commit(said.encode(), what="said") for said in decision["commits"]]
+    assert steps(decision) == ["4@1", "3@1"]
+    records = [read_commit(said.encode(), what="said") for said in decision.commits]
     assert [record.line.attempt_id for record in records] == [f"{1:032x}"] * 2
-    assert decision["fallbacks"] == [["step 5@1", "rank 1 of 2 is on no tier that answered"]]
+    assert decision.fallbacks == (
+        Fallback(what="step 5@1", reason="rank 1 of 2 is on no tier that answered"),
+    )
 
 
 def test_checkpoints_that_are_only_partly_there_are_never_taken_for_a_first_start() -> None:
@@ -178,7 +190,7 @@ def test_checkpoints_that_are_only_partly_there_are_never_taken_for_a_first_star
 
 
 def test_nothing_is_said_where_there_is_nothing() -> None:
-    assert chosen(several(3)) == {"order": [], "commits": [], "fallbacks": []}
+    assert chosen(several(3)) == Candidates()
 
 
 def test_a_tier_that_one_rank_cannot_read_may_hold_something_newer() -> None:
@@ -187,7 +199,7 @@ def test_a_tier_that_one_rank_cannot_read_may_hold_something_newer() -> None:
     ranks[1].errors["nvme"] = UnreachableError("timeout")
     with pytest.raises(RestoreError, match=r"nvme could not be read .* rank 1: timeout"):
         chosen(ranks)
-    assert chosen(ranks, ignore_unreachable=True)["order"] == [[4, 1]]
+    assert steps(chosen(ranks, ignore_unreachable=True)) == ["4@1"]
 
 
 def test_a_tier_that_is_named_must_hold_every_shard_itself() -> None:
@@ -196,7 +208,7 @@ def test_a_tier_that_is_named_must_hold_every_shard_itself() -> None:
     put_shared(ranks, "store", 5)
     put_parts(ranks, "nvme", 5)
     lost(ranks[1])
-    assert chosen(ranks, tier="store")["order"] == [[5, 1], [4, 1]]
+    assert steps(chosen(ranks, tier="store")) == ["5@1", "4@1"]
     with pytest.raises(RestoreError, match="step 5@1: rank 1 of 2 is not on tier nvme"):
         chosen(ranks, tier="nvme")
 
@@ -208,7 +220,7 @@ def test_a_line_that_went_back_stays_where_it_is_though_its_newest_is_not_whole(
         put_shared(ranks, "store", step)
     put_parts(ranks, "nvme", 4, attempt=2, started_from=CheckpointId(3, 1))
     lost(ranks[1])
-    assert chosen(ranks)["order"] == [[3, 1]]
+    assert steps(chosen(ranks)) == ["3@1"]
 
 
 # All ranks -------------------------------------------------------------------------------------------

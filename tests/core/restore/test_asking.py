@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,11 +13,10 @@ from tierfall.core.restore.exchange.messages import (
     ExchangeDecision,
     ExchangeRequest,
     NextPhase,
+    NumberRanges,
     UnreadChunks,
     decide,
-    from_runs,
-    read_answer,
-    to_runs,
+    holders_of,
 )
 
 SEES_ALL = {2: range(4)}
@@ -25,8 +24,7 @@ SEES_ALL = {2: range(4)}
 
 def answer(*asks: ExchangeRequest) -> ExchangeDecision:
     """What all ranks hear once each has said its own."""
-    said = {rank: carried(ask.members()) for rank, ask in enumerate(asks)}
-    return read_answer(carried(decide(said, place_of)))
+    return decide(carried(asks), place_of, "name")
 
 
 def place_of(tier: int, rank: int) -> int | None:
@@ -34,18 +32,27 @@ def place_of(tier: int, rank: int) -> int | None:
     return None if tier == 2 else rank
 
 
-def carried(said: Any) -> Any:
-    return json.loads(json.dumps(said))
+def carried(asks: Sequence[ExchangeRequest]) -> dict[int, ExchangeRequest]:
+    """As they come to rank 0."""
+    said = [json.loads(json.dumps(ask.to_json())) for ask in asks]
+    return {rank: ExchangeRequest.from_json(each, rank=rank) for rank, each in enumerate(said)}
 
 
-def own(rank: int, sees: Any) -> ExchangeRequest:
-    return ExchangeRequest(wants={rank: RequestedRanges(64, (0, 100))}, alone=True, sees=sees)
+def own(rank: int, sees: Mapping[int, Iterable[int]] | None) -> ExchangeRequest:
+    wants = {rank: RequestedRanges(64, (0, 100))}
+    return ExchangeRequest(wants=wants, alone=True, sees=None if sees is None else ranges(sees))
+
+
+def ranges(sees: Mapping[int, Iterable[int]]) -> dict[int, NumberRanges]:
+    return {tier: NumberRanges.of(images) for tier, images in sees.items()}
 
 
 @given(st.sets(st.integers(0, 50)))
 def test_runs_say_numbers_and_nothing_else(numbers: set[int]) -> None:
-    assert list(from_runs(to_runs(numbers))) == sorted(numbers)
-    assert len(to_runs(numbers)) <= 2 * len(numbers)
+    found = NumberRanges.of(numbers)
+    assert list(found) == sorted(numbers)
+    assert {number for number in range(-1, 53) if number in found} == numbers
+    assert len(found.edges) <= 2 * len(numbers)
 
 
 def test_ranks_that_read_their_own_images_alone_need_nobody() -> None:
@@ -61,7 +68,8 @@ def test_ranks_that_read_their_own_images_alone_need_nobody() -> None:
 def test_an_image_that_only_another_rank_has_on_some_tier_calls_for_an_exchange() -> None:
     said = answer(own(0, {2: [0, 1]}), own(1, {1: [0], 2: [0, 1]}))
     assert said.next is NextPhase.CHUNKS
-    assert said.holders == {0: [(1, (1,)), (2, (0, 1))], 1: [(2, (0, 1))]}
+    assert said.seen is not None
+    assert holders_of(said.seen) == {0: [(1, (1,)), (2, (0, 1))], 1: [(2, (0, 1))]}
 
 
 def test_a_second_copy_on_another_node_calls_for_one_too() -> None:
@@ -73,19 +81,21 @@ def test_a_second_copy_on_another_node_calls_for_one_too() -> None:
 
 def test_headers_come_before_what_others_have_planned_already() -> None:
     planning = ExchangeRequest(
-        wants={i: RequestedRanges(0) for i in range(2)}, planning=True, sees=SEES_ALL
+        wants={i: RequestedRanges(0) for i in range(2)}, planning=True, sees=ranges(SEES_ALL)
     )
     said = answer(own(0, SEES_ALL), planning)
     assert said.next is NextPhase.HEADERS
-    assert [(g.ranks, dict(g.wants)) for g in said.groups] == [((1,), {0: (0, ()), 1: (0, ())})]
+    assert [(g.ranks, dict(g.wants)) for g in said.rank_groups()] == [
+        ((1,), {0: RequestedRanges(0), 1: RequestedRanges(0)})
+    ]
 
 
 def test_what_many_want_alike_is_said_once() -> None:
     wants = {i: RequestedRanges(1 << 24, (0, 1 << 34)) for i in range(512)}
-    asks = [ExchangeRequest(wants=wants, sees={2: range(512)}) for _ in range(512)]
-    decision = decide({rank: carried(ask.members()) for rank, ask in enumerate(asks)}, place_of)
-    assert len(json.dumps(decision)) < 30_000
-    (group,) = read_answer(carried(decision)).groups
+    asks = [ExchangeRequest(wants=wants, sees=ranges({2: range(512)})) for _ in range(512)]
+    decision = decide(carried(asks), place_of, "name")
+    assert len(json.dumps(decision.to_json())) < 30_000
+    (group,) = decision.rank_groups()
     assert group.ranks == tuple(range(512))
     assert group.wants == wants
 
@@ -95,13 +105,15 @@ def test_nothing_is_left_to_do_once_nobody_wants_any() -> None:
 
 
 def test_what_one_rank_failed_at_all_hear() -> None:
-    failed = UnreadChunks(rank=1, image=3, chunks=(1, 2, 5), retryable=True, text="timeout")
-    said = answer(own(0, None), ExchangeRequest(failed=[failed]))
+    failed = UnreadChunks(
+        rank=1, image=3, chunks=NumberRanges((1, 3, 5, 6)), retryable=True, text="timeout"
+    )
+    said = answer(own(0, None), ExchangeRequest(failed=(failed,)))
     assert said.failed == (failed,)
     assert said.next is NextPhase.CHUNKS
 
 
 def test_a_rank_that_stops_ends_it_for_all() -> None:
-    said = answer(own(0, SEES_ALL), ExchangeRequest(stopped="no more", sees=SEES_ALL))
+    said = answer(own(0, SEES_ALL), ExchangeRequest(stopped="no more", sees=ranges(SEES_ALL)))
     assert said.next is NextPhase.DONE
     assert said.stopped == (1, "no more")

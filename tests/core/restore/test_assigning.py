@@ -45,11 +45,11 @@ def readers(items: list[ChunkAssignment]) -> dict[tuple[int, int], int]:
 
 
 def test_wants_are_runs_and_close_gaps_within_a_chunk_only() -> None:
-    assert requested_ranges([fill(0, 7), fill(7, 12)], CHUNK) == (CHUNK, (0, 12))
-    assert requested_ranges([fill(0, 3), fill(8, 12), fill(12, 12)], CHUNK) == (CHUNK, (0, 12))
-    assert requested_ranges([fill(2, 9), fill(10, 14)], CHUNK) == (CHUNK, (2, 9, 10, 14))
-    assert requested_ranges([], CHUNK) == (CHUNK, ())
-    assert remaining_ranges([(0, 10), (10, 20), (40, 45)], CHUNK) == (CHUNK, (0, 20, 40, 45))
+    assert requested_ranges([fill(0, 7), fill(7, 12)], CHUNK) == RequestedRanges(CHUNK, (0, 12))
+    assert requested_ranges([fill(0, 3), fill(8, 12), fill(12, 12)], CHUNK).edges == (0, 12)
+    assert requested_ranges([fill(2, 9), fill(10, 14)], CHUNK).edges == (2, 9, 10, 14)
+    assert requested_ranges([], CHUNK) == RequestedRanges(CHUNK, ())
+    assert remaining_ranges([(0, 10), (10, 20), (40, 45)], CHUNK).edges == (0, 20, 40, 45)
 
 
 def test_what_one_rank_wants_and_has_it_reads_itself() -> None:
@@ -145,7 +145,7 @@ def test_every_wanted_byte_comes_to_whoever_wants_it_from_one_reader(job: Any) -
         wanted = {
             (image, at)
             for image, want in wants.items()
-            for low, high in zip(want.runs[::2], want.runs[1::2], strict=True)
+            for low, high in zip(want.edges[::2], want.edges[1::2], strict=True)
             for at in range(low, high)
         }
         got = [

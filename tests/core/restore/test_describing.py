@@ -12,7 +12,7 @@ from several_help import all_named, sharded
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.records import Commit
 from tierfall.core.restore.agreement import whole_on
-from tierfall.core.restore.inventory import describe, merge_ranks
+from tierfall.core.restore.inventory import TierMessage, describe, merge_ranks
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -47,9 +47,15 @@ def merged(*copies: FoundCopy | None, tier: str = "nvme") -> Listing:
     return listing
 
 
-def carried(described: dict[int, Any]) -> dict[int, Any]:
+def carried(described: dict[int, dict[str, TierMessage]]) -> dict[int, dict[str, TierMessage]]:
     """As it comes to rank 0."""
-    return {rank: json.loads(json.dumps(said)) for rank, said in described.items()}
+    return {
+        rank: {
+            tier: TierMessage.from_json(json.loads(json.dumps(one.to_json())), rank=rank)
+            for tier, one in tiers.items()
+        }
+        for rank, tiers in described.items()
+    }
 
 
 def only(listing: Listing) -> FoundCopy:
@@ -83,8 +89,8 @@ def test_one_rank_that_speaks_for_everything_is_heard_as_it_spoke() -> None:
         ),
         Listing(tier="store", error=UnreachableError("timeout")),
     )
-    told = json.loads(json.dumps(describe(listings, mine=["host", "nvme", "store"])))
-    host, nvme, store = merge_ranks({0: told}, ["host", "nvme", "store"])
+    told = carried({0: describe(listings, mine=["host", "nvme", "store"])})
+    host, nvme, store = merge_ranks(told, ["host", "nvme", "store"])
     assert host.copies == listings[0].copies
     assert [str(damage) for damage in host.damaged] == ["rank 0: block 3"]
     assert nvme.copies[1] == listings[1].copies[1]

@@ -14,8 +14,7 @@ from several_help import network, on_all
 
 from tierfall.core.load.fill import plan_fill
 from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.exchange.payloads import ChunkPayload
-from tierfall.core.restore.exchange.rounds import _RoundRunner, run_all
+from tierfall.core.restore.exchange.rounds import ChunkPayload, _RoundRunner, run_all
 from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -292,7 +291,7 @@ def test_a_wire_that_breaks_between_ranks_that_live_ends_the_restore_of_all(
 
     def receive(self: _RoundRunner, get: Any) -> None:
         if self._rank == 1 and get.item.reader == 3 and get.item.chunk:
-            self._wire.cut()
+            self._transport.cut()
         real(self, get)
 
     monkeypatch.setattr(_RoundRunner, "receive", receive)

@@ -288,7 +288,7 @@ def test_a_rank_that_counts_otherwise_makes_no_checkpoint_that_cannot_be_restore
     run.settle()
     for rank in run.ranks:
         with pytest.raises(
-            CaptureError, match="rank 1 saved it as checkpoint 1 of the line, and rank 0 as"
+            CaptureError, match="rank 1 saved it as checkpoint 1 of the lineage, and rank 0 as"
         ):
             rank.handles[CheckpointId(2, 1)].wait(timeout=0)
     assert folder_is_empty(run, NODE_TIER)

@@ -16,6 +16,7 @@ from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankReported
 from tierfall.core.scheduler.group.dedup import ASK_AGAIN_S, ReplicaAssigner
+from tierfall.core.scheduler.group.messages import ImageShare, SaveFailure
 from tierfall.core.scheduler.ledger.tasks import AssignmentRequest
 from tierfall.core.state.walk import walk_state
 from tierfall.core.types.values import CheckpointId
@@ -36,7 +37,7 @@ class Job:
 
     def __init__(self, nodes: list[str], seed: int = 0) -> None:
         self.network = Network(nodes, seed=seed)
-        self.refused: dict[CheckpointId, tuple[str, int | None]] = {}
+        self.refused: dict[CheckpointId, SaveFailure] = {}
         self.dividers = [
             ReplicaAssigner(c, max_wait_s=MAX_WAIT_S, refuse=self.refused.__setitem__)
             for c in self.network.councils
@@ -46,7 +47,9 @@ class Job:
             hear = divider.hear
             council.on_gathered = lambda t, b, hear=hear: hear(MessagesGathered(topic=t, bodies=b))  # type: ignore[misc]
             council.on_announced = lambda t, b, hear=hear: hear(DecisionAnnounced(topic=t, body=b))  # type: ignore[misc]
-            council.on_told = lambda t, b, r, hear=hear: hear(RankReported(topic=t, body=b, rank=r))  # type: ignore[misc]
+            council.on_reported = lambda t, b, r, hear=hear: hear(
+                RankReported(topic=t, body=b, rank=r)
+            )  # type: ignore[misc]
 
     def ask(self, rank: int, step: int, share: ReplicatedTensors) -> None:
         def answer(division: ReplicaAssignment | None) -> None:
@@ -150,7 +153,7 @@ def test_whatever_ranks_do_each_that_asks_is_answered_soon_and_alike(seed: int) 
             job.network.deliver(draw.randint(0, 6))
         job.wait(now_s + MAX_WAIT_S + 1, since_s=now_s)
         now_s += MAX_WAIT_S + 2
-        waiting = [rank for rank in asking if job.dividers[rank]._standing is None]
+        waiting = [rank for rank in asking if job.dividers[rank]._constant_table is None]
         assert all(job.answers[rank] != UNANSWERED for rank in waiting)
         made = [job.answers[rank] for rank in waiting]
         assert len({answer and answer.id for answer in made}) <= 1
@@ -170,6 +173,12 @@ def shares_of(job: Job, shares: list[ReplicatedTensors], *, digests: bool) -> di
     }
 
 
+def summary(share: Share) -> ImageShare:
+    """As the rank's image is contributed with."""
+    digests = None if share.digests is None else share.digests.by_group()
+    return ImageShare(structure=share.structure, assignment=share.division, digests=digests)
+
+
 def why_not(
     job: Job, step: int, shares: dict[int, Share | None], *, deaf: int | None = None
 ) -> str | None:
@@ -179,13 +188,13 @@ def why_not(
     for rank, share in shares.items():
         if share is not None and rank != deaf:
             job.dividers[rank].sealed(id, share)
-    said = {rank: share and share.to_json() for rank, share in shares.items()}
+    said = {rank: summary(share) for rank, share in shares.items() if share is not None}
     if job.dividers[0].are_alike(id, said):
         assert id not in job.refused
         return None
     job.network.deliver()
     assert id in job.refused
-    return job.dividers[-1].named(*job.refused[id])
+    return job.dividers[-1].named(job.refused[id])
 
 
 def test_images_count_only_where_each_rank_wrote_what_others_left_to_it() -> None:
@@ -243,7 +252,7 @@ def test_a_difference_ends_every_save_by_that_division_and_then_all_write_all() 
     job, shares = unlike()
     first = why_not(job, 2, shares_of(job, shares, digests=True))
     assert first is not None
-    assert first.startswith("model.weight is on rank 0 not what it is on rank 1: ")
+    assert first.startswith("model.weight on rank 0 differs from that on rank 1: ")
     assert why_not(job, 3, shares_of(job, shares, digests=False)) == first, "it was under way"
     assert not any(divider.divisions for divider in job.dividers)
     for rank in range(2):
@@ -263,7 +272,7 @@ def test_a_difference_of_the_first_save_ends_that_and_then_all_write_all() -> No
     for rank in range(2):
         job.ask(rank, 1, shares[rank])
     job.network.deliver()
-    assert "model.weight is on rank 0" in str(why_not(job, 1, shares_of(job, shares, digests=True)))
+    assert "model.weight on rank 0" in str(why_not(job, 1, shares_of(job, shares, digests=True)))
     for rank in range(2):
         job.ask(rank, 2, shares[rank])
     job.network.deliver()
@@ -283,10 +292,10 @@ def test_a_rank_that_does_not_answer_holds_the_refusal_up_no_longer_than_others_
     root, id = job.dividers[0], CheckpointId(2, 1)
     assert not root.end_naming(id), "nothing is asked for yet"
     both = shares_of(job, shares, digests=True)
-    assert not root.are_alike(id, {rank: share.to_json() for rank, share in both.items()})
+    assert not root.are_alike(id, {rank: summary(share) for rank, share in both.items()})
     assert id not in job.refused
     assert root.end_naming(id)
-    assert "not replicas" in job.refused[id][0]
+    assert "not replicas" in job.refused[id].text
     job.network.deliver()  # the answers come after all
     assert len(job.refused) == 1
 

@@ -14,10 +14,8 @@ from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.image.merge import MergedHeader, merge_headers
 from tierfall.core.image.raw_files import refuse_files
-from tierfall.core.ranks.message_tree import Bodies
 from tierfall.core.restore.agreement import make_barrier
-from tierfall.core.restore.alternatives import step_instead
-from tierfall.core.restore.candidates import RestoreRequest
+from tierfall.core.restore.candidates import RestoreRequest, step_instead
 from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import ResizeRules, merge_parts
 from tierfall.core.tensor_index.as_header import merge_with_index
@@ -173,7 +171,8 @@ def _by_index(run: OpenRun, parts: CheckpointReader, own: Shard) -> DcpEntries |
         logger.warning("dcp.load: the headers of all ranks are read: %s", error)
     slower_s = run.restorer.patience_s
     have = merged is not None
-    if not run.session.ranks.agree("dcp.load: index", have, _all_have_it, timeout_s=slower_s):
+    ranks = run.session.ranks
+    if not ranks.agree("dcp.load: index", have, _all_have_it, bool, timeout_s=slower_s):
         return None
     assert merged is not None, "all have it"
 
@@ -183,8 +182,8 @@ def _by_index(run: OpenRun, parts: CheckpointReader, own: Shard) -> DcpEntries |
     return DcpEntries(merged, of_all)
 
 
-def _all_have_it(bodies: Bodies) -> bool:
-    return all(bodies.values())
+def _all_have_it(found: dict[int, bool]) -> bool:
+    return all(found.values())
 
 
 def _read_index(run: OpenRun, parts: CheckpointReader) -> Index | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch.futures import Future
 
 from tierfall.core.image.tree import ConflictNode, TensorNode
 from tierfall.core.load.build import CPU, BlockTarget, Builder
+from tierfall.core.ranks.messages import Message
 from tierfall.core.restore.candidates import RestoreRequest
 from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.reshard import plan_reads
@@ -142,11 +144,12 @@ class TierReader(StorageReader):
             if (unheard := opened.parts.give_up(error)) is not None:
                 raise unheard from error
         lost = isinstance(failure, LostError)
-        body = {"failed": None if failure is None else str(failure) or repr(failure), "lost": lost}
-        said = run.session.ranks.agree(
+        failed = None if failure is None else str(failure) or repr(failure)
+        all_ranks = run.session.ranks.agree(
             "dcp.load: read",
-            {**body, "saved": run.lineage.saved_any},
+            _ReadOutcome(failed=failed, lost=lost, saved=run.lineage.saved_any),
             _read_by_all,
+            _ReadDecision,
             timeout_s=run.restorer.patience_s,
         )
         if failure is not None and not lost:
@@ -154,19 +157,36 @@ class TierReader(StorageReader):
                 raise failure
             of = f"dcp.load of {opened.checkpoint.id}"
             raise RestoreError(f"{of}: {failure}{HALF_FILLED}") from failure
-        if said["failed"] is not None:
-            raise RestoreError(
-                f"dcp.load of {opened.checkpoint.id}: rank {said['rank']}: {said['failed']}{HALF_FILLED}"
-            )
+        if all_ranks.failed is not None:
+            of = f"dcp.load of {opened.checkpoint.id}"
+            raise RestoreError(f"{of}: rank {all_ranks.rank}: {all_ranks.failed}{HALF_FILLED}")
         if self._resume:
-            run.restorer.continue_from(opened.checkpoint, bool(said["saved"]))
+            run.restorer.continue_from(opened.checkpoint, all_ranks.saved)
 
 
-def _read_by_all(bodies: Mapping[int, Any]) -> dict[str, Any]:
-    failed = [rank for rank, body in bodies.items() if body["failed"] is not None]
-    rank = next((r for r in failed if not bodies[r]["lost"]), failed[0] if failed else 0)
-    saved = any(body["saved"] for body in bodies.values())
-    return {"rank": rank, "failed": bodies[rank]["failed"], "saved": saved}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReadOutcome(Message):
+    """What became of one rank's read. ``lost``: another rank knows why it failed; ``saved``: this rank has saved."""
+
+    failed: str | None
+    lost: bool
+    saved: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReadDecision(Message):
+    """``failed`` is the error of ``rank``, if one failed; ``saved``: any rank has saved."""
+
+    rank: int
+    failed: str | None
+    saved: bool
+
+
+def _read_by_all(outcomes: Mapping[int, _ReadOutcome]) -> _ReadDecision:
+    failed = [rank for rank, outcome in outcomes.items() if outcome.failed is not None]
+    rank = next((r for r in failed if not outcomes[r].lost), failed[0] if failed else 0)
+    saved = any(outcome.saved for outcome in outcomes.values())
+    return _ReadDecision(rank=rank, failed=outcomes[rank].failed, saved=saved)
 
 
 class _Reads:

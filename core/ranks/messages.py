@@ -1,0 +1,280 @@
+"""Messages between ranks: frozen dataclasses, their JSON form, and the one place that validates what other ranks send.
+
+The JSON form of a message is the list of its fields, in their order. A field holds a scalar, a str enum, a numpy
+column of 64-bit integers, another dataclass, or a tuple, frozenset, mapping or optional of these. ``from_json`` checks
+each field against its type hint, so that no later code has to doubt what another rank has sent.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from functools import cache, partial
+from itertools import repeat
+from types import NoneType, UnionType
+from typing import Any, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from tierfall.core.types.errors import (
+    BackendError,
+    RanksError,
+    TierfallError,
+    UnreachableError,
+    error_class,
+)
+from tierfall.core.types.values import CheckpointId
+
+T = TypeVar("T")
+Topic = tuple[str | int, ...]
+"""The name of what a message is about; each is used once."""
+
+
+class Message:
+    """Base of the frozen dataclasses that ranks send to each other."""
+
+    __slots__ = ()
+
+    def to_json(self) -> list[object]:
+        return cast("list[object]", to_json(self))
+
+    @classmethod
+    def from_json(cls, body: object, *, rank: int) -> Self:
+        """Raises RanksError, which names ``rank``, the sender, and the field, where the body is not such a message."""
+        return from_json(cls, body, rank=rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorMessage(Message):
+    """An error of one rank, for the others. ``kind`` is the nearest class of ``core/types/errors.py``."""
+
+    kind: str
+    text: str
+    retryable: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorMessage:
+        if not isinstance(error, TierfallError):
+            return cls(kind=RanksError.__name__, text=repr(error))
+        known = (k for k in type(error).__mro__ if error_class(k.__name__, RanksError) is k)
+        kind = next(k for k in known if issubclass(k, TierfallError))
+        if kind.retryable != error.retryable:  # a class of a plug-in
+            kind = UnreachableError if error.retryable else BackendError
+        return cls(kind=kind.__name__, text=str(error), retryable=error.retryable)
+
+    def error(self) -> TierfallError:
+        """Return a new error of the same kind and text."""
+        return error_class(self.kind, RanksError)(self.text)
+
+    def error_of(self, rank: int) -> TierfallError:
+        """Return a new error of the same kind whose text names the rank."""
+        return error_class(self.kind, RanksError)(f"rank {rank}: {self.text}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointTopic:
+    """The topic of a message about one checkpoint. ``number`` tells repeated messages of one kind apart."""
+
+    kind: str
+    id: CheckpointId
+    tier: str = ""
+    number: int = 0
+
+    @property
+    def key(self) -> Topic:
+        return self.kind, self.id.step, self.id.attempt, self.tier, self.number
+
+    @classmethod
+    def parse(cls, topic: Topic) -> CheckpointTopic:
+        kind, step, attempt, tier, number = topic
+        id = CheckpointId(int(step), int(attempt))
+        return cls(kind=str(kind), id=id, tier=str(tier), number=int(number))
+
+
+# Writing ---------------------------------------------------------------------------------------------
+
+
+def to_json(value: object) -> object:
+    """Return the JSON form of a message or of a field. Raises TypeError for a value that has none."""
+    match value:
+        case StrEnum():
+            return value.value
+        case None | str() | int() | float():
+            return value
+        case np.ndarray():
+            return base64.b64encode(value.astype(value.dtype.newbyteorder("<")).tobytes()).decode()
+        case list() | tuple():
+            return [to_json(each) for each in value]
+        case frozenset():
+            return [to_json(each) for each in sorted(value)]
+        case Mapping():
+            return {str(key): to_json(each) for key, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return [
+            getattr(value, name) if is_json else to_json(getattr(value, name))
+            for name, is_json in _fields_to_write(type(value))
+        ]
+    raise TypeError(f"a message between ranks cannot hold {value!r}")
+
+
+@cache
+def _fields_to_write(kind: type) -> tuple[tuple[str, bool], ...]:
+    """Return the fields of a dataclass, each with whether it holds what is in JSON form already."""
+    hints = get_type_hints(kind)
+    return tuple(
+        (each.name, object in (hints[each.name], *get_args(hints[each.name])))
+        for each in fields(kind)
+    )
+
+
+# Reading ---------------------------------------------------------------------------------------------
+
+
+class _MalformedError(Exception):
+    """``place`` is the path of the field, which grows while the error passes the containers around it."""
+
+    def __init__(self, expected: str, found: object) -> None:
+        shown = repr(found)
+        self.text = f"expected {expected}, got {shown if len(shown) <= 80 else shown[:77] + '...'}"
+        self.place = ""
+
+
+def from_json(hint: type[T], body: object, *, rank: int) -> T:
+    """Read what ``to_json`` returned for a value of type ``hint``. Raises RanksError, which names ``rank``, the sender,
+    and the field, where it is of another type."""
+    try:
+        return cast("T", _reader(cast("Any", hint))(body))
+    except _MalformedError as error:
+        name = getattr(hint, "__name__", str(hint))
+        raise RanksError(
+            f"rank {rank} sent a malformed {name}: {error.place.lstrip('.') or 'message'}: {error.text}; all ranks run "
+            "one version of tierfall"
+        ) from None
+
+
+_Reader = Callable[[object], object]
+
+
+@cache
+def _reader(hint: Any) -> _Reader:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint in (object, Any):
+        return _as_it_is
+    if hint in (bool, int, float, str, NoneType):
+        return partial(_scalar, hint)
+    if origin in (Union, UnionType):
+        return _union(args)
+    if origin is tuple and args[-1] is not Ellipsis:
+        return partial(_fixed_tuple, [_reader(arg) for arg in args])
+    if origin in (tuple, frozenset):
+        return partial(_sequence, origin, _reader(args[0]))
+    if origin is not None and issubclass(origin, Mapping):
+        return partial(_mapping, args[0] is int, _reader(args[1]))
+    if origin is np.ndarray:
+        return partial(_column, np.dtype(get_args(args[1])[0]))
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return partial(_enum, hint)
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return partial(_dataclass, hint, {f.name: _reader(hints[f.name]) for f in fields(hint)})
+    raise TypeError(f"a message between ranks cannot hold a {hint}")
+
+
+def _as_it_is(body: object) -> object:
+    return body
+
+
+def _scalar(kind: type, body: object) -> object:
+    if kind is float and isinstance(body, int | float) and not isinstance(body, bool):
+        return float(body)
+    if isinstance(body, kind) and (kind is bool or not isinstance(body, bool)):
+        return body
+    raise _MalformedError("null" if kind is NoneType else kind.__name__, body)
+
+
+def _union(args: Sequence[Any]) -> _Reader:
+    """Read ``X | None``, or one of several scalars."""
+    kinds = [arg for arg in args if arg is not NoneType]
+    is_optional = len(kinds) < len(args)
+    if len(kinds) == 1:
+        read = _reader(kinds[0])
+        return lambda body: None if body is None else read(body)
+    expected = " or ".join(kind.__name__ for kind in kinds)
+    return partial(_one_of, tuple(kinds), expected, is_optional)
+
+
+def _one_of(kinds: tuple[type, ...], expected: str, is_optional: bool, body: object) -> object:
+    if (body is None and is_optional) or isinstance(body, kinds):
+        return body
+    raise _MalformedError(expected, body)
+
+
+def _list(body: object, length: int | None = None) -> Sequence[object]:
+    if not isinstance(body, list | tuple) or length not in (None, len(body)):
+        raise _MalformedError("a list" if length is None else f"a list of {length}", body)
+    return body
+
+
+def _sequence(kind: type, read: _Reader, body: object) -> object:
+    return kind(_items(_list(body), repeat(read)))
+
+
+def _fixed_tuple(readers: Sequence[_Reader], body: object) -> object:
+    return tuple(_items(_list(body, len(readers)), readers))
+
+
+def _items(values: Sequence[object], readers: Iterable[_Reader]) -> list[object]:
+    found: list[object] = []
+    try:
+        for value, read in zip(values, readers, strict=False):
+            found.append(read(value))
+    except _MalformedError as error:
+        error.place = f"[{len(found)}]{error.place}"
+        raise
+    return found
+
+
+def _mapping(int_keys: bool, read: _Reader, body: object) -> object:
+    if not isinstance(body, Mapping):
+        raise _MalformedError("an object", body)
+    found: dict[str | int, object] = {}
+    for key, value in body.items():
+        try:
+            name = int(key) if int_keys else str(key)
+            found[name] = read(value)
+        except ValueError:
+            raise _MalformedError("a whole number as a key", key) from None
+        except _MalformedError as error:
+            error.place = f"[{key}]{error.place}"
+            raise
+    return found
+
+
+def _column(dtype: np.dtype[Any], body: object) -> object:
+    try:
+        data = base64.b64decode(body, validate=True) if isinstance(body, str) else None
+    except ValueError:
+        data = None
+    if data is None or len(data) % dtype.itemsize:
+        raise _MalformedError(f"a column of {dtype}", body)
+    return np.frombuffer(data, dtype=dtype.newbyteorder("<")).astype(dtype)
+
+
+def _enum(kind: type[StrEnum], body: object) -> object:
+    if body not in tuple(kind):
+        raise _MalformedError(f"one of {', '.join(kind)}", body)
+    return kind(cast("str", body))
+
+
+def _dataclass(kind: type, readers: Mapping[str, _Reader], body: object) -> object:
+    values = _list(body, len(readers))
+    found: dict[str, object] = {}
+    try:
+        for value, (name, read) in zip(values, readers.items(), strict=True):
+            found[name] = read(value)
+    except _MalformedError as error:
+        error.place = f".{[*readers][len(found)]}{error.place}"
+        raise
+    return kind(**found)

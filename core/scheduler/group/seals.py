@@ -1,0 +1,198 @@
+"""Seals: the images that all ranks hold of a save become one checkpoint in memory, or the save is given up by all.
+
+    every rank                 rank 0
+    image complete (sealed) -> all are, and replicated state is equal: alike (nothing is compared: whole, at once)
+    sealed in memory        -> all are: the checkpoint is whole
+
+An image that is to be compared is sealed only once the comparison is done: no later start could repeat it. A rank that
+waits longer than ``max_wait`` for the others reports it, and rank 0 gives the save up. It belongs to the coordinator's
+thread and does no I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.scheduler.flush.saves import CaptureEvents
+from tierfall.core.scheduler.group.dedup import ReplicaAssigner
+from tierfall.core.scheduler.group.messages import (
+    GroupMessages,
+    ImageShare,
+    LateRanks,
+    MessageKind,
+    Ordinal,
+    SaveFailure,
+    SealedImage,
+    read_all,
+)
+from tierfall.core.scheduler.group.tier_commits import TierCommits, remember
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.types.errors import CapacityError, CaptureError, TierfallError
+from tierfall.core.types.text import ranks_named
+from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
+
+
+@dataclass(slots=True)
+class _RankWait:
+    """This rank waits for the others' contributions of one kind. ``flushed``: rank 0 was sent what there is."""
+
+    kind: MessageKind = MessageKind.SEALED
+    since_s: float | None = None
+    flushed: bool = False
+
+
+class GroupSeals:
+    """See the module."""
+
+    def __init__(
+        self,
+        message_tree: MessageTree,
+        *,
+        ledger: Ledger,
+        tier_commits: TierCommits,
+        saves: CaptureEvents,
+        max_wait_s: float,
+    ) -> None:
+        self._messages = GroupMessages(message_tree)
+        self._ledger = ledger
+        self._tier_commits = tier_commits
+        self._saves = saves
+        self._max_wait_s = max_wait_s
+        self.replicas = ReplicaAssigner(message_tree, max_wait_s=max_wait_s, refuse=self._give_up)
+        self._whole: dict[CheckpointId, None] = {}
+        self._waits: dict[CheckpointId, _RankWait] = {}
+        self._given_up: dict[CheckpointId, tuple[TierfallError, SaveOutcome]] = {}
+
+    def why_given_up(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
+        return self._given_up.get(id)
+
+    def contribute(self, entry: LedgerEntry) -> None:
+        """This rank's image is complete."""
+        entry.awaits_others = True
+        self._waits[entry.id] = _RankWait()
+        share = None
+        if (made := entry.share) is not None:
+            self.replicas.sealed(entry.id, made)
+            digests = None if made.digests is None else made.digests.by_group()
+            share = ImageShare(structure=made.structure, assignment=made.division, digests=digests)
+        body = SealedImage(ordinal=entry.ordinal, share=share)
+        self._messages.contribute(MessageKind.SEALED, entry.id, body=body)
+
+    # Rank 0 ----------------------------------------------------------------------------------------
+
+    def on_gathered(self, id: CheckpointId, bodies: Bodies) -> None:
+        """All ranks' images are complete, or sealed after the comparison."""
+        if self._tier_commits.has_given_up("", id):
+            return
+        images = read_all(SealedImage, bodies)
+        ordinals = {rank: image.ordinal for rank, image in images.items()}
+        others = [rank for rank, ordinal in ordinals.items() if ordinal != ordinals[0]]
+        if others:  # their images would not be restored together
+            self._announce_ordinal(max(ordinals.values()))
+            text = (
+                f"{ranks_named(others)} saved it as checkpoint {ordinals[others[0]]} of the lineage, and rank 0 as "
+                f"checkpoint {ordinals[0]}: every rank saves the same steps. From the next one on the ordinals agree"
+            )
+            self._give_up(id, SaveFailure(text=text))
+            return
+        shares = {rank: image.share for rank, image in images.items() if image.share is not None}
+        if not self.replicas.are_alike(id, shares):
+            self._tier_commits.remember_given_up("", id)
+        elif any(share.digests is not None for share in shares.values()):
+            self._messages.announce(MessageKind.ALIKE, id)
+        else:
+            remember(self._whole, id, None)
+            self._messages.announce(MessageKind.WHOLE, id)
+
+    def on_late(self, id: CheckpointId, ordinal: int, rank: int) -> None:
+        """A rank has waited too long for the others."""
+        if id in self._whole:
+            return  # the last of them contributed just now
+        kinds = (MessageKind.SEALED, MessageKind.COMPARED)
+        missing = [other for kind in kinds for other in self._messages.missing(kind, id)]
+        late = ranks_named(missing) if missing else "another rank"
+        text = (
+            f"{late} did not save step {id.step} within max_wait ({self._max_wait_s:g} s) of rank {rank}: every rank "
+            "saves the same steps"
+        )
+        self._announce_ordinal(ordinal)
+        self._give_up(id, SaveFailure(text=text))
+
+    def on_failed(self, id: CheckpointId, failure: SaveFailure, rank: int) -> None:
+        """A rank's image will never be complete."""
+        text = f"rank {rank}: {failure.text}"
+        self._give_up(id, SaveFailure(text=text, outcome=failure.outcome))
+
+    def _announce_ordinal(self, ordinal: int) -> None:
+        """Raise the number of checkpoints that all ranks count at least."""
+        self._messages.announce_of_run(MessageKind.ORDINAL, Ordinal(ordinal=ordinal))
+
+    def _give_up(self, id: CheckpointId, failure: SaveFailure) -> None:
+        self._tier_commits.remember_given_up("", id)
+        self._messages.announce(MessageKind.SAVE_GIVEN_UP, id, body=failure)
+
+    # Every rank ------------------------------------------------------------------------------------
+
+    def on_alike(self, entry: LedgerEntry) -> None:
+        """Seal an image that was compared, if it is not sealed yet. The checkpoint is whole once all ranks have sealed:
+        a kill before could leave a newer image to some ranks and an older one to others."""
+        if entry.lost:
+            return
+        self.replicas.ended(entry.id)
+        if entry.share is not None and entry.share.digests is not None:
+            assert entry.region is not None
+            assert entry.manifest is not None
+            assert entry.commit is not None
+            entry.region.seal(manifest=entry.manifest.encode(), commit=entry.commit.encode())
+            entry.share.digests = None
+            if entry.handle is not None:
+                entry.handle.tell_captured()
+        self._waits[entry.id] = _RankWait(MessageKind.COMPARED)
+        body = SealedImage(ordinal=entry.ordinal)
+        self._messages.contribute(MessageKind.COMPARED, entry.id, body=body)
+
+    def on_whole(self, entry: LedgerEntry) -> None:
+        self._waits.pop(entry.id, None)
+        entry.awaits_others = False
+        if entry.state(self._ledger.host) is CopyState.ARRIVING:
+            entry.set_state(self._ledger.host, CopyState.SEALED)
+
+    def on_given_up(self, id: CheckpointId, failure: SaveFailure) -> None:
+        entry = self._ledger.entries.get(id)
+        reason = self.replicas.named(failure)
+        kind = CapacityError if failure.outcome is not SaveOutcome.FAILED else CaptureError
+        error = kind(f"save of step {id.step} is given up by all ranks: {reason}")
+        self._waits.pop(id, None)
+        self.replicas.gone(id)
+        self._messages.forget(MessageKind.SEALED, id)
+        self._messages.forget(MessageKind.COMPARED, id)
+        remember(self._given_up, id, (error, failure.outcome))
+        self._tier_commits.give_up_everywhere(id, entry, reason)
+        if entry is not None:
+            self._saves.give_up(entry, error, failure.outcome)
+
+    # Time ------------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> None:
+        """Report a wait that is over; after half of it, have rank 0 sent what there is, so that it can name the ranks
+        that are late."""
+        self.replicas.tick(now_s)
+        for id, wait in list(self._waits.items()):
+            if wait.since_s is None:
+                wait.since_s = now_s
+            elif now_s >= wait.since_s + self._max_wait_s:
+                del self._waits[id]
+                ordinal = self._ledger.entries[id].ordinal if id in self._ledger.entries else 0
+                self._messages.report(MessageKind.LATE, id, body=LateRanks(ordinal=ordinal))
+            elif now_s >= wait.since_s + self._max_wait_s / 2 and not wait.flushed:
+                wait.flushed = True
+                self._messages.flush_partial(wait.kind, id)
+
+    def due_s(self, now_s: float) -> list[float]:
+        """Return when ``tick`` has something to do."""
+        since = [wait.since_s for wait in self._waits.values() if wait.since_s is not None]
+        due = [s + wait_s for s in since for wait_s in (self._max_wait_s / 2, self._max_wait_s)]
+        assigner_due = self.replicas.next_s(now_s)
+        return due if assigner_due is None else [*due, assigner_due]

@@ -1,0 +1,429 @@
+"""Tier commits: the uploads of all ranks become one committed copy on a tier, or are taken back.
+
+    every rank             rank 0                      leaders of nodes (rank 0 alone, on a shared tier)
+                           admits the copy          ->
+    uploaded            -> all have: commit         -> write the commit record
+                           all have: committed      <- node committed
+    copy failed         -> given up there, by all (an error that may pass is waited for: stuck)
+
+On a tier that all nodes share, one commit record names the files of all ranks; elsewhere each node's record names those
+of its own. It belongs to the coordinator's thread and does no I/O: workers write the records.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from tierfall.core.format.records import Commit, NamedFile
+from tierfall.core.ranks.message_tree import Bodies, MessageTree
+from tierfall.core.scheduler.deletion.deleter import Deleter
+from tierfall.core.scheduler.flush.flusher import Flusher
+from tierfall.core.scheduler.group.messages import (
+    CommitFacts,
+    CommittedBytes,
+    CommittedCopy,
+    GivenUpCopy,
+    GroupMessages,
+    MessageKind,
+    Reason,
+    StuckCopy,
+    UploadedFiles,
+    read_all,
+)
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.tasks import CommitCopy, DeleteCopy, Outcome
+from tierfall.core.types import keys
+from tierfall.core.types.errors import FlushError
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
+
+logger = logging.getLogger("tierfall")
+
+K = TypeVar("K")
+V = TypeVar("V")
+REMEMBERED = 64
+"""How many checkpoints that were given up are remembered, for ranks that come to save them later."""
+AGAIN_S = 1.0
+MOST_TIMES = 60
+"""The wait between two tries of a commit grows by ``AGAIN_S`` with each try, up to so many times that."""
+_Copy = tuple[str, CheckpointId]
+
+
+def remember(memory: dict[K, V], key: K, value: V) -> None:
+    """Add to a memory of bounded size: the oldest key is forgotten."""
+    memory[key] = value
+    while len(memory) > REMEMBERED:
+        del memory[next(iter(memory))]
+
+
+class TierCommits:
+    """See the module. ``shared`` holds, per stored tier, whether all ranks see the same files there."""
+
+    def __init__(
+        self,
+        message_tree: MessageTree,
+        *,
+        ledger: Ledger,
+        shared: Mapping[str, bool],
+        flusher: Flusher,
+        deleter: Deleter,
+        hooks: Hooks,
+        max_wait_s: float,
+    ) -> None:
+        self._messages = GroupMessages(message_tree)
+        self._topology = message_tree.topology
+        self._ledger = ledger
+        self._shared = shared
+        self._flusher = flusher
+        self._deleter = deleter
+        self._pending = _PendingCommits(
+            hooks=hooks, on_stuck=self._report_stuck, max_wait_s=max_wait_s
+        )
+        self.admitted: dict[str, dict[CheckpointId, None]] = {tier: {} for tier in shared}
+        self._of_node: dict[_Copy, dict[int, UploadedFiles]] = {}
+        self._uploaded: dict[_Copy, list[NamedFile]] = {}
+        self._stuck: dict[str, CheckpointId] = {}
+        self._complete: set[_Copy] = set()
+        self._given_up: dict[_Copy, None] = {}
+        """What rank 0 has given up: on a tier, or everywhere, which is under the tier ``""``."""
+        self._errors: dict[_Copy, FlushError] = {}
+
+    def owns(self, tier: str) -> bool:
+        """Return whether this rank writes commit records and marks on a tier."""
+        return self._topology.is_root if self._shared[tier] else self._topology.is_leader
+
+    def is_stuck(self, tier: str) -> bool:
+        """Return whether the tier does not accept a copy from some rank at present."""
+        return tier in self._stuck
+
+    def is_committing(self, id: CheckpointId) -> bool:
+        """Return, at rank 0, whether a copy of a checkpoint is being committed somewhere."""
+        return any(of == id for _, of in self._complete)
+
+    def errors_of(self, id: CheckpointId) -> dict[str, BaseException]:
+        """Return why the ranks have given up copies of a checkpoint, by tier."""
+        return {tier: error for (tier, of), error in self._errors.items() if of == id}
+
+    # Giving up -------------------------------------------------------------------------------------
+
+    def has_given_up(self, tier: str, id: CheckpointId) -> bool:
+        """Return whether rank 0 has given a copy up: on this tier, or everywhere."""
+        return (tier, id) in self._given_up or ("", id) in self._given_up
+
+    def remember_given_up(self, tier: str, id: CheckpointId) -> None:
+        remember(self._given_up, (tier, id), None)
+
+    def give_up(
+        self, tier: str, id: CheckpointId, reason: str, *, by_rule: bool, set_aside: bool
+    ) -> None:
+        """Have all ranks give a copy up; for rank 0. See ``GivenUpCopy``."""
+        if self.has_given_up(tier, id):
+            return
+        self.remember_given_up(tier, id)
+        complete = (tier, id) in self._complete
+        self._complete.discard((tier, id))
+        body = GivenUpCopy(reason=reason, complete=complete, by_rule=by_rule, set_aside=set_aside)
+        self._messages.announce(MessageKind.GIVEN_UP, id, tier, body)
+
+    def on_given_up(self, tier: str, id: CheckpointId, message: GivenUpCopy) -> None:
+        entry = self._ledger.entries.get(id)
+        error = FlushError(f"flush of {id} to {tier}: {message.reason}")
+        remember(self._errors, (tier, id), error)
+        self.admitted[tier].pop(id, None)
+        self._on_resumed(tier, id)
+        if entry is None:
+            return  # this rank learns it when it comes to save the checkpoint
+        self._take_back(entry, tier, str(error), complete=message.complete)
+        if message.by_rule:
+            self._flusher.queue.give_up_here(entry, tier, message.reason)
+            self._flusher.stop_copy(entry, tier, error)
+        elif message.set_aside and tier in entry.owed:
+            self._flusher.set_aside(entry, tier, error)
+        elif tier in entry.owed:
+            if tier not in entry.damage:  # in this start: what a next one can bring is still owed
+                entry.overtaken.add(tier)
+            self._flusher.give_up_copy(entry, tier, error)
+        self._ledger.forget_if_gone(entry)
+
+    def give_up_everywhere(self, id: CheckpointId, entry: LedgerEntry | None, reason: str) -> None:
+        """Take back what this rank has uploaded of a save that all ranks give up."""
+        for tier in self._shared:
+            self.admitted[tier].pop(id, None)
+            self._on_resumed(tier, id)
+            if entry is not None:
+                self._take_back(entry, tier, reason, complete=False)
+
+    def _take_back(self, entry: LedgerEntry, tier: str, reason: str, *, complete: bool) -> None:
+        """Delete what this rank has uploaded of a copy that will not be committed.
+
+        ``complete``: all ranks have uploaded, so that a commit record may exist. It is deleted first, and all files by
+        the rank that owns the record.
+        """
+        uploaded = self._uploaded.get((tier, entry.id))
+        self._forget(entry, tier)
+        in_flight = self._pending.end(tier, entry.id)
+        self._messages.forget(MessageKind.UPLOADED, entry.id, tier)
+        if uploaded is None:
+            return
+        entry.set_state(tier, CopyState.ABSENT)
+        if tier in entry.damage:
+            return  # the copy was there before, and its good files stay
+        if not complete:
+            if uploaded:
+                self._deleter.collect(tier, entry.id, reason, shard=_own_shard(entry))
+        elif self.owns(tier) and not in_flight:  # else once the outcome of the commit is known
+            self._retract(tier, entry.id, reason)
+        self._ledger.forget_if_gone(entry)
+
+    def _retract(self, tier: str, id: CheckpointId, reason: str) -> None:
+        self._deleter.leave(DeleteCopy(tier=tier, id=id, reason=reason, void=True))
+
+    def _forget(self, entry: LedgerEntry, tier: str) -> None:
+        for one in (entry, *(entry.parts or ())):
+            one.landed.discard(tier)
+        self._uploaded.pop((tier, entry.id), None)
+        self.admitted[tier].pop(entry.id, None)
+        self._of_node.pop((tier, entry.id), None)
+
+    def on_stuck(self, tier: str, id: CheckpointId, message: StuckCopy) -> None:
+        if message.rank == self._topology.rank and tier in self._ledger.failing:
+            return  # this rank knows when the tier recovers
+        if (entry := self._ledger.entries.get(id)) is not None:
+            entry.overtaken.add(tier)
+        # Also where the tier fails on this rank: it may recover here before it does on the other.
+        self._stuck[tier] = id
+        error = FlushError(f"flush of {id} to {tier}: rank {message.rank}: {message.reason}")
+        self._flusher.is_failing(tier, error)
+
+    def _on_resumed(self, tier: str, id: CheckpointId) -> None:
+        """The copy that another rank was stuck with is not to be written any more."""
+        if self._stuck.get(tier) == id:
+            del self._stuck[tier]
+            self._flusher.recovered(tier)
+
+    # Committing ------------------------------------------------------------------------------------
+
+    def contribute(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
+        """One image that this rank writes to a tier is uploaded; with the last one, contribute all."""
+        if tier not in entry.owed:  # the copy was given up while its last task ran
+            entry.set_state(tier, CopyState.ABSENT)
+            if (
+                tier not in entry.damage
+            ):  # what a repair has written stays with the rest of the copy
+                self._deleter.collect(tier, entry.id, "it was given up", shard=_own_shard(entry))
+            self._ledger.forget_if_gone(entry)
+            return
+        entry.landed.add(tier)
+        uploaded = self._uploaded.setdefault((tier, entry.id), [])
+        uploaded += files
+        whole = self._ledger.entries[entry.id]
+        if whole.next_part(tier) is not None:
+            return
+        whole.landed.add(tier)
+        self._ledger.unfinished.pop((tier, entry.id), None)  # it was overwritten
+        table = entry.table if self._shared[tier] and whole.parts is None else ""
+        body = UploadedFiles(files=tuple(uploaded), table=table)
+        self._messages.contribute(MessageKind.UPLOADED, entry.id, tier, body)
+
+    def on_all_uploaded(
+        self, tier: str, id: CheckpointId, bodies: Bodies, *, of_node_only: bool
+    ) -> None:
+        """All ranks have uploaded, or all below this leader of a node (``of_node_only``)."""
+        uploads = read_all(UploadedFiles, bodies)
+        if not self._shared[tier]:
+            local = self._topology.local_ranks
+            self._of_node[tier, id] = {rank: uploads[rank] for rank in local}
+        if of_node_only:
+            return
+        entry = self._ledger.entries.get(id)
+        if entry is None or entry.commit is None or self.has_given_up(tier, id):
+            return
+        self._complete.add((tier, id))
+        if self._shared[tier]:
+            tables = tuple(uploads[rank].table for rank in sorted(uploads))
+            commit = replace(entry.commit, files=_files(entry, uploads))
+            self._commit(entry, tier, commit, tables)
+            return
+        facts = CommitFacts(
+            wall_time_s=entry.commit.wall_time_s,
+            metrics=entry.commit.metrics,
+            tags=entry.commit.tags,
+        )
+        self._messages.announce(MessageKind.COMMIT, id, tier, facts)
+
+    def on_commit(self, tier: str, entry: LedgerEntry, facts: CommitFacts) -> None:
+        """Write the commit record of this node's images, now that all nodes have uploaded theirs."""
+        uploads = self._of_node.pop((tier, entry.id), None)
+        if uploads is None or entry.commit is None:
+            return  # this rank is no leader of a node
+        if not any(upload.files for upload in uploads.values()):  # no image is on this node
+            self._contribute_committed(tier, entry.id, 0)
+            return
+        commit = replace(
+            entry.commit,
+            files=_files(entry, uploads),
+            wall_time_s=facts.wall_time_s,
+            metrics=facts.metrics,
+            tags=facts.tags,
+        )
+        self._commit(entry, tier, commit)
+
+    def _commit(
+        self, entry: LedgerEntry, tier: str, commit: Commit, tables: tuple[str, ...] = ()
+    ) -> None:
+        task = CommitCopy(
+            tier=tier,
+            id=entry.id,
+            commit=replace(commit, owed=self._flusher.older_owed(tier, entry)),
+            marks=self._flusher.marks_of(entry),
+            name_latest=self._flusher.is_newest(tier, entry),
+            tables=tables,
+            repairs=tier in entry.damage,
+        )
+        self._pending.begin(task)
+
+    def _report_stuck(self, task: CommitCopy, error: BaseException) -> None:
+        self._messages.report(MessageKind.STUCK, task.id, task.tier, Reason(text=str(error)))
+
+    def on_outcome(self, task: CommitCopy, outcome: Outcome) -> None:
+        """A commit record was written, or could not be."""
+        expected = self._pending.has(task) and not self.has_given_up(task.tier, task.id)
+        if expected and getattr(outcome.error, "retryable", False):
+            assert outcome.error is not None
+            self._pending.try_again(task, outcome.error, self._ledger.now_s)
+            return
+        self._pending.end(task.tier, task.id)
+        if not expected and not task.repairs:
+            self._retract(task.tier, task.id, "it was given up meanwhile, by all")
+        elif not expected:
+            logger.warning("%s: the repair of %s was given up meanwhile", task.tier, task.id)
+        elif outcome.error is not None:
+            reason = Reason(text=str(outcome.error))
+            self._messages.report(MessageKind.COPY_FAILED, task.id, task.tier, reason)
+        elif self._shared[task.tier]:
+            self._announce_committed(task.tier, task.id, {0: outcome.value.stored_bytes})
+        else:
+            self._contribute_committed(task.tier, task.id, outcome.value.stored_bytes)
+
+    def _contribute_committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
+        body = CommittedBytes(bytes=stored_bytes)
+        self._messages.contribute(MessageKind.NODE_COMMITTED, id, tier, body, leaders_only=True)
+
+    def on_all_committed(self, tier: str, id: CheckpointId, bodies: Bodies) -> None:
+        if not self.has_given_up(tier, id):
+            committed = read_all(CommittedBytes, bodies)
+            self._announce_committed(tier, id, {r: one.bytes for r, one in committed.items()})
+
+    def _announce_committed(
+        self, tier: str, id: CheckpointId, bytes_by_rank: Mapping[int, int]
+    ) -> None:
+        body = CommittedCopy(bytes_by_rank=bytes_by_rank)
+        self._messages.announce(MessageKind.COMMITTED, id, tier, body)
+
+    def on_committed(self, tier: str, entry: LedgerEntry, message: CommittedCopy) -> None:
+        leader = 0 if self._shared[tier] else self._topology.local_ranks[0]
+        self._complete.discard((tier, entry.id))
+        self._stuck.pop(tier, None)
+        self._forget(entry, tier)
+        self._flusher.committed(tier, entry.id, message.bytes_by_rank[leader])
+        self._ledger.partial.discard((tier, entry.id))
+        self._delete_partial(tier, entry)
+
+    def _delete_partial(self, tier: str, newer: LedgerEntry) -> None:
+        """Delete older copies of which only a part is left: they are not needed in case the rest comes back."""
+        if not self.owns(tier):
+            return
+        older = [id for where, id in self._ledger.partial if where == tier]
+        for id in older:
+            entry = self._ledger.entries.get(id)
+            is_owed = entry is not None and tier in entry.owed
+            if (id.attempt, id.step) < newer.order and not is_owed:
+                self._ledger.partial.discard((tier, id))
+                reason = "only a part of it is there, and a newer one is whole"
+                self._deleter.leave(DeleteCopy(tier=tier, id=id, reason=reason))
+
+    def tick(self, now_s: float) -> None:
+        self._pending.tick(now_s)
+
+    def due_s(self) -> list[float]:
+        return self._pending.due_s()
+
+
+def _own_shard(entry: LedgerEntry) -> Shard | None:
+    """Return the shard whose files are deleted where a copy is taken back; None for all, where this rank may have
+    uploaded the images of several ranks."""
+    return entry.shard if entry.parts is None else None
+
+
+def _files(entry: LedgerEntry, uploads: Mapping[int, UploadedFiles]) -> tuple[NamedFile, ...]:
+    """Return the uploaded files in the order of the ranks that saved them, as at any start."""
+    files = [file for rank in sorted(uploads) for file in uploads[rank].files]
+    return tuple(files if entry.parts is None else sorted(files, key=_saved_by))
+
+
+def _saved_by(file: NamedFile) -> int:
+    shard = keys.parse_shard(file.name)
+    return -1 if shard is None else shard.rank
+
+
+@dataclass(slots=True)
+class _CommitAttempt:
+    task: CommitCopy
+    since_s: float | None = None
+    not_before_s: float | None = None
+    tries: int = 0
+    reported: bool = False
+
+
+class _PendingCommits:
+    """The commit records that this rank writes: each is tried again until its tier accepts it, or it is given up.
+    ``on_stuck`` is called, once, for a record that a tier has refused for ``max_wait_s``."""
+
+    def __init__(
+        self,
+        *,
+        hooks: Hooks,
+        on_stuck: Callable[[CommitCopy, BaseException], None],
+        max_wait_s: float,
+    ) -> None:
+        self._hooks = hooks
+        self._on_stuck = on_stuck
+        self._max_wait_s = max_wait_s
+        self._attempts: dict[_Copy, _CommitAttempt] = {}
+
+    def begin(self, task: CommitCopy) -> None:
+        self._attempts[task.tier, task.id] = _CommitAttempt(task)
+        self._hooks.dispatch(task)
+
+    def end(self, tier: str, id: CheckpointId) -> bool:
+        """Try a record no more; return whether a try is in flight, whose outcome is unknown."""
+        attempt = self._attempts.pop((tier, id), None)
+        return attempt is not None and attempt.not_before_s is None
+
+    def has(self, task: CommitCopy) -> bool:
+        return (task.tier, task.id) in self._attempts
+
+    def try_again(self, task: CommitCopy, error: BaseException, now_s: float) -> None:
+        """The tier did not accept the record, for a reason that may pass."""
+        attempt = self._attempts[task.tier, task.id]
+        attempt.tries += 1
+        attempt.since_s = now_s if attempt.since_s is None else attempt.since_s
+        if now_s >= attempt.since_s + self._max_wait_s and not attempt.reported:
+            attempt.reported = True
+            self._on_stuck(task, error)
+        attempt.not_before_s = now_s + AGAIN_S * min(attempt.tries, MOST_TIMES)
+        logger.warning("%s: the commit of %s is tried again: %s", task.tier, task.id, error)
+
+    def tick(self, now_s: float) -> None:
+        for attempt in self._attempts.values():
+            if attempt.not_before_s is not None and now_s >= attempt.not_before_s:
+                attempt.not_before_s = None
+                self._hooks.dispatch(attempt.task)
+
+    def due_s(self) -> list[float]:
+        """Return when each record that waits is to be tried again."""
+        return [a.not_before_s for a in self._attempts.values() if a.not_before_s is not None]
