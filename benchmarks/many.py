@@ -35,7 +35,7 @@ from tierfall.backends.posix.folders import Entry
 from tierfall.backends.posix.writer import PosixWriter
 from tierfall.backends.toolkit import registry
 from tierfall.backends.wrappers.base import Wrapper
-from tierfall.core.format.records import read_commit
+from tierfall.core.format.records import parse_commit
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.types import keys as names
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
@@ -314,14 +314,14 @@ def fill(backend: Backend, put: Put, steps: Iterable[int], *, like: int) -> None
     """Put the checkpoint of step ``like`` under the names and records of other steps."""
     of_that = f"{RUN}/{names.step_folder(CheckpointId(like, 1))}/"
     files = {s.key.removeprefix(of_that): _read(backend, s) for s in backend.scan(of_that)}
-    record = read_commit(files.pop(names.COMMIT_NAME), what="commit record")
+    record = parse_commit(files.pop(names.COMMIT_NAME), what="commit record")
     for step in steps:
         id = CheckpointId(step, 1)
         prefix = f"{RUN}/{names.step_folder(id)}/"
         for name, data in files.items():
             put(prefix + name, data)
-        line = replace(record.line, checkpoint=id, ordinal=step)
-        put(prefix + names.COMMIT_NAME, replace(record, line=line).encode())
+        line = replace(record.lineage, checkpoint=id, ordinal=step)
+        put(prefix + names.COMMIT_NAME, replace(record, lineage=line).encode())
 
 
 def _read(backend: Backend, stored: StoredObject) -> bytes:

@@ -15,11 +15,11 @@ from tierfall.core.types.view import CheckpointView, Decision, TierRules, Verdic
 from tierfall.policies.eviction import reason_to_leave_memory
 from tierfall.policies.flush import owed_in_time
 from tierfall.policies.protection import (
-    beginning_of_the_line,
-    line_is_safe_without,
+    lineage_is_safe_without,
     newest_on_its_way,
     only_source_for,
     reason_to_keep,
+    reason_to_keep_start,
 )
 
 Fits = Callable[[frozenset[CheckpointId]], bool]
@@ -106,7 +106,7 @@ def reason_to_hold(view: View, checkpoint: CheckpointView, tier: TierRules) -> s
     return (
         _reason_nothing_is_owed(view, checkpoint, tier)
         or _reason_to_wait(view, checkpoint, tier)
-        or beginning_of_the_line(view, checkpoint)
+        or reason_to_keep_start(view, checkpoint)
         or owed_in_time(view, checkpoint)
         or _reason_it_is_needed(view, checkpoint, tier)
     )
@@ -115,7 +115,7 @@ def reason_to_hold(view: View, checkpoint: CheckpointView, tier: TierRules) -> s
 def _reason_nothing_is_owed(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
     if checkpoint.tombstoned:
         return "deleted by a person already"
-    if checkpoint.settling:
+    if checkpoint.changing:
         return "a copy of it, or an order about it, is under way"
     if leaving := [t.name for t in view.tiers if t != tier and _is_leaving(checkpoint, t)]:
         return f"{', '.join(leaving)} has it until it is dropped there, and a pin may keep it"
@@ -134,7 +134,7 @@ def _reason_to_wait(view: View, checkpoint: CheckpointView, tier: TierRules) -> 
 def _reason_it_is_needed(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
     """Invariant 3, for an image that only memory has."""
     if not checkpoint.live:
-        safe = line_is_safe_without(view, checkpoint, tier)
+        safe = lineage_is_safe_without(view, checkpoint, tier)
         return None if safe else "its line was left behind, but the new one is not as safe yet"
     if checkpoint.id == max(c.id for c in view.on(tier.name) if c.live):
         return "the newest in memory"
@@ -202,9 +202,9 @@ def _may_go(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
     held = (
         view.restoring
         or not checkpoint.live
-        or checkpoint.settling
+        or checkpoint.changing
         or leaving
-        or beginning_of_the_line(view, checkpoint)
+        or reason_to_keep_start(view, checkpoint)
         or owed_in_time(view, checkpoint)
         or newest_on_its_way(view, checkpoint)
     )

@@ -42,7 +42,7 @@ def plan_drain(
     for copy in sorted(_waiting(view), key=lambda copy: _sort_key(view, copy)):
         rest_s = left_s - spent_s.get(copy.tier, 0.0)
         decision = _decide(view, copy, bytes_per_s.get(copy.tier), rest_s)
-        if decision.prospect is ArrivalOutlook.ARRIVES:
+        if decision.outlook is ArrivalOutlook.ARRIVES:
             rate = bytes_per_s[copy.tier]
             assert rate is not None
             spent_s[copy.tier] = spent_s.get(copy.tier, 0.0) + copy.left_bytes / rate
@@ -84,9 +84,9 @@ def _decide(view: View, copy: _WaitingCopy, rate: float | None, rest_s: float) -
         return DrainDecision(
             checkpoint=copy.checkpoint.id,
             tier=copy.tier,
-            prospect=prospect,
+            outlook=prospect,
             left_bytes=copy.left_bytes,
-            goes=prospect is not ArrivalOutlook.TOO_LATE,
+            proceeds=prospect is not ArrivalOutlook.TOO_LATE,
             reason=reason,
         )
 
@@ -114,17 +114,17 @@ def _settled(
     decisions: Sequence[tuple[_WaitingCopy, DrainDecision]],
 ) -> DrainDecision:
     """A copy that was begun and is too late is aborted for another that can arrive on its tier, else it continues."""
-    if not copy.begun or decision.prospect is not ArrivalOutlook.TOO_LATE:
+    if not copy.begun or decision.outlook is not ArrivalOutlook.TOO_LATE:
         return decision
     if any(
-        other.tier == copy.tier and not other.begun and its.prospect is ArrivalOutlook.ARRIVES
+        other.tier == copy.tier and not other.begun and its.outlook is ArrivalOutlook.ARRIVES
         for other, its in decisions
     ):
-        return replace(decision, gives_way=True)
-    return replace(decision, goes=True)
+        return replace(decision, displaced=True)
+    return replace(decision, proceeds=True)
 
 
-def drain_in_words(decisions: Sequence[DrainDecision]) -> tuple[str, ...]:
+def describe_drain(decisions: Sequence[DrainDecision]) -> tuple[str, ...]:
     """Describe each checkpoint, the newest first: which tiers will have it, which will not, and why not."""
     by_id: dict[CheckpointId, list[DrainDecision]] = {}
     for decision in decisions:
@@ -134,7 +134,7 @@ def drain_in_words(decisions: Sequence[DrainDecision]) -> tuple[str, ...]:
 
 def _sentence(id: CheckpointId, decisions: Sequence[DrainDecision]) -> str:
     arriving, late, unknown = (
-        [d for d in decisions if d.prospect is prospect]
+        [d for d in decisions if d.outlook is prospect]
         for prospect in (ArrivalOutlook.ARRIVES, ArrivalOutlook.TOO_LATE, ArrivalOutlook.UNKNOWN)
     )
     parts = []

@@ -21,8 +21,8 @@ from tierfall.core.types.view import (
     View,
 )
 from tierfall.policies.protection import only_source_for, reason_to_keep
-from tierfall.policies.registry import Order, ask_order, register
-from tierfall.policies.retention import wanted_of
+from tierfall.policies.registry import Order, call_order, register
+from tierfall.policies.retention import kept_by_rules
 
 
 def plan_eviction(view: View, tier_name: str, *, need_bytes: int, free_bytes: int) -> Eviction:
@@ -51,7 +51,7 @@ def plan_eviction(view: View, tier_name: str, *, need_bytes: int, free_bytes: in
         )
         gone.add(checkpoint.id)
         free_bytes += copy.bytes
-    return Eviction(drops=tuple(drops), missing_bytes=max(0, need_bytes - free_bytes))
+    return Eviction(deletions=tuple(drops), missing_bytes=max(0, need_bytes - free_bytes))
 
 
 def _wanted_free_bytes(tier: TierRules, need_bytes: int, free_bytes: int) -> int:
@@ -72,9 +72,9 @@ def _in_order(
     if tier.kind is TierKind.HOST:
         yield from ((c, "") for c in sorted(held, key=lambda c: (c.live, c.id)))
         return
-    reasons = ask_order(tier.evict, cheapest_first, view=view, tier=tier, about=held)
+    reasons = call_order(tier.evict, cheapest_first, view=view, tier=tier, about=held)
     places = {id: place for place, id in enumerate(reasons)}
-    wanted = wanted_of(view, tier, held)
+    wanted = kept_by_rules(view, tier, held)
     for checkpoint in sorted(
         held, key=lambda c: (c.id in wanted, places.get(c.id, len(places)), c.live, c.id)
     ):

@@ -21,9 +21,9 @@ from tierfall.core.types.view import (
     Verdict,
     View,
 )
-from tierfall.policies.protection import beginning_of_the_line, newest_of
-from tierfall.policies.registry import Order, ask_order, register
-from tierfall.policies.retention import decide_on_one, wanted_of
+from tierfall.policies.protection import newest_of, reason_to_keep_start
+from tierfall.policies.registry import Order, call_order, register
+from tierfall.policies.retention import decide_on_one, kept_by_rules
 
 _IN_MEMORY = (TierKind.DEVICE, TierKind.HOST)
 
@@ -99,7 +99,7 @@ def _in_order_of_tier(
 ) -> Iterator[tuple[CheckpointView, str]]:
     """Yield each in the order of the tier, with the reason for its place; those that the order omits are last, the
     oldest first."""
-    reasons = ask_order(tier.flush_order, in_order, view=view, tier=tier, about=waiting)
+    reasons = call_order(tier.flush_order, in_order, view=view, tier=tier, about=waiting)
     places = {id: place for place, id in enumerate(reasons)}
     for checkpoint in sorted(waiting, key=lambda c: (places.get(c.id, len(places)), c.id)):
         yield (
@@ -174,11 +174,11 @@ def _would_be_deleted(view: View, tier: TierRules, checkpoint: CheckpointView) -
         for c in view.checkpoints
         if c.id == checkpoint.id or c.readable_on(tier.name) or _is_to_come(c, tier, newest)
     }
-    if checkpoint.id in wanted_of(view, tier, expected.values()):
+    if checkpoint.id in kept_by_rules(view, tier, expected.values()):
         return False
     then = replace(view, checkpoints=tuple(expected.get(c.id, c) for c in view.checkpoints))
     kept = newest_of(then, expected[checkpoint.id], tier, frozenset())
-    return kept is None and beginning_of_the_line(then, checkpoint) is None
+    return kept is None and reason_to_keep_start(then, checkpoint) is None
 
 
 def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointId | None) -> bool:

@@ -31,7 +31,7 @@ def reason_to_keep(
         return None
     if owed := only_source_for(view, checkpoint, tier):
         return f"the only source of the copy that {', '.join(owed)} is still owed"
-    if reason := beginning_of_the_line(view, checkpoint):
+    if reason := reason_to_keep_start(view, checkpoint):
         return reason
     if lost := newest_of(view, checkpoint, tier, gone):
         return f"the newest that survives the loss of a {lost}"
@@ -73,9 +73,9 @@ def _survives_at_all(
 ) -> bool:
     """Return whether any live checkpoint survives that loss, or an abandoned one later than ``above``."""
     tiers = tuple(tier.name for tier in view.tiers if tier.survives.covers(lost))
-    if any(other.id not in gone for other in view.safe_on(tiers)):
+    if any(other.id not in gone for other in view.restorable_on(tiers)):
         return True
-    return view.last_left_behind_on(tiers) != above.id
+    return view.newest_abandoned_on(tiers) != above.id
 
 
 def _survives_newer(
@@ -89,7 +89,7 @@ def _survives_newer(
     """Return whether a live checkpoint of that step or newer survives that loss by another copy."""
     is_left = _is_being_abandoned(view, above)
     tiers = tuple(tier.name for tier in view.tiers if tier.survives.covers(lost))
-    for other in view.safe_on(tiers):  # usually one of the newest decides
+    for other in view.restorable_on(tiers):  # usually one of the newest decides
         if other.id < above.id:
             return False
         if not is_left and _is_being_abandoned(view, other):
@@ -135,7 +135,7 @@ def _reaches(view: View, checkpoint: CheckpointView, lost: LossClass) -> bool:
     )
 
 
-def beginning_of_the_line(view: View, checkpoint: CheckpointView) -> str | None:
+def reason_to_keep_start(view: View, checkpoint: CheckpointView) -> str | None:
     """Return why the checkpoint that this run was restored from must be kept; None for any other, and once its lineage
     has a newer durable one."""
     if view.restored_from == checkpoint.id and not _continued(view, checkpoint):
@@ -154,7 +154,7 @@ def _continued(view: View, checkpoint: CheckpointView) -> bool:
     )
 
 
-def line_is_safe_without(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
+def lineage_is_safe_without(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
     """Return whether the lineage that abandoned this checkpoint has a copy that survives as much as this one. A copy in
     memory does not: files survive a restart of the machine."""
     return any(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.keys import check_name
 from tierfall.core.types.policy import Policy, PolicyKind, Rule
-from tierfall.core.types.text import nearest, signature_fault, with_article
+from tierfall.core.types.text import hint_at, signature_fault, with_article
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import CheckpointView, TierRules, TierView, View
 
@@ -46,7 +46,7 @@ def register(
     arguments.
     """
     if kind not in set(PolicyKind):
-        hint = nearest(kind, PolicyKind) if isinstance(kind, str) else ""
+        hint = hint_at(kind, PolicyKind) if isinstance(kind, str) else ""
         raise ConfigError(f"register: {kind!r} is not a kind of policy; expected {_kinds()}{hint}")
     check_name(name, what=f"register: {kind} policy")
     place = (PolicyKind(kind), name)
@@ -99,7 +99,7 @@ def _origin(function: Callable[..., Any]) -> str:
 Order = Sequence[tuple[CheckpointId, str]]
 
 
-def ask_order(
+def call_order(
     rule: Rule | None,
     default: Callable[[TierView, None, float], Order],
     *,

@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
-from tierfall.core.types.text import few_of, nearest
+from tierfall.core.types.text import format_some, hint_at
 from tierfall.core.types.units import format_period
 from tierfall.core.types.values import CheckpointId, Direction
 from tierfall.core.types.view import CheckpointView, Decision, TierRules, TierView, Verdict, View
-from tierfall.policies.protection import line_is_safe_without, reason_to_keep
+from tierfall.policies.protection import lineage_is_safe_without, reason_to_keep
 from tierfall.policies.registry import register
 
 KEPT_BY_AGE = 2
@@ -29,7 +29,7 @@ def plan_retention(view: View, tier_name: str) -> tuple[Decision, ...]:
     """
     tier = view.tier(tier_name)
     held = view.on(tier_name)
-    return _decide_oldest_first(view, tier, held, wanted_of(view, tier, held))
+    return _decide_oldest_first(view, tier, held, kept_by_rules(view, tier, held))
 
 
 def keeps_all_live(tier: TierRules) -> bool:
@@ -41,7 +41,7 @@ def plan_drops(view: View, tier_name: str) -> tuple[Decision, ...]:
     """Return only the deletions of ``plan_retention``: the copies that are kept may be thousands."""
     tier = view.tier(tier_name)
     held = view.on(tier_name)
-    wanted = wanted_of(view, tier, held)
+    wanted = kept_by_rules(view, tier, held)
     keeps_all = keeps_all_live(tier)
     loose = tuple(c for c in held if not c.live or not (keeps_all or c.id in wanted))
     decisions = _decide_oldest_first(view, tier, loose, wanted)
@@ -74,11 +74,11 @@ def decide_on_one(
 ) -> Decision:
     """Decide on one copy as if the tier had it together with others, and none of these were deleted."""
     return _decide(
-        view, checkpoint, tier, wanted_of(view, tier, (*beside, checkpoint)), frozenset()
+        view, checkpoint, tier, kept_by_rules(view, tier, (*beside, checkpoint)), frozenset()
     )
 
 
-def wanted_of(
+def kept_by_rules(
     view: View, tier: TierRules, checkpoints: Iterable[CheckpointView]
 ) -> dict[CheckpointId, str]:
     """Return which of these the rules of a tier would keep if it had them all, and why; only live ones count."""
@@ -143,7 +143,7 @@ def _decide(
     if checkpoint.tombstoned:
         return answer(Verdict.DROP, "deleted by a person")
     if checkpoint.abandoned:
-        if line_is_safe_without(view, checkpoint, tier):
+        if lineage_is_safe_without(view, checkpoint, tier):
             return answer(Verdict.DROP, "its line was left behind, and the new one is as safe")
         return answer(Verdict.KEEP, "its line was left behind, but the new one is not as safe yet")
     if not tier.retain:
@@ -180,7 +180,7 @@ def _describe_missing(metric: str, tiers: list[str], given: list[str]) -> str:
     )
     if not given:
         return f"{problem}, nor any other; save takes them as metrics={{...}}"
-    return f"{problem}; they have {few_of(given)}{nearest(metric, given)}"
+    return f"{problem}; they have {format_some(given)}{hint_at(metric, given)}"
 
 
 Kept = dict[CheckpointId, str]

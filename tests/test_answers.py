@@ -182,7 +182,7 @@ def test_a_restore_after_saves_never_fences_its_own_process(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its attempt's record lies on the tier before the process goes on as that attempt; a commit may come between."""
-    take = StoredTier.take_attempt
+    take = StoredTier.create_attempt
 
     def slowly(tier: StoredTier, attempt: Any) -> None:
         take(tier, attempt)
@@ -199,7 +199,7 @@ def test_a_restore_after_saves_never_fences_its_own_process(
         held = Gate(monkeypatch, "commit")
         ckpt.save(2, state_of(2))
         assert held.arrived.wait(PATIENCE_S)
-        monkeypatch.setattr(StoredTier, "take_attempt", slowly)
+        monkeypatch.setattr(StoredTier, "create_attempt", slowly)
         assert ckpt.restore(blank(), step=1) is not None
         ckpt.save(2, state_of(2), block=True)
         assert ckpt._session.coordinator.fenced is None
@@ -256,7 +256,7 @@ def test_an_image_that_left_memory_while_it_was_to_be_read_comes_from_the_next_t
         def list_and_evict(session: Session) -> Any:
             listings = list_now(session)
             entry = session.coordinator.ledger.entries[CheckpointId(1, 1)]
-            session.ask(lambda: session.coordinator._admissions.free(entry))
+            session.call(lambda: session.coordinator._admissions.free(entry))
             return listings
 
         monkeypatch.setattr(Session, "list_now", list_and_evict)

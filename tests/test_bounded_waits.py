@@ -280,9 +280,9 @@ def test_a_tier_that_never_ends_an_fsync_ends_open_within_its_bound(
 
 def test_memory_that_a_late_read_fills_is_not_lent_again() -> None:
     pool = BufferPool(bytes=4096, count=1)
-    with pool.take(4096) as view:
+    with pool.lend_view(4096) as view:
         begin_filling(view)
-    with pool.take(4096) as other:
+    with pool.lend_view(4096) as other:
         assert other.obj is not view.obj
     end_filling(view)
     pool.release()

@@ -97,7 +97,7 @@ def test_an_interval_follows_steps_that_take_longer_and_come_back() -> None:
 def test_steps_that_get_faster_are_seen_although_a_save_is_always_under_way() -> None:
     loop = Loop(CadenceRules(overhead=0.5, tiers=TIERS), durable_s=9.9, blocked_s=0.5)
     loop.run(600)
-    assert all(not handle.tell_settled() for handle in loop.handles[-1:])
+    assert all(not handle.is_settled() for handle in loop.handles[-1:])
     loop.step_s = 0.25
     loop.run(1200)
     step_s = loop.cadence.report().step_s
@@ -125,7 +125,7 @@ def test_a_copy_that_its_tier_takes_late_is_a_cost_of_the_last_save() -> None:
     late = 20
     for _ in range(3):
         loop.run_to(len(loop.saved) + 1)
-        loop.handles[-1].tell_tier_failed("store", CapacityError("full"))
+        loop.handles[-1].on_tier_failed("store", CapacityError("full"))
         loop.run(2)
         loop.copies_others = True
         loop.run(late)
@@ -215,7 +215,7 @@ def test_a_signal_saves_the_next_step_once_whatever_the_interval_is() -> None:
     for rules in (OVERHEAD, CadenceRules(every_steps=1000), CadenceRules(every_s=1e6)):
         loop = Loop(rules)
         loop.run(5)
-        loop.cadence.ask("SIGUSR1")
+        loop.cadence.request("SIGUSR1")
         assert loop.run(5) == [6]
 
 
@@ -243,7 +243,7 @@ def test_a_skipped_save_costs_what_was_waited_for_it() -> None:
     loop.blocked_s = 5.0
     for _ in range(2):
         loop.save()
-        loop.handles[-1].tell_given_up(SaveOutcome.SKIPPED, CapacityError("full"))
+        loop.handles[-1].on_given_up(SaveOutcome.SKIPPED, CapacityError("full"))
         loop.run(3)
     assert loop.cadence.report().cost_s == pytest.approx(5.0, abs=0.2)
 
@@ -277,12 +277,12 @@ def test_what_is_gone_back_over_is_no_progress() -> None:
     before_s = loop.now_s
     loop.now_s += 7.0
     loop.step = 100
-    loop.cadence.go_on_from(100)
+    loop.cadence.continue_from(100)
     loop.run(5)
     wall_s = before_s - 1000.0 + 7.0 + 5 * 0.5
     assert loop.cadence.ettr() == pytest.approx((100 + 5) * 0.5 / wall_s)
     loop.step = 0
-    loop.cadence.go_on_from(None)
+    loop.cadence.continue_from(None)
     loop.run(10)
     wall_s += 10 * 0.5
     assert loop.cadence.ettr() == pytest.approx(10 * 0.5 / wall_s)
@@ -292,7 +292,7 @@ def test_after_going_back_the_interval_goes_on_from_there() -> None:
     loop = Loop(OVERHEAD)
     loop.run(300)
     loop.step = 150
-    loop.cadence.go_on_from(150)
+    loop.cadence.continue_from(150)
     assert loop.run(2 * STEPS) == [150 + STEPS, 150 + 2 * STEPS]
 
 

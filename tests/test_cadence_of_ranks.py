@@ -195,7 +195,7 @@ class _Deaf:
 def test_what_was_announced_before_a_restore_is_not_saved_after_it(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AnnouncedSteps, "ahead_steps", lambda self, pace_s: 50)
+    monkeypatch.setattr(AnnouncedSteps, "lead_steps", lambda self, pace_s: 50)
     both = opener.all_open(interval={"every": 10**6})
     for ckpt in both:
         ckpt.save(1, state_of(1))
@@ -282,5 +282,5 @@ def test_steps_are_announced_a_second_ahead_and_one_step_at_least(
 ) -> None:
     monkeypatch.setattr(announced_steps, "AHEAD_S", 1.0)
     with network(["a"]) as (alone,):
-        steps = AnnouncedSteps(alone.council, tell=lambda f: f(), leave_out=lambda s, e: None)
-        assert [steps.ahead_steps(pace_s) for pace_s in (0.0, 0.01, 0.4, 30.0)] == [1, 100, 3, 1]
+        steps = AnnouncedSteps(alone.message_tree, tell=lambda f: f(), leave_out=lambda s, e: None)
+        assert [steps.lead_steps(pace_s) for pace_s in (0.0, 0.01, 0.4, 30.0)] == [1, 100, 3, 1]

@@ -235,14 +235,14 @@ def test_a_tier_that_hangs_while_it_is_filled_holds_up_no_restore(
         ckpt.save(1, state, block=True)
     shutil.rmtree(memory / "run")
     stuck, go_on = threading.Semaphore(0), threading.Event()
-    original = PackedImageWriter.put
+    original = PackedImageWriter.write_chunks
 
     def put(writer: PackedImageWriter, index: int, start: int, view: memoryview) -> None:
         stuck.release()
         assert go_on.wait(60)
         original(writer, index, start, view)
 
-    monkeypatch.setattr(PackedImageWriter, "put", put)
+    monkeypatch.setattr(PackedImageWriter, "write_chunks", put)
     with tierfall.open(config) as ckpt:
         try:
             for _ in range(ckpt._session.coordinator.lanes["slow"]._limits.parallel):

@@ -59,7 +59,7 @@ def assert_good(root: Path, id: CheckpointId = ONE) -> None:
     with CopyVerifier() as verifier:
         checked = verifier.check_stored(store, id)
     store.close()
-    assert checked.good, checked
+    assert checked.intact, checked
     assert checked.foreign == ()
     assert step_in(tierfall.load(step_folder(root, id.step))) == id.step
 
@@ -294,7 +294,7 @@ def test_latest_that_cannot_be_written_is_no_failure(
     def fail(*words: object) -> None:
         raise BackendError("no")
 
-    monkeypatch.setattr(StoredTier, "name_latest", fail)
+    monkeypatch.setattr(StoredTier, "write_latest", fail)
     assert any("could not write 'latest'" in note for note in run_copy(config).notes)
     assert_good(tmp_path / "far")
 
@@ -339,7 +339,7 @@ def test_a_start_that_comes_meanwhile_on_another_node_fences_the_copy(
         written = real(*words)
         for root in (tmp_path / "disk", tmp_path / "far"):
             store = store_of(root)
-            store.take_attempt(
+            store.create_attempt(
                 Attempt(run="run", number=2, id="f" * 32, node="other", pid=7, wall_time_s=1.0)
             )
             store.close()

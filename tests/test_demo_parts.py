@@ -21,7 +21,7 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import CheckpointId
 from tierfall.demo import chain as chains
 from tierfall.demo import story
-from tierfall.demo.process import Act, DemoError, Line, Trainer, none_left
+from tierfall.demo.process import Act, DemoError, Line, Trainer, kill_leftovers
 from tierfall.demo.screen import Screen
 from tierfall.demo.story import Stage
 from tierfall.demo.training import SMALL, Training, train
@@ -123,7 +123,7 @@ def test_a_node_that_is_not_lost_or_lost_with_the_store_is_found(
         elif folder == "store":
             shutil.rmtree(chain.folder / "store")
 
-    monkeypatch.setattr(chains, "lose_node", lose)
+    monkeypatch.setattr(chains, "delete_node_storage", lose)
     with pytest.raises(DemoError, match=rf"only store should hold .* found some on: {found}$"):
         story.lose_node(stage)
 
@@ -224,7 +224,7 @@ def test_an_interrupt_while_a_trainer_is_started_leaves_none_behind(
     other.start()
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     try:
-        with pytest.raises(KeyboardInterrupt), none_left():
+        with pytest.raises(KeyboardInterrupt), kill_leftovers():
             Trainer("it", folder=tmp_path, config=None, steps=10_000, small=True)
     finally:
         over.set()
@@ -234,7 +234,7 @@ def test_an_interrupt_while_a_trainer_is_started_leaves_none_behind(
 
 def test_a_trainer_that_no_with_holds_yet_is_killed_at_the_end(tmp_path: Path) -> None:
     """An interrupt may come between a trainer's start and the ``with`` that is to end it."""
-    with none_left():
+    with kill_leftovers():
         it = Trainer("it", folder=tmp_path, config=None, steps=10_000, small=True)
     with pytest.raises(ProcessLookupError):
         os.kill(it.pid, 0)

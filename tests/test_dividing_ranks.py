@@ -66,13 +66,13 @@ def test_only_the_first_save_of_a_structure_asks_the_others(
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    real = ReplicaAssigner.ask
+    real = ReplicaAssigner.request
 
     def ask(self: ReplicaAssigner, event: Any) -> None:
         asked.append(event.id.step)
         real(self, event)
 
-    monkeypatch.setattr(ReplicaAssigner, "ask", ask)
+    monkeypatch.setattr(ReplicaAssigner, "request", ask)
     opened = open_all(tmp_path, ranks)
     states = [replica(rank) for rank in range(3)]
     models = [{"model": state["model"]} for state in states]
@@ -196,7 +196,7 @@ def test_a_rank_that_has_nothing_to_share_again_keeps_the_others_from_nothing(
     save_whole(opened, 2, models)
     for step in (3, 4):
         save_whole(opened, step, [nothing, *models[1:]])
-    assert all(one._session.coordinator.commits.divider.divisions for one in opened[1:])  # type: ignore[union-attr]
+    assert all(one._session.coordinator.commits.replicas.assignments for one in opened[1:])  # type: ignore[union-attr]
     close_all(opened)
 
 

@@ -120,7 +120,7 @@ def test_the_order_gives_up_the_worst_loss_first(desk: Path) -> None:
             CheckpointView(id=id, ordinal=step, started_from=None, copies=copies, metrics=metrics)
         )
     plan = plan_eviction(picture.view(), "disk", need_bytes=200, free_bytes=0)
-    assert [(d.checkpoint.step, d.reason) for d in plan.drops] == [
+    assert [(d.checkpoint.step, d.reason) for d in plan.deletions] == [
         (3, "room is needed and its loss is inf"),
         (2, "room is needed and its loss is 0.9"),
     ]

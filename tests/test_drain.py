@@ -81,13 +81,13 @@ def test_the_seconds_of_a_report_are_those_of_the_whole_call(
 ) -> None:
     """Also those in which it learns what another process has committed for this start."""
     with tierfall.open(make_config()) as ckpt:
-        real = ckpt._session.look
+        real = ckpt._session.find_external_commits
 
         def look(*args: Any, **words: Any) -> None:
             time.sleep(0.2)
             real(*args, **words)
 
-        monkeypatch.setattr(ckpt._session, "look", look)
+        monkeypatch.setattr(ckpt._session, "find_external_commits", look)
         for deadline in (None, 0.1):
             began = time.monotonic()
             seconds = ckpt.drain(deadline).seconds
@@ -408,10 +408,10 @@ def test_a_rank_that_knows_what_cannot_arrive_has_patience_with_one_that_waits_f
 def test_a_deadline_of_any_rank_is_one_for_all(tmp_path: Path, ranks: list[Ranks]) -> None:
     checkpointers = slow_ranks(tmp_path, ranks)
     coordinators = [c._session.coordinator for c in checkpointers]
-    checkpointers[1]._session.tell(lambda: coordinators[1].ask_rank_0_to_drain(3.0))
-    wait_until(lambda: coordinators[0].draining.active, "rank 0 has heard of it")
-    assert not coordinators[1].draining.active, "rank 0 alone plans"
-    wait_until(lambda: not coordinators[0].draining.active, "the deadline is over")
+    checkpointers[1]._session.tell(lambda: coordinators[1].share_deadline(3.0))
+    wait_until(lambda: coordinators[0].drain_schedule.active, "rank 0 has heard of it")
+    assert not coordinators[1].drain_schedule.active, "rank 0 alone plans"
+    wait_until(lambda: not coordinators[0].drain_schedule.active, "the deadline is over")
     checkpoints = checkpointers[0].checkpoints()
     assert checkpoints[-1].tiers["nvme"] == "committed", "the newest came first"
     close_all(checkpointers)

@@ -33,14 +33,14 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.ops.drain import drain
 from tierfall.session.leftovers import adopt_slots, images_in
 from tierfall.setup.tiers import run_folder
-from tierfall.tiers.host import HeldImage
+from tierfall.tiers.host import SealedImage
 from tierfall.tiers.stored import StoredTier
 
 FIRST = CheckpointId(1, 1)
 
 
 @contextmanager
-def owned_memory(config: Config, *, first: int = 0) -> Iterator[list[HeldImage]]:
+def owned_memory(config: Config, *, first: int = 0) -> Iterator[list[SealedImage]]:
     """Own the slots from ``first`` on, as their ranks' processes would; give their images of the first step."""
     folder = run_folder(config, config.run)
     slots = adopt_slots(folder, first=first, name=config.host.name, run=config.run)
@@ -207,7 +207,7 @@ def test_a_part_that_only_another_tier_has_is_brought_from_there(
 
 def test_nothing_is_written_where_a_newer_attempt_lives(left: Opener, tmp_path: Path) -> None:
     store = StoredTier(name="far", run="run", backend=PosixBackend(tmp_path / "0/far"))
-    store.take_attempt(
+    store.create_attempt(
         Attempt(run="run", number=2, id="f" * 32, node="elsewhere", pid=1, wall_time_s=1.0)
     )
     store.close()

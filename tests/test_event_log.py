@@ -18,7 +18,7 @@ from tierfall.core.types import events
 from tierfall.core.types.events import Event
 from tierfall.core.types.values import CheckpointId
 from tierfall.telemetry import event_log
-from tierfall.telemetry.event_log import EventLog, LogFile, LogTail, last_events, part_before
+from tierfall.telemetry.event_log import EventLog, LogFile, LogTail, last_events, older_half
 
 MAX_BYTES = 64 << 10
 
@@ -104,7 +104,7 @@ def test_a_later_start_appends(path: Path) -> None:
 
 def test_the_file_is_bounded_and_keeps_the_newest(path: Path) -> None:
     write(path, 3000)
-    sizes = [part.stat().st_size for part in (path, part_before(path))]
+    sizes = [part.stat().st_size for part in (path, older_half(path))]
     assert max(sizes) <= MAX_BYTES // 2
     assert sum(p.stat().st_size for p in path.parent.iterdir()) <= MAX_BYTES
     found = numbers(last_events(path, 10_000))
@@ -116,7 +116,7 @@ def test_a_line_longer_than_the_bound_is_written_all_the_same(path: Path) -> Non
     file = LogFile(path, max_bytes=64)
     assert file.append([b"x" * 100 + b"\n", b"y\n"]) == 1
     assert file.append([b"y\n"]) == 1
-    assert (path.read_bytes(), part_before(path).stat().st_size) == (b"y\n", 101)
+    assert (path.read_bytes(), older_half(path).stat().st_size) == (b"y\n", 101)
     file.close()
 
 
@@ -154,7 +154,7 @@ def test_a_reader_follows_over_every_move_of_the_file(path: Path) -> None:
     seen += numbers(tail.read())
     tail.close()
     file.close()
-    assert part_before(path).exists()
+    assert older_half(path).exists()
     assert seen == list(range(200))
 
 

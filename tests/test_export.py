@@ -394,7 +394,7 @@ def test_a_checkpoint_that_is_dropped_meanwhile_is_not_called_damaged(
 ) -> None:
     def drop(done: int, total: int) -> None:
         store = StoredTier(name=tier, run="run", backend=PosixBackend(tmp_path / tier))
-        store.drop(CheckpointId(1, 1), attempt=None)
+        store.delete(CheckpointId(1, 1), attempt=None)
         store.close()
 
     with pytest.raises(IntegrityError, match=r"1@1 was dropped while it was read") as caught:

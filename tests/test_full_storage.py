@@ -348,8 +348,8 @@ def test_a_save_that_is_interrupted_while_memory_is_full_asks_for_nothing_any_mo
             patch.setattr(Session, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ckpt.save(3, state_of(3))
-        session.ask(lambda: None)
-        waits = session.ask(admissions.busy)
+        session.call(lambda: None)
+        waits = session.call(admissions.busy)
         flow.set()
         ckpt.drain()
         assert not waits

@@ -260,7 +260,7 @@ def test_what_is_restored_is_protected_before_anything_may_be_dropped(
     def slowly(session: Session) -> Any:
         commit.set()
         wait_until(lambda: handle.done("disk"), "step 3 is committed")
-        session.ask(lambda: None)
+        session.call(lambda: None)
         return take(session)
 
     commit, arrived = threading.Event(), threading.Event()

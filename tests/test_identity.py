@@ -16,7 +16,7 @@ import tierfall
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
-from tierfall.core.format.records import read_tier
+from tierfall.core.format.records import parse_tier_record
 from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
@@ -425,7 +425,7 @@ def test_a_copy_of_a_folder_is_another_tier(tmp_path: Path) -> None:
     config = chain(tmp_path, tier(tmp_path, "one"), tier(tmp_path, "two", shared=True))
     save(config, 3)
     ids = {
-        read_tier((tmp_path / name / "run/tier.json").read_bytes(), what=name).id
+        parse_tier_record((tmp_path / name / "run/tier.json").read_bytes(), what=name).id
         for name in ("one", "two")
     }
     assert len(ids) == 2
@@ -509,7 +509,7 @@ def test_what_was_begun_before_its_tier_was_mounted_again_is_not_published(tmp_p
     with backend.create("run/tier.json") as writer:
         writer.write(0, memoryview(b"same"))
         writer.publish()
-    backend.recognise("run/tier.json", lambda found: found == b"same")
+    backend.set_identity_check("run/tier.json", lambda found: found == b"same")
     writer = backend.create("run/key")
     writer.write(0, memoryview(b"bytes"))
     away = unmount(tmp_path / "disk")
@@ -530,7 +530,7 @@ def test_another_folder_in_its_place_in_mid_run_gets_nothing(tmp_path: Path) -> 
         data = (tmp_path / "other/run/tier.json").read_bytes()
         writer.write(0, memoryview(bytearray(data)))
         writer.publish()
-    backend.recognise("run/tier.json", lambda found: found != data)
+    backend.set_identity_check("run/tier.json", lambda found: found != data)
     unmount(tmp_path / "disk")
     shutil.rmtree(tmp_path / "disk")
     shutil.copytree(tmp_path / "other", tmp_path / "disk")

@@ -74,13 +74,13 @@ def cli(tmp_path: Path) -> Callable[..., str]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CheckpointId]:
     """Which checkpoints an index was made for, of manifests."""
     found: list[CheckpointId] = []
-    real = index_writer.make_index
+    real = index_writer.build_index
 
     def note(store: Any, commit: Commit) -> bytes:
-        found.append(commit.line.checkpoint)
+        found.append(commit.lineage.checkpoint)
         return real(store, commit)
 
-    monkeypatch.setattr(index_writer, "make_index", note)
+    monkeypatch.setattr(index_writer, "build_index", note)
     return found
 
 
@@ -201,7 +201,7 @@ def test_rank_0_takes_it_away_with_its_own_files(config: Config, tmp_path: Path)
     """A copy that was given up is collected rank by rank."""
     save_on_ranks(config, 2, [1], state)
     (folder(tmp_path, 1) / "commit.json").unlink()
-    assert [keys.belongs_to("index.zst", Shard(r, 2)) for r in (0, 1)] == [True, False]
+    assert [keys.is_written_by("index.zst", Shard(r, 2)) for r in (0, 1)] == [True, False]
     store = StoredTier(name="shared", run="run", backend=PosixBackend(tmp_path / "shared"))
     store.discard(ONE, Shard(1, 2), attempt=None)
     assert (folder(tmp_path, 1) / "index.zst").exists()
@@ -302,8 +302,8 @@ def test_readers_take_it_or_the_manifests(
     elif how != "good":
         damage(folder(tmp_path, 1) / "index.zst", how)
     made: list[int] = []
-    real = reading.make_index
-    monkeypatch.setattr(reading, "make_index", lambda *words: (made.append(1), real(*words))[1])
+    real = reading.build_index
+    monkeypatch.setattr(reading, "build_index", lambda *words: (made.append(1), real(*words))[1])
     with RunReader(config) as reader:
         index = open_index(reader.stores["shared"], commit)
     assert [block.rank for block in index.find("w")[0].blocks] == [0, 1]

@@ -84,10 +84,10 @@ def test_a_lazy_save_returns_before_anything_is_copied_and_holds_the_values_befo
         snapshot = ckpt._capturer._current
         assert snapshot is not None
         assert handle.stats.lazy
-        assert not snapshot.filling.copied  # the capture thread is held: nothing was copied
-        assert snapshot.filling.final_chunks == 0
+        assert not snapshot.copier.copied  # the capture thread is held: nothing was copied
+        assert snapshot.copier.final_chunks == 0
         loop.update()  # helps copying first, and only then changes the weights
-        assert snapshot.filling.copied
+        assert snapshot.copier.copied
         assert not torch.equal(loop.weights(), before)
         held.set()
         handle.wait(timeout=60)
@@ -229,7 +229,7 @@ def test_verify_catches_what_version_counters_do_not(
         begun(ckpt, loop)
         handle = ckpt.save(2, loop.state)
         held.set()
-        wait_until(lambda: ckpt._capturer._current.filling.copied, "all is copied")  # type: ignore[union-attr]
+        wait_until(lambda: ckpt._capturer._current.copier.copied, "all is copied")  # type: ignore[union-attr]
         loop.model.weight.data.mul_(2)  # after the copy, before the barrier
         loop.update()
         with pytest.raises(CaptureError, match=r'state\["model"\]\["weight"\] was changed'):
@@ -250,7 +250,7 @@ def test_weights_that_were_swapped_while_they_were_copied_and_back_are_found_aft
         handle = ckpt.save(2, loop.state)
         weight, kept = loop.model.weight.data, loop.weights()
         weight.mul_(2)
-        while ckpt._capturer._current.filling.copy_next():  # type: ignore[union-attr]
+        while ckpt._capturer._current.copier.copy_next():  # type: ignore[union-attr]
             continue
         weight.copy_(kept)
         loop.update()

@@ -280,7 +280,7 @@ def test_growth_waits_for_a_file_that_is_half_made(
         ckpt.save(1, state_of(1)).captured()
         arena(memory).unlink()
         assert ckpt._session.host.unlock_pages()
-        assert ckpt._session.host.renew_file()
+        assert ckpt._session.host.recreate_file()
         ckpt.save(2, state_of(2, elements=2_000_000)).captured()
         assert in_memory(config) == 2
 

@@ -255,7 +255,7 @@ def test_what_a_deletion_left_on_one_node_alone_goes_at_the_next_start(
         leave_mark(tmp_path / place, "tombstone")
         if place != "1/nvme":
             with tier_at(tmp_path / place) as store:
-                store.drop(CheckpointId(1, 1), attempt=None, tombstoned=True)
+                store.delete(CheckpointId(1, 1), attempt=None, tombstoned=True)
     assert_next_start_leaves(tmp_path, [2])
 
 

@@ -388,7 +388,7 @@ def test_an_order_that_fails_leaves_the_oldest_first(
     view = three(config_of(evict={"order": "mine"}))
     with caplog.at_level(logging.ERROR):
         plan = plan_eviction(view, "disk", need_bytes=200, free_bytes=0)
-    assert [(d.checkpoint.step, d.reason) for d in plan.drops] == [
+    assert [(d.checkpoint.step, d.reason) for d in plan.deletions] == [
         (step, "room is needed and it is the oldest that may go") for step in (1, 2)
     ]
     assert "the evict policy mine failed" in caplog.text
@@ -478,7 +478,7 @@ def test_an_order_neither_takes_what_must_stay_nor_leaves_out_what_it_is_silent_
 
     view = three(config_of(evict={"order": "mine"}))
     plan = plan_eviction(view, "disk", need_bytes=300, free_bytes=0)
-    assert [d.checkpoint.step for d in plan.drops] == [2, 1]
+    assert [d.checkpoint.step for d in plan.deletions] == [2, 1]
     assert plan.missing_bytes == 100
 
 

@@ -56,14 +56,14 @@ def refuse_writes(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
 
 def refuse_records(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     """Let nothing be created on a tier, as credentials that may only read."""
-    take = StoredTier.take_attempt
+    take = StoredTier.create_attempt
 
     def taken(self: StoredTier, attempt: Any) -> None:
         if self.place == str(place):
             raise AccessDeniedError(f"create a record in {place}: 403")
         take(self, attempt)
 
-    monkeypatch.setattr(StoredTier, "take_attempt", taken)
+    monkeypatch.setattr(StoredTier, "create_attempt", taken)
 
 
 def restored_and_saved(config: dict[str, Any], archive: Path, step: int) -> None:
@@ -170,7 +170,7 @@ def test_commands_leave_a_read_only_tier_alone_and_say_so(
     carried = commands.run_command(config, commands.CommandKind.DELETE, CheckpointId(1, 1))
     assert carried.done == ("disk",)
     assert "archive is read-only: 1@1 is not changed" in str(carried.failed["archive"])
-    marked = commands.leave_mark(config, commands.CommandKind.PIN, known[1])
+    marked = commands.set_mark_on_tiers(config, commands.CommandKind.PIN, known[1])
     assert marked.done == ("disk",)
     assert "archive is read-only" in str(marked.failed["archive"])
     with pytest.raises(ConfigError, match="tier archive is read_only"):

@@ -431,7 +431,7 @@ def test_ranks_whose_time_is_up_still_end_together(
 
     def end(rank: int) -> bool:
         time.sleep(0.3 * rank)  # as one may be slower to give up a drain
-        return group_commands.settle(ckpts[rank]._session, lambda: 0.0)
+        return group_commands.finish_commands(ckpts[rank]._session, lambda: 0.0)
 
     assert on_all([lambda: end(0), lambda: end(1)]) == [True, True]
     assert on_all([one.close for one in ckpts]) == [None, None]

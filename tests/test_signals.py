@@ -60,7 +60,7 @@ def calls() -> Iterator[list[str]]:
         noted.append(f"user's on {threading.current_thread().name}")
 
     # a listener that another thread stopped has left its wakeup fd; the next one to stop here would close that
-    signal_hub.stop(signal_hub.listen({USR1}, what="a test", flag=lambda number: None))
+    signal_hub.stop(signal_hub.add_listener({USR1}, what="a test", flag=lambda number: None))
     before, fd = signal.signal(USR1, users), signal.set_wakeup_fd(-1)
     yield noted
     assert signal.getsignal(USR1) is users, "the user's handler was not put back"
@@ -94,8 +94,10 @@ def test_the_previous_handler_runs_once_on_the_main_thread_after_all_works(
         calls.append("slow work")
 
     listeners = [
-        signal_hub.listen({USR1}, what="test", work=lambda number: calls.append("quick work")),
-        signal_hub.listen({USR1}, what="test", work=slow),
+        signal_hub.add_listener(
+            {USR1}, what="test", work=lambda number: calls.append("quick work")
+        ),
+        signal_hub.add_listener({USR1}, what="test", work=slow),
     ]
     os.kill(os.getpid(), USR1)
     wait_for(lambda: calls == ["quick work"])
@@ -115,7 +117,7 @@ def test_the_previous_handler_runs_once_on_the_main_thread_after_all_works(
 def test_signals_while_a_work_goes_on_wait_for_it_and_none_is_lost(calls: list[str]) -> None:
     gate = threading.Event()
     previous = signal.signal(signal.SIGUSR2, lambda number, frame: calls.append("second"))
-    listener = signal_hub.listen(
+    listener = signal_hub.add_listener(
         {USR1, Signals.SIGUSR2}, what="test", work=lambda number: gate.wait(30)
     )
     for number in (USR1, Signals.SIGUSR2, USR1):
@@ -132,7 +134,9 @@ def test_signals_while_a_work_goes_on_wait_for_it_and_none_is_lost(calls: list[s
 def test_a_work_that_ends_at_once_is_followed_by_one_call_of_the_handler(calls: list[str]) -> None:
     for _ in range(50):
         calls.clear()
-        listener = signal_hub.listen({USR1}, what="test", work=lambda number: calls.append("work"))
+        listener = signal_hub.add_listener(
+            {USR1}, what="test", work=lambda number: calls.append("work")
+        )
         os.kill(os.getpid(), USR1)
         wait_for(lambda: len(calls) == 2)
         time.sleep(0.01)
@@ -146,7 +150,7 @@ def test_a_work_that_fails_is_logged_and_the_signal_has_its_effect(
     def fails(number: Signals) -> None:
         raise RuntimeError("no way")
 
-    listener = signal_hub.listen({USR1}, what="test", work=fails)
+    listener = signal_hub.add_listener({USR1}, what="test", work=fails)
     with caplog.at_level(logging.ERROR, logger="tierfall"):
         os.kill(os.getpid(), USR1)
         wait_for(lambda: calls)
@@ -158,7 +162,7 @@ def test_a_work_that_fails_is_logged_and_the_signal_has_its_effect(
 def test_a_flag_is_called_on_the_main_thread_each_time_before_the_previous_handler(
     calls: list[str],
 ) -> None:
-    listener = signal_hub.listen(
+    listener = signal_hub.add_listener(
         {USR1},
         what="test",
         flag=lambda number: calls.append(f"flag on {threading.current_thread().name}"),
@@ -202,7 +206,7 @@ say("was not ended")
 
 def test_a_watch_is_told_names_and_a_work_stands_beside_it(calls: list[str]) -> None:
     watch = signal_hub.SignalWatch(["SIGUSR1"], calls.append)
-    listener = signal_hub.listen({USR1}, what="test", work=lambda number: None)
+    listener = signal_hub.add_listener({USR1}, what="test", work=lambda number: None)
     os.kill(os.getpid(), USR1)
     wait_for(lambda: len(calls) == 2)
     assert calls == ["SIGUSR1", "user's on MainThread"]
@@ -282,7 +286,9 @@ say(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
 
 def test_a_signal_is_heard_after_an_event_loop_took_the_wakeup_fd(calls: list[str]) -> None:
-    listener = signal_hub.listen({USR1}, what="test", work=lambda number: calls.append("work"))
+    listener = signal_hub.add_listener(
+        {USR1}, what="test", work=lambda number: calls.append("work")
+    )
 
     async def loop() -> None:
         asyncio.get_running_loop().add_signal_handler(Signals.SIGUSR2, int)
@@ -297,7 +303,9 @@ def test_a_signal_is_heard_after_an_event_loop_took_the_wakeup_fd(calls: list[st
 
 def test_a_handler_that_came_later_is_left_where_it_is(calls: list[str]) -> None:
     users_handler = signal.getsignal(USR1)
-    listener = signal_hub.listen({USR1}, what="test", work=lambda number: calls.append("work"))
+    listener = signal_hub.add_listener(
+        {USR1}, what="test", work=lambda number: calls.append("work")
+    )
     ours: Any = signal.getsignal(USR1)
 
     def later(number: int, frame: object) -> None:
@@ -310,7 +318,7 @@ def test_a_handler_that_came_later_is_left_where_it_is(calls: list[str]) -> None
     os.kill(os.getpid(), USR1)
     wait_for(lambda: len(calls) == 2)
     assert calls == ["later", "user's on MainThread"]
-    again = signal_hub.listen({USR1}, what="test", work=lambda number: calls.append("work"))
+    again = signal_hub.add_listener({USR1}, what="test", work=lambda number: calls.append("work"))
     os.kill(os.getpid(), USR1)
     wait_for(lambda: len(calls) == 5)
     assert calls[2:] == ["work", "later", "user's on MainThread"], "ours is in the chain twice"
@@ -324,7 +332,7 @@ def test_off_the_main_thread_it_is_refused() -> None:
 
     def off() -> None:
         with pytest.raises(ConfigError, match=r"drain\.on_signal: only the main thread") as error:
-            signal_hub.listen({USR1}, what="drain.on_signal", work=lambda number: None)
+            signal_hub.add_listener({USR1}, what="drain.on_signal", work=lambda number: None)
         refused.append(error.value)
 
     thread = threading.Thread(target=off, name="helper")
@@ -339,5 +347,5 @@ def test_nothing_is_left_open(calls: list[str]) -> None:
         pytest.skip("there is no /proc here")
     before = len(list(fds.iterdir()))
     for _ in range(20):
-        signal_hub.stop(signal_hub.listen({USR1}, what="test", flag=lambda number: None))
+        signal_hub.stop(signal_hub.add_listener({USR1}, what="test", flag=lambda number: None))
     wait_for(lambda: len(list(fds.iterdir())) <= before)

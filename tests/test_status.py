@@ -116,7 +116,7 @@ def test_a_coordinator_that_stopped_is_the_last_thing_said(
     try:
         wait_until(lambda: read(memory).attempt == 1, "the first status")
         ckpt._session.workers._coordinator.wait_for_event = _fail  # type: ignore[union-attr, method-assign]
-        ckpt._session.tell(int)
+        ckpt._session.call_soon(int)
         wait_until(lambda: read(memory).failure is not None, "the failure")
         said = read(memory)
         assert "on purpose" in str(said.failure)
@@ -183,11 +183,11 @@ def test_ranks_of_one_node_are_slots_and_rank_0s_view_is_shown(tmp_path: Path) -
                 lambda: all(
                     s.status is not None
                     and any("shared" in c.copies and not c.owed for c in s.status.checkpoints)
-                    for s in watcher.look().slots
+                    for s in watcher.take_snapshot().slots
                 ),
                 "both say that it is committed",
             )
-            glimpse = watcher.look()
+            glimpse = watcher.take_snapshot()
         assert [slot.number for slot in glimpse.slots] == [0, 1]
         assert [slot.status.rank for slot in glimpse.slots if slot.status] == [0, 1]
         assert all(slot.alive for slot in glimpse.slots)
@@ -211,7 +211,7 @@ def test_where_rank_0_is_elsewhere_this_nodes_first_rank_is_shown(
         status.write_status(memory / "run", other)
         (memory / "run" / "slot-1.lock").touch(0o600)
         with Watcher(load_config(config), run="run") as watcher:
-            glimpse = watcher.look()
+            glimpse = watcher.take_snapshot()
         assert [(slot.number, slot.alive) for slot in glimpse.slots] == [(0, True), (1, False)]
         assert glimpse.live is not None
         assert glimpse.live.rank == 0

@@ -56,7 +56,7 @@ class Loop:
         before = len(self.saved)
         for _ in range(steps):
             self._train(stride)
-            if self.cadence.wants(self.step):
+            if self.cadence.is_due(self.step):
                 self.save()
         return self.saved[before:]
 
@@ -67,12 +67,12 @@ class Loop:
 
     def _train(self, stride: int) -> None:
         for _ in range(stride):
-            under_way = self.copies_others or any(not h.tell_settled() for h in self.handles)
+            under_way = self.copies_others or any(not h.is_settled() for h in self.handles)
             self.now_s += self.step_s + (self.slower_s if under_way else 0.0)
         self.step += stride
         for handle in self.handles:
             if self._due.get(handle.step, math.inf) <= self.now_s and not handle.done("store"):
-                handle.tell_committed("store")
+                handle.on_committed("store")
 
     def save(self) -> None:
         """Save here and now, as a call of ``save`` does."""
@@ -84,17 +84,17 @@ class Loop:
             clock=lambda: self.now_s,
         )
         self.now_s += self.blocked_s
-        handle.tell_begun(bytes=1000, lazy=True, blocked_s=self.blocked_s)
-        handle.tell_captured()
+        handle.on_begun(bytes=1000, lazy=True, blocked_s=self.blocked_s)
+        handle.on_captured()
         if flushed:
             last_s = max(self._due.values(), default=0.0)
             self._due[self.step] = max(self.now_s, last_s) + self.durable_s
         self.handles.append(handle)
         self.saved.append(self.step)
         self.times.append(self.now_s)
-        under_way = sum(not handle.tell_settled() for handle in self.handles)
+        under_way = sum(not handle.is_settled() for handle in self.handles)
         self.most_under_way = max(self.most_under_way, under_way)
-        self.cadence.saved(handle)
+        self.cadence.on_saved(handle)
 
 
 def gaps(steps: list[int]) -> list[int]:

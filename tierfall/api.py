@@ -19,7 +19,7 @@ from tierfall.core.restore.reshard import ResizeRules
 from tierfall.core.restore.restore import RestoreRequest, restore
 from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.ops.reader import RunReader, moved, open_place, resolve_path
+from tierfall.ops.reader import RunReader, advice_if_moved, open_place, resolve_path
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.run.open_run import damage_reporter
 from tierfall.setup.launcher import find_ranks, find_transport
@@ -122,7 +122,7 @@ def _load_path(
             ReadTally(found_damage=damage_reporter(place.run, {store.name: store.place})),
         )
     except RestoreError as error:
-        elsewhere = moved(place)
+        elsewhere = advice_if_moved(place)
         if elsewhere is None:
             raise
         raise RestoreError(

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tierfall.core.format.catalog import start_of
-from tierfall.core.format.records import Attempt, Commit, encode_start, read_attempt
+from tierfall.core.format.records import Attempt, Commit, encode_start, parse_attempt_record
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     FencedError,
@@ -62,7 +62,7 @@ class Fence:
         attempt's."""
         key = keys.attempt_key(self._run, number)
         what = self._documents.what(key)
-        attempt = read_attempt(self._documents.read(key), what=what)
+        attempt = parse_attempt_record(self._documents.read(key), what=what)
         if (attempt.run, attempt.number) != (self._run, number):
             raise StrayAttemptError(
                 f"{what}: is the record of attempt {attempt.number} of run {attempt.run!r}, stored under the wrong "
@@ -234,7 +234,7 @@ class LineageRecords:
 
         It comes after the commit record: a start that dies before its first commit leaves no record behind.
         """
-        line = commit.line
+        line = commit.lineage
         number = line.checkpoint.attempt
         if (number, line.attempt_id) in self._known:
             return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from tierfall.core.format.records import Attempt, Commit, stops_drop
+from tierfall.core.format.records import Attempt, Commit, prevents_deletion
 from tierfall.core.types import keys
 from tierfall.core.types.backend import delete_all
 from tierfall.core.types.errors import (
@@ -57,9 +57,9 @@ class TierDeletions:
         next_latest: CheckpointId | None,
         void: bool,
     ) -> frozenset[str]:
-        """Delete a checkpoint unless its marks forbid it; see ``StoredTier.drop``."""
+        """Delete a checkpoint unless its marks forbid it; see ``StoredTier.delete``."""
         marks = frozenset() if void else self._marks.of(checkpoint)
-        if stops_drop(marks, tombstoned=tombstoned):
+        if prevents_deletion(marks, tombstoned=tombstoned):
             return marks
         doing = f"drop of {checkpoint}"
         postponed = None
@@ -90,8 +90,8 @@ class TierDeletions:
             self._fence.check_newest(attempt, doing=f"deletion of what is left of {checkpoint}")
 
         prefix = keys.step_prefix(self._run, checkpoint)
-        found = [f.key for f in self._catalog.files(checkpoint) if keys.is_ours(f.key)]
-        selected = [name for name in found if shard is None or keys.belongs_to(name, shard)]
+        found = [f.key for f in self._catalog.files(checkpoint) if keys.is_tierfall_name(f.key)]
+        selected = [name for name in found if shard is None or keys.is_written_by(name, shard)]
         others = set(found) - set(selected)
         if all(name.startswith(f"{keys.MARKS_FOLDER}/") for name in others):
             selected += others
@@ -100,9 +100,9 @@ class TierDeletions:
             check()
             self._backend.discard_unfinished(prefix)
 
-    def remove_other_forms(self, commit: Commit, *, attempt: Attempt) -> None:
+    def delete_other_codecs(self, commit: Commit, *, attempt: Attempt) -> None:
         """Delete the files of images that were stored with another codec before."""
-        checkpoint = commit.line.checkpoint
+        checkpoint = commit.lineage.checkpoint
 
         def check() -> None:
             self._fence.check_newest(attempt, doing=f"deletion of older files of {checkpoint}")

@@ -51,7 +51,7 @@ class DeviceSlab:
         with self._lock:
             return self._memory.numel() - sum(self._taken.values())
 
-    def take(self, size_bytes: int) -> SlabBlock | None:
+    def reserve(self, size_bytes: int) -> SlabBlock | None:
         """Take the first gap of ``size_bytes``; None where there is none."""
         needed = max(1, -(-size_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
         with self._lock:
@@ -62,8 +62,8 @@ class DeviceSlab:
         return SlabBlock(self, start, self._memory[start : start + size_bytes])
 
     @property
-    def room_bytes(self) -> int:
-        """The largest block that ``take`` would return."""
+    def largest_free_bytes(self) -> int:
+        """The largest block that ``reserve`` would return."""
         with self._lock:
             most = max((length for _, length in self._gaps()), default=0)
         return most // ALIGNMENT_BYTES * ALIGNMENT_BYTES

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.records import Commit, read_commit, read_mark
+from tierfall.core.format.records import Commit, parse_commit, parse_mark
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     CapacityError,
@@ -38,14 +38,14 @@ RENEWAL_WAIT_S = 5.0
 """How long a growth waits while a removed file is recreated: as long as an image may take to be sealed."""
 
 
-def slots_in(folder: Path) -> list[int]:
+def arena_slots(folder: Path) -> list[int]:
     """Return the numbers of the slots that have an arena in a run's folder."""
     found = (_ARENA.fullmatch(path.name) for path in folder.iterdir())
     return sorted(int(match[1]) for match in found if match)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldImage:
+class SealedImage:
     """A sealed image in the arena, with its commit record."""
 
     region: Region
@@ -112,13 +112,13 @@ class HostTier:
         images, damaged = self._examine()
         return not (images or damaged)
 
-    def images(self) -> dict[CheckpointId, HeldImage]:
+    def images(self) -> dict[CheckpointId, SealedImage]:
         """Return the sealed images whose records are intact."""
         return self._examine()[0]
 
-    def _examine(self) -> tuple[dict[CheckpointId, HeldImage], list[TierfallError]]:
+    def _examine(self) -> tuple[dict[CheckpointId, SealedImage], list[TierfallError]]:
         """Return the sealed images whose records are intact, and the errors of the others."""
-        images: dict[CheckpointId, HeldImage] = {}
+        images: dict[CheckpointId, SealedImage] = {}
         damaged: list[TierfallError] = list(self._arena.damage) if self._arena else []
         for region in self._arena.regions() if self._arena else ():
             if not region.sealed:
@@ -129,10 +129,10 @@ class HostTier:
                 damaged.append(error)
                 continue
             except ValueError:
-                if not region.given_up:  # another thread has released it just now
+                if not region.is_discarded:  # another thread has released it just now
                     raise
                 continue
-            images[image.commit.line.checkpoint] = image
+            images[image.commit.lineage.checkpoint] = image
         return images, damaged
 
     def release_damaged(self) -> None:
@@ -151,20 +151,20 @@ class HostTier:
             return False
         return False
 
-    def _image(self, region: Region) -> HeldImage:
-        commit = read_commit(region.commit(), what=f"{self.name}: commit record in {self.path}")
-        if commit.line.run != self._run:
+    def _image(self, region: Region) -> SealedImage:
+        commit = parse_commit(region.commit(), what=f"{self.name}: commit record in {self.path}")
+        if commit.lineage.run != self._run:
             raise ConfigError(
-                f"{self.name}: {self.path} has an image of run {commit.line.run!r}, not of {self._run!r}"
+                f"{self.name}: {self.path} has an image of run {commit.lineage.run!r}, not of {self._run!r}"
             )
         marks: set[str] = set()
         for data in region.marks():
-            mark = read_mark(data, what=f"{self.name}: mark in {self.path}").name
+            mark = parse_mark(data, what=f"{self.name}: mark in {self.path}").name
             if mark == UNPIN_MARK:
                 marks.discard(keys.PIN_MARK)
             else:
                 marks.add(mark)
-        return HeldImage(region=region, commit=commit, marks=frozenset(marks))
+        return SealedImage(region=region, commit=commit, marks=frozenset(marks))
 
     def list(self) -> Listing:
         """List the sealed images."""
@@ -221,11 +221,11 @@ class HostTier:
         """Raise the capacity; to ``need``, which one image needs, where memory for more is missing."""
         assert self._arena is not None
         until_s = time.monotonic() + RENEWAL_WAIT_S
-        while self._arena.renewing and time.monotonic() < until_s:
-            if not self._arena.renew_file():
+        while self._arena.is_recreating and time.monotonic() < until_s:
+            if not self._arena.recreate_file():
                 time.sleep(0.01)
         enough = need <= self._arena.capacity_bytes
-        if self._arena.renewing and enough:
+        if self._arena.is_recreating and enough:
             return
         try:
             self._arena.grow(capacity_bytes, self._progress)
@@ -242,7 +242,7 @@ class HostTier:
                 error,
             )
 
-    def create_now(self) -> None:
+    def allocate_now(self) -> None:
         """Allocate the arena at once if its capacity is configured."""
         with self._guard:
             if self._arena is None and self._configured_bytes is not None:
@@ -280,18 +280,18 @@ class HostTier:
 
     # Its file ----------------------------------------------------------------------------------------
 
-    def file_is_there(self) -> bool:
+    def file_exists(self) -> bool:
         """Whether the arena's file still exists, or there is no arena. Raises BackendError where that is unknown."""
-        return self._arena is None or self._arena.file_is_there()
+        return self._arena is None or self._arena.file_exists()
 
     def unlock_pages(self) -> bool:
-        """Unlock the arena's pages, before ``renew_file``; False while an image is being filled. No device may read an
-        image until the pages are locked again."""
+        """Unlock the arena's pages, before ``recreate_file``; False while an image is being filled. No device may read
+        an image until the pages are locked again."""
         return self._arena is not None and self._arena.unlock_pages()
 
-    def renew_file(self) -> bool:
-        """Recreate the arena's file after it was removed, a few MiB a call; see ``Arena.renew_file``."""
-        return self._arena is not None and self._arena.renew_file()
+    def recreate_file(self) -> bool:
+        """Recreate the arena's file after it was removed, a few MiB a call; see ``Arena.recreate_file``."""
+        return self._arena is not None and self._arena.recreate_file()
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class HostTier:
                 self._arena.close(keep=keep)
 
 
-def damaged(error: IntegrityError, path: Path) -> ConfigError:
+def damaged_arena_error(error: IntegrityError, path: Path) -> ConfigError:
     """Make the error of a start that finds an arena whose header is damaged."""
     return ConfigError(
         f"open: the host memory that an earlier start left is damaged: {error}. If nothing in it is needed, remove "

@@ -39,15 +39,15 @@ class RawImageWriter:
         self._writer = writer
         self._published = False
 
-    def took(self, index: int) -> bool:
+    def has_chunk(self, index: int) -> bool:
         """Whether a chunk must not be written again after a failure: never, since a raw write is whole or failed."""
         return False
 
-    def put(self, index: int, start: int, view: memoryview) -> None:
+    def write_chunks(self, index: int, start: int, view: memoryview) -> None:
         """Write the chunks from ``index`` on; ``start`` is their offset in the image."""
         self._writer.write(start, view)
 
-    def send(self) -> None:
+    def flush(self) -> None:
         """Do nothing: no data is buffered."""
 
     def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]:
@@ -185,25 +185,25 @@ class PackedImageWriter:
         self._published = False
         self._writer = create(bound)
 
-    def took(self, index: int) -> bool:
-        """Whether a chunk is packed already: after a failure, ``send`` then repeats what could not be sent."""
+    def has_chunk(self, index: int) -> bool:
+        """Whether a chunk is packed already: after a failure, ``flush`` then repeats what could not be sent."""
         with self._lock:
             return index in self._stream.waiting or index < len(self._stream.lengths)
 
-    def put(self, index: int, start: int, view: memoryview) -> None:
+    def write_chunks(self, index: int, start: int, view: memoryview) -> None:
         """Pack chunk ``index``, and send full parts. After a retryable failure of that the chunk is packed."""
         lease = ExitStack()
         try:
-            buffer = lease.enter_context(self._packing.frames.take(frame_bytes_max(len(view))))
+            buffer = lease.enter_context(self._packing.frames.lend_view(frame_bytes_max(len(view))))
             length = self._packing.pack(view, buffer, width=self._widths[index])
         except BaseException:
             lease.close()
             raise
         with self._lock:
             self._stream.waiting[index] = _PendingFrame(buffer[:length], lease)
-        self.send()
+        self.flush()
 
-    def send(self) -> None:
+    def flush(self) -> None:
         """Fill parts with frames and send full parts, until none is left that no other thread is sending."""
         while True:
             with self._lock:
@@ -223,10 +223,10 @@ class PackedImageWriter:
 
     def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]:
         """Send the rest, publish, and store the frame table; may be called again after a retryable failure."""
-        self.send()
+        self.flush()
         if self._packed is None:
             self._packed = self._close_stream(manifest)
-            self.send()
+            self.flush()
         record = self._packed.encode()
         if not self._published:
             self._writer.publish()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing, StepFolderError
 from tierfall.core.format.commit_files import without_index, wrong_files
-from tierfall.core.format.records import Commit, read_commit
+from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.runtime.bounded_calls import run_in_parallel
 from tierfall.core.types import keys
 from tierfall.core.types.backend import StoredObject
@@ -264,10 +264,10 @@ class TierCatalog:
     def _read_commit(self, checkpoint: CheckpointId, size_bytes: int | None) -> Commit:
         key = self._key(checkpoint, keys.COMMIT_NAME)
         data = self._documents.read(key, bytes_known=size_bytes)
-        commit = read_commit(data, what=self._documents.what(key))
-        if commit.line.checkpoint != checkpoint or commit.line.run != self._run:
+        commit = parse_commit(data, what=self._documents.what(key))
+        if commit.lineage.checkpoint != checkpoint or commit.lineage.run != self._run:
             raise IntegrityError(
-                f"{self._documents.what(key)}: is the record of {commit.line.run} {commit.line.checkpoint}: "
+                f"{self._documents.what(key)}: is the record of {commit.lineage.run} {commit.lineage.checkpoint}: "
                 "it was moved here from elsewhere"
             )
         return commit

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable
 
 from tierfall.core.format.commit_files import damage_mark
-from tierfall.core.format.records import Commit, Mark, read_mark
+from tierfall.core.format.records import Commit, Mark, parse_mark
 from tierfall.core.runtime.bounded_calls import run_in_parallel
 from tierfall.core.types import keys
 from tierfall.core.types.errors import KeyExistsError, KeyNotFoundError, TierfallError
@@ -64,7 +64,7 @@ class Marks:
 
     def read(self, checkpoint: CheckpointId, name: str) -> Mark:
         key = self._key(checkpoint, name)
-        return read_mark(self._documents.read(key), what=self._documents.what(key))
+        return parse_mark(self._documents.read(key), what=self._documents.what(key))
 
     def of(self, checkpoint: CheckpointId) -> frozenset[str]:
         """Read the names of the persons' marks beside a checkpoint."""
@@ -91,9 +91,9 @@ class Marks:
         """Return why a reader has marked this copy as damaged; None where no such mark is among ``files``, the names
         in its folder."""
         marked = {name for f in files if keys.is_damage_mark(name := f.removeprefix(_PREFIX))}
-        if not marked or (name := damage_mark(commit.line)) not in marked:
+        if not marked or (name := damage_mark(commit.lineage)) not in marked:
             return None
-        checkpoint = commit.line.checkpoint
+        checkpoint = commit.lineage.checkpoint
         try:
             reason = self.read(checkpoint, name).reason
         except TierfallError:  # the mark counts, even if it cannot be read

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from tierfall.core.format.records import TierRecord, read_tier
+from tierfall.core.format.records import TierRecord, parse_tier_record
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
@@ -37,7 +37,9 @@ class TierMarker:
     def read(self) -> TierRecord | None:
         """Read the tier record; None where there is none yet."""
         try:
-            return read_tier(self._documents.read(self._key), what=self._documents.what(self._key))
+            return parse_tier_record(
+                self._documents.read(self._key), what=self._documents.what(self._key)
+            )
         except KeyNotFoundError:
             return None
 
@@ -61,7 +63,7 @@ class TierMarker:
         """Let a backend whose folder is mounted anew continue with a folder whose tier record has this id."""
         if self._recognise is not None:
             what = self._documents.what(self._key)
-            self._recognise(self._key, lambda data: read_tier(data, what=what).id == id)
+            self._recognise(self._key, lambda data: parse_tier_record(data, what=what).id == id)
 
     def is_visible_to(self, other: Backend) -> bool:
         """Write a probe, and check whether another backend sees it. Equal ids do not prove one place: one may be a copy

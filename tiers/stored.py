@@ -58,17 +58,17 @@ class StoredTier:
         recognise: Recognise | None = None,
         links: Callable[[str], Iterable[str]] = lambda folder: (),
         read_only: str = "",
-        heard_s: Callable[[], float] = lambda: -math.inf,
+        last_answer_s: Callable[[], float] = lambda: -math.inf,
     ) -> None:
         """With ``packing``, images are written packed; images of any codec are read.
 
         ``pace`` limits the rate of writes to ``backend``. ``recognise`` is the method of that name of a backend whose
         folder can be mounted anew. ``links`` returns the names of the symbolic links in a folder, which scans leave
-        out. ``read_only`` is the reason why ``backend`` was opened for reading only, '' where it was not. ``heard_s``
-        returns when the medium last answered, on the monotonic clock."""
+        out. ``read_only`` is the reason why ``backend`` was opened for reading only, '' where it was not.
+        ``last_answer_s`` returns when the medium last answered, on the monotonic clock."""
         self.name = name
         self.read_only = read_only
-        self.heard_s = heard_s
+        self.heard_s = last_answer_s
         self.backend = backend
         self._run = run
         self._packing = packing
@@ -93,16 +93,16 @@ class StoredTier:
     def place(self) -> str:
         return self.backend.place
 
-    def keep_to(self, bytes_per_s: float | None) -> None:
+    def limit_rate(self, bytes_per_s: float | None) -> None:
         """Limit writes to so many bytes of raw image a second, and never above the configured rate; None: only the
         configured rate."""
         if self._pace is None:
             return
-        packed = self.packed
+        packed = self.pack_counts
         if bytes_per_s is not None and packed is not None and packed.raw_bytes:
             bytes_per_s *= packed.packed_bytes / packed.raw_bytes
         bounds = [bound for bound in (bytes_per_s, self._bytes_per_s_max) if bound is not None]
-        self._pace.change(min(bounds, default=None))
+        self._pace.set_rate(min(bounds, default=None))
 
     def close(self) -> None:
         self.backend.close()
@@ -116,11 +116,11 @@ class StoredTier:
         except TierfallError as error:
             return Listing(tier=self.name, error=error)
 
-    def look(self, checkpoint: CheckpointId) -> FoundCopy | None:
+    def find_copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
         """Read one copy as ``list`` reads all; None where it has no commit record."""
         return self._catalog.find(checkpoint)
 
-    def holds(self, checkpoint: CheckpointId) -> bool:
+    def is_committed(self, checkpoint: CheckpointId) -> bool:
         """Whether a checkpoint is committed here: one request."""
         return self._catalog.is_committed(checkpoint)
 
@@ -131,7 +131,7 @@ class StoredTier:
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
         return self._catalog.read_commit(checkpoint)
 
-    def settle(self, checkpoint: CheckpointId) -> None:
+    def sync_commit(self, checkpoint: CheckpointId) -> None:
         """Make an existing commit record durable; see ``TierCatalog.sync_commit``."""
         self._catalog.sync_commit(checkpoint)
 
@@ -176,11 +176,11 @@ class StoredTier:
         return self.backend.read_cached(key, offset, end, views)
 
     @property
-    def packs(self) -> bool:
+    def is_packed(self) -> bool:
         return self._packing is not None
 
     @property
-    def packed(self) -> PackCounts | None:
+    def pack_counts(self) -> PackCounts | None:
         """What was packed so far; None where images are stored raw."""
         return None if self._packing is None else self._packing.counts
 
@@ -229,29 +229,29 @@ class StoredTier:
         """
         began_s = time.monotonic()
         self.check_fence(attempt)
-        checkpoint = commit.line.checkpoint
+        checkpoint = commit.lineage.checkpoint
         for mark in marks:
             self._marks.create(mark)
         if repairs:
             self._documents.replace(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
             self._catalog.note_synced(checkpoint)
-            self.forget_damage(checkpoint)
-            self.remove_other_forms(commit, attempt=attempt)
+            self.clear_damage(checkpoint)
+            self.delete_other_codecs(commit, attempt=attempt)
             return
         self._create_commit(commit)
         # A newer start may have deleted the folder in between, as unfinished.
         if time.monotonic() - began_s > FENCE_VALID_S:
             self.check_fence(attempt)
         try:
-            self.record_start(commit, attempt)
+            self.record_lineage(commit, attempt)
         except BackendError as error:  # a deletion of this attempt's checkpoints records it first
             logger.warning(
                 "%s: how attempt %d began is not recorded yet: %s",
-                self.name, commit.line.checkpoint.attempt, error,
+                self.name, commit.lineage.checkpoint.attempt, error,
             )  # fmt: skip
 
     def _create_commit(self, commit: Commit) -> None:
-        checkpoint = commit.line.checkpoint
+        checkpoint = commit.lineage.checkpoint
         try:
             self._documents.create(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
         except KeyExistsError:
@@ -259,28 +259,28 @@ class StoredTier:
             # One of two tries may have left out the index, which can be rebuilt.
             if (
                 without_index(found).files != without_index(commit).files
-                or found.line != commit.line
+                or found.lineage != commit.lineage
             ):
                 raise IntegrityError(
                     f"commit on {self.name}: {checkpoint} was committed before with other content; "
                     "it is left as it is"
                 ) from None
-            self.settle(checkpoint)
+            self.sync_commit(checkpoint)
         else:
             self._catalog.note_synced(checkpoint)
 
-    def record_start(self, commit: Commit, writer: Attempt | None = None) -> None:
+    def record_lineage(self, commit: Commit, writer: Attempt | None = None) -> None:
         """Record how the attempt of a committed checkpoint began; see ``LineageRecords.create``."""
         self._lineage.create(commit, writer)
 
-    def name_latest(self, checkpoint: CheckpointId) -> None:
+    def write_latest(self, checkpoint: CheckpointId) -> None:
         """Write the hint ``latest`` for people."""
         self._latest.write(checkpoint)
 
     def read_latest(self) -> CheckpointId | None:
         return self._latest.read()
 
-    def forget_latest(self) -> None:
+    def delete_latest(self) -> None:
         self._latest.delete()
 
     # Identity ------------------------------------------------------------------------------------
@@ -293,11 +293,11 @@ class StoredTier:
         """Create the tier record, or return the one that exists; ``again`` replaces it."""
         return self._marker.write(record, again=again)
 
-    def is_known_by(self, id: str) -> None:
+    def expect_identity(self, id: str) -> None:
         """Let the backend continue with a folder that is mounted anew if its tier record has this id."""
         self._marker.expect(id)
 
-    def is_seen_by(self, other: StoredTier) -> bool:
+    def is_same_place(self, other: StoredTier) -> bool:
         """Check with a probe whether ``other`` is the same place. Equal ids do not prove it: one may be a copy."""
         return self._marker.is_visible_to(other.backend)
 
@@ -312,11 +312,11 @@ class StoredTier:
         attempt's."""
         return self._fence.read(number)
 
-    def take_attempt(self, attempt: Attempt) -> None:
+    def create_attempt(self, attempt: Attempt) -> None:
         """Create the attempt's record; raises KeyExistsError where another process has the number."""
         self._fence.create(attempt)
 
-    def vouch_for(self, attempt: Attempt) -> None:
+    def trust_attempt(self, attempt: Attempt) -> None:
         """Allow the record of ``attempt`` to be rewritten if it is damaged; see ``Fence.trust``."""
         self._fence.trust(attempt)
 
@@ -368,13 +368,13 @@ class StoredTier:
         since the last call."""
         return self._marks.of_many(checkpoints)
 
-    def note_damage(self, commit: Commit, why: str, *, wall_time_s: float) -> None:
+    def mark_damaged(self, commit: Commit, why: str, *, wall_time_s: float) -> None:
         """Mark a copy as damaged, for later listings of any process.
 
         Raises KeyNotFoundError, and leaves no mark, where the copy has been deleted.
         """
-        name = damage_mark(commit.line)
-        id = commit.line.checkpoint
+        name = damage_mark(commit.lineage)
+        id = commit.lineage.checkpoint
         self.add_mark(Mark(name=name, checkpoint=id, wall_time_s=wall_time_s, reason=why))
         try:
             self.read_commit(id)
@@ -382,13 +382,13 @@ class StoredTier:
             self.remove_mark(id, name)
             raise
 
-    def forget_damage(self, checkpoint: CheckpointId) -> None:
+    def clear_damage(self, checkpoint: CheckpointId) -> None:
         """Delete the damage marks of a copy that was rewritten, or read whole and verified."""
         self._marks.forget_damage(checkpoint)
 
     # Deletion ------------------------------------------------------------------------------------
 
-    def drop(
+    def delete(
         self,
         checkpoint: CheckpointId,
         *,
@@ -397,8 +397,8 @@ class StoredTier:
         next_latest: CheckpointId | None = None,
         void: bool = False,
     ) -> frozenset[str]:
-        """Delete a checkpoint, the commit record first, unless its marks forbid it (``stops_drop``); return the marks.
-        ``void``: delete it whatever its marks, because its commit was taken back.
+        """Delete a checkpoint, the commit record first, unless its marks forbid it (``prevents_deletion``); return
+        them. ``void``: delete it whatever its marks, because its commit was taken back.
 
         ``attempt`` is that of the process that asks, None for a person's command. Raises FencedError, and deletes
         nothing from then on, where a newer attempt exists: the fence is checked before each request that deletes.
@@ -420,12 +420,12 @@ class StoredTier:
         self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
     ) -> None:
         """Delete an uncommitted step folder, or one shard's files in it; see ``TierDeletions.discard``. ``attempt`` and
-        FencedError are as in ``drop``."""
+        FencedError are as in ``delete``."""
         self._deletions.discard(checkpoint, shard, attempt=attempt)
 
-    def remove_other_forms(self, commit: Commit, *, attempt: Attempt) -> None:
+    def delete_other_codecs(self, commit: Commit, *, attempt: Attempt) -> None:
         """Delete the files of images that were stored with another codec before. Raises FencedError."""
-        self._deletions.remove_other_forms(commit, attempt=attempt)
+        self._deletions.delete_other_codecs(commit, attempt=attempt)
 
     def discard_unfinished(self, *, attempt: Attempt) -> int:
         """Delete what writers of earlier starts left unpublished; return how many. Raises FencedError where ``attempt``

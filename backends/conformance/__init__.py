@@ -73,7 +73,7 @@ def check_promise(
     check = CHECKS[name]
     promise = f"the promise: {' '.join((check.__doc__ or name).split())}"
     try:
-        check(Bench(make=make, reopen=reopen, leaves_unfinished=leaves_unfinished))
+        check(Bench(make=make, reopen=reopen, keeps_unfinished=leaves_unfinished))
     except AssertionError as error:
         error.add_note(promise)
         raise

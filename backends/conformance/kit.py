@@ -21,12 +21,12 @@ MEMORY_ALIGNMENT_BYTES = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """Makes the backends of a check: ``make`` an empty one, ``reopen`` a second one on the same place, as another
-    process would (None: the place exists only in its backend object). ``leaves_unfinished``: a dead writer leaves data
+    process would (None: the place exists only in its backend object). ``keeps_unfinished``: a dead writer leaves data
     at the place."""
 
     make: Callable[[], Backend]
     reopen: Callable[[Backend], Backend] | None = None
-    leaves_unfinished: bool = True
+    keeps_unfinished: bool = True
 
     @contextmanager
     def backend(self) -> Iterator[Backend]:

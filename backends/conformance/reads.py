@@ -265,7 +265,7 @@ def leftovers_of_dead_writers_are_removed(bench: Bench) -> None:
             assert keys(second) == ["run/old"], "an unfinished object is listed"
             # So few bytes may all be in the memory of an ordered writer.
             few = (0,) if backend.traits.ordered_writes else ()
-            one, two = ((1, *few), (2, *few)) if bench.leaves_unfinished else ((0,), (0,))
+            one, two = ((1, *few), (2, *few)) if bench.keeps_unfinished else ((0,), (0,))
             assert second.discard_unfinished("run/deep/") in one, "of one below run/deep/"
             assert second.discard_unfinished("run/") in two, "of two more below run/"
             assert second.discard_unfinished("nothing/") == 0, "below a prefix without objects"

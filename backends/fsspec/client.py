@@ -76,7 +76,7 @@ class FsspecClient:
         self.prefix = f"{self._root}/"
         self.durable = self._is_store
         self.atomic_replace = self._puts_whole or protocol in _REPLACING
-        self.knows_condition = self._is_store
+        self.supports_if_absent = self._is_store
 
     def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
         if self._is_memory:
@@ -104,7 +104,7 @@ class FsspecClient:
             stream.finish()
         except BaseException:
             with suppress(BackendError):
-                stream.drop()
+                stream.abort()
             raise
         finally:
             self._putting.discard(stream.unfinished)
@@ -268,7 +268,7 @@ class _FileStream:
             self._file.close()
             self._client.move(self.unfinished, self._key)
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         if self._file is None:
             return
         file, self._file = self._file, None
@@ -296,7 +296,7 @@ class _MemoryStream:
     def finish(self) -> None:
         self._client.put(self._key, memoryview(self._data), Publish.REPLACE, self._what)
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         self._data = bytearray()
 
 

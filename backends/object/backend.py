@@ -196,7 +196,7 @@ class ObjectStoreBackend(BackendBase):
         """Create one object twice; return whether the second create was refused."""
         full, what = self._full(unfinished_name()), f"open {self.place}"
         try:
-            obeys = self._client.knows_condition and self._obeys_condition(full, what)
+            obeys = self._client.supports_if_absent and self._obeys_condition(full, what)
             if not obeys:
                 self._client.put(full, _NOTHING, Publish.REPLACE, what)
         except BaseException:

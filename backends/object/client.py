@@ -82,7 +82,7 @@ class Deletions(Protocol):
 class Stream(Protocol):
     """One object that is written in rising order; nothing is visible under its key before ``finish`` returns.
 
-    After an error of ``write`` or ``finish``, only ``drop`` may be called.
+    After an error of ``write`` or ``finish``, only ``abort`` may be called.
     """
 
     @property
@@ -96,7 +96,7 @@ class Stream(Protocol):
 
     def finish(self) -> None: ...
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         """Remove what was written, as far as the store answers."""
         ...
 
@@ -125,7 +125,7 @@ class ObjectClient(Protocol):
         ...
 
     @property
-    def knows_condition(self) -> bool:
+    def supports_if_absent(self) -> bool:
         """Whether ``put`` can send the condition IF_ABSENT; a probe finds out whether the store obeys it."""
         ...
 

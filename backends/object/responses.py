@@ -127,7 +127,7 @@ def unknown_argument(error: Exception) -> str | None:
     return found.group(1) if found else None
 
 
-def left_of(
+def keys_not_deleted(
     keys: Sequence[str],
     deleted: Iterable[Mapping[str, str]],
     failed: Iterable[Mapping[str, str]],
@@ -158,7 +158,7 @@ def creating(publish: Publish) -> Iterator[None]:
         raise
 
 
-def unsaid_error(what: str) -> UnreachableError:
+def incomplete_answer_error(what: str) -> UnreachableError:
     """Make the error for a success status with a body that does not confirm the completion of an upload."""
     return silence_error("the store did not confirm that it completed the upload", what)
 

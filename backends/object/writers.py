@@ -365,7 +365,7 @@ class OrderedWriter(ObjectWriterBase):
 
     def _remove(self) -> None:
         if self._stream is not None:
-            self._stream.drop()
+            self._stream.abort()
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class ObstoreClient:
     streams: ObjectStore = field(repr=False)
     deletions: Deletions | None = field(repr=False, default=None)
     atomic_replace: bool = True
-    knows_condition: bool = True
+    supports_if_absent: bool = True
 
     @property
     def uploads(self) -> None:
@@ -154,7 +154,7 @@ class _ObstoreStream:
         with translated(self._what):
             self._writer.close()
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         """Leave obstore's context manager by an error, which aborts the upload; deleting its writer would not."""
         writer, self._writer = self._writer, None
         if writer is None or writer.closed():

@@ -51,7 +51,7 @@ class PosixBackend(BackendBase):
 
     ``root`` is created where it is missing, and must be a writable folder. ``direct_io``: None uses direct I/O where a
     probe at open shows that it works, False never, True raises where it does not work. While the backend is open, a
-    root that is unmounted, deleted or replaced raises UnreachableError, until ``recognise`` finds it again. Call
+    root that is unmounted, deleted or replaced raises UnreachableError, until the identity check accepts it again. Call
     ``close`` after all other calls have returned.
 
     ``read_only``: nothing is created, probed or changed. A missing root is UnreachableError, since it may not be
@@ -210,9 +210,9 @@ class PosixBackend(BackendBase):
             self._folders.remove_empty(name)
         return count
 
-    def recognise(self, key: str, is_same: Callable[[bytes], bool]) -> None:
+    def set_identity_check(self, key: str, is_same: Callable[[bytes], bool]) -> None:
         """After the root is mounted anew, continue if ``is_same`` accepts the bytes of its object ``key``."""
-        self._folders.recognise(check_key(key), is_same)
+        self._folders.set_identity_check(check_key(key), is_same)
 
     def close(self) -> None:
         """Close the root. Open writers may still abort, but not publish."""

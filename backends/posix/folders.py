@@ -94,7 +94,7 @@ class Folders:
             if root >= 0:
                 os.close(root)
 
-    def recognise(self, key: str, is_same: Callable[[bytes], bool]) -> None:
+    def set_identity_check(self, key: str, is_same: Callable[[bytes], bool]) -> None:
         """Accept another folder at the path as the same one if ``is_same`` accepts the bytes of its file ``key``."""
         self._proof = key, is_same
 

@@ -23,10 +23,10 @@ from tierfall.backends.object.responses import (
     answer_error,
     creating,
     head_or_get,
-    left_of,
+    incomplete_answer_error,
+    keys_not_deleted,
     silence_error,
     translating,
-    unsaid_error,
 )
 from tierfall.backends.s3.connections import Connections, NoAnswerError, ViewReader
 from tierfall.core.types.backend import Publish
@@ -161,7 +161,7 @@ class S3Client:
     def delete_some(self, keys: Sequence[str], what: str) -> Sequence[str]:
         rows = [{"Key": key} for key in keys]
         answer = self._request("delete_objects", what, Delete={"Objects": rows})
-        return left_of(keys, answer.get("Deleted", ()), answer.get("Errors", ()), what)
+        return keys_not_deleted(keys, answer.get("Deleted", ()), answer.get("Errors", ()), what)
 
     def begin(self, key: str, what: str) -> str:
         upload = self._request("create_multipart_upload", what, Key=key).get("UploadId")
@@ -192,7 +192,7 @@ class S3Client:
         )
         if not answer.get("ETag"):
             # botocore parses an empty body as an answer without members.
-            raise unsaid_error(what)
+            raise incomplete_answer_error(what)
 
     def pending(self, prefix: str, what: str) -> Iterator[tuple[str, str]]:
         for page in self._pages("list_multipart_uploads", what, _AFTER_UPLOADS, Prefix=prefix):

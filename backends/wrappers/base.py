@@ -71,29 +71,29 @@ class Wrapper:
 
 
 class LastAnswer(Wrapper):
-    """Passes every call on to ``inner``. ``heard_s`` is the time, on the monotonic clock, when a read, an fsync or a
-    row of a listing last returned: a bounded wait distinguishes a long listing from silence by it."""
+    """Passes every call on to ``inner``. ``last_answer_s`` is the time, on the monotonic clock, when a read, an fsync
+    or a row of a listing last returned: a bounded wait distinguishes a long listing from silence by it."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
-        self.heard_s = time.monotonic()
+        self.last_answer_s = time.monotonic()
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         self._inner.read_into(key, offset, view)
-        self.heard_s = time.monotonic()
+        self.last_answer_s = time.monotonic()
 
     def stat(self, key: str) -> StoredObject:
         found = self._inner.stat(key)
-        self.heard_s = time.monotonic()
+        self.last_answer_s = time.monotonic()
         return found
 
     def sync(self, folder: str) -> None:
         super().sync(folder)
-        self.heard_s = time.monotonic()
+        self.last_answer_s = time.monotonic()
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         for stored in self._inner.scan(prefix):
-            self.heard_s = time.monotonic()
+            self.last_answer_s = time.monotonic()
             yield stored
 
 

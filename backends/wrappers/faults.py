@@ -99,7 +99,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Struck:
+class InjectedFault:
     """A fault that occurred, and its key."""
 
     fault: Fault
@@ -124,7 +124,7 @@ class Faulty(Wrapper):
         self._stall = stall
         self._lock = threading.Lock()
         self._count = [_Count() for _ in self._plan]
-        self._struck: list[Struck] = []
+        self._struck: list[InjectedFault] = []
         self._unsynced: set[str] = set()
         self._has_folders = any(fault.kind is FaultKind.UNSYNCED for fault in plan)
 
@@ -135,12 +135,12 @@ class Faulty(Wrapper):
         return replace(traits, needs_sync=True) if self._has_folders else traits
 
     @property
-    def struck(self) -> tuple[Struck, ...]:
+    def injected(self) -> tuple[InjectedFault, ...]:
         """The faults that occurred so far, in order."""
         with self._lock:
             return tuple(self._struck)
 
-    def heal(self) -> None:
+    def stop(self) -> None:
         """Inject no more faults."""
         with self._lock:
             self._plan = ()
@@ -155,7 +155,7 @@ class Faulty(Wrapper):
     ) -> Writer:
         writer: Writer | None = None
         try:
-            with self.striking(Operation.CREATE, key):
+            with self.inject(Operation.CREATE, key):
                 writer = self._inner.create(
                     key, length=length, length_max=length_max, publish=publish
                 )
@@ -166,7 +166,7 @@ class Faulty(Wrapper):
             raise
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        with self.striking(Operation.READ, key) as faults:
+        with self.inject(Operation.READ, key) as faults:
             self._inner.read_into(key, offset, view)
             if FaultKind.BIT_FLIP in faults:
                 self.flip(flat(view, writable=True), key)
@@ -176,17 +176,17 @@ class Faulty(Wrapper):
         return False
 
     def stat(self, key: str) -> StoredObject:
-        with self.striking(Operation.STAT, key):
+        with self.inject(Operation.STAT, key):
             return self._inner.stat(key)
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         """List ``inner``; a FAIL_AFTER raises after about half of the rows."""
-        with self.striking(Operation.SCAN, prefix) as faults:
+        with self.inject(Operation.SCAN, prefix) as faults:
             found = list(self._inner.scan(prefix))
             yield from found[: len(found) // 2] if FaultKind.FAIL_AFTER in faults else found
 
     def delete(self, key: str) -> None:
-        with self.striking(Operation.DELETE, key):
+        with self.inject(Operation.DELETE, key):
             self._inner.delete(key)
             self.note_published(key, synced=True)
 
@@ -197,7 +197,7 @@ class Faulty(Wrapper):
         return keys[1:]
 
     def sync(self, folder: str) -> None:
-        with self.striking(Operation.SYNC, folder):
+        with self.inject(Operation.SYNC, folder):
             if self._inner.traits.needs_sync:
                 super().sync(folder)
             with self._lock:
@@ -217,7 +217,7 @@ class Faulty(Wrapper):
         return lost
 
     @contextmanager
-    def striking(
+    def inject(
         self, operation: Operation, key: str, size_bytes: int = 0
     ) -> Iterator[Mapping[FaultKind, Fault]]:
         """Inject the faults of one call around a block: stalls and failures before it, failures after it."""
@@ -260,7 +260,7 @@ class Faulty(Wrapper):
                 and self._occurs(index, fault, key, size_bytes)
             }
             for fault in drawn.values():
-                self._struck.append(Struck(fault=fault, key=key))
+                self._struck.append(InjectedFault(fault=fault, key=key))
         return drawn
 
     def _occurs(self, index: int, fault: Fault, key: str, size_bytes: int) -> bool:
@@ -299,7 +299,7 @@ class _FaultyWriter(WriterWrapper):
 
     def write(self, offset: int, view: memoryview) -> None:
         try:
-            with self._faults.striking(Operation.WRITE, self._key, view.nbytes) as faults:
+            with self._faults.inject(Operation.WRITE, self._key, view.nbytes) as faults:
                 self._write(offset, flat(view), faults)
         except BackendError as error:
             if not error.retryable:
@@ -309,7 +309,7 @@ class _FaultyWriter(WriterWrapper):
     def publish(self) -> None:
         """Publish. A retry after a retryable failure does not publish ``inner`` twice."""
         try:
-            with self._faults.striking(Operation.PUBLISH, self._key) as faults:
+            with self._faults.inject(Operation.PUBLISH, self._key) as faults:
                 if FaultKind.LOST_SYNC in faults:
                     raise LostWriteError(
                         f"fsync {self._key!r} in {self._faults.place}: failed on purpose; the bytes count as lost, "

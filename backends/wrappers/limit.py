@@ -68,7 +68,7 @@ class Limited(Wrapper):
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         """Wait for the whole read, then make it in one call: between two slices the object could be replaced."""
         if self._reads is not None:
-            self._reads.wait_turn(view.nbytes)
+            self._reads.acquire(view.nbytes)
         with self.slot():
             self._inner.read_into(key, offset, view)
 
@@ -98,7 +98,7 @@ class Limited(Wrapper):
         for start in range(0, max(data.nbytes, 1), step):
             piece = data[start : start + step]
             if self._writes is not None:
-                self._writes.wait_turn(piece.nbytes)
+                self._writes.acquire(piece.nbytes)
             with self.slot():
                 writer.write(offset + start, piece)
 

@@ -82,23 +82,23 @@ class Barrier:
         self.updates += 1
         try:
             self._reached()
-            self.gradients.stepping(optimizer, args, kwargs)
+            self.gradients.on_step(optimizer, args, kwargs)
             self._on_step(optimizer)
         except Exception:
             logger.exception("the barrier before an optimizer step failed")
 
-    def bracketed_by_hand(self) -> None:
+    def on_explicit_wait(self) -> None:
         """Record that the loop itself waited for the capture (``wait_captured``, ``guard``)."""
         self._bracketed = True
         self.updates += 1
 
     @property
-    def bracketed(self) -> bool:
-        """Whether the loop itself waited for the capture since ``forget``."""
+    def loop_waits(self) -> bool:
+        """Whether the loop itself waited for the capture since ``reset``."""
         return self._bracketed
 
-    def covered(self) -> frozenset[int]:
-        """The ids of the parameters of the optimizers that stepped since ``forget``, without frozen ones, which no step
+    def evident_parameters(self) -> frozenset[int]:
+        """The ids of the parameters of the optimizers that stepped since ``reset``, without frozen ones, which no step
         changes. If nothing changed, the same object as in the previous call."""
         stepped = (each.param_groups for each in self._evident())
         parameters = [*chain.from_iterable(g["params"] for groups in stepped for g in groups)]
@@ -107,8 +107,8 @@ class Barrier:
             self._covered = ids, trained, frozenset(compress(ids, trained))
         return self._covered[2]
 
-    def memory(self) -> frozenset[tuple[int, int]]:
-        """Address and length of the parameters and the state of the optimizers that stepped since ``forget``. Any other
+    def evident_memory(self) -> frozenset[tuple[int, int]]:
+        """Address and length of the parameters and the state of the optimizers that stepped since ``reset``. Any other
         tensor may change at any time."""
         found: set[tuple[int, int]] = set()
         for optimizer in self._evident():
@@ -120,14 +120,14 @@ class Barrier:
         return frozenset(found - {NOWHERE})
 
     @property
-    def seen(self) -> bool:
+    def has_evidence(self) -> bool:
         return self._bracketed or bool(self._evident())
 
     def _evident(self) -> list[torch.optim.Optimizer]:
         with self._lock:
             return [each for each in self._stepped if each not in self._in_graphs]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the record; each save does."""
         with self._lock:
             self._stepped.clear()

@@ -36,7 +36,7 @@ sooner. An image that no barrier has passed is sealed then."""
 
 class Capturer:
     """Captures one snapshot after another. Only the training thread calls ``begin`` and the waits; any thread may call
-    ``begin_settled``. ``checked``: images are compared with the state at save."""
+    ``begin_unchanging``. ``checked``: images are compared with the state at save."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class Capturer:
         """
         snapshot.lazy = lazy
         if lazy:
-            self.evidence.begun(snapshot.id)
+            self.evidence.on_begun(snapshot.id)
         snapshot.past_barrier = False
         self._current = snapshot
         try:
             if here:
-                while snapshot.filling.copy_next():
+                while snapshot.copier.copy_next():
                     continue
         except BaseException as error:  # noqa: BLE001 - raised again below
             self._current = None
@@ -90,7 +90,7 @@ class Capturer:
         if not lazy:
             self.wait_copied(self._max_wait_s)
 
-    def begin_settled(self, snapshot: Snapshot) -> None:
+    def begin_unchanging(self, snapshot: Snapshot) -> None:
         """Start the capture of sources in host memory that never change: no barrier waits for it."""
         self._queue.put(snapshot)
 
@@ -99,7 +99,7 @@ class Capturer:
         failure = as_capture_error(snapshot.id, error)
         if failure is error:
             failure = _interrupted(snapshot, error)
-        snapshot.filling.fail(failure, even_if_hashed=not snapshot.past_barrier)
+        snapshot.copier.fail(failure, even_if_hashed=not snapshot.past_barrier)
         if self._current is snapshot:
             self._current = None
         self._queue.put(snapshot)
@@ -140,7 +140,7 @@ class Capturer:
         try:
             if snapshot is not None and not is_locked:
                 assert timeout is not None
-                snapshot.filling.fail(
+                snapshot.copier.fail(
                     _waited_too_long(snapshot, timeout), even_if_hashed=not snapshot.past_barrier
                 )
             elif snapshot is not None:
@@ -160,7 +160,7 @@ class Capturer:
     ) -> None:
         """Help copying until ``deadline``. A snapshot that is not copied by then is given up with ``give_up_after``
         seconds in the message (None: not given up). ``blocks_update``: an update waits for this, so hashing pauses."""
-        filling = snapshot.filling
+        filling = snapshot.copier
         try:
             # Before the first byte is read: freed memory must not be read.
             if snapshot.lazy and not snapshot.past_barrier and filling.failure is None:
@@ -180,7 +180,7 @@ class Capturer:
             )
             self._release(snapshot)
             if snapshot.lazy:
-                self.evidence.failed(snapshot.id, error)
+                self.evidence.on_failed(snapshot.id, error)
             self._queue.put(snapshot)
             traceback.clear_frames(error.__traceback__)  # they hold tensors
             failure = as_capture_error(snapshot.id, error)
@@ -211,7 +211,7 @@ class Capturer:
     def _release(self, snapshot: Snapshot) -> None:
         """Stop delaying updates, unless the state is still being read: then the next one, perhaps on another stream,
         waits too."""
-        filling = snapshot.filling
+        filling = snapshot.copier
         if self._current is snapshot and (filling.is_read or filling.failure is not None):
             self._current = None
 
@@ -224,7 +224,7 @@ class Capturer:
         try:
             self.wait_copied(timeout, in_order=in_order)
         finally:
-            snapshot.handle.tell_waited(time.monotonic() - began)
+            snapshot.handle.add_blocked(time.monotonic() - began)
 
     def _at_barrier(self) -> None:
         """The step hook; never raises, since the capture thread reports failures."""
@@ -236,14 +236,14 @@ class Capturer:
     def _at_freeing(self, address: int, length: int) -> None:
         """Memory is about to be freed: if it is being captured, this is a barrier."""
         snapshot = self._current
-        if snapshot is not None and snapshot.filling.reads(address, length):
+        if snapshot is not None and snapshot.copier.reads(address, length):
             self._at_barrier()
 
     def _at_recording(self) -> None:
         """An optimizer step is being recorded into a CUDA graph, whose replays would change what is being captured."""
         snapshot = self._current
         if snapshot is not None:
-            snapshot.filling.fail(
+            snapshot.copier.fail(
                 CaptureError(
                     f"save of step {snapshot.id.step}: an optimizer step was recorded into a CUDA graph while the "
                     "state was being captured; nothing of this step is kept. Call wait_captured() before recording one"
@@ -252,12 +252,12 @@ class Capturer:
 
     def close(self, timeout: float) -> None:
         """End the thread after the captures in progress; after ``timeout`` seconds return regardless."""
-        self.let_go()
+        self.stop_waiting()
         self._thread.join(timeout)
         if self._thread.is_alive():
             logger.warning("close: the capture thread did not end within %g s", timeout)
 
-    def let_go(self) -> None:
+    def stop_waiting(self) -> None:
         """Stop delaying updates, and let the thread end; may be called twice."""
         self.barrier.close()
         self._storages.close()
@@ -278,20 +278,20 @@ class Capturer:
                 self._capture(snapshot)
             except BaseException as error:  # noqa: BLE001 - reported to the coordinator
                 snapshot.failed = True
-                snapshot.filling.fail(_as_raisable(snapshot, error), even_if_hashed=True)
-                snapshot.filling.abandon()
-                snapshot.filling.release_sources()
+                snapshot.copier.fail(_as_raisable(snapshot, error), even_if_hashed=True)
+                snapshot.copier.wait_unused()
+                snapshot.copier.release_sources()
                 traceback.clear_frames(error.__traceback__)
-                failure = snapshot.filling.failure or error
+                failure = snapshot.copier.failure or error
                 if snapshot.lazy:
-                    self.evidence.failed(snapshot.id, failure)
+                    self.evidence.on_failed(snapshot.id, failure)
                 self._post(CaptureFailed(id=snapshot.id, error=failure, region=snapshot.region))
                 del error, failure
             del snapshot  # so that this thread keeps no memory alive while it waits
 
     def _capture(self, snapshot: Snapshot) -> None:
         """Advance one snapshot as far as possible. It may return here, after its barrier or when given up."""
-        filling = snapshot.filling
+        filling = snapshot.copier
         if snapshot.commit is not None or snapshot.failed:
             return
         if not snapshot.hashed:
@@ -314,11 +314,11 @@ class Capturer:
         manifest, commit = make_records(snapshot)
         if snapshot.share is None or snapshot.share.digests is None:  # else after the comparison
             snapshot.region.seal(manifest=manifest, commit=commit)
-            snapshot.handle.tell_captured()
+            snapshot.handle.on_captured()
         if snapshot.lazy:
-            self.evidence.held()
+            self.evidence.on_complete()
         self._post(CaptureSealed(id=snapshot.id))
-        filling.draw_samples_anew()
+        filling.count_check()
 
     def _until_settled_s(self) -> float | None:
         return None if self._unsettled is None else max(0.0, self._unsettled[1] - time.monotonic())
@@ -379,18 +379,18 @@ def make_records(snapshot: Snapshot) -> tuple[bytes, bytes]:
     """Create manifest and commit record of a complete image, set them in the snapshot, and return both encoded."""
     geometry = snapshot.geometry
     manifest = Manifest(
-        line=snapshot.line,
+        lineage=snapshot.lineage,
         shard=snapshot.shard,
         image_bytes=geometry.image_bytes,
         data_start=geometry.data_start,
         chunk_bytes=geometry.chunk_bytes,
-        digests=tuple(snapshot.filling.digests),
+        digests=tuple(snapshot.copier.digests),
         structure=snapshot.structure,
         pieces=snapshot.pieces,
     )
     data = manifest.encode()
     commit = Commit(
-        line=snapshot.line,
+        lineage=snapshot.lineage,
         world_size=snapshot.shard.world_size,
         files=raw_files(snapshot.shard, image_bytes=geometry.image_bytes, manifest=data),
         nodes=(snapshot.node,),

@@ -106,18 +106,20 @@ class ImageCopier:
     def _copy_at_once(self) -> None:
         """Copy what is not captured lazily: into the image, or to a clone on its own device, in the order of the
         caller's work."""
-        for segment in self._segmentation.at_once:
+        for segment in self._segmentation.eager:
             if segment[0].place == HOST:
                 self._copy(segment)
             elif rest := tuple(piece for piece in segment if not self._clone_on_device(piece)):
                 self._copy(rest)
-        self._copies.follow_callers()
+        self._copies.wait_for_callers()
 
     def _clone_on_device(self, piece: SegmentPart) -> bool:
         """Clone a tensor on its device, to be captured later; False if the device has no memory for it."""
         source, copies = self._sources.tensor(piece.index), []
         try:
-            self._copies.streams[piece.place].for_caller(lambda: copies.append(source.clone()))
+            self._copies.streams[piece.place].run_on_caller_stream(
+                lambda: copies.append(source.clone())
+            )
         except torch.OutOfMemoryError:
             return False
         self._sources.replace(piece, copies[0])
@@ -155,7 +157,7 @@ class ImageCopier:
             if not self._copying:
                 self.copied = self.copied or not (self._segments or self.failure)
                 while self._idle_events:
-                    self._idle_events.pop().ring()
+                    self._idle_events.pop().set()
 
     def fail(self, error: BaseException, *, even_if_hashed: bool = False) -> None:
         """Give the image up: no further segment is claimed. A complete one remains valid, unless ``even_if_hashed``."""
@@ -217,24 +219,24 @@ class ImageCopier:
         try:
             self._exclusive = InterruptibleEvent()
             spill = self._spill()
-            pending = list(spill.rooms) if spill is not None else []
+            pending = list(spill.targets) if spill is not None else []
             self._copy_to(pending)
             while self.copy_next():
                 continue
             if not self.wait_idle(_remaining_s(deadline)):
                 return False
-            self._copies.hold_callers()
+            self._copies.make_callers_wait()
             if spill is not None:
-                self._copies.follow_callers()
+                self._copies.wait_for_callers()
                 self._launch_from(spill, pending)
             return True
         finally:
             # Before any call: an interrupt could arrive before a function's first line.
             exclusive, self._exclusive = self._exclusive, None
             if exclusive is not None:
-                exclusive.ring()
+                exclusive.set()
             if spill is not None and pending:
-                spill.leave(len(pending))
+                spill.release(len(pending))
 
     def _spill(self) -> SpillBuffer | None:
         """Allocate spare memory of a device for its unclaimed segments, as far as available. They are captured from
@@ -246,7 +248,7 @@ class ImageCopier:
             unclaimed = [segment for segment in self._segments if segment[0].place == place]
             spill = SpillBuffer.for_last(slab, unclaimed)
             if spill is not None:
-                moved = {id(segment) for segment, _ in spill.rooms}
+                moved = {id(segment) for segment, _ in spill.targets}
                 self._segments = deque(s for s in self._segments if id(s) not in moved)
         return spill
 
@@ -259,7 +261,7 @@ class ImageCopier:
             for segment, room in rooms:
                 self._sources.copy_into(room, segment)
 
-        self._copies.streams[rooms[0][0][0].place].for_caller(copy_all)
+        self._copies.streams[rooms[0][0][0].place].run_on_caller_stream(copy_all)
 
     def _launch_from(self, spill: SpillBuffer, pending: list[tuple[Segment, torch.Tensor]]) -> None:
         """Launch the copies from the spill buffer, removing each from ``pending``."""
@@ -301,12 +303,12 @@ class ImageCopier:
             # Before any call: an interrupt could arrive before a function's first line.
             exclusive, self._exclusive = self._exclusive, None
             if exclusive is not None:
-                exclusive.ring()
+                exclusive.set()
 
     def _wait_copied(self, deadline: float | None) -> bool:
         while (copy := self._copies.first) is not None:
             if deadline is not None:
-                while not copy.mark.is_done():
+                while not copy.event.is_done():
                     if time.monotonic() >= deadline:
                         return False
                     time.sleep(DEVICE_POLL_S)
@@ -317,7 +319,7 @@ class ImageCopier:
         """Wait for a copy, and count its bytes. Raises the device's error; the copy has ended then, too."""
         failure: BaseException | None = None
         try:
-            copy.mark.wait()
+            copy.event.wait()
         except Exception as error:  # noqa: BLE001 - raised again below
             failure = error
         with self._lock:
@@ -328,9 +330,9 @@ class ImageCopier:
                     raise failure
                 self._count(copy.segment)
             finally:
-                self._copies.landed(copy)
+                self._copies.remove(copy)
 
-    def abandon(self) -> None:
+    def wait_unused(self) -> None:
         """After a failure: wait until nothing writes to the memory any more."""
         self.wait_idle()
         self._wait_for_exclusive()
@@ -387,7 +389,7 @@ class ImageCopier:
         self._wait_for_exclusive()
         self._throttle()
         claimed = not self._copies.is_full and self.copy_next()
-        while (copy := self._copies.first) is not None and copy.mark.is_done():
+        while (copy := self._copies.first) is not None and copy.event.is_done():
             self._complete(copy)
         if (claimed and self._copies) or self.hash_ready() or claimed:
             return True
@@ -402,7 +404,7 @@ class ImageCopier:
         with self._lock:
             segment = self._segments[0] if self._segments else None
         if segment is not None:
-            self._pace.wait_turn(size_of(segment))
+            self._pace.acquire(size_of(segment))
 
     # Changes -----------------------------------------------------------------------------------------
 
@@ -411,13 +413,13 @@ class ImageCopier:
         has changed since save. Called at the barrier, when no write to the sources is in progress."""
         self._at_barrier = True
         watched = (
-            self._sources.watched
+            self._sources.lazy_tensors
         )  # a reference for the time of reading: another thread may release the sources
         changed = self._sources.changed()
         if not changed and watched and self._check is not None:  # else the memory may be unmapped
             changed = self._check.changed_now()
         if changed:
-            self._sources.refuse(changed)
+            self._sources.raise_changed(changed)
 
     def check_image(self) -> None:
         """Raise StateChangedError if samples and digests show that the complete image differs from the state at save.
@@ -427,12 +429,12 @@ class ImageCopier:
             changed = self._check.changed_in(self._memory[self._segmentation.data_start :])
             if changed:
                 counted = [] if self._at_barrier else self._sources.changed()
-                self._sources.refuse(sorted({*changed, *counted}))
+                self._sources.raise_changed(sorted({*changed, *counted}))
 
-    def draw_samples_anew(self) -> None:
+    def count_check(self) -> None:
         """Count this comparison; other places are sampled from time to time."""
         if self._check is not None:
-            self._check.plan.samples.used()
+            self._check.plan.samples.count_use()
 
     def release_sources(self) -> None:
         """Drop the references to the state's tensors once they have been read, so that a deleted model is freed."""

@@ -37,11 +37,11 @@ class Slab(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def room_bytes(self) -> int:
+    def largest_free_bytes(self) -> int:
         """The size of the largest free block."""
         ...
 
-    def take(self, size_bytes: int) -> SpareBlock | None:
+    def reserve(self, size_bytes: int) -> SpareBlock | None:
         """Allocate a block; None if no free block is large enough."""
         ...
 
@@ -53,22 +53,22 @@ class SpillBuffer:
         self._block = block
         self._remaining = len(segments)
         self._lock = threading.Lock()
-        self.rooms: list[tuple[Segment, torch.Tensor]] = []
+        self.targets: list[tuple[Segment, torch.Tensor]] = []
         at = 0
         for segment in segments:
-            self.rooms.append((segment, block.tensor[at : at + size_of(segment)]))
+            self.targets.append((segment, block.tensor[at : at + size_of(segment)]))
             at += _aligned(size_of(segment))
 
     @classmethod
     def for_last(cls, slab: Slab, segments: Sequence[Segment]) -> SpillBuffer | None:
         """Allocate a buffer for as many of the last segments as a slab has room for; None if there is no room."""
-        room, needed, first = slab.room_bytes, 0, len(segments)
+        room, needed, first = slab.largest_free_bytes, 0, len(segments)
         while first > 0 and needed + (size := _aligned(size_of(segments[first - 1]))) <= room:
             needed, first = needed + size, first - 1
-        block = slab.take(needed) if needed else None
+        block = slab.reserve(needed) if needed else None
         return None if block is None else cls(block, segments[first:])
 
-    def leave(self, count: int = 1) -> None:
+    def release(self, count: int = 1) -> None:
         """Release the room of ``count`` segments."""
         with self._lock:
             self._remaining -= count
@@ -82,11 +82,11 @@ def _aligned(size_bytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class CopyInFlight:
-    """One segment being copied; ``shelter`` is the buffer that it is read from (None: the state itself)."""
+    """One segment being copied; ``spill_buffer`` is the buffer that it is read from (None: the state itself)."""
 
     segment: Segment
-    mark: StreamEvent
-    shelter: SpillBuffer | None
+    event: StreamEvent
+    spill_buffer: SpillBuffer | None
 
     @property
     def size_bytes(self) -> int:
@@ -123,7 +123,7 @@ class CopiesInFlight:
     @property
     def segments(self) -> list[Segment]:
         """The segments that are being read from the state itself."""
-        return [copy.segment for copy in self._in_flight if copy.shelter is None]
+        return [copy.segment for copy in self._in_flight if copy.spill_buffer is None]
 
     def launch(
         self,
@@ -150,19 +150,19 @@ class CopiesInFlight:
     def has(self, copy: CopyInFlight) -> bool:
         return copy in self._in_flight
 
-    def landed(self, copy: CopyInFlight) -> None:
+    def remove(self, copy: CopyInFlight) -> None:
         """Remove a completed copy."""
         self._in_flight.remove(copy)
         self._bytes -= copy.size_bytes
-        if copy.shelter is not None:
-            copy.shelter.leave()
+        if copy.spill_buffer is not None:
+            copy.spill_buffer.release()
 
-    def follow_callers(self) -> None:
+    def wait_for_callers(self) -> None:
         """Run everything that is launched from now on after the caller's work on its device; needs no lock."""
         for stream in self.streams.values():
-            stream.follow_caller()
+            stream.wait_for_caller()
 
-    def hold_callers(self) -> None:
+    def make_callers_wait(self) -> None:
         """Run the caller's further work on each device after everything that was launched; needs no lock."""
         for stream in self.streams.values():
-            stream.hold_caller()
+            stream.make_caller_wait()

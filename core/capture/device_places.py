@@ -17,8 +17,8 @@ _IS_CPU = attrgetter("is_cpu")
 class CaptureDevices:
     """The devices of one process, numbered in the order in which they are found.
 
-    After ``of``, ``elsewhere`` names the types of devices without a copy stream: their tensors are read like host
-    memory, by the thread that works on them.
+    After ``places_of``, ``without_stream`` names the types of devices without a copy stream: their tensors are read
+    like host memory, by the thread that works on them.
     """
 
     def __init__(self, streams: Streams, slab: Slab | None = None) -> None:
@@ -27,16 +27,16 @@ class CaptureDevices:
         self._slab = slab
         self._numbers: dict[torch.device, int] = {}
         self.streams: dict[int, CopyStream] = {}
-        self.elsewhere: set[str] = set()
+        self.without_stream: set[str] = set()
 
-    def of(self, sources: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    def places_of(self, sources: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The place of each tensor; empty if all are in host memory."""
-        self.elsewhere.clear()
+        self.without_stream.clear()
         if not self._has_devices or all(map(_IS_CPU, sources)):
             return ()
         return tuple([HOST if source.is_cpu else self._number(source.device) for source in sources])
 
-    def fixed(self, value: torch.Tensor, places: Sequence[int]) -> torch.Tensor | float:
+    def present_value(self, value: torch.Tensor, places: Sequence[int]) -> torch.Tensor | float:
         """The present value of a number. If the state has tensors on the number's device (``places``), a clone, as
         their capture is ordered after it; otherwise the host waits for the value."""
         if value.is_cpu:
@@ -56,7 +56,7 @@ class CaptureDevices:
             return found
         stream = self._makes.of(device)
         if stream is None:
-            self.elsewhere.add(device.type)
+            self.without_stream.add(device.type)
             return HOST
         number = self._numbers[device] = len(self._numbers)
         self.streams[number] = stream

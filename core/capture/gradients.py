@@ -50,7 +50,7 @@ class GradientWatch:
         )
         self._has_warned = False
 
-    def saving(self, step: int, parameters: Container[int]) -> None:
+    def on_save(self, step: int, parameters: Container[int]) -> None:
         """A state is saved as ``step``; ``parameters`` are the ids of its parameters."""
         for optimizer, watched in list(self._watched.items()):
             parameter = _parameter_at(optimizer, watched.place)
@@ -60,7 +60,7 @@ class GradientWatch:
             if id(parameter) in parameters:
                 watched.saved = gradient, step
 
-    def stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step, with these arguments of its ``step``."""
         watched = None if self._has_warned else self._watch(optimizer)
         if watched is None:

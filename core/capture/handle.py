@@ -136,16 +136,16 @@ class SaveHandle:
 
     # For capture and coordinator -------------------------------------------------------------------
 
-    def tell_begun(self, *, bytes: int, lazy: bool, blocked_s: float) -> None:
+    def on_begun(self, *, bytes: int, lazy: bool, blocked_s: float) -> None:
         with self._lock:
             self._stats = SaveStats(bytes=bytes, lazy=lazy, blocked_s=blocked_s)
 
-    def tell_waited(self, seconds: float) -> None:
+    def add_blocked(self, seconds: float) -> None:
         """Add time for which the training thread waited for this capture outside of ``save``."""
         with self._lock:
             self._waited_s += seconds
 
-    def tell_captured(self) -> None:
+    def on_captured(self) -> None:
         with self._lock:
             self._captured = True
             self._captured_s = self._clock() - self._began
@@ -154,7 +154,7 @@ class SaveHandle:
                 self._outcome = SaveOutcome.SAVED
             self._notify()
 
-    def tell_given_up(self, outcome: SaveOutcome, error: BaseException) -> None:
+    def on_given_up(self, outcome: SaveOutcome, error: BaseException) -> None:
         """The image will never be complete (skipped, failed), or was removed from memory (superseded).
 
         A save whose outcome is ``saved`` keeps it: only tiers that have not received it fail.
@@ -172,7 +172,7 @@ class SaveHandle:
                 self._failed.clear()
             self._notify()
 
-    def tell_committed(self, tier: str) -> None:
+    def on_committed(self, tier: str) -> None:
         with self._lock:
             self._done.add(tier)
             self._failed.pop(tier, None)
@@ -181,21 +181,21 @@ class SaveHandle:
                 self._outcome = SaveOutcome.SAVED
             self._notify()
 
-    def tell_tier_failed(self, tier: str, error: BaseException) -> None:
+    def on_tier_failed(self, tier: str, error: BaseException) -> None:
         with self._lock:
             self._failed[tier] = error
             if self._tiers and tier == self._tiers[-1]:
                 self._outcome = SaveOutcome.FAILED
             self._notify()
 
-    def tell_settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether nothing of this save is pending: each tier has it, or will not get it."""
         with self._lock:
             if self._failure is not None:
                 return True
             return self._captured and all(t in self._done or t in self._failed for t in self._tiers)
 
-    def tell_stopped(self, error: BaseException) -> None:
+    def on_stopped(self, error: BaseException) -> None:
         """Nothing will continue what is still pending; earlier failures remain the reported reason."""
         with self._lock:
             for tier in self._tiers:
@@ -210,7 +210,7 @@ class SaveHandle:
     def _notify(self) -> None:
         """Wake all waiting threads; the caller holds the lock."""
         while self._waiting:
-            self._waiting.pop().ring()
+            self._waiting.pop().set()
 
     def _resolve(self, tier: str | None) -> str:
         name = tier or (self._tiers[-1] if self._tiers else self._in_memory)

@@ -28,8 +28,8 @@ _REMEDY = (
 
 
 class LazyEvidence:
-    """Queried by the saving thread. The capture thread calls ``failed`` and ``held``; a thread at the barrier calls
-    ``failed`` too, so that the next save knows. ``checked``: images are compared with the state."""
+    """Queried by the saving thread. The capture thread calls ``on_failed`` and ``on_complete``; a thread at the barrier
+    calls ``on_failed`` too, so that the next save knows. ``checked``: images are compared with the state."""
 
     def __init__(self, barrier: Barrier, *, checked: bool) -> None:
         self._barrier = barrier
@@ -45,7 +45,7 @@ class LazyEvidence:
         self._frozen: frozenset[str] = frozenset()
         self._chosen: tuple[object, tuple[bool, ...]] | None = None
 
-    def why_blocking(self, *, elsewhere: Collection[str], first: bool) -> str | None:
+    def reason_to_block(self, *, elsewhere: Collection[str], first: bool) -> str | None:
         """Why nothing of this save can be captured lazily, or None.
 
         ``elsewhere`` are the types of devices in use, other than the host, without a copy stream.
@@ -59,13 +59,13 @@ class LazyEvidence:
                 f"{FAILURES_MAX} saves in a row were given up, since {_few(self._given_up)} changed between save() "
                 f"and the next optimizer step. {_REMEDY}"
             )
-        if not self._barrier.seen:
+        if not self._barrier.has_evidence:
             return "no optimizer step, wait_captured() or guard() was seen since the last save"
         return None
 
     def choose(self, view: StateView) -> tuple[bool, ...]:
-        """For each tensor, whether it may be captured lazily, by the evidence since ``forget``."""
-        covered = self._barrier.covered()
+        """For each tensor, whether it may be captured lazily, by the evidence since ``reset``."""
+        covered = self._barrier.evident_parameters()
         frozen: set[int] = set()
         unseen: dict[int, str] = {}
         uncovered = () if view.parameters.keys() <= covered else view.parameters.keys() - covered
@@ -79,7 +79,7 @@ class LazyEvidence:
         if not self._checked or self._frozen_change:
             frozen.clear()
         # A loop that itself waits for the capture before its changes does so for all tensors.
-        bracketed = self._barrier.bracketed
+        bracketed = self._barrier.loop_waits
         state = (view.structure, view.plain, view.changes, view.owners)
         key = (*state, covered, frozen, bracketed, self._changed)
         if self._chosen is None or self._chosen[0] != key:
@@ -92,7 +92,7 @@ class LazyEvidence:
 
     def _log_unseen(self, names: Collection[str]) -> None:
         if names:
-            self.say_once(
+            self.warn_once(
                 f"copied before save() returns: {_few(names)}; no torch optimizer was seen to step "
                 f"{'it' if len(names) == 1 else 'them'} since the last save"
             )
@@ -107,11 +107,11 @@ class LazyEvidence:
             for index, (name, changes, owner) in enumerate(columns)
         )
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the evidence; each save does."""
-        self._barrier.forget()
+        self._barrier.reset()
 
-    def say_once(self, text: str) -> None:
+    def warn_once(self, text: str) -> None:
         """Log a warning once."""
         if text not in self._logged:
             self._logged.add(text)
@@ -119,11 +119,11 @@ class LazyEvidence:
 
     # Outcomes of lazy saves ------------------------------------------------------------------------
 
-    def begun(self, id: CheckpointId) -> None:
+    def on_begun(self, id: CheckpointId) -> None:
         """A lazily captured save has begun."""
         self._newest = (id.attempt, id.step)
 
-    def failed(self, id: CheckpointId, error: BaseException) -> None:
+    def on_failed(self, id: CheckpointId, error: BaseException) -> None:
         """A lazily captured save was given up; may be called repeatedly for one save. A save that began before the
         failure of another was known does not count, since no tensor had been excluded yet."""
         if not isinstance(error, StateChangedError):
@@ -147,7 +147,7 @@ class LazyEvidence:
                 _REMEDY,
             )
 
-    def held(self) -> None:
+    def on_complete(self) -> None:
         """A lazily captured save is complete."""
         self._failures = 0
 

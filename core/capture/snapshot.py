@@ -71,13 +71,13 @@ class HostMemory(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Share:
+class ReplicaShare:
     """One rank's part in deduplication: the ``structure`` of its state, the id of the replica assignment by which its
-    image omits tensors (``division``; None: it omits none), and the ``digests`` of its replicas, which are compared
+    image omits tensors (``assignment``; None: it omits none), and the ``digests`` of its replicas, which are compared
     before the image is sealed (None: no comparison). ``replicas`` is the plan of what to read for them at save."""
 
     structure: str
-    division: str | None = None
+    assignment: str | None = None
     replicas: ReplicaPlan | None = None
     digests: ReplicaDigests | None = None
     reading: ReplicaReading | None = None
@@ -101,17 +101,17 @@ class Snapshot:
     detected. The image may be sealed then.
     """
 
-    line: Lineage
+    lineage: Lineage
     shard: Shard
     geometry: Geometry
     structure: str
     pieces: Spliced
     region: HostRegion
     handle: SaveHandle
-    filling: ImageCopier
+    copier: ImageCopier
     wall_time_s: float
     node: str
-    share: Share | None = None
+    share: ReplicaShare | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     lazy: bool = False
@@ -123,4 +123,4 @@ class Snapshot:
 
     @property
     def id(self) -> CheckpointId:
-        return self.line.checkpoint
+        return self.lineage.checkpoint

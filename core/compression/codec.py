@@ -44,7 +44,7 @@ class Packer:
             raise ValueError(f"a target of {len(target)} bytes for a chunk of {len(chunk)}")
         if self._codec is Codec.ZSTD or width == 1:
             return self._compress(chunk, target)
-        with self._scratch.take(len(chunk)) as buffer:
+        with self._scratch.lend_view(len(chunk)) as buffer:
             sorted_bytes = buffer[: len(chunk)]
             byte_planes.split(chunk, sorted_bytes, width)
             return self._compress(sorted_bytes, target)
@@ -73,7 +73,7 @@ class Unpacker:
         if self._codec is Codec.ZSTD or width == 1:
             self._decompress(frame, target, what)
             return
-        with self._scratch.take(len(target)) as buffer:
+        with self._scratch.lend_view(len(target)) as buffer:
             sorted_bytes = buffer[: len(target)]
             self._decompress(frame, sorted_bytes, what)
             byte_planes.join(sorted_bytes, target, width)

@@ -98,7 +98,7 @@ class BoundedStore:
                 returned.append(True)
 
         bound_s = self._bound_s + bytes / self._bytes_per_s_min
-        answer = BoundedCalls().make(
+        answer = BoundedCalls().call_all(
             {self.name: call},
             {self.name: bound_s},
             doing="read",

@@ -29,14 +29,14 @@ from tierfall.core.format.records import (
     Commit,
     Manifest,
     Mark,
-    read_commit,
-    read_manifest,
-    read_mark,
+    parse_commit,
+    parse_manifest,
+    parse_mark,
 )
 from tierfall.core.image.header import read_header
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.tensor_index.index import read_index
-from tierfall.core.tensor_index.store import checked_index
+from tierfall.core.tensor_index.store import read_index_bytes
 from tierfall.core.types import keys
 from tierfall.core.types.backend import StoredObject
 from tierfall.core.types.errors import (
@@ -80,7 +80,7 @@ class CheckedCopy:
     """What became of the check of one copy.
 
     ``bytes`` and ``chunks`` were read and are as they were written. ``error`` says why the rest could not be read;
-    ``gone`` that the copy was dropped meanwhile. ``foreign`` are files that its commit record does not name.
+    ``missing`` that the copy was dropped meanwhile. ``foreign`` are files that its commit record does not name.
     """
 
     id: CheckpointId
@@ -90,12 +90,12 @@ class CheckedCopy:
     commit: Commit | None = None
     damage: tuple[Damage, ...] = ()
     error: TierfallError | None = None
-    gone: bool = False
+    missing: bool = False
     foreign: tuple[str, ...] = ()
 
     @property
-    def good(self) -> bool:
-        return not self.damage and self.error is None and not self.gone
+    def intact(self) -> bool:
+        return not self.damage and self.error is None and not self.missing
 
 
 class VerifyResources(Protocol):
@@ -196,9 +196,9 @@ class CopyCheck:
         return self._try(name, lambda: checked_manifest(image, commit, shard))
 
     def _unnamed_manifest(self, image: Image, name: str) -> Manifest:
-        manifest = read_manifest(image.manifest_bytes(), what=f"{self._tier}: {name}")
-        if manifest.line.checkpoint != self._id:
-            raise IntegrityError(f"{self._tier}: {name} speaks of {manifest.line.checkpoint}")
+        manifest = parse_manifest(image.manifest_bytes(), what=f"{self._tier}: {name}")
+        if manifest.lineage.checkpoint != self._id:
+            raise IntegrityError(f"{self._tier}: {name} speaks of {manifest.lineage.checkpoint}")
         return manifest
 
     def _check_image(self, image: StoredImage, manifest: Manifest, sizes: dict[str, int]) -> None:
@@ -263,12 +263,12 @@ class CopyCheck:
         if any(damage.file == name for damage in self.damage):
             return  # missing, or of another length
         self._try(
-            name, lambda: read_index(checked_index(store, commit), what=f"{self._tier}: {name}")
+            name, lambda: read_index(read_index_bytes(store, commit), what=f"{self._tier}: {name}")
         )
 
     def _check_mark(self, store: CheckableStore, name: str) -> None:
         leaf = name.removeprefix(f"{keys.MARKS_FOLDER}/")
-        if not keys.is_ours(name):
+        if not keys.is_tierfall_name(name):
             self._foreign += (name,)
             return
         try:
@@ -285,11 +285,11 @@ class CopyCheck:
 
     def region(self, region: HostRegion) -> None:
         self._commit = self._try(
-            keys.COMMIT_NAME, lambda: read_commit(region.commit(), what=keys.COMMIT_NAME)
+            keys.COMMIT_NAME, lambda: parse_commit(region.commit(), what=keys.COMMIT_NAME)
         )
         for number, data in enumerate(self._try(keys.MARKS_FOLDER, region.marks) or ()):
             name = f"{keys.MARKS_FOLDER}/{number}"
-            self._try(name, partial(read_mark, data, what=name))
+            self._try(name, partial(parse_mark, data, what=name))
         for file in self._commit.files if self._commit else ():
             shard = keys.parse_shard(file.name)
             if shard is None or file.digest is not None:
@@ -316,7 +316,7 @@ class CopyCheck:
                 return
             start, end = manifest.chunk_range(index)
             try:
-                with pool.take(end - start) as buffer:
+                with pool.lend_view(end - start) as buffer:
                     self._check_chunk(image, manifest, index, buffer, name)
             except BaseException:
                 stop.set()

@@ -66,12 +66,12 @@ class ReadTally:
         with self.lock:
             self.bytes[tier] = self.bytes.get(tier, 0) + bytes
 
-    def got(self, tier: str, rank: int, bytes: int) -> None:
+    def add_received(self, tier: str, rank: int, bytes: int) -> None:
         """Note what another rank has read there, and handed on."""
         with self.lock:
             self.received[tier, rank] = self.received.get((tier, rank), 0) + bytes
 
-    def passed_over(self, what: str, reason: object) -> None:
+    def add_skipped(self, what: str, reason: object) -> None:
         with self.lock:
             self.fallbacks.append(Fallback(what=what, reason=str(reason)))
 
@@ -114,8 +114,8 @@ class ChunkReader:
                 view = self._read(image, index, buffer)
             except (IntegrityError, BackendError) as error:
                 failures.append(error)
-                self._tally.passed_over(self._what(image, index), error)
-                self._tally.note_damage(image.tier, self._manifest.line.checkpoint, error)
+                self._tally.add_skipped(self._what(image, index), error)
+                self._tally.note_damage(image.tier, self._manifest.lineage.checkpoint, error)
                 continue
             self._tally.read(image.tier, end - start)
             return view, image.tier
@@ -124,14 +124,16 @@ class ChunkReader:
                 raise failure
         if all(isinstance(failure, KeyNotFoundError) for failure in failures) and self._is_gone():
             raise IntegrityError(
-                f"{self._manifest.line.checkpoint} was dropped while it was read: no copy is there any more"
+                f"{self._manifest.lineage.checkpoint} was dropped while it was read: no copy is there any more"
             )
         raise IntegrityError(
             f"chunk {index} is damaged in every copy that was read: "
             + "; ".join(map(str, failures))
         )
 
-    def land(self, index: int, pieces: Callable[[xxhash.xxh3_128], Iterable[memoryview]]) -> bool:
+    def fill_from_page_cache(
+        self, index: int, pieces: Callable[[xxhash.xxh3_128], Iterable[memoryview]]
+    ) -> bool:
         """Bring chunk ``index`` to where it belongs, if the fastest copy has it in the page cache: ``pieces`` are the
         memory that it goes to, and hash what they got. False where it must be read otherwise, since it is not there, or
         is not good there."""
@@ -159,11 +161,11 @@ class ChunkReader:
                 raise
             first = error
         view = self._checked(image, index, image.read(self._manifest, index, buffer, again=True))
-        self._tally.passed_over(f"the first read of {self._what(image, index)}", first)
+        self._tally.add_skipped(f"the first read of {self._what(image, index)}", first)
         return view
 
     def _what(self, image: Image, index: int) -> str:
-        return f"chunk {index} of {self._manifest.line.checkpoint} on {image.tier}"
+        return f"chunk {index} of {self._manifest.lineage.checkpoint} on {image.tier}"
 
     def _is_gone(self) -> bool:
         """Say whether the records of all copies have gone too, as a drop takes them: else an image alone is missing."""
@@ -184,7 +186,7 @@ class ChunkReader:
     def _compare(self, image: Image, index: int, digest: str) -> None:
         if digest != self._manifest.digests[index]:
             raise IntegrityError(
-                f"{image.tier}: chunk {index} of {self._manifest.line.checkpoint} does not match its digest"
+                f"{image.tier}: chunk {index} of {self._manifest.lineage.checkpoint} does not match its digest"
             )
 
 
@@ -274,7 +276,7 @@ def read_chunk_to_targets(
     """Read a chunk, and bring it to its targets; what goes onto a device is queued."""
     low, high = manifest.chunk_range(index)
     start, end = low - manifest.data_start, high - manifest.data_start
-    if landing.is_in_host_memory(start, end) and reader.land(
+    if landing.is_in_host_memory(start, end) and reader.fill_from_page_cache(
         index, lambda digest: landing.pieces(start, end, buffer.view, digest)
     ):
         return

@@ -16,17 +16,17 @@ from tierfall.core.types.values import CheckpointId, Shard
 class ImageUpload(Protocol):
     """One image on its way to a tier; several threads bring its chunks.
 
-    ``put`` takes the chunks from ``index`` on, which lie from ``start`` in the image. After a retryable failure the
-    writer lives: a chunk that it ``took`` nevertheless is not brought again, and ``send`` sends what waits. ``finish``
-    makes the image visible and returns the files that the commit record names in place of the raw image; it may be
-    called again after a retryable failure. After any other failure the writer is dead.
+    ``write_chunks`` takes the chunks from ``index`` on, which lie from ``start`` in the image. After a retryable
+    failure the writer lives: a chunk that it ``has_chunk`` nevertheless is not brought again, and ``flush`` sends what
+    waits. ``finish`` makes the image visible and returns the files that the commit record names in place of the raw
+    image; it may be called again after a retryable failure. After any other failure the writer is dead.
     """
 
-    def took(self, index: int) -> bool: ...
+    def has_chunk(self, index: int) -> bool: ...
 
-    def put(self, index: int, start: int, view: memoryview) -> None: ...
+    def write_chunks(self, index: int, start: int, view: memoryview) -> None: ...
 
-    def send(self) -> None: ...
+    def flush(self) -> None: ...
 
     def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]: ...
 

@@ -17,7 +17,7 @@ from tierfall.core.compression.frame_table import FrameTable, read_frame_table
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import sha256
-from tierfall.core.format.records import Commit, Manifest, read_manifest
+from tierfall.core.format.records import Commit, Manifest, parse_manifest
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.types import keys
 from tierfall.core.types.errors import BackendError, IntegrityError
@@ -159,7 +159,7 @@ class PackedImage:
         raw_start, raw_end = manifest.chunk_range(index)
         width, view = self._packed.widths[index], buffer[: raw_end - raw_start]
         if width == 1:
-            with self._scratch.take(end - start) as scratch:
+            with self._scratch.lend_view(end - start) as scratch:
                 return self._unpack(index, scratch[: end - start], view, start, again=again)
         # The frame is read to where its chunk goes: by then it has been unpacked into the planes.
         fits = end - start <= len(buffer)
@@ -226,16 +226,20 @@ class RegionImage:
 def checked_manifest(image: Image, commit: Commit, shard: Shard) -> Manifest:
     """Read an image's manifest and hold it against the commit record that vouches for it."""
     name = keys.manifest_name(shard)
-    what = f"{image.tier}: {name} of {commit.line.checkpoint}"
+    what = f"{image.tier}: {name} of {commit.lineage.checkpoint}"
     named, stored = commit.file(name), image_file(commit, shard)
     if named is None or stored is None:
         raise IntegrityError(f"{what}: its commit record does not name this shard")
     data = image.manifest_bytes()
     if len(data) != named.bytes or sha256(data) != named.digest:
         raise IntegrityError(f"{what}: it is not the manifest that the commit record names")
-    manifest = read_manifest(data, what=what)
+    manifest = parse_manifest(data, what=what)
     raw_bytes = stored.file.bytes if stored.codec is Codec.NONE else stored.file.raw_bytes
-    if manifest.line != commit.line or manifest.shard != shard or manifest.image_bytes != raw_bytes:
+    if (
+        manifest.lineage != commit.lineage
+        or manifest.shard != shard
+        or manifest.image_bytes != raw_bytes
+    ):
         raise IntegrityError(f"{what}: it contradicts its commit record")
     return manifest
 
@@ -244,7 +248,7 @@ def checked_packed(image: StoredImage, commit: Commit, manifest: Manifest) -> Fr
     """Read how an image is packed, and hold it against the commit record; None where it is raw."""
     shard = manifest.shard
     name = keys.stored_name(shard)
-    what = f"{image.tier}: {name} of {commit.line.checkpoint}"
+    what = f"{image.tier}: {name} of {commit.lineage.checkpoint}"
     named, stored = commit.file(name), image_file(commit, shard)
     if stored is None or stored.codec is Codec.NONE:
         return None

@@ -97,12 +97,12 @@ class ShardReader:
         self._ring = ring
 
     def read_header(self) -> ImageHeader:
-        with self._ring.pool.take(self.manifest.data_start) as buffer:
+        with self._ring.pool.lend_view(self.manifest.data_start) as buffer:
             view = self._reader.read(0, buffer)
             return read_header(
                 view,
                 image_bytes=self.manifest.image_bytes,
-                what=f"header of {self.manifest.line.checkpoint}",
+                what=f"header of {self.manifest.lineage.checkpoint}",
             )
 
     def fill(self, fills: Sequence[Fill], written: WrittenTargets) -> None:
@@ -116,7 +116,7 @@ class ShardReader:
 
         def read(index: int) -> None:
             low, high = self.manifest.chunk_range(index)
-            with self._ring.pool.take(high - low) as buffer:
+            with self._ring.pool.lend_view(high - low) as buffer:
                 use(index, self._reader.read(index, buffer))
 
         run_in_threads(self._threads, read, indexes)
@@ -137,7 +137,7 @@ class ShardReader:
 def _name_same_manifest(one: Commit | None, other: Commit, shard: Shard) -> bool:
     """Say whether two commit records name the same manifest of a shard: then one reading of it serves both copies."""
     name = keys.manifest_name(shard)
-    return one is not None and one.line == other.line and one.file(name) == other.file(name)
+    return one is not None and one.lineage == other.lineage and one.file(name) == other.file(name)
 
 
 def names_others_only(commit: Commit, shard: Shard) -> bool:
@@ -185,7 +185,7 @@ def find_images(
                 raise
         except PASSABLE as error:
             failures.append(error)
-            tally.passed_over(f"{checkpoint.id} on {tier}", error)
+            tally.add_skipped(f"{checkpoint.id} on {tier}", error)
             continue
         images.append(image)
     if manifest is None or not images:

@@ -48,7 +48,7 @@ class DeviceCopies:
         if stream is None:  # a device without streams of ours
             _copy_each(source, pieces, non_blocking=False)
             return
-        in_buffer = buffer.holds(source.data_ptr())
+        in_buffer = buffer.contains(source.data_ptr())
         if in_buffer:
             self._pool.lock_pages(buffer, device)
         else:
@@ -59,7 +59,7 @@ class DeviceCopies:
             stream.finish()  # a part may be queued, and nobody would wait for it
             raise
         if in_buffer:
-            buffer.marks.append(mark)
+            buffer.events.append(mark)
 
     def finish(self) -> None:
         """Wait until every copy has ended, on all devices; raises what one reports."""

@@ -78,7 +78,7 @@ class Listing:
     def copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
         return next((c for c in self.copies if c.id == checkpoint), None)
 
-    def no_folders(
+    def step_folder_errors(
         self, step: int | None = None, attempt: int | None = None
     ) -> list[StepFolderError]:
         """The errors of step folders, optionally of one ``step`` or ``attempt``."""
@@ -147,7 +147,7 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
         for id, copies in found.items()
     }
     abandoned_ids = abandoned(
-        ((id, commit.line.attempt_id) for id, commit in commits.items() if commit is not None),
+        ((id, commit.lineage.attempt_id) for id, commit in commits.items() if commit is not None),
         starts,
     )
     return tuple(
@@ -158,7 +158,7 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
 
 def start_of(commit: Commit) -> AttemptStart:
     """The start of a commit record's attempt; the record's time is the latest that it can have begun."""
-    lineage = commit.line
+    lineage = commit.lineage
     return AttemptStart(
         attempt=lineage.checkpoint.attempt,
         attempt_id=lineage.attempt_id,
@@ -179,7 +179,7 @@ def starts_in(
         for copy in listing.copies:
             if copy.commit is not None and (whole is None or copy.id in whole):
                 starts.append(start_of(copy.commit))
-                saved.append((copy.id, copy.commit.line.attempt_id))
+                saved.append((copy.id, copy.commit.lineage.attempt_id))
     return resolve(starts, saved)
 
 
@@ -206,18 +206,18 @@ def of_one_lineage(
     number. Copies of an attempt that is not ``passed_over`` count, or else those saved last; the others become foreign
     and damaged."""
     commits = [copy.commit for copy in copies.values() if copy.commit is not None]
-    if len({commit.line.attempt_id for commit in commits}) < 2:
+    if len({commit.lineage.attempt_id for commit in commits}) < 2:
         return copies
     newest = max(
         commits,
         key=lambda commit: (
-            (commit.line.checkpoint.attempt, commit.line.attempt_id) not in passed_over,
+            (commit.lineage.checkpoint.attempt, commit.lineage.attempt_id) not in passed_over,
             commit.wall_time_s,
         ),
-    ).line.attempt_id
+    ).lineage.attempt_id
     return {
         tier: copy
-        if copy.commit is None or copy.commit.line.attempt_id == newest
+        if copy.commit is None or copy.commit.lineage.attempt_id == newest
         else replace(
             copy,
             commit=None,
@@ -262,8 +262,8 @@ def to_view(
         checkpoints=tuple(
             CheckpointView(
                 id=c.id,
-                ordinal=c.commit.line.ordinal if c.commit else 0,
-                started_from=c.commit.line.started_from if c.commit else None,
+                ordinal=c.commit.lineage.ordinal if c.commit else 0,
+                started_from=c.commit.lineage.started_from if c.commit else None,
                 abandoned=c.abandoned,
                 pinned=c.pinned,
                 tombstoned=c.tombstoned,

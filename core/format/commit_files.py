@@ -114,7 +114,7 @@ def _raw(file: NamedFile) -> NamedFile:
 
 def same_checkpoint(one: Commit, other: Commit) -> bool:
     """Whether two tiers' records name identical images, however each tier packs them."""
-    return one.line == other.line and _names(one) == _names(other)
+    return one.lineage == other.lineage and _names(one) == _names(other)
 
 
 def _names(commit: Commit) -> set[tuple[str, int, str | None]]:
@@ -133,7 +133,7 @@ def shards_of(commit: Commit) -> list[Shard]:
     return sorted((s for s in found if s is not None), key=lambda shard: shard.rank)
 
 
-def named_shards(commit: Commit, world_size: int) -> frozenset[int]:
+def ranks_with_image(commit: Commit, world_size: int) -> frozenset[int]:
     """The ranks of ``world_size`` whose image and manifest a record names."""
     named = {file.name for file in commit.files}
     return frozenset(

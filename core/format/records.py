@@ -72,7 +72,7 @@ class Geometry:
         """Start and end of chunk ``index`` in the image."""
         return chunk_range(index, self.image_bytes, self.data_start, self.chunk_bytes)
 
-    def runs(self, bytes_min: int) -> tuple[tuple[int, int], ...]:
+    def chunk_ranges(self, bytes_min: int) -> tuple[tuple[int, int], ...]:
         """Group chunks into index ranges (first, end) of at least ``bytes_min`` bytes; the last may be shorter."""
         ranges: list[tuple[int, int]] = []
         first = 0
@@ -100,7 +100,7 @@ class Manifest(Geometry):
     ``digests`` has one ``xxh3-128:`` digest per chunk. ``pieces`` is the serialised table of tensor blocks.
     """
 
-    line: Lineage
+    lineage: Lineage
     shard: Shard
     digests: tuple[str, ...]
     structure: str
@@ -109,7 +109,7 @@ class Manifest(Geometry):
     def encode(self) -> bytes:
         return documents.seal(
             {
-                **_lineage_members(self.line),
+                **_lineage_members(self.lineage),
                 "rank": self.shard.rank,
                 "world_size": self.shard.world_size,
                 "image_bytes": self.image_bytes,
@@ -122,7 +122,7 @@ class Manifest(Geometry):
         )
 
 
-def read_manifest(data: bytes, *, what: str) -> Manifest:
+def parse_manifest(data: bytes, *, what: str) -> Manifest:
     """Parse a manifest from untrusted bytes; ``what`` names it in errors."""
     reader = JsonFields(documents.open_sealed(data, what=what), what)
     world_size = reader.number("world_size", 1, 10**9)
@@ -136,7 +136,7 @@ def read_manifest(data: bytes, *, what: str) -> Manifest:
         raise IntegrityError(f"{what}: a chunk's digest is not of the form {DIGEST_PREFIX}...")
     pieces = reader.get("pieces", list)
     return Manifest(
-        line=_read_lineage(reader),
+        lineage=_read_lineage(reader),
         shard=Shard(reader.number("rank", 0, world_size - 1), world_size),
         image_bytes=image_bytes,
         data_start=data_start,
@@ -157,7 +157,7 @@ class NamedFile:
     digest: str | None
     raw_bytes: int | None = None
 
-    def members(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         members: dict[str, object] = {"name": self.name, "bytes": self.bytes}
         if self.digest is not None:
             members["digest"] = self.digest
@@ -175,7 +175,7 @@ class Commit:
     not be written to the tier until then and are still owed to it.
     """
 
-    line: Lineage
+    lineage: Lineage
     world_size: int
     files: tuple[NamedFile, ...]
     nodes: tuple[str, ...]
@@ -201,19 +201,19 @@ class Commit:
         owed = {"owed": [_checkpoint_members(id) for id in self.owed]} if self.owed else {}
         return documents.seal(
             {
-                **_lineage_members(self.line),
+                **_lineage_members(self.lineage),
                 **owed,
                 "world_size": self.world_size,
                 "wall_time_s": self.wall_time_s,
                 "nodes": list(self.nodes),
                 "metrics": {k: float_to_json(v) for k, v in self.metrics.items()},
                 "tags": list(self.tags),
-                "files": [file.members() for file in self.files],
+                "files": [file.to_json() for file in self.files],
             }
         )
 
 
-def read_commit(data: bytes, *, what: str) -> Commit:
+def parse_commit(data: bytes, *, what: str) -> Commit:
     """Parse a commit record from untrusted bytes; ``what`` names it in errors."""
     reader = JsonFields(documents.open_sealed(data, what=what), what)
     metrics = reader.get("metrics", dict)
@@ -224,7 +224,7 @@ def read_commit(data: bytes, *, what: str) -> Commit:
     if len({file.name for file in files}) < len(files) or len(set(images)) < len(images):
         raise IntegrityError(f"{what}: names a file twice, or two images of one shard")
     return Commit(
-        line=_read_lineage(reader),
+        lineage=_read_lineage(reader),
         world_size=reader.number("world_size", 1, 10**9),
         files=files,
         nodes=tuple(reader.list_of("nodes", str)),
@@ -296,7 +296,7 @@ def encode_start(run: str, start: AttemptStart) -> bytes:
     )
 
 
-def read_attempt(data: bytes, *, what: str) -> Attempt:
+def parse_attempt_record(data: bytes, *, what: str) -> Attempt:
     reader = JsonFields(documents.open_sealed(data, what=what), what)
     return Attempt(
         run=reader.name("run"),
@@ -318,7 +318,7 @@ class KnownTier:
     shared: bool | None
     device: int | None = None
 
-    def members(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         return {"id": self.id, "place": self.place, "shared": self.shared, "device": self.device}
 
 
@@ -340,12 +340,12 @@ class TierRecord:
                 "tier_id": self.id,
                 "shared": self.shared,
                 "wall_time_s": self.wall_time_s,
-                "others": {name: tier.members() for name, tier in self.others.items()},
+                "others": {name: tier.to_json() for name, tier in self.others.items()},
             }
         )
 
 
-def read_tier(data: bytes, *, what: str) -> TierRecord:
+def parse_tier_record(data: bytes, *, what: str) -> TierRecord:
     """Parse a tier's record from untrusted bytes; ``what`` names it in errors."""
     reader = JsonFields(documents.open_sealed(data, what=what), what)
     others = reader.get("others", dict)
@@ -392,16 +392,16 @@ class Mark:
         )
 
 
-def stops_drop(marks: Collection[str], *, tombstoned: bool) -> bool:
+def prevents_deletion(marks: Collection[str], *, tombstoned: bool) -> bool:
     """Whether these marks prevent the deletion of a copy: a pin does, and so does a tombstone that the deletion did not
     know of (not ``tombstoned``), since a tombstone must survive until the last copy is deleted."""
     return keys.PIN_MARK in marks or (keys.TOMBSTONE_MARK in marks and not tombstoned)
 
 
-def read_mark(data: bytes, *, what: str) -> Mark:
+def parse_mark(data: bytes, *, what: str) -> Mark:
     reader = JsonFields(documents.open_sealed(data, what=what), what)
     name = reader.name("mark")
-    if not keys.is_ours(f"{keys.MARKS_FOLDER}/{name}"):
+    if not keys.is_tierfall_name(f"{keys.MARKS_FOLDER}/{name}"):
         raise IntegrityError(f"{what}: {name!r} is not a mark that tierfall writes")
     return Mark(
         name=name,

@@ -23,7 +23,7 @@ from tierfall.core.image.tree import (
 )
 
 
-def unfold(headers: Mapping[int, ImageHeader]) -> dict[int, ImageHeader]:
+def split_blocks(headers: Mapping[int, ImageHeader]) -> dict[int, ImageHeader]:
     """Split headers so that each has at most one block of a tensor. ``rank_of`` maps virtual ranks to real ones."""
     found = dict(headers)
     if all(header.complete for header in headers.values()):
@@ -42,23 +42,23 @@ def unfold(headers: Mapping[int, ImageHeader]) -> dict[int, ImageHeader]:
             tree = _further(header.tree, number)
             assert isinstance(tree, MapNode), "a tree that is no mapping"
             found[rank + number * count] = replace(header, tensors=tensors, tree=tree, values=())
-        found[rank] = replace(header, tree=with_pieces(header.tree, _first))
+        found[rank] = replace(header, tree=replace_pieces(header.tree, _first))
     return found
 
 
 def rank_of(rank: int, headers: Mapping[int, ImageHeader]) -> int:
-    """The rank whose image has a block of a virtual rank; ``headers`` are the argument of ``unfold``."""
+    """The rank whose image has a block of a virtual rank; ``headers`` are the argument of ``split_blocks``."""
     return rank % (max(headers) + 1)
 
 
-def held(header: ImageHeader) -> Sequence[StoredTensor]:
+def present_tensors(header: ImageHeader) -> Sequence[StoredTensor]:
     """The tensors of an unfolded header's tree."""
     if header.complete:
         return header.tensors
     return [header.tensors[slot] for slot in sorted(set(slots_of(header.tree)))]
 
 
-def with_pieces(tree: MapNode, change: Callable[[PiecesNode], Node]) -> MapNode:
+def replace_pieces(tree: MapNode, change: Callable[[PiecesNode], Node]) -> MapNode:
     """The tree with each PiecesNode replaced by ``change(node)``, in order."""
 
     def changed(node: Node) -> Node:

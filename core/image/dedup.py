@@ -80,7 +80,7 @@ class ReplicatedTensors:
             if not is_shareable or not size:
                 own_bytes += size
                 continue
-            piece = view.pieces[number]
+            piece = view.block_positions[number]
             identity = (
                 f"{name}\n{dtypes.name_of(dtype)}\n{tuple(shape)}\n{piece and tuple(piece)}\n"
                 f"{view.strides[number]}\n{view.sources[number].device.type}"
@@ -97,7 +97,7 @@ class ReplicatedTensors:
             step_s=step_s,
         )
 
-    def left_out(self, assignment: ReplicaAssignment, rank: int) -> dict[int, int]:
+    def written_by_others(self, assignment: ReplicaAssignment, rank: int) -> dict[int, int]:
         """The tensors that other ranks write: number in the view to rank."""
         owners = assignment.owners_of(self.table.keys)
         return {
@@ -157,7 +157,7 @@ class ReplicaAssignment(Message):
             found[is_known] = column[at[is_known]]
         return found
 
-    def apart(self) -> ReplicaAssignment:
+    def unshared(self) -> ReplicaAssignment:
         """The assignment by which each rank writes everything of its own."""
         none = np.zeros(0, dtype=np.int64)
         return ReplicaAssignment(
@@ -255,7 +255,7 @@ class ReplicaDifference:
     more: int = 0
 
 
-def are_alike(by_group: Mapping[int, Mapping[Any, int]]) -> bool:
+def digests_agree(by_group: Mapping[int, Mapping[Any, int]]) -> bool:
     """Whether all ranks that have a group have the same digest of it. ``by_group``: digests by group, by rank."""
     first: dict[Any, int] = {}
     return all(

@@ -89,13 +89,13 @@ class ImageHeader:
     complete: bool = True
 
     @property
-    def elsewhere(self) -> tuple[StoredTensor, ...]:
+    def written_by_others(self) -> tuple[StoredTensor, ...]:
         """The tensors that other ranks write, in order."""
         return tuple(stored for stored in self.tensors if stored.written_by is not None)
 
     @property
     def writers(self) -> frozenset[int]:
-        """The ranks that write the tensors of ``elsewhere``."""
+        """The ranks that write the tensors of ``written_by_others``."""
         return frozenset(t.written_by for t in self.tensors if t.written_by is not None)
 
 

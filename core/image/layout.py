@@ -53,13 +53,13 @@ class Placement:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """The plan of an image. ``structure`` identifies the structure of the state and the part written elsewhere;
-    ``pieces`` is the manifest's table of tensor blocks. ``elsewhere`` is as in ``plan_layout``."""
+    ``pieces`` is the manifest's table of tensor blocks. ``written_by_others`` is as in ``plan_layout``."""
 
     structure: str
     slots: tuple[Placement, ...]
     data_start: int
     data_bytes: int
-    elsewhere: Mapping[int, int] = field(repr=False)
+    written_by_others: Mapping[int, int] = field(repr=False)
     pieces: Spliced = field(repr=False)
     _key: tuple[Any, ...] = field(repr=False)
     _before_values: bytes = field(repr=False)
@@ -128,7 +128,7 @@ def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> 
         slots=slots,
         data_start=data_start,
         data_bytes=data_bytes,
-        elsewhere=elsewhere,
+        written_by_others=elsewhere,
         pieces=_pieces(view, slots),
         _key=view.structure,
         _before_values=before,
@@ -193,7 +193,7 @@ def _sharded(view: StateView, slot_of: Sequence[int]) -> list[Coded]:
     """Slot, whole shape and offset of blocks of sharded tensors."""
     return [
         [position, list(piece.shape), list(piece.offset)]
-        for position, piece in sorted(zip(slot_of, view.pieces, strict=True))
+        for position, piece in sorted(zip(slot_of, view.block_positions, strict=True))
         if piece is not None
     ]
 
@@ -217,7 +217,7 @@ def _pieces(view: StateView, slots: Sequence[Placement]) -> Spliced:
     for slot in slots:
         lengths = tuple(view.shapes[slot.index])
         whole = TensorPiece(lengths, (0,) * len(lengths), lengths)
-        piece = view.pieces[slot.index] or whole
+        piece = view.block_positions[slot.index] or whole
         entries.append(
             {
                 "name": slot.name,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tierfall.core.image.blocks import held, rank_of, unfold
+from tierfall.core.image.blocks import present_tensors, rank_of, split_blocks
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.tree import (
     CodecNode,
@@ -36,7 +36,7 @@ from tierfall.core.tensors import names as naming
 from tierfall.core.tensors.dtypes import byte_count
 from tierfall.core.tensors.value_codec import Coded
 from tierfall.core.types.errors import IntegrityError
-from tierfall.core.types.text import ranks_named
+from tierfall.core.types.text import format_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def merge_headers(
 ) -> MergedHeader:
     """Merge the headers of all ranks. ``own`` is the rank that has precedence where they differ. Without one, ``rules``
     are the ``on_resize`` rules by name, applied for ``rank``."""
-    merging = _Merger(unfold(headers), own, rank, (rules or {}) if own is None else {})
+    merging = _Merger(split_blocks(headers), own, rank, (rules or {}) if own is None else {})
     return merging.merge(what, lambda number: rank_of(number, headers))
 
 
@@ -102,7 +102,7 @@ class _Merger:
 
     def merge(self, what: str, rank_of: Callable[[int], int]) -> MergedHeader:
         for rank, header in self._headers.items():
-            for stored in held(header):
+            for stored in present_tensors(header):
                 slot = self._slots.setdefault(stored.name, len(self._slots))
                 if slot == len(self._holders):
                     self._holders.append({})
@@ -311,7 +311,7 @@ class _Merger:
                 for rank, mapping in entries.items()
             }
         kind = next(iter(nodes.values())).kind
-        merged = self._union(entries, lambda key: naming.join(name, naming.part(key)))
+        merged = self._union(entries, lambda key: naming.join(name, naming.component(key)))
         return MapNode(kind, tuple(merged.items()))
 
     def _sequence(self, nodes: Mapping[int, SequenceNode], name: str) -> Node:
@@ -336,7 +336,9 @@ class _Merger:
             groups: dict[str, list[int]] = {}
             for rank, value in coded.items():
                 groups.setdefault(repr(value)[:40], []).append(rank)
-            found = "; ".join(f"{text} on {ranks_named(r)}" for text, r in list(groups.items())[:3])
+            found = "; ".join(
+                f"{text} on {format_ranks(r)}" for text, r in list(groups.items())[:3]
+            )
             raise _Conflict(f"differs between the ranks that saved it: {found}")
         rank, first = next(iter(nodes.items()))
         self._values.append(self._headers[rank].values[first.number])

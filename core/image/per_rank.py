@@ -40,7 +40,7 @@ Differing = Callable[[int, Sequence[TensorPair]], frozenset[TensorPair]]
 """Returns the pairs of a rank whose bytes differ."""
 
 
-def set_aside(
+def separate_per_rank(
     headers: Mapping[int, ImageHeader], differing: Differing
 ) -> tuple[dict[int, ImageHeader], str]:
     """Return headers that can be merged without loss, and the name of the entry with the ranks' own values."""

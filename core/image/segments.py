@@ -41,7 +41,7 @@ Segment = tuple[SegmentPart, ...]
 
 
 class Segmentation:
-    """The segments of one layout: ``at_once`` is copied before save() returns, ``segments`` are captured lazily, both
+    """The segments of one layout: ``eager`` is copied before save() returns, ``segments`` are captured lazily, both
     in image order; ``lazy`` are the numbers of the lazily captured tensors.
 
     All parts of a segment are on one device; ``places`` are the devices by tensor number.
@@ -63,7 +63,7 @@ class Segmentation:
         self._key = (view.plain, lazy, places)
         self._places = places
         self.chunk_bytes = chunk_bytes
-        self.at_once: list[Segment] = []
+        self.eager: list[Segment] = []
         self.segments: list[Segment] = []
         self._divide(view, lazy)
         self.lazy = tuple(sorted({p.index for segment in self.segments for p in segment}))
@@ -72,7 +72,7 @@ class Segmentation:
             start, end = self.chunk_range(index)
             self.missing[index] = end - start
 
-    def serves(
+    def matches(
         self, layout: Layout, view: StateView, places: Sequence[int], lazy: Sequence[bool]
     ) -> bool:
         """Whether this is the segmentation for these arguments."""
@@ -89,7 +89,7 @@ class Segmentation:
     def _divide(self, view: StateView, lazy: Sequence[bool]) -> None:
         batches: dict[tuple[bool, int], list[SegmentPart]] = {}
         batched: dict[tuple[bool, int], int] = {}
-        kinds = {True: self.segments, False: self.at_once}
+        kinds = {True: self.segments, False: self.eager}
         for number, slot in enumerate(self._layout.slots):
             index, start, end = slot.index, slot.start, slot.end
             if start == end:

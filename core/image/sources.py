@@ -36,9 +36,9 @@ class TensorSources:
         self.pointers = view.pointers
         self._lazy = lazy
         self._replaced: set[int] = set()
-        self.watched = [self._tensors[index] for index in lazy]
+        self.lazy_tensors = [self._tensors[index] for index in lazy]
         """The lazily captured tensors; empty after ``release``."""
-        self._versions = _versions(self.watched)
+        self._versions = _versions(self.lazy_tensors)
 
     def tensor(self, index: int) -> torch.Tensor:
         return self._tensors[index]
@@ -49,7 +49,7 @@ class TensorSources:
         self._replaced.add(piece.index)
 
     def release(self) -> None:
-        self._tensors, self.watched = [], []
+        self._tensors, self.lazy_tensors = [], []
 
     # Reading ---------------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class TensorSources:
                 elif piece.whole:
                     if source.dtype is torch.bool:
                         source = source.view(torch.uint8)  # any byte survives
-                    to.append(targets.like(piece.slot, source))
+                    to.append(targets.typed_view(piece.slot, source))
                     of.append(source)
                 else:
                     to.append(targets.flat(piece.start, piece.end))
@@ -86,7 +86,7 @@ class TensorSources:
         at any time, which frees the old memory. StateChangedError if that has already happened."""
         alias = self._tensors[index].detach()
         if index not in self._replaced and alias.data_ptr() != self.pointers[index]:
-            self.refuse([index])
+            self.raise_changed([index])
         return alias
 
     def _read(self, piece: SegmentPart, target: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class TensorSources:
 
     def changed(self) -> list[int]:
         """The numbers of lazily captured tensors whose version counter or address has changed since construction."""
-        watched = self.watched  # another thread may call ``release``
+        watched = self.lazy_tensors  # another thread may call ``release``
         if not watched:
             return []
         versions = _versions(watched)
@@ -116,7 +116,7 @@ class TensorSources:
             or (version != old_version and _NO_VERSION not in (version, old_version))
         ]
 
-    def refuse(self, changed: Sequence[int]) -> NoReturn:
+    def raise_changed(self, changed: Sequence[int]) -> NoReturn:
         """Raise StateChangedError for the tensors of these numbers."""
         more = f" and {len(changed) - 1} more tensors" if len(changed) > 1 else ""
         verb = "were" if more else "was"

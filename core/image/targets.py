@@ -28,7 +28,7 @@ class RegionTargets:
         data = self._layout.data_start
         return self._memory[data + start : data + end]
 
-    def like(self, slot: int, source: torch.Tensor) -> torch.Tensor:
+    def typed_view(self, slot: int, source: torch.Tensor) -> torch.Tensor:
         """The view of a plain tensor's position, with its dtype and shape."""
         view = self._views[slot]
         if view is None:

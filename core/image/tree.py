@@ -73,7 +73,7 @@ class MapNode(Node):
         return [child for _, child in self.entries]
 
     def named(self, name: str) -> Iterable[tuple[str, Node]]:
-        return [(naming.join(name, naming.part(key)), child) for key, child in self.entries]
+        return [(naming.join(name, naming.component(key)), child) for key, child in self.entries]
 
     def map_children(self, change: Callable[[Node], Node]) -> MapNode:
         return MapNode(self.kind, tuple((key, change(child)) for key, child in self.entries))
@@ -118,10 +118,10 @@ class OptimizerNode(Node):
     groups: tuple[tuple[tuple[int, ...], Node], ...]
     state: tuple[tuple[int | tuple[Any], Node], ...]
 
-    def part(self, key: int | tuple[Any]) -> str:
+    def entry_name(self, key: int | tuple[Any]) -> str:
         """The name of an entry of the state, relative to ``<optimizer>.state``."""
         if isinstance(key, tuple):
-            return naming.part(key[0])
+            return naming.component(key[0])
         return self.names[key] or f"%i{key}"
 
     def children(self) -> Sequence[Node]:
@@ -131,7 +131,7 @@ class OptimizerNode(Node):
         for index, (_, child) in enumerate(self.groups):
             yield f"{name}.param_groups.{index}", child
         for key, child in self.state:
-            yield f"{name}.state.{self.part(key)}", child
+            yield f"{name}.state.{self.entry_name(key)}", child
 
     def map_children(self, change: Callable[[Node], Node]) -> Node:
         groups = tuple((numbers, change(child)) for numbers, child in self.groups)

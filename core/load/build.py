@@ -80,7 +80,7 @@ class Builder:
         """Note memory for a block of a slot, of a header that is merged."""
         self._blocks.append(BlockTarget(slot=slot, target=flat, offset=offset, lengths=lengths))
 
-    def wants(self) -> tuple[BlockTarget, ...]:
+    def targets(self) -> tuple[BlockTarget, ...]:
         """Return all memory that is to be filled, whole tensors and blocks."""
         wholes = (
             BlockTarget(slot=slot, target=flat)

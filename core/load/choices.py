@@ -27,15 +27,15 @@ from tierfall.core.types.errors import RestoreError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What a restore is to do otherwise than to fill all of the state by equal names. ``goes_back``: the state has been
-    trained on, so that keys of its plain mappings may have come since the checkpoint."""
+    """What a restore is to do otherwise than to fill all of the state by equal names. ``is_going_back``: the state has
+    been trained on, so that keys of its plain mappings may have come since the checkpoint."""
 
     only: tuple[str, ...] | None = None
     skip: tuple[str, ...] = ()
     rename: Mapping[str, str] | None = None
     retype: tuple[str, ...] = ()
     strict: bool = True
-    goes_back: bool = False
+    is_going_back: bool = False
 
     @classmethod
     def of(
@@ -67,7 +67,7 @@ class Choices:
             rename=rename or None,
             retype=tuple(retype or ()),
             strict=strict,
-            goes_back=goes_back,
+            is_going_back=goes_back,
         )
 
 
@@ -89,7 +89,7 @@ class Selection:
         asked = self.prefixes is None or any(naming.is_within(name, p) for p in self.prefixes)
         return asked and not self.skipped(name)
 
-    def touches(self, name: str) -> bool:
+    def selects_at_or_below(self, name: str) -> bool:
         """Say whether something at or below ``name`` is asked for."""
         if self.skipped(name):
             return False
@@ -165,7 +165,7 @@ def key_names(value: object, name: str) -> Iterator[str]:
     if type(value) in value_codec.MAPPINGS:
         for key, child in value.items():  # type: ignore[attr-defined]
             try:
-                below = naming.join(name, naming.part(key))
+                below = naming.join(name, naming.component(key))
             except value_codec.NotEncodableError:  # no checkpoint has such a key
                 continue
             yield below
@@ -254,12 +254,12 @@ class _Renamer:
         return node
 
     def _entry(self, key: Any, child: Node, old: str, new: str) -> tuple[Any, Node]:
-        before = naming.join(old, naming.part(key))
+        before = naming.join(old, naming.component(key))
         after = self.name(before)
-        if after == naming.join(new, naming.part(key)):
+        if after == naming.join(new, naming.component(key)):
             return key, self.node(child, before, after)
         below = self._below(after, new, before)
-        if naming.part(below) != below:
+        if naming.component(below) != below:
             raise RestoreError(
                 f"restore: rename={{{before!r}: {after!r}}}: {below!r} is not one plain key; name keys of letters, "
                 "digits and underscores"

@@ -59,7 +59,7 @@ class FillPlan:
     """What is to be read, and where it goes; ``finish`` is called once every fill is."""
 
     fills: tuple[Fill, ...]
-    wants: tuple[BlockTarget, ...]
+    targets: tuple[BlockTarget, ...]
     _stages: tuple[tuple[Action, ...], ...]
     _work: RestoreWork
 
@@ -68,7 +68,7 @@ class FillPlan:
         ranges = AddressRanges(AddressRange.of(target) for target in targets)
         return [live for live in self._work.fitter.in_place() if ranges.overlaps(live.range)]
 
-    def leaves(self, written: Iterable[LiveMemory]) -> list[str]:
+    def unfilled(self, written: Iterable[LiveMemory]) -> list[str]:
         """Name the tensors, of those that another plan for this state has ``written`` to, that would stay so: this plan
         neither fills them nor removes them from the state."""
         filled = AddressRanges(live.range for live in self._work.fitter.in_place())
@@ -107,7 +107,7 @@ def plan_fill(
     work.fitter.check_kept()
     work.fitter.check_overlaps()
     work.report.raise_if_any(header.what)
-    return FillPlan(work.builder.fills(), work.builder.wants(), work.stages(), work)
+    return FillPlan(work.builder.fills(), work.builder.targets(), work.stages(), work)
 
 
 class _Filler:
@@ -131,9 +131,9 @@ class _Filler:
 
     def visit(self, node: Node, live: Any, place: Put, name: str, trail: Trail) -> None:
         """Restore ``node`` into ``live``, which stands at ``name``; ``place`` puts another object there."""
-        if not self.selection.touches(name):
+        if not self.selection.selects_at_or_below(name):
             if self.selection.skipped(name):
-                self.fitter.keep(unwrap(live), name)
+                self.fitter.skip(unwrap(live), name)
             return
         if type(live) is Item:
             live, place = _open_item(live)
@@ -207,8 +207,8 @@ class _Filler:
         stored = dict(node.entries)
         lost = lost_entries(live)
         for key, value in live.items():
-            below = names.join(name, names.part(key))
-            if key in lost and self.selection.touches(below):
+            below = names.join(name, names.component(key))
+            if key in lost and self.selection.selects_at_or_below(below):
                 self.report.refuses(
                     below,
                     "is an entry of a module's state_dict() that is no memory of the module's, and what is restored "
@@ -221,7 +221,7 @@ class _Filler:
                 self.work.extra(value, below)
         for key, child in node.entries:
             if key not in live:
-                self.work.absent(child, names.join(name, names.part(key)))
+                self.work.absent(child, names.join(name, names.component(key)))
 
     def _item_setter(self, live: Any, key: Any, name: str) -> Put:
         def put_back(value: object) -> None:
@@ -287,7 +287,7 @@ class _Filler:
 
     def _keeps(self, name: str, key: Any) -> bool:
         """Say whether an entry of a plain mapping stays as it is in the state."""
-        return self.selection.skipped(names.join(name, names.part(key)))
+        return self.selection.skipped(names.join(name, names.component(key)))
 
     def _keep_skipped(self, live: Any, value: Any, name: str) -> None:
         """Give a plain mapping those entries of the state's own that are skipped."""
@@ -296,7 +296,9 @@ class _Filler:
         for key in [*value, *(key for key in live if key not in value)]:
             if not self._keeps(name, key):
                 if key in live and key in value:
-                    self._keep_skipped(live[key], value[key], names.join(name, names.part(key)))
+                    self._keep_skipped(
+                        live[key], value[key], names.join(name, names.component(key))
+                    )
             elif key in live:
                 value[key] = live[key]
             else:
@@ -325,23 +327,23 @@ class _Filler:
         only_stored = [key for key in stored if key not in live and not self._keeps(name, key)]
         texts = [key for key in only_live if isinstance(key, str)]
         renamed = _are_identifiers(only_live) and _are_identifiers(only_stored)
-        if texts and (renamed or not self.work.choices.goes_back):
+        if texts and (renamed or not self.work.choices.is_going_back):
             for key in texts:
-                self.report.extra(names.join(name, names.part(key)))
+                self.report.extra(names.join(name, names.component(key)))
             for key in only_stored if renamed else ():
-                self.report.absent(names.join(name, names.part(key)), can_be_renamed=False)
+                self.report.absent(names.join(name, names.component(key)), can_be_renamed=False)
         elif only_live and stored and len(plain) == len(live):
             self.work.puts.append(lambda: _log_removed(only_live, name))
         for key in plain:
             if key in stored and not self._keeps(name, key):
-                below = names.join(name, names.part(key))
+                below = names.join(name, names.component(key))
                 self._compare_keys(stored[key], live[key], below)
 
     def _compare_objects(self, stored: Any, live: Any, name: str) -> None:
         """Compare a plain value with a container that holds tensors, or objects: these it has not."""
         if type(live) in value_codec.MAPPINGS and type(stored) in value_codec.MAPPINGS:
             for key, child in live.items():
-                below = names.join(name, names.part(key))
+                below = names.join(name, names.component(key))
                 if not _holds_tensors(child) or self._keeps(name, key):
                     continue
                 if key in stored:
@@ -386,7 +388,9 @@ class _Filler:
             return True
         inner: list[tuple[Any, Any]] = []
         if type(live) in value_codec.MAPPINGS:
-            inner = [(names.part(key), child) for key, child in live.items() if type(key) is str]
+            inner = [
+                (names.component(key), child) for key, child in live.items() if type(key) is str
+            ]
         elif type(live) in (list, tuple):
             inner = [*enumerate(live)]
         held = [self._holds_state_dict(child, f"{name}.{key}") for key, child in inner]
@@ -423,11 +427,10 @@ def _are_identifiers(keys: Sequence[Any]) -> bool:
 
 def _log_removed(keys: Sequence[Any], name: str) -> None:
     logger.warning(
-        "restore: %s of %s is not in the checkpoint, and is removed: a plain mapping is put back whole "
-        "(skip=[%r] keeps it)",
+        "restore: %s of %s is not in the checkpoint, and is removed: a mapping is put back whole (skip=[%r] keeps it)",
         ", ".join(map(repr, keys)),
         name,
-        names.join(name, names.part(keys[0])),
+        names.join(name, names.component(keys[0])),
     )
 
 

@@ -23,15 +23,15 @@ from tierfall.core.load.plan import RestoreWork
 from tierfall.core.tensors import names
 from tierfall.core.tensors.dtensor import (
     NotOneBlockError,
+    as_dtensor_like,
     is_sharded,
-    like,
     local_part,
     local_tensor,
 )
 from tierfall.core.tensors.names import Trail
 from tierfall.core.tensors.tensors import as_bytes, copy_whole, refusal
 from tierfall.core.types.errors import RestoreError
-from tierfall.core.types.text import few_of
+from tierfall.core.types.text import format_some
 
 logger = logging.getLogger("tierfall")
 
@@ -63,7 +63,7 @@ class ModuleFiller:
             key = keys.pop(below, None)
             if not work.selection.has(full):
                 if key is not None and work.selection.skipped(full):
-                    work.fitter.keep(state[key], full)
+                    work.fitter.skip(state[key], full)
                 continue
             if key is None:
                 work.absent(child, full)
@@ -72,7 +72,7 @@ class ModuleFiller:
         for below, key in keys.items():
             full = f"{self._name}.{below}"
             if work.selection.has(full):
-                work.extra(state[key], full, is_object=key in scan.owners)
+                work.extra(state[key], full, is_object=key in scan.by_extra_state_key)
         if self._rest or self._has_own_load():
             work.loads.append(lambda: self._load(tuple(state)))
         else:
@@ -91,14 +91,14 @@ class ModuleFiller:
         """Say whether code that is not torch's own takes part in loading the module, or one in it."""
         if _is_own(type(self._live), "load_state_dict"):
             return True
-        kinds = {type(module) for _, _, module in self._scan.places}
+        kinds = {type(module) for _, _, module in self._scan.module_prefixes}
         return any(_is_own(kind, "_load_from_state_dict") for kind in kinds)
 
     def _entry(self, key: str, live: Any, node: Node, name: str) -> None:
         """Restore one entry in place, or note how its value is made for load_state_dict."""
         work = self._work
-        if key in self._scan.owners:
-            self._extra_state(key, self._scan.owners[key], node, live)
+        if key in self._scan.by_extra_state_key:
+            self._extra_state(key, self._scan.by_extra_state_key[key], node, live)
             return
         if not isinstance(node, (TensorNode, QuantizedNode)) or not isinstance(live, torch.Tensor):
             device = live.device if isinstance(live, torch.Tensor) else CPU
@@ -134,7 +134,7 @@ class ModuleFiller:
         builder = self._work.builder
         if not builder.header.merged or isinstance(node, QuantizedNode):
             builder.prepare(node, live.device)
-            self._rest[key] = lambda: like(live, builder.build(node, live.device))
+            self._rest[key] = lambda: as_dtensor_like(live, builder.build(node, live.device))
             return
         try:
             local, piece = local_part(live)
@@ -143,7 +143,7 @@ class ModuleFiller:
             return
         flat = torch.empty(local.nbytes, dtype=torch.uint8, device=local.device)
         builder.add_block(node.slot, flat, piece.offset, tuple(local.shape))
-        self._rest[key] = lambda: like(live, flat.view(local.dtype).view(local.shape))
+        self._rest[key] = lambda: as_dtensor_like(live, flat.view(local.dtype).view(local.shape))
 
     def _through_load(self, key: str, node: Node, device: torch.device) -> None:
         builder = self._work.builder
@@ -164,7 +164,7 @@ class ModuleFiller:
 
     def _after_load(self) -> None:
         """Call what is to be called after load_state_dict: all was filled in place."""
-        for _, _, module in reversed(self._scan.places):
+        for _, _, module in reversed(self._scan.module_prefixes):
             for hook in module._load_state_dict_post_hooks.values():
                 hook(module, _IncompatibleKeys([], []))
 
@@ -200,7 +200,7 @@ class ModuleFiller:
             return
         text = (
             f"restore: load_state_dict of {what} took its state, and its state_dict() is another one: "
-            f"{few_of([*map(repr, wrong)])}"
+            f"{format_some([*map(repr, wrong)])}"
         )
         if not self._work.report.strict:
             logger.warning("%s", text)

@@ -24,8 +24,8 @@ from tierfall.core.tensors import names
 from tierfall.core.tensors.dtensor import (
     NotOneBlockError,
     TensorPiece,
+    as_dtensor_like,
     is_sharded,
-    like,
     local_part,
     piece_of,
 )
@@ -72,7 +72,7 @@ class OptimizerFiller:
         self._node = node
         self._live = live
         self._name = name
-        self._numbering = optimizers.numbering(live, work.scans)
+        self._numbering = optimizers.number_parameters(live, work.scans)
         self._stored = {tensor.name: tensor for tensor in work.header.tensors}
 
     def plan(self) -> None:
@@ -86,7 +86,7 @@ class OptimizerFiller:
             self._group(node, self._live.param_groups[index], f"{self._name}.param_groups.{index}")
         kept: set[Any] = set()
         for key, node in self._node.state:
-            name = f"{self._name}.state.{self._node.part(key)}"
+            name = f"{self._name}.state.{self._node.entry_name(key)}"
             if not isinstance(key, int):
                 kept.add(key[0])
                 self._state(node, key[0], None, CPU, CPU, name)
@@ -108,10 +108,10 @@ class OptimizerFiller:
         stored, live = self._node, self._numbering
         if not (any(stored.names) and any(live.names)):
             return self._match_by_place()
-        stored_keys = [stored.part(number) for number in range(len(stored.names))]
-        live_keys = {live.part(number): number for number in range(len(live.names))}
+        stored_keys = [stored.entry_name(number) for number in range(len(stored.names))]
+        live_keys = {live.state_name(number): number for number in range(len(live.names))}
         wanted = [frozenset(stored_keys[n] for n in numbers) for numbers, _ in stored.groups]
-        there = [frozenset(live.part(n) for n in numbers) for numbers in live.groups]
+        there = [frozenset(live.state_name(n) for n in numbers) for numbers in live.groups]
         order: list[int] = []
         for index, group in enumerate(wanted):
             found = next((i for i, g in enumerate(there) if g == group and i not in order), None)
@@ -196,7 +196,7 @@ class OptimizerFiller:
 
         def asked(key: Any) -> bool:
             # The names belong to the parameters, which are the live group's in its own order.
-            return key != _NAMES and not work.selection.skipped(f"{name}.{names.part(key)}")
+            return key != _NAMES and not work.selection.skipped(f"{name}.{names.component(key)}")
 
         if isinstance(node, ValueNode):
             work.puts.append(
@@ -211,7 +211,7 @@ class OptimizerFiller:
                 continue
             value = live.get(key)
             if isinstance(child, TensorNode) and value is not None and self._fits(child, value):
-                work.fitter.tensor(child.slot, value, f"{name}.{names.part(key)}")
+                work.fitter.tensor(child.slot, value, f"{name}.{names.component(key)}")
                 continue
             device = value.device if isinstance(value, torch.Tensor) else CPU
             self._builder.prepare(child, device)
@@ -233,7 +233,7 @@ class OptimizerFiller:
     ) -> None:
         """Restore what is kept under ``key``; ``parameter`` is that one as the image has it."""
         selection = self._work.selection
-        if not selection.touches(name):
+        if not selection.selects_at_or_below(name):
             return
         live = self._live.state.get(key)
         if not isinstance(node, MapNode) or not isinstance(live, dict | None):
@@ -242,8 +242,8 @@ class OptimizerFiller:
             return
         made: list[_StateEntry] = []
         for entry, child in node.entries:
-            below = f"{name}.{names.part(entry)}"
-            if not selection.touches(below):
+            below = f"{name}.{names.component(entry)}"
+            if not selection.selects_at_or_below(below):
                 continue
             target = step_device if entry == _STEP else device
             value = None if live is None else live.get(entry)
@@ -310,7 +310,7 @@ class OptimizerFiller:
             return None
         flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
         self._builder.add_block(node.slot, flat, piece.offset, tuple(local.shape))
-        return like(parameter, flat.view(dtype).view(local.shape))
+        return as_dtensor_like(parameter, flat.view(dtype).view(local.shape))
 
     def _stored_piece(self, node: Node) -> TensorPiece | None:
         if not isinstance(node, TensorNode):
@@ -336,7 +336,7 @@ class OptimizerFiller:
         if made.as_parameter and isinstance(made.node, TensorNode):
             return _laid_out_as(parameter, self._builder.tensor(made.node.slot, made.device))
         built = self._builder.build(made.node, made.device)
-        return built if self._stored_piece(made.node) is None else like(parameter, built)
+        return built if self._stored_piece(made.node) is None else as_dtensor_like(parameter, built)
 
     def _fits_into(self, node: TensorNode, live: Any, device: torch.device, name: str) -> bool:
         """Plan to fill a state tensor that is there; False where a new one is needed."""
@@ -374,7 +374,7 @@ class OptimizerFiller:
         if whole:
             name = self._state_name(key)
             skipped = self._work.selection.skipped
-            kept = {e: v for e, v in live.items() if skipped(f"{name}.{names.part(e)}")}
+            kept = {e: v for e, v in live.items() if skipped(f"{name}.{names.component(e)}")}
             live.clear()
             live.update(kept)
         live.update(renewed)
@@ -391,9 +391,9 @@ class OptimizerFiller:
     def _state_name(self, key: Any) -> str:
         number = self._numbering.numbers.get(id(key))
         part = (
-            names.part(key)
+            names.component(key)
             if not isinstance(key, torch.Tensor)
-            else (self._numbering.part(number) if number is not None else "%")
+            else (self._numbering.state_name(number) if number is not None else "%")
         )
         return f"{self._name}.state.{part}"
 

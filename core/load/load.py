@@ -19,7 +19,7 @@ class LoadPlan:
     """What is to be read, and where it goes; ``result`` is ready once every fill is."""
 
     fills: tuple[Fill, ...]
-    wants: tuple[BlockTarget, ...]
+    targets: tuple[BlockTarget, ...]
     _builder: Builder
     _device: torch.device
 
@@ -27,7 +27,7 @@ class LoadPlan:
         """Nothing that is filled is the caller's yet."""
         return []
 
-    def leaves(self, written: Iterable[LiveMemory]) -> list[str]:
+    def unfilled(self, written: Iterable[LiveMemory]) -> list[str]:
         """Nothing was the caller's before."""
         return []
 
@@ -46,4 +46,4 @@ def plan_load(header: ImageHeader, *, map_location: str | torch.device | None = 
     device = CPU if map_location is None else torch.device(map_location)
     builder = Builder(header)
     builder.prepare(header.tree, device)
-    return LoadPlan(builder.fills(), builder.wants(), builder, device)
+    return LoadPlan(builder.fills(), builder.targets(), builder, device)

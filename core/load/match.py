@@ -107,7 +107,7 @@ class TensorMatcher:
                 if tensors.as_bytes(live) is not None:
                     yield LiveMemory(name, AddressRange.of(live))
 
-    def keep(self, live: object, name: str) -> None:
+    def skip(self, live: object, name: str) -> None:
         """Note what a caller wants to stay as it is."""
         if isinstance(live, torch.Tensor):
             self._kept.append((local_tensor(live), name))

@@ -98,7 +98,7 @@ class RestoreWork:
 
 def _names_of(key: Any, value: object) -> Iterator[str]:
     try:
-        name = names.part(key)
+        name = names.component(key)
     except value_codec.NotEncodableError:
         return
     yield name
@@ -125,7 +125,7 @@ def live_parts(live: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]
         yield name, live
     elif type(live) in value_codec.MAPPINGS:
         for key, child in live.items():
-            yield from live_parts(child, names.join(name, names.part(key)), depth + 1)
+            yield from live_parts(child, names.join(name, names.component(key)), depth + 1)
     elif type(live) in (list, tuple):
         for index, child in enumerate(live):
             yield from live_parts(child, f"{name}.{index}", depth + 1)

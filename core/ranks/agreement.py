@@ -14,7 +14,7 @@ from tierfall.core.ranks.message_tree import Bodies, MessageTree
 from tierfall.core.ranks.messages import ErrorMessage, Message, Topic, from_json, to_json
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import RanksError, TierfallError
-from tierfall.core.types.text import ranks_named
+from tierfall.core.types.text import format_ranks
 
 AGREE = "agree"
 ANSWER_S = 5.0
@@ -73,7 +73,7 @@ class Agreement:
             event = self._events[topic] = InterruptibleEvent()
             self._count += 1
             if self.lost is not None or topic in self._answers:  # it came before this call
-                event.ring()
+                event.set()
             self._message_tree.contribute(
                 topic, _RankCall(name=what, body=to_json(message)).to_json()
             )
@@ -112,16 +112,16 @@ class Agreement:
             self._answers[topic] = _Answer.from_json(body, rank=0)
             self._notify(topic)
 
-    def lose(self, error: BaseException) -> None:
+    def fail_waiting(self, error: BaseException) -> None:
         """Fail the calls that wait: no rank can be reached any more."""
         self.lost = error
         for event in list(self._events.values()):
-            event.ring()
+            event.set()
 
     def _notify(self, topic: Topic) -> None:
         event = self._events.get(topic)
         if event is not None:
-            event.ring()
+            event.set()
 
     def _forget(self, topic: Topic) -> None:
         self._message_tree.forget(topic)
@@ -158,7 +158,7 @@ class Agreement:
                 late = self._message_tree.missing(topic)
                 if late or not event.wait(ANSWER_S):  # no rank is late: the last came just now
                     raise RanksError(
-                        f"{what}: {ranks_named(late)} did not call {what} within {timeout_s:g} s"
+                        f"{what}: {format_ranks(late)} did not call {what} within {timeout_s:g} s"
                     )
             bodies = self._gathered.pop(topic)
             calls = {rank: _RankCall.from_json(body, rank=rank) for rank, body in bodies.items()}
@@ -186,7 +186,7 @@ def _check_same_call(what: str, calls: dict[int, str]) -> None:
     if other is not None:
         ranks = [rank for rank, call in calls.items() if call == other]
         raise RanksError(
-            f"{what}: {ranks_named(ranks)} called {other} where rank 0 called {what}: every rank makes the same calls "
+            f"{what}: {format_ranks(ranks)} called {other} where rank 0 called {what}: every rank makes the same calls "
             "in the same order"
         )
 
@@ -197,6 +197,6 @@ def check_same_arguments(what: str, by_rank: Mapping[int, Mapping[str, object]])
         others = [rank for rank, arguments in by_rank.items() if arguments[name] != ours]
         if others:
             raise RanksError(
-                f"{what}: {ranks_named(others)} asked for {name}={by_rank[others[0]][name]!r} where rank 0 asked for "
+                f"{what}: {format_ranks(others)} asked for {name}={by_rank[others[0]][name]!r} where rank 0 asked for "
                 f"{name}={ours!r}: every rank asks for the same"
             )

@@ -112,7 +112,7 @@ class MessageTree:
             return
         self._add(topic, {self.topology.rank: body}, leaders_only=leaders_only)
 
-    def tell(self, topic: Topic, body: object) -> None:
+    def report(self, topic: Topic, body: object) -> None:
         """Report to rank 0 what only this rank knows."""
         self._send_up(_Report(topic=topic, body=body, rank=self.topology.rank))
 

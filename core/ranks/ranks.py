@@ -66,16 +66,16 @@ class Ranks:
         self._listener: Callable[[RankMessage], None] | None = None
         self._undelivered: deque[RankMessage] = deque()
         self._delivering = False
-        self.council = MessageTree(topology, transport.send if transport else _refuse_to_send)
-        self._agreement = Agreement(self.council, timeout_s=timeout_s)
+        self.message_tree = MessageTree(topology, transport.send if transport else _refuse_to_send)
+        self._agreement = Agreement(self.message_tree, timeout_s=timeout_s)
         self.agree = self._agreement.agree
         self.meet = self._agreement.meet
-        self.council.on_gathered = self._on_gathered
-        self.council.on_passed = self._on_passed
-        self.council.on_announced = self._on_announced
-        self.council.on_reported = self._on_reported
+        self.message_tree.on_gathered = self._on_gathered
+        self.message_tree.on_passed = self._on_passed
+        self.message_tree.on_announced = self._on_announced
+        self.message_tree.on_reported = self._on_reported
         if transport is not None:
-            transport.start(self.council.receive, self._lose)
+            transport.start(self.message_tree.receive, self._lose)
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -91,7 +91,7 @@ class Ranks:
         return Shard(self.topology.rank, self.topology.world_size)
 
     @property
-    def slot(self) -> int:
+    def local_index(self) -> int:
         """This rank's number among those of its node, from 0."""
         return self.topology.local_ranks.index(self.topology.rank)
 
@@ -107,7 +107,7 @@ class Ranks:
                 f"checkpoint: {self._agreement.lost}"
             ) from self._agreement.lost
 
-    def listen(self, listener: Callable[[RankMessage], None]) -> None:
+    def set_listener(self, listener: Callable[[RankMessage], None]) -> None:
         """Deliver all messages to ``listener``, earlier ones included: one after the other, in their order, on the
         thread that each arrives on. The listener may call this rank's message tree."""
         with self._lock:
@@ -178,7 +178,7 @@ class Ranks:
 
     def _lose(self, error: BaseException) -> None:
         logger.error("rank %d: the other ranks cannot be reached: %s", self.topology.rank, error)
-        self._agreement.lose(error)
+        self._agreement.fail_waiting(error)
 
 
 def _refuse_to_send(rank: int, data: bytes) -> None:

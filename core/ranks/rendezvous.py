@@ -26,12 +26,12 @@ from tierfall.core.ranks.topology import Topology
 from tierfall.core.ranks.transport import (
     Mailbox,
     StoreTransport,
-    leave,
+    sign_off,
     sleep_longer,
-    wait_for_guests,
+    wait_for_clients,
 )
 from tierfall.core.types.errors import RanksError
-from tierfall.core.types.text import ranks_named
+from tierfall.core.types.text import format_ranks
 
 logger = logging.getLogger("tierfall")
 T = TypeVar("T")
@@ -155,14 +155,14 @@ def _accept_ranks(
             text = server.get(_registration_key(name, rank))
             registered[rank] = _Registration.from_json(json.loads(text), rank=rank)
     if missing:
-        problem = f"open: {ranks_named(missing)} did not call open within {timeout_s:g} s"
+        problem = f"open: {format_ranks(missing)} did not call open within {timeout_s:g} s"
     else:
         problem = _difference_of_settings(registered)
     if problem:
         server.set(_acceptance_key(name), _encode(_Acceptance(error=problem)))
         # The other ranks read the error first: the store goes with this process.
         guests = len(registered) - 1
-        wait_for_guests(server, name, guests, time.monotonic() + LOOK_AGAIN_S)
+        wait_for_clients(server, name, guests, time.monotonic() + LOOK_AGAIN_S)
         raise RanksError(problem)
     nodes = tuple(registered[rank].node for rank in range(place.world_size))
     server.set(_acceptance_key(name), _encode(_Acceptance(nodes=nodes)))
@@ -170,7 +170,7 @@ def _accept_ranks(
     ranks = frozenset((*topology.children, 0))
     guests = len(topology.leaders) - 1 + len(topology.local_ranks) - 1
     receiving = connect(_LOCALHOST, server.port)
-    mailbox = Mailbox(server, receiving, name, ranks, server=0, guests=guests)
+    mailbox = Mailbox(server, receiving, name, ranks, server=0, clients=guests)
     return topology, StoreTransport(0, (mailbox,))
 
 
@@ -254,7 +254,7 @@ class _JoiningRank:
                 return None
             answer = _Acceptance.from_json(json.loads(store.get(key)), rank=0)
             if answer.error is not None:
-                leave(store, self._name)
+                sign_off(store, self._name)
         except (OSError, RuntimeError) as error:  # of an earlier start, or not there yet
             address = f"{self.host}:{self.port}"
             logger.debug("rank %d: no rank 0 at %s: %s", self._place.rank, address, error)
@@ -296,7 +296,7 @@ class _JoiningRank:
             store.set(key, str(own.port))
             guests = len(local) - 1
             inside = Mailbox(
-                own, connect(_LOCALHOST, own.port), name, local, server=rank, guests=guests
+                own, connect(_LOCALHOST, own.port), name, local, server=rank, clients=guests
             )
             leaders = frozenset(topology.leaders) - {rank}
             outside = Mailbox(store, connect(self.host, self.port), name, leaders, server=0)
@@ -313,7 +313,7 @@ def _difference_of_settings(registered: Mapping[int, _Registration]) -> str:
         others = [rank for rank, one in registered.items() if one.settings.get(name) != ours]
         if others:
             return (
-                f"open: {name} differs: rank 0 has {ours!r}, {ranks_named(others)} "
+                f"open: {name} differs: rank 0 has {ours!r}, {format_ranks(others)} "
                 f"{'has' if len(others) == 1 else 'have'} {registered[others[0]].settings.get(name)!r}; all ranks "
                 "open the same configuration"
             )

@@ -34,7 +34,7 @@ _MORE, _LAST, _LOST, _STOP = b"M", b"L", b"X", b"S"
 class Mailbox:
     """One rank's access to a store: one connection to send, one to receive. ``prefix`` is unique to this start.
 
-    ``server`` is the rank whose process serves the store; ``guests`` is the number of other ranks that this process
+    ``server`` is the rank whose process serves the store; ``clients`` is the number of other ranks that this process
     serves it to, 0 where another process does.
     """
 
@@ -43,7 +43,7 @@ class Mailbox:
     prefix: str
     ranks: frozenset[int]
     server: int
-    guests: int = 0
+    clients: int = 0
 
     def inbox(self, rank: int) -> str:
         return f"{self.prefix}/inbox/{rank}"
@@ -107,11 +107,11 @@ class StoreTransport:
     def _announce_leaving(self, deadline: float) -> None:
         for mailbox in self._mailboxes:
             try:
-                if mailbox.guests:
-                    wait_for_guests(mailbox.sending, mailbox.prefix, mailbox.guests, deadline)
+                if mailbox.clients:
+                    wait_for_clients(mailbox.sending, mailbox.prefix, mailbox.clients, deadline)
                 mailbox.sending.queue_push(mailbox.inbox(self.rank), _HEADER.pack(_STOP, self.rank))
-                if not mailbox.guests:
-                    leave(mailbox.sending, mailbox.prefix)
+                if not mailbox.clients:
+                    sign_off(mailbox.sending, mailbox.prefix)
             except RuntimeError as error:
                 logger.debug("rank %d: the store is already gone: %s", self.rank, error)
 
@@ -158,7 +158,7 @@ class StoreTransport:
                 return
             self._is_lost = True
         for other in self._mailboxes:
-            if other is not mailbox and other.guests:
+            if other is not mailbox and other.clients:
                 for rank in other.ranks - {self.rank}:
                     reason = f"rank {self.rank} cannot reach rank 0 any more: {error}".encode()
                     other.sending.queue_push(
@@ -174,12 +174,12 @@ def _packets(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         yield (_LAST if number == last else _MORE), data[start : start + PACKET_BYTES_MAX]
 
 
-def leave(store: Store, prefix: str) -> None:
+def sign_off(store: Store, prefix: str) -> None:
     """Tell the process that serves a store that one of its guests does not need it any more."""
     store.add(f"{prefix}/left", 1)
 
 
-def wait_for_guests(store: Store, prefix: str, guests: int, deadline: float) -> None:
+def wait_for_clients(store: Store, prefix: str, guests: int, deadline: float) -> None:
     """Wait until that many guests have left, or until ``deadline`` on the monotonic clock."""
     pause = _FIRST_PAUSE_S
     while (left := store.add(f"{prefix}/left", 0)) < guests:

@@ -13,8 +13,8 @@ from itertools import islice
 
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
 from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge
-from tierfall.core.format.commit_files import named_shards
-from tierfall.core.format.records import Commit, read_commit
+from tierfall.core.format.commit_files import ranks_with_image
+from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.ranks.agreement import check_same_arguments
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
@@ -23,7 +23,7 @@ from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.inventory import Inventory, TierMessage, describe, merge_ranks
 from tierfall.core.restore.restore import HALF_FILLED, PASSABLE, RankFailure, Together
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, TierfallError
-from tierfall.core.types.text import ranks_named
+from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
@@ -78,11 +78,11 @@ def agree_to_restore(
     call = _RestoreCall(request=request, tiers=describe(listings, mine=mine))
     decision = ranks.agree("restore", call, decide, Candidates, timeout_s=timeout_s)
     for fallback in decision.fallbacks:
-        tally.passed_over(fallback.what, fallback.reason)
+        tally.add_skipped(fallback.what, fallback.reason)
     what = "restore: commit record that the ranks agreed on"
-    commits = [read_commit(text.encode(), what=what) for text in decision.commits]
+    commits = [parse_commit(text.encode(), what=what) for text in decision.commits]
     agreed = dict(zip(decision.order, commits, strict=True))
-    lives = {id: commit.line.attempt_id for id, commit in agreed.items()}
+    lives = {id: commit.lineage.attempt_id for id, commit in agreed.items()}
     found = listings if look_again is None else look_again()
     here = {known.id: known for known in merge(_keep_agreed(lives, x) for x in found)}
     return [_describe_known(here.get(id), commit) for id, commit in agreed.items()]
@@ -92,7 +92,9 @@ def _describe_known(here: KnownCheckpoint | None, commit: Commit) -> KnownCheckp
     """Return what this rank has found of a checkpoint; its lineage and world size come from the agreed record where
     nothing, or only damage, was found."""
     if here is None:
-        return KnownCheckpoint(id=commit.line.checkpoint, commit=commit, copies={}, abandoned=False)
+        return KnownCheckpoint(
+            id=commit.lineage.checkpoint, commit=commit, copies={}, abandoned=False
+        )
     return here if here.commit is not None else replace(here, commit=commit)
 
 
@@ -211,8 +213,8 @@ def _finished(outcomes: Mapping[int, _FinishOutcome]) -> _FinishDecision:
     if others:
         ours, theirs = ("all", "a part") if outcomes[0].goes_on else ("a part", "all")
         raise RanksError(
-            f"{ranks_named(others)} restored {theirs} where rank 0 restored {ours} (only=...): every rank asks for the "
-            "same"
+            f"{format_ranks(others)} restored {theirs} where rank 0 restored {ours} (only=...): every rank must ask "
+            "for the same"
         )
     rank = next((rank for rank, one in outcomes.items() if one.failed is not None), 0)
     saved = any(one.saved for one in outcomes.values())
@@ -225,7 +227,7 @@ def _decisive_failure(outcomes: Mapping[int, _FillOutcome]) -> _FillDecision:
     others = [rank for rank, one in outcomes.items() if one.id != outcomes[0].id]
     if others:
         raise RanksError(
-            f"restore: {ranks_named(others)} filled {outcomes[others[0]].id} where rank 0 filled {outcomes[0].id}"
+            f"restore: {format_ranks(others)} filled {outcomes[others[0]].id} where rank 0 filled {outcomes[0].id}"
         )
     failed = {rank: one.failed for rank, one in outcomes.items() if one.failed is not None}
     known = {rank: f for rank, f in failed.items() if not f.lost} or failed
@@ -234,7 +236,7 @@ def _decisive_failure(outcomes: Mapping[int, _FillOutcome]) -> _FillDecision:
         return _FillDecision(failed=None)
     failure = known[worst]
     return _FillDecision(
-        failed=RankFailure(rank=worst, message=failure.message, for_good=failure.for_good)
+        failed=RankFailure(rank=worst, message=failure.message, permanent=failure.for_good)
     )
 
 
@@ -244,7 +246,7 @@ def _keep_agreed(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing
 
     def held(copy: FoundCopy) -> FoundCopy:
         life = lives.get(copy.id)
-        if copy.commit is None or life in (None, copy.commit.line.attempt_id):
+        if copy.commit is None or life in (None, copy.commit.lineage.attempt_id):
             return copy
         damage = IntegrityError(
             f"{listing.tier}: {copy.id} is of another life of this run than the one that the ranks agreed on"
@@ -271,13 +273,13 @@ def choose_candidates(
     partial = {copy.id for listing in listings for copy in listing.copies} - whole - lacking.keys()
     for id in sorted(partial):
         reason = "only some ranks had sealed it in memory, and no tier that answered holds the rest"
-        tally.passed_over(f"step {id}", reason)
+        tally.add_skipped(f"step {id}", reason)
         logger.warning("restore: step %s is no checkpoint: %s", id, reason)
     candidates = choose([_without(partial, listing) for listing in listings], request, tally)
     taken: list[KnownCheckpoint] = []
     for known in candidates:
         if lack := _lack(known, request.tier):
-            tally.passed_over(f"step {known.id}", lack)
+            tally.add_skipped(f"step {known.id}", lack)
         else:
             taken.append(known)
     if candidates and not taken:
@@ -340,11 +342,11 @@ def _lack(known: KnownCheckpoint, tier: str | None = None) -> str:
 def _absent(commits: Sequence[Commit]) -> str:
     """Name the ranks whose shards these records lack: ``ranks 8, 9 of 16 are``; empty where they lack none."""
     world_size = commits[0].world_size
-    there = frozenset().union(*(named_shards(commit, world_size) for commit in commits))
+    there = frozenset().union(*(ranks_with_image(commit, world_size) for commit in commits))
     count = world_size - len(there)
     if not count:
         return ""
     # A record may claim any number of ranks: no more of them are listed than are named.
-    first = ranks_named(islice((r for r in range(world_size) if r not in there), _NAMED_MAX))
+    first = format_ranks(islice((r for r in range(world_size) if r not in there), _NAMED_MAX))
     more = f" and {count - _NAMED_MAX} more" if count > _NAMED_MAX else ""
     return f"{first}{more} of {world_size} {'is' if count == 1 else 'are'}"

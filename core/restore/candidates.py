@@ -59,10 +59,10 @@ def _check_all_were_read(
                 damage.checkpoint, request
             ):
                 continue
-            tally.passed_over(f"tier {listing.tier}", damage)
+            tally.add_skipped(f"tier {listing.tier}", damage)
         if listing.error is None or (request.tier is not None and listing.tier != request.tier):
             continue
-        tally.passed_over(f"tier {listing.tier}", listing.error)
+        tally.add_skipped(f"tier {listing.tier}", listing.error)
         if request.ignore_unreachable:
             logger.warning("restore: continues without tier %s: %s", listing.tier, listing.error)
             continue
@@ -101,9 +101,9 @@ def _candidates(
         if not _matches_request(checkpoint.id, request):
             continue
         if checkpoint.tombstoned:
-            tally.passed_over(f"step {checkpoint.id}", "deleted by a person")
+            tally.add_skipped(f"step {checkpoint.id}", "deleted by a person")
         elif checkpoint.abandoned and (request.step is None or request.attempt is None):
-            tally.passed_over(
+            tally.add_skipped(
                 f"step {checkpoint.id}",
                 "its line was left behind; name it by step= and attempt= to go back to it",
             )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing, of_one_lineage
-from tierfall.core.format.records import Commit, read_commit
+from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.ranks.messages import ErrorMessage, Message
 from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
 from tierfall.core.types.lineage import AttemptStart, merge_starts
@@ -55,7 +55,7 @@ class CopyMessage(Message):
         if self.commit is None:
             return None
         what = f"rank {rank}: commit record of {self.id} on {tier}"
-        return read_commit(self.commit.encode(), what=what)
+        return parse_commit(self.commit.encode(), what=what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +153,8 @@ def _unite_records(records: Mapping[str, Commit]) -> Commit:
     (first_at, first), *_ = records.items()
     files = {file.name: (first_at, file) for file in first.files}
     for where, record in records.items():
-        of = f"{where}: commit record of {record.line.checkpoint}"
-        if (record.line, record.world_size) != (first.line, first.world_size):
+        of = f"{where}: commit record of {record.lineage.checkpoint}"
+        if (record.lineage, record.world_size) != (first.lineage, first.world_size):
             raise IntegrityError(f"{of}: it contradicts that on {first_at}")
         for file in record.files:
             named_at, named = files.setdefault(file.name, (where, file))

@@ -35,18 +35,18 @@ logger = logging.getLogger("tierfall")
 
 
 class RestorePlan(Protocol):
-    """The targets of an image's bytes; ``wants`` are those of merged images. ``written`` returns what a plan that
-    failed has written to, and ``leaves`` what of that this plan would not overwrite."""
+    """The targets of an image's bytes; ``targets`` are those of merged images. ``written`` returns what a plan that
+    failed has written to, and ``unfilled`` what of that this plan would not overwrite."""
 
     @property
     def fills(self) -> Sequence[Fill]: ...
 
     @property
-    def wants(self) -> Sequence[BlockTarget]: ...
+    def targets(self) -> Sequence[BlockTarget]: ...
 
     def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]: ...
 
-    def leaves(self, written: Iterable[LiveMemory]) -> list[str]: ...
+    def unfilled(self, written: Iterable[LiveMemory]) -> list[str]: ...
 
 
 MakePlan = Callable[[ImageHeader], RestorePlan]
@@ -61,7 +61,7 @@ class ResizeRules:
     rules: Mapping[str, OnResize] = field(default_factory=dict)
 
 
-def plan_parts(
+def plan_reads_of_rank(
     parts: CheckpointReader, make_plan: MakePlan, shard: Shard, resize: ResizeRules
 ) -> tuple[RestorePlan, Callable[[], None]]:
     """Plan to restore the state of this rank, ``shard``; return the plan, and a function that reads all its bytes.
@@ -109,12 +109,12 @@ def _in_another_layout(
 def _reshard(
     parts: CheckpointReader, make_plan: MakePlan, world_size: int, rank: int, resize: ResizeRules
 ) -> tuple[RestorePlan, Callable[[], None]]:
-    merged = merge_parts(parts, world_size, rank, resize)
+    merged = merge_images(parts, world_size, rank, resize)
     plan = make_plan(merged.header)
-    return plan, plan_reads(parts, merged, world_size, plan.wants)
+    return plan, plan_reads(parts, merged, world_size, plan.targets)
 
 
-def merge_parts(
+def merge_images(
     parts: CheckpointReader, world_size: int, rank: int, resize: ResizeRules
 ) -> MergedHeader:
     """Read and merge the headers of all images, for ``rank`` of those that restore."""
@@ -194,7 +194,7 @@ def find_written_elsewhere(
     where one of them does not have it: no memory is allocated for a tensor that is only claimed."""
     tables = {other: _table(manifest) for other, manifest in manifests.items()}
     starts, ranks, offsets = [], [], []
-    for stored in header.elsewhere:
+    for stored in header.written_by_others:
         owner = stored.written_by
         assert owner is not None
         start = tables[owner].get(_described(stored)) if owner in tables else None
@@ -225,7 +225,7 @@ def _table(manifest: Manifest) -> dict[_Described, int]:
     data_bytes = manifest.image_bytes - manifest.data_start
     table = {}
     for entry in json.loads(manifest.pieces):
-        found = _read(entry, data_bytes, f"manifest of {manifest.line.checkpoint}")
+        found = _read(entry, data_bytes, f"manifest of {manifest.lineage.checkpoint}")
         if found is not None:
             table[found[0]] = found[1]
     return table

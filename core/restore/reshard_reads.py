@@ -17,7 +17,7 @@ from tierfall.core.image.header import StoredTensor
 from tierfall.core.image.merge import MergedHeader, TensorBlock
 from tierfall.core.load.build import BlockTarget, Fill
 from tierfall.core.types.errors import RestoreError
-from tierfall.core.types.text import ranks_named
+from tierfall.core.types.text import format_ranks
 
 
 class _ReadRange(NamedTuple):
@@ -61,7 +61,7 @@ class BlockReads:
         for check in self._checks:
             if not torch.equal(check.one, check.other):
                 raise RestoreError(
-                    f"{check.name} is a tensor of its own on {ranks_named(check.ranks)}, and they differ: say "
+                    f"{check.name} is a tensor of its own on {format_ranks(check.ranks)}, and they differ: say "
                     "what another number of ranks gets by tierfall.item(..., on_resize='per_rank', 'replicate' or "
                     f"'drop') around it in the state, or leave it as it is by skip=[{check.name!r}]"
                 )

@@ -19,10 +19,10 @@ from tierfall.core.format.commit_files import image_file
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.exchange.exchange import Exchange
 from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.reshard import MakePlan, ResizeRules, RestorePlan, plan_parts
+from tierfall.core.restore.reshard import MakePlan, ResizeRules, RestorePlan, plan_reads_of_rank
 from tierfall.core.tensors.written_memory import LiveMemory
 from tierfall.core.types.errors import RanksError, RestoreError, TierfallError
-from tierfall.core.types.text import few_of
+from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, Shard
 
 __all__ = [
@@ -64,11 +64,11 @@ class RestoreResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """The error of the first rank that failed to read a checkpoint; ``for_good``: no older one is to be tried."""
+    """The error of the first rank that failed to read a checkpoint; ``permanent``: no older one is to be tried."""
 
     rank: int
     message: str
-    for_good: bool
+    permanent: bool
 
 
 Together = Callable[[KnownCheckpoint, BaseException | None], RankFailure | None]
@@ -150,9 +150,9 @@ def fill_first(
         unreported: TierfallError | None = None
         tiers = _tiers(checkpoint, request, listings)
         made = (checkpoint, tiers, open_image, tally, ring, chunks_max, nowhere)
-        parts = CheckpointReader(*made) if exchange is None else exchange.parts(*made)
+        parts = CheckpointReader(*made) if exchange is None else exchange.reader(*made)
         try:
-            plan, fill = plan_parts(parts, make_plan, shard, resize)
+            plan, fill = plan_reads_of_rank(parts, make_plan, shard, resize)
             _check_none_left(plan, written, checkpoint, request)
             fill()
         except BaseException as failure:  # noqa: BLE001 - Ctrl-C, too: the other ranks must know; raised below
@@ -188,12 +188,12 @@ def _check_none_left(
     request: RestoreRequest,
 ) -> None:
     """Raise RestoreError where tensors would keep what a checkpoint that was passed over has ``written`` to them."""
-    left = plan.leaves(memory for memory, _ in written.values())
+    left = plan.unfilled(memory for memory, _ in written.values())
     if not left:
         return
-    those = few_of([str(id) for id in sorted({written[name][1] for name in left})])
+    those = format_some([str(id) for id in sorted({written[name][1] for name in left})])
     raise RestoreError(
-        f"{request.operation} of {checkpoint.id}: it does not have {few_of(left)}, which {those}, tried first and "
+        f"{request.operation} of {checkpoint.id}: it does not have {format_some(left)}, which {those}, tried first and "
         "passed over, has written to already: bytes of another step would stay there, not all of them verified. Make "
         "the state anew, or give these tensors the values that they are to begin with, and name the step "
         f"(step={checkpoint.id.step})"
@@ -263,7 +263,7 @@ def _follow_failure(
 ) -> None:
     """Follow another rank's failure: end the restore, or pass the checkpoint over."""
     text = f"rank {failure_elsewhere.rank}: {failure_elsewhere.message}"
-    if failure_elsewhere.for_good:
+    if failure_elsewhere.permanent:
         raise RestoreError(
             f"{request.operation} of {checkpoint.id}: {text}" + _half_written(touched)
         )
@@ -272,7 +272,7 @@ def _follow_failure(
 
 
 def _log_fallback(checkpoint: KnownCheckpoint, reason: object, tally: ReadTally) -> None:
-    tally.passed_over(f"step {checkpoint.id}", reason)
+    tally.add_skipped(f"step {checkpoint.id}", reason)
     logger.error("restore: step %s is passed over: %s", checkpoint.id, reason)
 
 

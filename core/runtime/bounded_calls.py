@@ -63,7 +63,7 @@ class BoundedCalls:
     def __init__(self) -> None:
         self._late: dict[str, _Call] = {}
 
-    def make(
+    def call_all(
         self,
         calls: Mapping[str, Callable[[], T]],
         bounds_s: Mapping[str, float],

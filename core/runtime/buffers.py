@@ -50,29 +50,29 @@ def is_being_filled(view: memoryview) -> bool:
 
 class Buffer:
     """A buffer; ``view`` is its memory. Code that lets a device read it appends the event of that copy's end to
-    ``marks``."""
+    ``events``."""
 
     def __init__(self, bytes: int) -> None:
         self.view = allocate(bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
-        self.marks: list[StreamEvent] = []
+        self.events: list[StreamEvent] = []
         self.lock: PageLock | None = None
 
     @property
     def is_settled(self) -> bool:
-        """Whether ``settle`` would return at once; a device's error counts as settled, and ``settle`` raises it."""
+        """Whether ``wait_for_devices`` would return at once; it raises a device's error, which counts as settled."""
         try:
-            return all(mark.is_done() for mark in self.marks)
+            return all(mark.is_done() for mark in self.events)
         except RuntimeError:
             return True
 
-    def holds(self, address: int) -> bool:
+    def contains(self, address: int) -> bool:
         """Whether an address is in this buffer."""
         return self.address <= address < self.address + len(self.view)
 
-    def settle(self) -> None:
+    def wait_for_devices(self) -> None:
         """Wait until no device reads this buffer; raises a device's error, once."""
-        marks, self.marks = self.marks, []
+        marks, self.events = self.events, []
         with ExitStack() as all_of_them:
             for mark in marks:
                 all_of_them.callback(mark.wait)
@@ -80,7 +80,7 @@ class Buffer:
     def free(self) -> None:
         """Wait until no device reads the memory, and unlock it."""
         try:
-            self.settle()
+            self.wait_for_devices()
         except RuntimeError as error:
             logger.warning("a copy from a buffer failed: %s", error)
         if self.lock is not None:
@@ -100,7 +100,7 @@ class BufferPool:
         self._refused = False
 
     @contextmanager
-    def take(self, bytes: int) -> Iterator[memoryview]:
+    def lend_view(self, bytes: int) -> Iterator[memoryview]:
         """Lend the memory of a buffer that no device will read."""
         with self.lend(bytes) as buffer:
             yield buffer.view
@@ -112,7 +112,7 @@ class BufferPool:
         try:
             yield buffer
         finally:
-            self.give_back(buffer)
+            self.return_buffer(buffer)
 
     def borrow(self, bytes: int) -> Buffer:
         """Return a buffer of at least ``bytes`` bytes that no device reads; waits while all are lent.
@@ -122,11 +122,11 @@ class BufferPool:
         """
         return Buffer(bytes) if bytes > self.bytes else self._take()
 
-    def give_back(self, buffer: Buffer) -> None:
+    def return_buffer(self, buffer: Buffer) -> None:
         """Return a borrowed buffer, or another of the same length in its place. Waits for copies from a buffer above
         the pool's size. A buffer that is still being filled is replaced."""
         if len(buffer.view) > self.bytes:
-            buffer.settle()
+            buffer.wait_for_devices()
             return
         with self._changed:
             if is_being_filled(buffer.view):
@@ -172,9 +172,9 @@ class BufferPool:
         if buffer is None:
             return self._allocate()
         try:
-            buffer.settle()
+            buffer.wait_for_devices()
         except BaseException:
-            self.give_back(buffer)
+            self.return_buffer(buffer)
             raise
         return buffer
 

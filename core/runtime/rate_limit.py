@@ -27,7 +27,7 @@ class RateLimiter:
         """The rate; None means no limit."""
         return self._bytes_per_second
 
-    def change(self, bytes_per_second: float | None) -> None:
+    def set_rate(self, bytes_per_second: float | None) -> None:
         """Set another rate (None: no limit). Threads that already wait keep the old rate for their bytes."""
         with self._lock:
             now_s, before = self._clock(), self._bytes_per_second
@@ -38,7 +38,7 @@ class RateLimiter:
                 left_s = max(0.0, self._free_at_s - now_s)
                 self._free_at_s = now_s + left_s * before / bytes_per_second
 
-    def wait_turn(self, size_bytes: int) -> None:
+    def acquire(self, size_bytes: int) -> None:
         """Wait until the time of all earlier bytes has passed, then reserve time for these."""
         with self._lock:
             if self._bytes_per_second is None:

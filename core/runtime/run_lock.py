@@ -6,7 +6,7 @@ descriptor of the file. So a process opens a lock file only once, and consults a
 any file.
 
 The file remains after a release. If another process unlinks it, ``take`` detects that it locked an inode without a
-name, and retries; the owner locks a new file (``take_again``). A forked child does not own its parent's locks.
+name, and retries; the owner locks a new file (``reacquire``). A forked child does not own its parent's locks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _registry_guard = threading.Lock()
 
 
 class RunLock:
-    """Ownership of one slot of a run on this machine, from ``take`` to ``release`` or the process's death."""
+    """Ownership of one slot of a run on this machine, from ``acquire`` to ``release`` or the process's death."""
 
     def __init__(self, path: Path, fd: int, identity: tuple[int, int]) -> None:
         self.path = path
@@ -79,7 +79,7 @@ class RunLock:
         self._released = False
 
     @classmethod
-    def take(cls, path: Path, *, run: str) -> RunLock:
+    def acquire(cls, path: Path, *, run: str) -> RunLock:
         """Take the lock at ``path``, whose folder exists, or raise at once.
 
         LockError, naming the owner, if another process holds it. ConfigError if this process holds it already, or the
@@ -143,7 +143,7 @@ class RunLock:
         """Whether this process owns the lock; false after a release, and in a forked child."""
         return not self._released and os.getpid() == self._pid
 
-    def is_there(self) -> bool:
+    def is_file_intact(self) -> bool:
         """Whether the path still refers to the locked file, or the lock is not held. Touches a file that looks unused.
         BackendError if that cannot be determined."""
         with _registry_guard:
@@ -155,13 +155,13 @@ class RunLock:
                 os.utime(self._fd)
             return True
 
-    def take_again(self) -> None:
-        """Lock a new file at the path if the locked one was removed; its folder exists. Raises as ``take`` does, and
+    def reacquire(self) -> None:
+        """Lock a new file at the path if the locked one was removed; its folder exists. Raises as ``acquire`` does, and
         then keeps the old lock."""
-        held = None if self.is_there() else _registry.get(self._identity)
+        held = None if self.is_file_intact() else _registry.get(self._identity)
         if held is None:
             return
-        other = RunLock.take(self.path, run=held.run)
+        other = RunLock.acquire(self.path, run=held.run)
         with _registry_guard:
             if not self._released:
                 self._fd, other._fd = other._fd, self._fd

@@ -27,7 +27,7 @@ class StreamEvent(Protocol):
 class CopyStream(Protocol):
     """A queue of copies to and from one device. Thread-safe; "the caller" is the calling thread."""
 
-    def follow_caller(self) -> None:
+    def wait_for_caller(self) -> None:
         """Run what is enqueued here from now on after all work that the caller has enqueued on the device so far."""
         ...
 
@@ -35,7 +35,7 @@ class CopyStream(Protocol):
         """Call ``work`` with its tensor operations on this stream; return the point after them."""
         ...
 
-    def for_caller(self, work: Work) -> None:
+    def run_on_caller_stream(self, work: Work) -> None:
         """Call ``work`` with its tensor operations on the caller's own stream."""
         ...
 
@@ -43,7 +43,7 @@ class CopyStream(Protocol):
         """Block this thread until everything enqueued is done; raises the device's errors."""
         ...
 
-    def hold_caller(self) -> None:
+    def make_caller_wait(self) -> None:
         """Run what the caller enqueues from now on after everything enqueued here. The host does not wait."""
         ...
 
@@ -56,7 +56,7 @@ class CudaStream:
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def follow_caller(self) -> None:
+    def wait_for_caller(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def enqueue(self, work: Work) -> StreamEvent:
@@ -65,7 +65,7 @@ class CudaStream:
             work()
             return _CudaEvent(self._device, self._stream)
 
-    def for_caller(self, work: Work) -> None:
+    def run_on_caller_stream(self, work: Work) -> None:
         with torch.cuda.device(self._device):
             work()
 
@@ -73,7 +73,7 @@ class CudaStream:
         with torch.cuda.device(self._device):
             self._stream.synchronize()
 
-    def hold_caller(self) -> None:
+    def make_caller_wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 

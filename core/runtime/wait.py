@@ -18,10 +18,10 @@ class InterruptibleEvent:
         self._rung = False
 
     @property
-    def rung(self) -> bool:
+    def is_set(self) -> bool:
         return self._rung
 
-    def ring(self) -> None:
+    def set(self) -> None:
         self._rung = True
         self._queue.put(None)
 

@@ -33,7 +33,7 @@ class PendingSums:
                 self._sums = torch.stack(sums)
 
         try:
-            stream.for_caller(add_up)
+            stream.run_on_caller_stream(add_up)
         except torch.OutOfMemoryError:
             logger.warning("save: the device has no memory left to compare %s", purpose)
 

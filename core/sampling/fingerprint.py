@@ -63,7 +63,7 @@ class _TensorPath(NamedTuple):
 
 
 class Fingerprint:
-    """The fingerprint of one state. ``take`` renews it, ``changed`` compares the state with it."""
+    """The fingerprint of one state. ``refresh`` renews it, ``changed`` compares the state with it."""
 
     def __init__(self, state: Mapping[Any, object], step_s: float | None = None) -> None:
         """``step_s`` is the duration of a training step."""
@@ -78,7 +78,7 @@ class Fingerprint:
         found, self._counts = self._find(state)
         self._observed = self._observe(found)
 
-    def take(self, state: Mapping[Any, object]) -> bool:
+    def refresh(self, state: Mapping[Any, object]) -> bool:
         """Renew the fingerprint; False if the state has other entries now, or a tensor is missing."""
         found, counts = self._find(state)
         if self._keys != tuple(state) or counts != self._counts or None in map(_is_none, found):
@@ -129,7 +129,7 @@ class Fingerprint:
             self._plan = _SamplingPlan.of(tensors, pointers, self._lines)
         plan = self._plan
         return _Observation(
-            versions, pointers, plan.whole.digest(pointers), plan.samples.take(pointers)
+            versions, pointers, plan.whole.digest(pointers), plan.samples.read(pointers)
         )
 
 

@@ -63,7 +63,7 @@ class CheckPlan:
         return ImageCheck(
             plan=self,
             whole=self.whole.digest(sources.pointers),
-            samples=self.samples.take(sources.pointers),
+            samples=self.samples.read(sources.pointers),
             digests=self.ranges.digest(sources.pointers, budget_s),
             sums=tuple(
                 DeviceSums(

@@ -83,7 +83,7 @@ class _PlacedDraw:
 
 
 class SamplePlan:
-    """The sampled lines of one layout's ranges. ``used`` may be called by any thread."""
+    """The sampled lines of one layout's ranges. ``count_use`` may be called by any thread."""
 
     def __init__(self, ranges: Sequence[SampledRange], lines: Integers) -> None:
         """``lines``: the maximum number of lines by range."""
@@ -99,7 +99,7 @@ class SamplePlan:
         self._uses = 0
         self._placed: _PlacedDraw | None = None
 
-    def take(self, pointers: array[int]) -> Samples | None:
+    def read(self, pointers: array[int]) -> Samples | None:
         """Read the samples; ``pointers`` are addresses by tensor number. None if there are no ranges."""
         if not self._ranges:
             return None
@@ -111,7 +111,7 @@ class SamplePlan:
             lines = placed.memory.lines.index_select(0, placed.lines)
         return Samples(self, placed, lines)
 
-    def used(self) -> None:
+    def count_use(self) -> None:
         """Count a compared image. After DRAW_SERVES of them other lines are drawn, so that a change with a regular
         pattern is not missed every time."""
         placed = self._placed

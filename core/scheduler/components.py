@@ -45,9 +45,9 @@ from tierfall.core.types.values import CheckpointId, WhenFull
 class LeftoverMemory(Protocol):
     """Memory that ranks of an earlier start left."""
 
-    def committed(self, tier: str, newer: LedgerEntry) -> None: ...
+    def on_committed(self, tier: str, newer: LedgerEntry) -> None: ...
 
-    def make_room(self) -> bool: ...
+    def evict_oldest(self) -> bool: ...
 
 
 class Components(Hooks):
@@ -98,7 +98,7 @@ class Components(Hooks):
             )
             for tier, limits in lanes.items()
         }
-        self.dropper = Deleter(
+        self.deleter = Deleter(
             ledger=ledger,
             tiers=self.lanes,
             policies=policies,
@@ -108,7 +108,7 @@ class Components(Hooks):
         )
         self.verifier = BackgroundVerifier(
             ledger=ledger,
-            deleter=self.dropper,
+            deleter=self.deleter,
             council=council,
             hooks=self,
             bytes_per_s=verify_bytes_per_s,
@@ -125,42 +125,42 @@ class Components(Hooks):
         set_pace: Callable[[str, float | None], None],
     ) -> None:
         """Build what copies checkpoints from memory to stored tiers."""
-        self.pressure = Backlog(ledger=self.ledger, policies=policies, hooks=self)
-        self.pacing = Throttle(
+        self.backlog = Backlog(ledger=self.ledger, policies=policies, hooks=self)
+        self.throttle = Throttle(
             ledger=self.ledger,
-            backlog=self.pressure,
+            backlog=self.backlog,
             policies=policies,
             hooks=self,
             set_pace=set_pace,
         )
-        self.draining = DrainSchedule(
+        self.drain_schedule = DrainSchedule(
             ledger=self.ledger,
             lanes=self.lanes,
-            throttle=self.pacing,
+            throttle=self.throttle,
             policies=policies,
             hooks=self,
         )
-        self.turns = FlushQueue(
+        self.flush_queue = FlushQueue(
             ledger=self.ledger,
             policies=policies,
-            drain_schedule=self.draining,
+            drain_schedule=self.drain_schedule,
             hooks=self,
             emitter=self.emitter,
         )
         self._flusher = Flusher(
             ledger=self.ledger,
             lanes=self.lanes,
-            deleter=self.dropper,
-            queue=self.turns,
+            deleter=self.deleter,
+            queue=self.flush_queue,
             room=TierRoom(
                 ledger=self.ledger,
                 lanes=self.lanes,
-                deleter=self.dropper,
-                queue=self.turns,
+                deleter=self.deleter,
+                queue=self.flush_queue,
                 policies=policies,
                 hooks=self,
             ),
-            backlog=self.pressure,
+            backlog=self.backlog,
             hooks=self,
             emitter=self.emitter,
             max_wait_s=max_wait_s,
@@ -171,7 +171,7 @@ class Components(Hooks):
         self.superseder = Superseder(
             ledger=self.ledger,
             lanes=self.lanes,
-            deleter=self.dropper,
+            deleter=self.deleter,
             policies=policies,
             hooks=self,
             emitter=self.emitter,
@@ -182,17 +182,17 @@ class Components(Hooks):
             policies=policies,
             flusher=self._flusher,
             superseder=self.superseder,
-            backlog=self.pressure,
+            backlog=self.backlog,
             hooks=self,
             emitter=self.emitter,
             when_full=when_full,
             max_wait_s=max_wait_s,
         )
-        self._saves = CaptureEvents(
+        self._capture_events = CaptureEvents(
             ledger=self.ledger,
             lanes=self.lanes,
             flusher=self._flusher,
-            backlog=self.pressure,
+            backlog=self.backlog,
             hooks=self,
             emitter=self.emitter,
         )
@@ -207,11 +207,11 @@ class Components(Hooks):
     ) -> None:
         """Build what ranks decide together, and what one rank decides in its place."""
         self.commits: Commits | None = None
-        self._marks: NodeMarks | None = None
+        self._node_marks: NodeMarks | None = None
         alone: dict[str, Any] = {
             "ledger": self.ledger,
             "lanes": self.lanes.values(),
-            "dropper": self.dropper,
+            "dropper": self.deleter,
             "admissions": self._admissions,
             "hooks": self,
             "unread": unread,
@@ -225,27 +225,27 @@ class Components(Hooks):
                 ledger=self.ledger,
                 shared=shared,
                 flusher=self._flusher,
-                dropper=self.dropper,
-                saves=self._saves,
-                draining=self.draining,
+                dropper=self.deleter,
+                saves=self._capture_events,
+                draining=self.drain_schedule,
                 hooks=self,
                 max_wait_s=max_wait_s,
             )
-            self._marks = NodeMarks(
+            self._node_marks = NodeMarks(
                 council=council,
                 ledger=self.ledger,
                 shared=shared,
-                dropper=self.dropper,
+                dropper=self.deleter,
                 hooks=self,
             )
             self._commands = GroupCommands(council=council, commits=self.commits, **alone)
-        self.starts = StartRecords(ledger=self.ledger, tiers=self.lanes, hooks=self)
-        self.finder = ExternalCommits(ledger=self.ledger, council=council, hooks=self)
-        self.damages = DamageReports(
+        self.start_records = StartRecords(ledger=self.ledger, tiers=self.lanes, hooks=self)
+        self.external_commits = ExternalCommits(ledger=self.ledger, council=council, hooks=self)
+        self.damage_reports = DamageReports(
             ledger=self.ledger,
             tiers=self.lanes,
             policies=policies,
-            dropper=self.dropper,
+            dropper=self.deleter,
             hooks=self,
             council=council,
             commits=self.commits,
@@ -259,10 +259,10 @@ class Components(Hooks):
     # Hooks -----------------------------------------------------------------------------------------
 
     def dispatch(self, task: Task) -> None:
-        if self.damages.holds_back(task):
+        if self.damage_reports.defers(task):
             return
         self._tasks_out += 1
-        self.rates.began(task, self.ledger.now_s)
+        self.rates.on_begun(task, self.ledger.now_s)
         self._submit(task)
 
     def may_write(self) -> bool:
@@ -270,16 +270,16 @@ class Components(Hooks):
 
     def on_committed(self, tier: str, entry: LedgerEntry) -> None:
         if self.group.decides and self.may_write():
-            self.starts.committed(tier, entry.commit)
+            self.start_records.committed(tier, entry.commit)
         if entry.repairable:  # the new copy may be the source of a repair
-            self.damages.plan_repairs(entry)
-        if self._leftovers is not None and not self.dropper.paused:
-            self._leftovers.committed(tier, entry)
+            self.damage_reports.plan_repairs(entry)
+        if self._leftovers is not None and not self.deleter.paused:
+            self._leftovers.on_committed(tier, entry)
 
     def on_external_commit(self, tier: str, entry: LedgerEntry) -> None:
         if self.fenced is None:
             self._note_owed(entry)
-        self.dropper.survey_found(tier, entry.id)
+        self.deleter.plan_found_copy(tier, entry.id)
         self.on_committed(tier, entry)
 
     def _note_owed(self, only: LedgerEntry | None = None) -> None:
@@ -292,34 +292,34 @@ class Components(Hooks):
             entry = self.ledger.entries[checkpoint.id]
             if only not in (None, entry):
                 continue
-            ours = entry.shard == self.ledger.shard or entry.parts is not None
+            ours = entry.shard == self.ledger.shard or entry.shards is not None
             if entry.commit is not None and (ours or self._commands_only):
                 pinned = checkpoint.pinned or checkpoint.id in self.ledger.found_pinned
                 owed = self._policies.still_owed(view, replace(checkpoint, pinned=pinned))
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
                 )
-                self.pressure.on_found(entry.id, tuple(entry.owed))
+                self.backlog.on_found(entry.id, tuple(entry.owed))
 
     def found_damage(
         self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True
     ) -> None:
         if tier == self.ledger.host:
-            self._saves.found_damaged(id, why)
+            self._capture_events.on_damage_found(id, why)
         else:
-            self.damages.found(tier, id, why, repairable=repairable)
+            self.damage_reports.report(tier, id, why, repairable=repairable)
 
     def evict_leftovers(self) -> bool:
-        return self._leftovers is not None and self._leftovers.make_room()
+        return self._leftovers is not None and self._leftovers.evict_oldest()
 
     def memory_is_short(self) -> bool:
-        return self._admissions.is_short()
+        return self._admissions.lacks_room()
 
     def is_draining(self) -> bool:
-        return self.draining.active
+        return self.drain_schedule.active
 
     def is_urgent(self) -> bool:
-        return self._admissions.is_short() or self.draining.has_deadline
+        return self._admissions.lacks_room() or self.drain_schedule.has_deadline
 
     def verify(self, tier: str, *, hurry: bool = False) -> bool:
         return self.verifier.verify(tier, hurry=hurry)
@@ -337,13 +337,13 @@ class Components(Hooks):
         return self._commands.is_unpinning(id)
 
     def is_split(self, tier: str) -> bool:
-        return self._marks is not None and self._marks.is_split(tier)
+        return self._node_marks is not None and self._node_marks.is_split(tier)
 
     def read_marks(self, task: ReadMarks) -> None:
-        if self._marks is None:
+        if self._node_marks is None:
             self.dispatch(task)
         else:
-            self._marks.read(task)
+            self._node_marks.read(task)
 
     def read_marks_first(self, task: DeleteCopy) -> bool:
-        return self._marks is not None and self._marks.asks_first(task)
+        return self._node_marks is not None and self._node_marks.read_before_deletion(task)

@@ -18,7 +18,7 @@ from tierfall.core.capture.events import (
     SaveGivenUp,
 )
 from tierfall.core.format.commit_files import files_of
-from tierfall.core.format.records import Commit, stops_drop
+from tierfall.core.format.records import Commit, prevents_deletion
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.components import Components
@@ -61,11 +61,11 @@ class Coordinator(Components):
     def start(self) -> None:
         """Determine, from what was found at open, which copies are owed and what is to be deleted."""
         self._note_owed()
-        self.damages.plan_repairs()
+        self.damage_reports.plan_repairs()
         self._finish_deletions()
-        self.dropper.survey_all()
+        self.deleter.plan_all_tiers()
 
-    def start_tending(self) -> None:
+    def start_for_commands(self) -> None:
         """Start as a process without an attempt: carry out commands, but copy nothing and collect nothing.
 
         What is owed is determined all the same: a copy that another tier still waits for must not be deleted.
@@ -95,52 +95,56 @@ class Coordinator(Components):
         error = self.inbox.stopped or error
         for entry in self.ledger.entries.values():
             if entry.handle is not None and (entry.owed or entry.snapshot is not None):
-                entry.handle.tell_stopped(error)
+                entry.handle.on_stopped(error)
             entry.owed.clear()
         if self.commits is not None:
-            self.commits.divider.stop()
-        self._commands.answer_all(error)
-        self._admissions.answer_all(error)
+            self.commits.replicas.stop()
+        self._commands.fail_all(error)
+        self._admissions.fail_all(error)
 
     # One step --------------------------------------------------------------------------------------
 
     def step(self, now_s: float) -> float | None:
         """Handle all events, dispatch all tasks that can begin, and return when to call again at the latest."""
         self.ledger.now_s = self.emitter.now_s = now_s
-        self.ledger.settle()
+        self.ledger.refresh()
         self.steps += 1
         handled: list[Event] = []
         for event in self.inbox.take():
             handled.append(event)
             _EVENT_HANDLERS[type(event)](self, event)
         self._admissions.observe(handled)
-        self.draining.tick(now_s)
+        self.drain_schedule.tick(now_s)
         for _ in range(2):  # a change by one of them may be what another waits for
-            self._commands.carry_out(now_s)
+            self._commands.advance(now_s)
             for lane in self.lanes.values():
                 self._flusher.drive(lane, now_s, begin=not self._commands_only)
             self._admissions.try_admit(now_s, self.fenced)
         for lane in self.lanes.values():  # abort in this step what an admission gave up
             self._flusher.drive(lane, now_s, begin=False)
-        self.pressure.tick(now_s)
-        self.pacing.adjust(now_s)
+        self.backlog.tick(now_s)
+        self.throttle.adjust(now_s)
         if self.commits is not None:
             self.commits.tick(now_s)
         if self.fenced is None:
-            self.dropper.retry(now_s)
+            self.deleter.retry(now_s)
             self._collect_unfinished()
             self.verifier.tick(now_s)
-            self.dropper.dispatch_surveys()
+            self.deleter.dispatch_surveys()
         if self._idle_events and not self.busy():
             while self._idle_events:
-                self._idle_events.pop().ring()
+                self._idle_events.pop().set()
         return self._next_s(now_s)
 
     def _next_s(self, now_s: float) -> float | None:
         times = self._admissions.deadlines_s()
         times += [lane.not_before_s for lane in self.lanes.values() if lane.not_before_s > now_s]
-        retries = [self.dropper.next_s(), self._commands.next_s(), self.pressure.next_s(now_s)]
-        retries += [self.pacing.next_s(now_s), self.draining.next_s(), self.verifier.next_s(now_s)]
+        retries = [self.deleter.next_s(), self._commands.next_s(), self.backlog.next_s(now_s)]
+        retries += [
+            self.throttle.next_s(now_s),
+            self.drain_schedule.next_s(),
+            self.verifier.next_s(now_s),
+        ]
         if self.commits is not None:
             retries.append(self.commits.next_s(now_s))
         return min([*times, *(when for when in retries if when is not None)], default=None)
@@ -150,45 +154,51 @@ class Coordinator(Components):
         for tier, id in list(self.ledger.unfinished) if not self._commands_only else ():
             entry = self.ledger.entries.get(id)
             is_owed = entry is not None and tier in entry.owed
-            if tier in self.lanes and not is_owed and not self.lanes[tier].is_at(id):
-                self.dropper.collect_unfinished(tier, id, "it was left unfinished")
+            if tier in self.lanes and not is_owed and not self.lanes[tier].is_copying(id):
+                self.deleter.collect_unfinished(tier, id, "it was left unfinished")
 
     # Events ----------------------------------------------------------------------------------------
 
     def _on_admission_request(self, request: AdmissionRequest) -> None:
-        self.pressure.on_save_requested(request.image_bytes, self.ledger.now_s)
+        self.backlog.on_save_requested(request.image_bytes, self.ledger.now_s)
         self._admissions.enqueue(request)
 
     def _on_assignment_request(self, request: AssignmentRequest) -> None:
         assert self.commits is not None
-        self.commits.divider.ask(request)
+        self.commits.replicas.request(request)
 
     def _on_command(self, command: Command) -> None:
         if command.kind is CommandKind.DELETE:
-            self.pressure.forget(command.id)
-        self._commands.give(command)
+            self.backlog.forget(command.id)
+        self._commands.submit(command)
 
     def _on_message(self, news: RankMessage) -> None:
         """Pass a message of another rank to the component that it is for."""
-        for component in (self._commands, self.verifier, self.damages, self.finder, self._marks):
-            if component is not None and component.is_about(news):
-                component.hear(news)
+        for component in (
+            self._commands,
+            self.verifier,
+            self.damage_reports,
+            self.external_commits,
+            self._node_marks,
+        ):
+            if component is not None and component.handles(news):
+                component.on_message(news)
                 return
         if self.commits is not None:
-            self.commits.hear(news)
+            self.commits.on_message(news)
 
     def _on_query(self, query: LedgerQuery) -> None:
         try:
             value = query.function()
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for the answer
-            query.answer(None, error)
+            query.on_answer(None, error)
         else:
-            query.answer(value, None)
+            query.on_answer(value, None)
 
     def _on_outcome(self, outcome: Outcome) -> None:
         self._tasks_out -= 1
-        self.rates.ended(outcome, self.ledger.now_s)
-        self._flusher.note_fence(outcome.error)
+        self.rates.on_ended(outcome, self.ledger.now_s)
+        self._flusher.on_task_error(outcome.error)
         _OUTCOME_HANDLERS[type(outcome.task)](self, outcome)
 
     # Outcomes --------------------------------------------------------------------------------------
@@ -196,26 +206,26 @@ class Coordinator(Components):
     def _on_deleted(self, outcome: Outcome) -> None:
         task, now_s = outcome.task, self.ledger.now_s
         assert isinstance(task, DeleteCopy)
-        if self.dropper.take_dropped(task, outcome, now_s):
+        if self.deleter.on_deleted(task, outcome, now_s):
             self._flusher.on_room_made(self.lanes[task.tier], now_s)
-        self._commands.done(task.tier, task.id, _why_not_deleted(task, outcome))
+        self._commands.on_done(task.tier, task.id, _why_not_deleted(task, outcome))
 
     def _on_marks_read(self, outcome: Outcome) -> None:
         assert isinstance(outcome.task, ReadMarks)
-        if self._marks is None:
-            self.dropper.take_marks(outcome.task, outcome)
+        if self._node_marks is None:
+            self.deleter.on_marks_read(outcome.task, outcome)
         else:
-            self._marks.took(outcome.task, outcome)
+            self._node_marks.on_outcome(outcome.task, outcome)
 
     def _on_mark_changed(self, outcome: Outcome) -> None:
         task = outcome.task
         assert isinstance(task, ChangeMark)
-        component = self.damages if self.damages.is_marking(task) else self._commands
-        component.take_mark(task, outcome)
+        component = self.damage_reports if self.damage_reports.is_marking(task) else self._commands
+        component.on_mark_written(task, outcome)
 
     def _on_commit_outcome(self, outcome: Outcome) -> None:
         assert self.commits is not None
-        self.commits.took(outcome)
+        self.commits.on_outcome(outcome)
 
     def _on_copy_outcome(self, outcome: Outcome) -> None:
         task = outcome.task
@@ -231,7 +241,7 @@ class Coordinator(Components):
             self._flusher.stalled(lane, task.id, lane.stalled, self.ledger.now_s)
         elif isinstance(task, CopyRun) and outcome.error is None and lane.has_resumed():
             logger.info("flush of %s to %s continues where it stopped", task.id, lane.tier)
-            self._flusher.recovered(lane.tier)
+            self._flusher.on_recovered(lane.tier)
 
     def _mark_existing(self, tier: str, entry: LedgerEntry) -> None:
         """A copy turns out to be committed already: write the marks that were made since beside it."""
@@ -247,20 +257,20 @@ class Coordinator(Components):
             return
         lane.succeeded(entry)
         files = done.files if isinstance(done, Uploaded) else files_of(done, entry.shard)
-        self.commits.landed(lane.tier, entry, files)
+        self.commits.on_uploaded(lane.tier, entry, files)
 
     # Requests on the coordinator's thread, by ``LedgerQuery`` ----------------------------------------
 
     def begin_drain(self, asker: object, until_s: float) -> tuple[DrainDecision, ...]:
         """Work towards a deadline on the clock of ``step``, until ``asker`` ends it; return the outlook."""
-        return self.draining.begin(asker, until_s, self.ledger.now_s)
+        return self.drain_schedule.begin(asker, until_s, self.ledger.now_s)
 
-    def ask_rank_0_to_drain(self, left_s: float) -> None:
+    def share_deadline(self, left_s: float) -> None:
         """Let all ranks work towards a deadline that only this rank knows."""
         if self.commits is not None:
             self.commits.share_deadline(left_s)
 
-    def memory_outlives_process(self, error: BaseException | None) -> None:
+    def set_memory_survival(self, error: BaseException | None) -> None:
         """Record whether host memory survives the end of this process; ``error`` says why not."""
         host, failing = self.ledger.host, self.ledger.failing
         if error is None:
@@ -270,21 +280,21 @@ class Coordinator(Components):
             failing[host] = error
             self.emitter.tier_failing(host, error)
 
-    def owe_to_all(self, id: CheckpointId) -> None:
+    def owe_to_all_tiers(self, id: CheckpointId) -> None:
         """Owe every tier a copy of a checkpoint that this process saved, whatever ``flush.every`` says."""
         entry = self.ledger.entries.get(id)
-        if entry is None or entry.lost or self.fenced is not None:
+        if entry is None or entry.failed or self.fenced is not None:
             return
         if entry.snapshot is None and not entry.readable_on(self.ledger.host):
             return
         has_copy = entry.states.keys() | entry.damage.keys() | entry.set_aside.keys()
         entry.owed.update(tier for tier in self.lanes if tier not in has_copy)
 
-    def ring_when_idle(self, bell: InterruptibleEvent) -> None:
+    def set_when_idle(self, bell: InterruptibleEvent) -> None:
         """Set an event once no work is in progress and every copy that can be made is made."""
         self._idle_events.append(bell)
 
-    def forget(self, bell: InterruptibleEvent) -> None:
+    def forget_idle_event(self, bell: InterruptibleEvent) -> None:
         if bell in self._idle_events:
             self._idle_events.remove(bell)
 
@@ -292,7 +302,7 @@ class Coordinator(Components):
         """Return whether work is in progress, or a copy is owed to a tier that accepts copies and may begin."""
         if self._tasks_out or self._commands.busy() or self._admissions.busy():
             return True
-        if self.dropper.busy():
+        if self.deleter.busy():
             return True
         return not self._commands_only and any(
             e.snapshot is not None or self._may_be_copied(e) for e in self.ledger.open()
@@ -300,23 +310,23 @@ class Coordinator(Components):
 
     def _may_be_copied(self, entry: LedgerEntry) -> bool:
         owed = entry.owed - self.ledger.failing.keys()
-        return any(not self.draining.is_held_back(entry.id, tier) for tier in owed)
+        return any(not self.drain_schedule.is_held_back(entry.id, tier) for tier in owed)
 
-    def left_undone(self) -> tuple[tuple[CheckpointId, str], ...]:
+    def owed_copies(self) -> tuple[tuple[CheckpointId, str], ...]:
         """Return the copies that are owed, in the order of their saves."""
-        entries = sorted(self.ledger.open(), key=lambda e: e.order)
+        entries = sorted(self.ledger.open(), key=lambda e: e.age_order)
         return tuple((e.id, tier) for e in entries for tier in sorted(e.owed))
 
-    def set_aside(self) -> tuple[tuple[CheckpointId, str], ...]:
+    def set_aside_copies(self) -> tuple[tuple[CheckpointId, str], ...]:
         """Return the copies that only the next start tries again."""
-        entries = sorted(self.ledger.open(), key=lambda e: e.order)
+        entries = sorted(self.ledger.open(), key=lambda e: e.age_order)
         return tuple((e.id, tier) for e in entries for tier in sorted(e.set_aside))
 
 
 def _why_not_deleted(task: DeleteCopy, outcome: Outcome) -> BaseException | None:
     if outcome.error is not None or task.unfinished:
         return outcome.error
-    if stops_drop(outcome.value, tombstoned=True):
+    if prevents_deletion(outcome.value, tombstoned=True):
         return StepError(f"delete: {task.id} is pinned on {task.tier}; unpin it first")
     return None
 
@@ -324,11 +334,11 @@ def _why_not_deleted(task: DeleteCopy, outcome: Outcome) -> BaseException | None
 _EVENT_HANDLERS: dict[type[Any], Callable[[Coordinator, Any], None]] = {
     AdmissionRequest: Coordinator._on_admission_request,
     AssignmentRequest: Coordinator._on_assignment_request,
-    CaptureBegun: lambda coordinator, event: coordinator._saves.on_begun(event),
-    CaptureAdvanced: lambda coordinator, event: coordinator._saves.on_advanced(event),
-    CaptureSealed: lambda coordinator, event: coordinator._saves.on_sealed(event),
-    CaptureFailed: lambda coordinator, event: coordinator._saves.on_failed(event),
-    SaveGivenUp: lambda coordinator, event: coordinator._saves.on_not_begun(event),
+    CaptureBegun: lambda coordinator, event: coordinator._capture_events.on_begun(event),
+    CaptureAdvanced: lambda coordinator, event: coordinator._capture_events.on_advanced(event),
+    CaptureSealed: lambda coordinator, event: coordinator._capture_events.on_sealed(event),
+    CaptureFailed: lambda coordinator, event: coordinator._capture_events.on_failed(event),
+    SaveGivenUp: lambda coordinator, event: coordinator._capture_events.on_not_begun(event),
     Command: Coordinator._on_command,
     LedgerQuery: Coordinator._on_query,
     Outcome: Coordinator._on_outcome,
@@ -346,8 +356,8 @@ _OUTCOME_HANDLERS: dict[type[Any], Callable[[Coordinator, Outcome], None]] = {
     DeleteCopy: Coordinator._on_deleted,
     ReadMarks: Coordinator._on_marks_read,
     ChangeMark: Coordinator._on_mark_changed,
-    ReadCommit: lambda coordinator, outcome: coordinator.finder.took(outcome),
-    RecordStart: lambda coordinator, outcome: coordinator.starts.on_outcome(outcome),
+    ReadCommit: lambda coordinator, outcome: coordinator.external_commits.on_outcome(outcome),
+    RecordStart: lambda coordinator, outcome: coordinator.start_records.on_outcome(outcome),
     OpenCheck: lambda coordinator, outcome: coordinator.verifier.on_outcome(outcome),
     CheckChunk: lambda coordinator, outcome: coordinator.verifier.on_outcome(outcome),
 }

@@ -26,7 +26,7 @@ from tierfall.core.format.records import (
     Commit,
     Manifest,
     geometry,
-    read_manifest,
+    parse_manifest,
 )
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import waited_s
@@ -113,7 +113,7 @@ class TaskRunner:
             task=task,
             value=None if isinstance(task, CopyRun) else value,
             seconds=self._clock() - began,
-            paced_s=waited_s() - paced,
+            throttled_s=waited_s() - paced,
             read_s=value if isinstance(task, CopyRun) else 0.0,
         )
 
@@ -126,16 +126,16 @@ class TaskRunner:
     def _drop(self, task: DeleteCopy, store: TaskStore) -> Any:
         if not task.unfinished:
             _check_whole(task, store)
-            return store.drop(
+            return store.delete(
                 task.id,
                 attempt=self._attempt(),
                 tombstoned=task.tombstoned,
                 next_latest=task.next_latest,
-                void=task.void,
+                void=task.unreadable,
             )
-        if store.holds(task.id):
+        if store.is_committed(task.id):
             commit = store.read_commit(task.id)  # the commit succeeded, its response was lost
-            store.settle(task.id)
+            store.sync_commit(task.id)
             return commit
         return store.discard(task.id, task.shard, attempt=self._attempt())
 
@@ -158,14 +158,14 @@ class TaskRunner:
         store.check_begin(self._writer())
         if task.repairs:
             _check_same(task, store)
-        elif store.holds(task.id):
+        elif store.is_committed(task.id):
             commit = store.read_commit(task.id)
-            if commit.line.attempt_id != task.attempt_id:
+            if commit.lineage.attempt_id != task.attempt_id:
                 raise IntegrityError(
                     f"flush of {task.id} to {task.tier}: another checkpoint of that name is committed there; it is "
                     "not changed"
                 )
-            store.settle(task.id)
+            store.sync_commit(task.id)
             return commit
         manifest = None
         cut, pieces = task.geometry, task.pieces
@@ -185,14 +185,14 @@ class TaskRunner:
                 data = source.region.manifest()
             else:
                 data = self._stores[source.tier].read_manifest(task.id, task.shard)
-            return read_manifest(data, what=what)
+            return parse_manifest(data, what=what)
         except TierfallError as error:
             raise _SourceError from error
 
     def _copy(self, task: CopyRun, store: TaskStore) -> float:
         """Copy a chunk range; return the seconds of reading it from a stored tier, rate-limit waits excluded."""
-        if task.writer.took(task.first):  # a failed attempt wrote that far
-            task.writer.send()
+        if task.writer.has_chunk(task.first):  # a failed attempt wrote that far
+            task.writer.flush()
             return 0.0
         if task.source.region is not None:
             view = task.source.region.image[task.start : task.end]
@@ -200,12 +200,12 @@ class TaskRunner:
                 for index in range(task.first, task.stop):
                     start, end = task.manifest.chunk_range(index)
                     self._check(task, index, view[start - task.start : end - task.start])
-            task.writer.put(task.first, task.start, view)
+            task.writer.write_chunks(task.first, task.start, view)
             return 0.0
         began, paced = self._clock(), waited_s()
         with self._shared.lend(task, lambda buffer: self._read(task, buffer)) as view:
             read_s = self._clock() - began - (waited_s() - paced)
-            task.writer.put(task.first, task.start, view)
+            task.writer.write_chunks(task.first, task.start, view)
         return read_s
 
     def _read(self, task: CopyRun, buffer: memoryview) -> None:
@@ -225,7 +225,7 @@ class TaskRunner:
     def _missing(self, task: CopyRun, error: KeyNotFoundError) -> TierfallError:
         """Return the error for a missing file of a source: it is damage if the commit record is there."""
         try:
-            is_committed = self._stores[task.source.tier].holds(task.id)
+            is_committed = self._stores[task.source.tier].is_committed(task.id)
         except TierfallError as failure:
             return failure
         if is_committed:
@@ -264,7 +264,7 @@ class TaskRunner:
 
     def _record_start(self, task: RecordStart, store: TaskStore) -> None:
         store.check_newest(self._writer(), doing=f"record of attempt {task.id.attempt}")
-        store.record_start(task.commit, self._writer())
+        store.record_lineage(task.commit, self._writer())
 
     def _read_marks(self, task: ReadMarks, store: TaskStore) -> Any:
         _check_whole(task, store)
@@ -272,7 +272,7 @@ class TaskRunner:
 
     def _read_commit(self, task: ReadCommit, store: TaskStore) -> Commit:
         commit = store.read_commit(task.id)
-        store.settle(task.id)
+        store.sync_commit(task.id)
         return commit
 
     def _open_check(self, task: OpenCheck, store: TaskStore) -> tuple[tuple[Image, Manifest], ...]:
@@ -286,7 +286,7 @@ class TaskRunner:
 
     def _check_chunk(self, task: CheckChunk, store: TaskStore) -> None:
         start, end = task.manifest.chunk_range(task.index)
-        with self._pools[task.tier].take(frame_bytes_max(end - start)) as buffer:
+        with self._pools[task.tier].lend_view(frame_bytes_max(end - start)) as buffer:
             for _ in range(2):  # a bit flip in transit is no damage of the copy
                 view = task.image.read(task.manifest, task.index, buffer, again=True)
                 if chunk_digest(view) == task.manifest.digests[task.index]:
@@ -302,7 +302,7 @@ class TaskRunner:
             commit = publish_image(
                 store, task.writer, task.manifest, task.commit, id=task.id, shard=task.shard
             )
-            if not task.land_only:
+            if not task.upload_only:
                 self._write_commit(commit, task, store)
         except BaseException as error:
             # after a retryable error the next attempt continues from what is there
@@ -310,14 +310,14 @@ class TaskRunner:
                 self._retract(task, store)
             raise
         self._forget(task.tier)
-        if task.land_only:
+        if task.upload_only:
             return Uploaded(files=files_of(commit, task.shard))
         self._name_latest(task, store)
         return commit
 
     def _commit(self, task: CommitCopy, store: TaskStore) -> Commit:
         commit = self._complete(task.commit, task.tier)
-        if task.tables and (task.repairs or not store.holds(task.id)):
+        if task.tables and (task.repairs or not store.is_committed(task.id)):
             # where a commit record names an index already, the index must not change
             commit = self._indexer.write(store, commit, task.tables)
         self._write_commit(commit, task, store)
@@ -333,7 +333,7 @@ class TaskRunner:
         if not task.name_latest:
             return
         try:
-            store.name_latest(task.id)
+            store.write_latest(task.id)
         except (
             BackendError
         ) as error:  # only a hint for people: the checkpoint is committed without it
@@ -342,7 +342,7 @@ class TaskRunner:
     def _retract(self, task: FinishCopy, store: TaskStore) -> None:
         """Delete the published files of a copy that could not be committed, to free their room."""
         try:
-            if not store.holds(task.id):
+            if not store.is_committed(task.id):
                 store.discard(task.id, _own_shard_only(task.shard), attempt=self._writer())
         except TierfallError as error:
             logger.warning(
@@ -364,7 +364,7 @@ def _check_whole(task: DeleteCopy | ReadMarks, store: TaskStore) -> None:
     damaged = {}
     for id in task.relies_on:
         try:
-            found = store.look(id)
+            found = store.find_copy(id)
         except TierfallError as error:
             raise NotWholeError(
                 {}, f"a copy that the deletion relies on could not be checked: {error}"
@@ -387,7 +387,7 @@ def _check_same(task: OpenShard, store: TaskStore) -> None:
         f"repair of {task.id} on {task.tier}: another checkpoint of that name is stored there; it is not changed"
     )
     try:
-        if store.read_commit(task.id).line.attempt_id != task.attempt_id:
+        if store.read_commit(task.id).lineage.attempt_id != task.attempt_id:
             raise other
         return
     except (IntegrityError, KeyNotFoundError) as error:
@@ -395,7 +395,7 @@ def _check_same(task: OpenShard, store: TaskStore) -> None:
             raise
     try:
         data = store.read_manifest(task.id, task.shard)
-        line = read_manifest(data, what=f"manifest of {task.id} on {task.tier}").line
+        line = parse_manifest(data, what=f"manifest of {task.id} on {task.tier}").lineage
     except (IntegrityError, KeyNotFoundError):
         return
     if line.attempt_id != task.attempt_id or line.checkpoint != task.id:

@@ -86,7 +86,7 @@ def _refuse_outcome(outcome: Outcome, error: BaseException) -> None:
 
 
 def _refuse_save(event: CaptureBegun, error: BaseException) -> None:
-    event.snapshot.handle.tell_given_up(SaveOutcome.FAILED, error)
+    event.snapshot.handle.on_given_up(SaveOutcome.FAILED, error)
 
 
 _REFUSALS: dict[type[Any], Callable[[Any, BaseException], None]] = {

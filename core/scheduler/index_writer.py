@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tierfall.core.format.commit_files import with_index
 from tierfall.core.format.records import Commit
-from tierfall.core.tensor_index.store import IndexStore, make_index
+from tierfall.core.tensor_index.store import IndexStore, build_index
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CheckpointId
 
@@ -41,14 +41,14 @@ class IndexWriter:
         """
         try:
             data = self._index_of(store, commit, tables)
-            store.write_index(commit.line.checkpoint, data)
+            store.write_index(commit.lineage.checkpoint, data)
         except TierfallError as error:
             if error.retryable:
                 raise
             logger.warning(
                 "%s: %s is committed without a merged index: %s",
                 store.name,
-                commit.line.checkpoint,
+                commit.lineage.checkpoint,
                 error,
             )
             return commit
@@ -58,7 +58,7 @@ class IndexWriter:
         with self._lock:
             if tables == self._tables and "" not in tables:
                 return self._data
-        data = make_index(store, commit)
+        data = build_index(store, commit)
         with self._lock:
             self._tables, self._data = tables, data
         return data

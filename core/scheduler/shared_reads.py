@@ -85,7 +85,7 @@ class SharedReads:
             start = run.start - shared.run.start
             yield shared.buffer.view[start : start + run.end - run.start]
         finally:
-            pool.give_back(self._leave(shared))
+            pool.return_buffer(self._leave(shared))
 
     def _join(self, run: CopyRun, buffer: Buffer) -> tuple[_SharedRun, bool]:
         """Share another worker's buffer and leave ``buffer`` in exchange; or register ``buffer``, to be filled by the

@@ -75,6 +75,6 @@ def resize_rules(state: object, name: str = "", depth: int = 0) -> dict[str, OnR
         for key, value in value_codec.children(state):
             # planning refuses an invalid key, with its path
             with suppress(value_codec.NotEncodableError):
-                part = names.part(key) if is_mapping else str(key)
+                part = names.component(key) if is_mapping else str(key)
                 rules.update(resize_rules(value, names.join(name, part), depth + 1))
     return rules

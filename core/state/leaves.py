@@ -106,7 +106,7 @@ class Leaves:
         return self._blob(flat, "str" if isinstance(value, str) else "bytes", name, trail)
 
     def array(self, value: Any, name: str, trail: Trail) -> PlainValue:
-        reason = numpy_values.why_not(value)
+        reason = numpy_values.refusal(value)
         if reason is not None:
             refuse(trail, f"cannot be saved: {reason}; save it as plain numbers or text")
         source = numpy_values.to_tensor(value)

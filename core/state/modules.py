@@ -31,13 +31,14 @@ _CHECKPOINTED = "_checkpoint_wrapped_module."
 
 @dataclass(slots=True)
 class ModuleScan:
-    """The keys of one module's state_dict: their parameters and buffers, and their names without wrappers. ``places``
-    are the module and its descendants, each with the prefix of its keys, and that prefix without wrappers."""
+    """The keys of one module's state_dict: their parameters and buffers, and their names without wrappers.
+    ``module_prefixes`` are the module and its descendants, each with the prefix of its keys, and that prefix without
+    wrappers."""
 
     name: str
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    places: list[tuple[str, str, nn.Module]] = field(default_factory=list)
+    module_prefixes: list[tuple[str, str, nn.Module]] = field(default_factory=list)
     has_wrappers: bool = False
     refused: str | None = None
     """Why the module, or a descendant, can be neither saved nor restored."""
@@ -50,7 +51,7 @@ class ModuleScan:
 
     def visit(self, module: nn.Module, raw: str, bare: str) -> None:
         """Add a module, whose keys begin with ``raw``, and its descendants; ``bare`` is ``raw`` without wrappers."""
-        self.places.append((raw, bare, module))
+        self.module_prefixes.append((raw, bare, module))
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 self.parameters[raw + name] = parameter
@@ -89,17 +90,19 @@ class ModuleScan:
         return zip(names, self.parameters.values(), strict=True)
 
     @property
-    def owners(self) -> dict[str, nn.Module]:
+    def by_extra_state_key(self) -> dict[str, nn.Module]:
         """The modules by the key of their extra state."""
         if self._owners is None:
-            self._owners = {raw + EXTRA_STATE: module for raw, _, module in self.places}
+            self._owners = {raw + EXTRA_STATE: module for raw, _, module in self.module_prefixes}
         return self._owners
 
     def _strip(self, key: str) -> str:
         if self._bare is None:
             # Activation checkpointing removes its own prefix from the keys, but not those of wrappers inside it.
-            self._bare = {raw.replace(_CHECKPOINTED, ""): bare for raw, bare, _ in self.places}
-            self._bare.update({raw: bare for raw, bare, _ in self.places})
+            self._bare = {
+                raw.replace(_CHECKPOINTED, ""): bare for raw, bare, _ in self.module_prefixes
+            }
+            self._bare.update({raw: bare for raw, bare, _ in self.module_prefixes})
         prefix, dot, leaf = key.rpartition(".")
         while dot and prefix + "." not in self._bare:
             # A key that a hook added: strip its longest known prefix.
@@ -171,7 +174,7 @@ class ModuleScan:
             pointers = array("Q", map(torch.Tensor.data_ptr, self.parameters.values()))
         except (RuntimeError, ValueError):
             return (object(),)  # a sparse or uninitialized parameter has no address: never equal
-        bare = [(raw, bare) for raw, bare, _ in self.places] if self.has_wrappers else []
+        bare = [(raw, bare) for raw, bare, _ in self.module_prefixes] if self.has_wrappers else []
         return (tuple(self.parameters), pointers, bare)
 
     def _by_pointer(self, tensor: torch.Tensor) -> str | None:
@@ -237,7 +240,7 @@ def describe_tree(
         parameters += len(module._parameters)
         buffers += len(module._buffers)
     at: dict[str, int] = {}
-    for raw, _, module in scan.places:
+    for raw, _, module in scan.module_prefixes:
         first_parameter, first_buffer = starts[id(module)]
         at.update({raw + name: first_parameter + n for n, name in enumerate(module._parameters)})
         at.update({raw + name: first_buffer + n for n, name in enumerate(module._buffers)})
@@ -313,7 +316,7 @@ def scan_state(
     ``known`` has the tree descriptions of earlier walks, by name."""
     scans = Scans()
     for key, value in state.items():
-        _find(value, naming.part(key) if _may_name(key) else "", scans, known or {}, 0)
+        _find(value, naming.component(key) if _may_name(key) else "", scans, known or {}, 0)
     return scans
 
 
@@ -332,13 +335,13 @@ def _find(
         is_mapping = kind in value_codec.MAPPINGS
         for key, child in value_codec.children(value):
             if type(child) not in _LEAVES and (not is_mapping or _may_name(key)):
-                below = naming.join(name, naming.part(key)) if is_mapping else f"{name}.{key}"
+                below = naming.join(name, naming.component(key)) if is_mapping else f"{name}.{key}"
                 _find(child, below, scans, known, depth + 1)
 
 
 def _may_name(key: object) -> bool:
     try:
-        naming.part(key)
+        naming.component(key)
     except value_codec.NotEncodableError:
         return False  # the walk refuses it, with its path
     return True

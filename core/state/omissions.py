@@ -19,7 +19,7 @@ from tierfall.core.state.item import unwrap
 from tierfall.core.state.state_dicts import is_stateful, lost_entries, state_dict_of
 from tierfall.core.tensors import names, value_codec
 from tierfall.core.tensors.names import Trail
-from tierfall.core.types.text import few_of
+from tierfall.core.types.text import format_some
 
 _KEEPS_ORDER = (DataLoader, Dataset, Sampler, torch.Generator)
 _LEAVES = frozenset({int, float, str, bool, bytes, type(None)})
@@ -31,7 +31,7 @@ def omissions(state: Mapping[Any, object]) -> Iterator[str]:
         if keys := lost_entries(value):
             yield (
                 f"save: {names.path(trail)} is the state_dict() of a module, and not the module's memory in "
-                f"{few_of([*map(repr, keys)])}, which restore() refuses to fill: put the module itself into the state"
+                f"{format_some([*map(repr, keys)])}, which restore() refuses to fill: put the module itself there"
             )
         if (kind := state_dict_of(value)) is not None:
             yield (

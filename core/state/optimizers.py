@@ -49,12 +49,14 @@ class Numbering:
     found_in: tuple[list[int], tuple[str | None, ...], list[int]]
     """The parameters' ids and names, and the groups' lengths: they determine everything else."""
 
-    def part(self, number: int) -> str:
+    def state_name(self, number: int) -> str:
         """The name of a parameter's state, relative to ``<optimizer>.state``."""
         return self.names[number] or f"%i{number}"
 
 
-def numbering(optimizer: Optimizer, scans: Scans, before: Numbering | None = None) -> Numbering:
+def number_parameters(
+    optimizer: Optimizer, scans: Scans, before: Numbering | None = None
+) -> Numbering:
     """Number the parameters of an optimizer; ``before`` is an earlier result, which is reused if it is still right."""
     parameters = tuple(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
     ids = [*map(id, parameters)]

@@ -65,7 +65,7 @@ class StateView:
     Columns by tensor number: the detached tensors (``sources``), their addresses (``pointers``), when each may change,
     whose step changes it (``owners``: the id of a parameter, for the parameter and its optimizer state; DECLARED;
     UNSHARED; NO_OWNER), its trail, whether its memory equals its bytes in the image (``plain``), its strides if it is
-    dense but not contiguous, and its position in a sharded tensor (``pieces``).
+    dense but not contiguous, and its position in a sharded tensor (``block_positions``).
 
     ``parameters`` maps the ids of all parameters, of modules and bare, to name and parameter. ``rules`` are the
     ``on_resize`` rules by name, without defaults. ``types`` are the classes of optimizers and other objects with a
@@ -85,7 +85,7 @@ class StateView:
     tree: Node
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
-    pieces: tuple[TensorPiece | None, ...]
+    block_positions: tuple[TensorPiece | None, ...]
     values: list[Coded]
     rules: Mapping[str, OnResize]
     types: Mapping[str, str]

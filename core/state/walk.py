@@ -67,7 +67,7 @@ def walk_state(
         tree=tree,
         dtypes=dtypes,
         shapes=shapes,
-        pieces=pieces,
+        block_positions=pieces,
         values=walk.values,
         rules=walk.rules,
         types=walk.types,
@@ -102,7 +102,7 @@ class _Walk:
         for key, value in state.items():
             trail = (None, key)
             keys.append(self.leaves.key(key, trail))
-            nodes.append(self.leaves.to_node(self._walk(value, naming.part(key), trail, 0)))
+            nodes.append(self.leaves.to_node(self._walk(value, naming.component(key), trail, 0)))
         if with_random and rng.ENTRY not in state:
             keys.append(rng.ENTRY)
             found = self._walk(rng.capture(), rng.ENTRY, (None, "rng"), 0)
@@ -202,7 +202,7 @@ class _Walk:
         kind = value_codec.MAPPINGS[type(value)]
         keys = [self.leaves.key(key, (trail, key)) for key in value]
         found = [
-            self._walk(child, f"{name}.{naming.part(key)}", (trail, key), depth + 1)
+            self._walk(child, f"{name}.{naming.component(key)}", (trail, key), depth + 1)
             for key, child in value.items()
         ]
         if _all_plain(found):
@@ -230,7 +230,7 @@ class _Walk:
             return self.leaves.blocks(value, name, trail)
         nodes = [
             self.leaves.to_node(
-                self._walk(child, f"{name}.{naming.part(key)}", (trail, key), depth + 1)
+                self._walk(child, f"{name}.{naming.component(key)}", (trail, key), depth + 1)
             )
             for key, child in value.items()
         ]
@@ -271,7 +271,7 @@ class _Walk:
             owners,
             lambda: self._walk_module(scan, state, owners, name, trail, depth),
         )
-        if tree is not None and self._cache.part(name) is not None:
+        if tree is not None and self._cache.find(name) is not None:
             known = modules.describe_tree(scan, tree, keys, self.leaves.declared)
             if known is not None:
                 self._cache.trees[name] = known
@@ -280,7 +280,7 @@ class _Walk:
     def _cached_tree(self, tree: ModuleTree, known: KnownModuleTree, name: str) -> Node | None:
         """The node of the previous walk, if the tree has the same shape and the tensors the same fingerprints; spares
         the call of state_dict."""
-        part = self._cache.part(name)
+        part = self._cache.find(name)
         if part is None or known.declared is not self.leaves.declared:
             return None
         sources = [tree.tensors[at] for at in known.entries_at]
@@ -306,7 +306,7 @@ class _Walk:
     ) -> Node:
         """The node of the previous walk, if these tensors have the same fingerprints; else walk and cache them."""
         first = len(self.table.tensors)
-        part = self._cache.part(name)
+        part = self._cache.find(name)
         self._used_names.add(name)
         fingerprints = take_fingerprints(entries) if part is not None else None
         if part is not None and fingerprints is not None:
@@ -318,7 +318,7 @@ class _Walk:
         known = None
         if len(self.values) == values:
             known = self.table.cache_part(first, cache_key, owners, entries, node)
-        self._cache.keep(name, known)
+        self._cache.remember(name, known)
         return node
 
     def _walk_module(
@@ -345,7 +345,7 @@ class _Walk:
     def _optimizer(self, optimizer: Optimizer, name: str, trail: Trail, depth: int) -> Node:
         self.types[name] = type_name(optimizer)
         before = self._cache.numberings.get(name)
-        numbering = optimizers.numbering(optimizer, self.scans, before)
+        numbering = optimizers.number_parameters(optimizer, self.scans, before)
         self._numberings[name] = replace(numbering, parameters=())
         groups = []
         for index, group in enumerate(optimizer.param_groups):
@@ -401,12 +401,14 @@ class _Walk:
             place = (trail, key)
             token = self.leaves.key(key, place)
             owner = id(numbering.parameters[0]) if numbering.parameters else NO_OWNER
-            found = self._parameter_state(value, owner, f"{name}.{naming.part(key)}", place, depth)
+            found = self._parameter_state(
+                value, owner, f"{name}.{naming.component(key)}", place, depth
+            )
             return ((token,), self.leaves.to_node(found))
         number = numbering.numbers.get(id(key))
         if number is None:
             refuse(trail, "holds the state of a parameter that is in none of its groups")
-        below = f"{name}.{numbering.part(number)}"
+        below = f"{name}.{numbering.state_name(number)}"
         return (
             number,
             self.leaves.to_node(

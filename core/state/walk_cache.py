@@ -113,10 +113,10 @@ class WalkCache:
         self.columns: Columns | None = None
         self.parts_at: dict[int, CachedPart] = {}
 
-    def part(self, name: str) -> CachedPart | None:
+    def find(self, name: str) -> CachedPart | None:
         return self._parts.get(name)
 
-    def keep(self, name: str, part: CachedPart | None) -> None:
+    def remember(self, name: str, part: CachedPart | None) -> None:
         """Store a part, or with None remove it."""
         if part is None:
             self._parts.pop(name, None)

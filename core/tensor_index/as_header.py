@@ -15,7 +15,7 @@ from typing import overload
 
 import torch
 
-from tierfall.core.image.blocks import unfold, with_pieces
+from tierfall.core.image.blocks import replace_pieces, split_blocks
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import MergedHeader, TensorBlock
 from tierfall.core.image.tree import PiecesNode, TensorNode, leaves
@@ -46,7 +46,7 @@ def merge_with_index(
     None if header and index are not sufficient or do not match; then all headers must be read. Ties are those of this
     header. A tensor that is whole here is this rank's own, whatever other ranks have under its name.
     """
-    own = unfold({rank: header})[rank]
+    own = split_blocks({rank: header})[rank]
     names: dict[str, list[str]] = {}
     for name in index.names:
         names.setdefault(_whole_name(name), []).append(name)
@@ -62,7 +62,7 @@ def merge_with_index(
             return None
         sources.append(source)
     slots = iter(range(len(own.tensors), len(sources)))
-    tree = with_pieces(own.tree, lambda _: TensorNode(next(slots)))
+    tree = replace_pieces(own.tree, lambda _: TensorNode(next(slots)))
     wholes, end = [], 0
     for source in sources:
         start, end = end, end + byte_count(source.dtype, source.shape)

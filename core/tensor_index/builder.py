@@ -17,7 +17,7 @@ import zstandard
 
 from tierfall.core.format import documents
 from tierfall.core.format.records import DIGEST_PREFIX, HEADER_BYTES_MAX, IMAGE_BYTES_MAX
-from tierfall.core.tensor_index.columns import Column, aligned, packed
+from tierfall.core.tensor_index.columns import Column, aligned, encode_column
 from tierfall.core.tensor_index.index import COLUMNS, INDEX_BYTES_MAX
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import CapacityError, IntegrityError
@@ -89,10 +89,14 @@ class IndexBuilder:
         """The bytes of ``index.zst``; CapacityError if the index exceeds ``bytes_max`` unpacked."""
         found = self._tensors.values()
         columns = {
-            "rank": packed(_joined([blocks.ranks for blocks in found])),
-            "start": packed(_joined([blocks.starts for blocks in found])),
-            "offset": packed(_joined([self._by_dimension(k, "offsets") for k in self._tensors])),
-            "lengths": packed(_joined([self._by_dimension(k, "lengths") for k in self._tensors])),
+            "rank": encode_column(_joined([blocks.ranks for blocks in found])),
+            "start": encode_column(_joined([blocks.starts for blocks in found])),
+            "offset": encode_column(
+                _joined([self._by_dimension(k, "offsets") for k in self._tensors])
+            ),
+            "lengths": encode_column(
+                _joined([self._by_dimension(k, "lengths") for k in self._tensors])
+            ),
         }
         body = b"".join(_padded(columns[name].tobytes()) for name in COLUMNS)
         head = documents.seal(

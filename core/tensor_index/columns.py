@@ -17,7 +17,7 @@ ALIGNMENT_BYTES = 8
 WIDTHS = (1, 2, 4, 8)
 
 
-def packed(values: Iterable[int]) -> Column:
+def encode_column(values: Iterable[int]) -> Column:
     """Encode values (0 to 2**64 - 1) as differences, little-endian."""
     wide = np.asarray(values, dtype=np.uint64)
     largest = int(wide.max()) if len(wide) else 0
@@ -27,7 +27,7 @@ def packed(values: Iterable[int]) -> Column:
     return column
 
 
-def unpack(data: bytearray, offset: int, count: int, width: int) -> Column:
+def decode_column(data: bytearray, offset: int, count: int, width: int) -> Column:
     """Decode the column at ``offset`` of ``data`` in place."""
     column: Column = np.frombuffer(data, _dtype(width), count, offset)
     np.add.accumulate(column, dtype=column.dtype, out=column)

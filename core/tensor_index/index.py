@@ -28,7 +28,7 @@ from tierfall.core.format import documents
 from tierfall.core.format.documents import JsonFields
 from tierfall.core.format.records import DIGEST_PREFIX, HEADER_BYTES_MAX, IMAGE_BYTES_MAX
 from tierfall.core.image.merge import TensorBlock
-from tierfall.core.tensor_index.columns import WIDTHS, Column, aligned, unpack
+from tierfall.core.tensor_index.columns import WIDTHS, Column, aligned, decode_column
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
 
@@ -177,7 +177,7 @@ def read_index(data: bytes, *, what: str, bytes_max: int = INDEX_BYTES_MAX) -> I
         raise IntegrityError(f"{what}: its columns do not have the lengths of its tensors' blocks")
     columns = {}
     for name, count, width in sizes:
-        columns[name] = unpack(content, begin, count, width)
+        columns[name] = decode_column(content, begin, count, width)
         begin += aligned(count * width)
     return Index(what, world_size, entries, columns)
 

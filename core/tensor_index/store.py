@@ -38,45 +38,45 @@ class IndexStore(Protocol):
 
 def open_index(store: IndexStore, commit: Commit) -> Index:
     """The index of a checkpoint that is committed on a tier: the one that its record names or, if that is missing or
-    damaged, one built from the manifests. Raises as ``make_index`` does."""
+    damaged, one built from the manifests. Raises as ``build_index`` does."""
     if commit.file(keys.INDEX_NAME) is not None:
         try:
-            return named_index(store, commit)
+            return read_named_index(store, commit)
         except (BackendError, IntegrityError, NotSupportedError) as error:
             logger.warning("%s; the manifests are read instead", error)
-    return read_index(make_index(store, commit), what=_what(store, commit))
+    return read_index(build_index(store, commit), what=_what(store, commit))
 
 
-def named_index(store: IndexStore, commit: Commit) -> Index:
+def read_named_index(store: IndexStore, commit: Commit) -> Index:
     """The index that a commit record names. IntegrityError if there is none or it is damaged; BackendError if it cannot
     be read."""
-    return read_index(checked_index(store, commit), what=_what(store, commit))
+    return read_index(read_index_bytes(store, commit), what=_what(store, commit))
 
 
-def checked_index(store: IndexStore, commit: Commit) -> bytes:
-    """The bytes of the index that a commit record names, verified against the record; raises as ``named_index``."""
+def read_index_bytes(store: IndexStore, commit: Commit) -> bytes:
+    """The bytes of the index that a commit record names, verified against it; raises as ``read_named_index``."""
     what = _what(store, commit)
     named = commit.file(keys.INDEX_NAME)
     if named is None:
         raise IntegrityError(f"{what}: its commit record does not name it")
-    data = store.read_index(commit.line.checkpoint)
+    data = store.read_index(commit.lineage.checkpoint)
     if len(data) != named.bytes or sha256(data) != named.digest:
         raise IntegrityError(f"{what}: it is not the index that the commit record names")
     return data
 
 
 def _what(store: IndexStore, commit: Commit) -> str:
-    return f"{store.name}: {keys.INDEX_NAME} of {commit.line.checkpoint}"
+    return f"{store.name}: {keys.INDEX_NAME} of {commit.lineage.checkpoint}"
 
 
-def make_index(store: IndexStore, commit: Commit) -> bytes:
+def build_index(store: IndexStore, commit: Commit) -> bytes:
     """Build the index from the manifests of all ranks, which the commit record must name.
 
     IntegrityError for a damaged manifest, CapacityError for too many blocks, BackendError if the tier cannot be read.
     """
     builder = IndexBuilder(commit.world_size)
     for shard, data in _manifests(store, commit):
-        what = f"{store.name}: {keys.manifest_name(shard)} of {commit.line.checkpoint}"
+        what = f"{store.name}: {keys.manifest_name(shard)} of {commit.lineage.checkpoint}"
         pieces: list[Any] = JsonFields(documents.open_sealed(data, what=what), what).get(
             "pieces", list
         )
@@ -89,11 +89,11 @@ def _manifests(store: IndexStore, commit: Commit) -> Iterator[tuple[Shard, bytes
     digests = {file.name: file.digest for file in commit.files}
 
     def read(shard: Shard) -> bytes:
-        data = store.read_manifest(commit.line.checkpoint, shard)
+        data = store.read_manifest(commit.lineage.checkpoint, shard)
         if sha256(data) != digests.get(keys.manifest_name(shard)):
             raise IntegrityError(
-                f"{store.name}: {keys.manifest_name(shard)} of {commit.line.checkpoint}: it is not the manifest that "
-                "the commit record names"
+                f"{store.name}: {keys.manifest_name(shard)} of {commit.lineage.checkpoint}: it is not the manifest "
+                "that the commit record names"
             )
         return data
 

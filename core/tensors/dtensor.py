@@ -83,7 +83,7 @@ def piece_of(tensor: Any) -> TensorPiece | None:
     return _block(tensor) if is_sharded(tensor) else None
 
 
-def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+def as_dtensor_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     """Build a DTensor from this rank's part, with mesh, placements and shape of ``parameter``."""
     made: torch.Tensor = type(parameter.data).from_local(
         local,

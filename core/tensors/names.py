@@ -23,7 +23,7 @@ _METADATA = "__metadata__"
 Trail = tuple[Any, object] | None
 
 
-def part(key: object) -> str:
+def component(key: object) -> str:
     """Encode one key of a user's container."""
     if type(key) is str:
         if key.isidentifier() and key != _METADATA:

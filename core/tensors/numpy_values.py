@@ -46,7 +46,7 @@ def decode_scalar(dtype: str, data: bytes) -> Any:
     return np.frombuffer(data, dtype=kind)[0] if data else np.zeros((), dtype=kind)[()]
 
 
-def why_not(array: Any) -> str | None:
+def refusal(array: Any) -> str | None:
     """The reason why an array cannot be saved, or None."""
     return None if _is_plain(array.dtype) else f"NumPy arrays of dtype {array.dtype} have no codec"
 

@@ -151,7 +151,7 @@ def tag_mark(tag: str) -> str:
     return f"tag-{tag}"
 
 
-def is_ours(name: str) -> bool:
+def is_tierfall_name(name: str) -> bool:
     """Whether tierfall writes a file of this name, relative to a step folder."""
     folder, slash, leaf = name.rpartition("/")
     if folder == MARKS_FOLDER:
@@ -159,7 +159,7 @@ def is_ours(name: str) -> bool:
     return slash == "" and (leaf in (COMMIT_NAME, INDEX_NAME) or _SHARD.match(leaf) is not None)
 
 
-def belongs_to(name: str, shard: Shard) -> bool:
+def is_written_by(name: str, shard: Shard) -> bool:
     """Whether this rank writes that file of a step folder before the commit record; rank 0 writes the merged index."""
     return parse_shard(name) == shard or (name == INDEX_NAME and shard.rank == 0)
 

@@ -21,7 +21,7 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun.lower().startswith(_VOWELS) else 'a'} {noun}"
 
 
-def ranks_named(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Format at most 8 ranks: ``rank 3``, ``ranks 2, 3``, ``ranks 0, 1, ... and 4 more``."""
     ranks = sorted(ranks)
     if len(ranks) == 1:
@@ -30,13 +30,13 @@ def ranks_named(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:_NAMED_MAX]))}{more}"
 
 
-def few_of(items: Sequence[str]) -> str:
+def format_some(items: Sequence[str]) -> str:
     """Format the first 4 of a list, and the number of the others."""
     more = len(items) - 4
     return ", ".join(items[:4]) + (f" and {more} more" if more > 0 else "")
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def hint_at(word: str, known: Iterable[str]) -> str:
     """A hint at the known word that was probably meant, to append to a message; empty if none is similar."""
     by_shape = {name.lower().replace("-", "_"): name for name in known}
     near = difflib.get_close_matches(word.lower().replace("-", "_"), by_shape, n=1, cutoff=0.6)

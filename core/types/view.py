@@ -74,7 +74,7 @@ class CopyView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointView:
-    """One checkpoint and its copies. ``owed`` names the tiers that are to get a copy and have none yet. ``settling``:
+    """One checkpoint and its copies. ``owed`` names the tiers that are to get a copy and have none yet. ``changing``:
     a commit of it, or a person's command about it, is in progress. ``at_end``: every tier is to get it. ``metrics`` are
     those of its save, ``tags`` those of its save and since; ``wall_time_s`` is the time of the save (None: unknown).
     ``overtaken`` names tiers that received newer checkpoints first, because writing this one failed, and are still owed
@@ -88,7 +88,7 @@ class CheckpointView:
     tombstoned: bool = False
     copies: Mapping[str, CopyView] = field(default_factory=dict)
     owed: frozenset[str] = frozenset()
-    settling: bool = False
+    changing: bool = False
     at_end: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: frozenset[str] = frozenset()
@@ -116,7 +116,7 @@ class View:
     number ``attempt``, continued. ``restoring``: a restore is reading the tiers. ``wall_time_s`` is the current time in
     seconds since 1970. ``many_ranks``: other ranks build views of their own, whose metrics, tags and time may differ.
     ``read_bytes_per_s`` has the measured read rate of tiers, in bytes of images; a tier without an entry was not
-    measured. ``trusting``: every committed copy counts as verified.
+    measured. ``assume_verified``: every committed copy counts as verified.
     """
 
     tiers: tuple[TierRules, ...]
@@ -128,7 +128,7 @@ class View:
     wall_time_s: float = 0.0
     many_ranks: bool = False
     read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    trusting: bool = False
+    assume_verified: bool = False
 
     def tier(self, name: str) -> TierRules:
         return next(tier for tier in self.tiers if tier.name == name)
@@ -144,7 +144,7 @@ class View:
     def _by_tier(self) -> dict[str, tuple[CheckpointView, ...]]:
         return {}
 
-    def safe_on(self, tiers: tuple[str, ...]) -> tuple[CheckpointView, ...]:
+    def restorable_on(self, tiers: tuple[str, ...]) -> tuple[CheckpointView, ...]:
         """Live checkpoints with a safe copy (``is_safe``) on one of these tiers, newest first."""
         if tiers not in self._safe:
             self._safe[tiers] = tuple(
@@ -152,7 +152,7 @@ class View:
             )
         return self._safe[tiers]
 
-    def last_left_behind_on(self, tiers: tuple[str, ...]) -> CheckpointId | None:
+    def newest_abandoned_on(self, tiers: tuple[str, ...]) -> CheckpointId | None:
         """The abandoned checkpoint with a committed copy on one of these tiers that was saved last: highest attempt,
         then highest step."""
         if tiers not in self._abandoned:
@@ -185,7 +185,7 @@ class View:
         """Whether the copy is committed and verified, so that another copy may be deleted in reliance on it."""
         if checkpoint.state(tier) is not CopyState.COMMITTED:
             return False
-        return self.trusting or checkpoint.copies[tier].verified
+        return self.assume_verified or checkpoint.copies[tier].verified
 
     def used_bytes(self, tier: str) -> int:
         return sum(c.copies[tier].bytes for c in self.checkpoints if tier in c.copies)
@@ -227,7 +227,7 @@ class Decision:
 class Eviction:
     """Copies to delete for a request of room; ``missing_bytes`` remain unavailable after that."""
 
-    drops: tuple[Decision, ...]
+    deletions: tuple[Decision, ...]
     missing_bytes: int
 
 
@@ -241,16 +241,16 @@ class ArrivalOutlook(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainDecision:
-    """What a drain does with one copy, and why. ``left_bytes`` have not arrived yet. ``goes``: the copy may begin or
-    continue. ``gives_way``: it has begun, and is aborted for one that can still arrive."""
+    """What a drain does with one copy, and why. ``left_bytes`` have not arrived yet. ``proceeds``: the copy may begin
+    or continue. ``displaced``: it has begun, and is aborted for one that can still arrive."""
 
     checkpoint: CheckpointId
     tier: str
-    prospect: ArrivalOutlook
+    outlook: ArrivalOutlook
     left_bytes: int
-    goes: bool
+    proceeds: bool
     reason: str
-    gives_way: bool = False
+    displaced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,8 +43,8 @@ def test_the_third_publish_of_a_pattern() -> None:
     with pytest.raises(UnreachableError, match="publish 'step/rank-2' in memory: failed before"):
         put(faulty, "step/rank-2", b"x")
     put(faulty, "step/rank-3", b"x")
-    assert [struck.key for struck in faulty.struck] == ["step/rank-2"]
-    assert faulty.struck[0].fault is fault
+    assert [struck.key for struck in faulty.injected] == ["step/rank-2"]
+    assert faulty.injected[0].fault is fault
     with pytest.raises(KeyNotFoundError):
         memory.stat("step/rank-2")
 
@@ -79,7 +79,7 @@ def test_a_fault_strikes_one_of_several_deletions() -> None:
         with pytest.raises(UnreachableError, match="delete 'run/b'"):
             delete_all(faulty, keys)
         assert [each.key for each in memory.scan("")] == [*keys[gone:], "run/key"]
-        assert [each.key for each in faulty.struck] == ["run/b"]
+        assert [each.key for each in faulty.injected] == ["run/b"]
 
 
 def test_a_listing_breaks_off_in_the_middle() -> None:
@@ -152,7 +152,7 @@ def test_a_disk_that_is_full_stays_full_until_it_heals() -> None:
     with pytest.raises(StorageFullError):
         put(faulty, "run/key", b"x")
     assert get(memory, "run/key") == b"old"
-    faulty.heal()
+    faulty.stop()
     put(faulty, "run/key", b"x")
     assert get(memory, "run/key") == b"x"
 
@@ -166,7 +166,7 @@ def test_a_writer_that_met_a_full_disk_is_dead(tmp_path: Path) -> None:
     with pytest.raises(StorageFullError):
         writer.write(1, memoryview(b"y"))
     assert files_below(tmp_path) == []
-    faulty.heal()
+    faulty.stop()
     with pytest.raises(BackendError, match="dead"):
         writer.write(1, memoryview(b"y"))
     posix.close()

@@ -76,7 +76,7 @@ def test_what_may_be_repeated_is(operation: Operation, kind: FaultKind) -> None:
     expected = call(MemoryBackend() if operation in writing else memory, operation)
     result = call(retrying(storage, waits), operation)
     assert result == expected
-    assert len(storage.struck) == 3
+    assert len(storage.injected) == 3
     assert len(waits.asked) == 3
     if operation in writing:
         assert get(memory, "run/key") == b"bytes"
@@ -88,7 +88,7 @@ def test_it_gives_up_with_the_last_error_as_it_was(operation: Operation) -> None
     _, storage = faulty(Fault(kind=FaultKind.FAIL_BEFORE, operation=operation, times=None))
     with pytest.raises(UnreachableError, match="on purpose") as caught:
         call(retrying(storage, waits), operation)
-    assert len(storage.struck) == 4
+    assert len(storage.injected) == 4
     assert caught.value.__notes__ == ["given up after 4 tries"]
 
 
@@ -124,7 +124,7 @@ def test_an_answer_is_not_asked_for_again(error: type[BackendError]) -> None:
     _, storage = faulty(fault)
     with pytest.raises(error):
         retrying(storage, waits).stat("run/key")
-    assert len(storage.struck) == 1
+    assert len(storage.injected) == 1
     assert waits.asked == []
 
 
@@ -135,7 +135,7 @@ def test_publish_is_repeated_and_given_up(kind: FaultKind) -> None:
     with pytest.raises(UnreachableError) as caught:
         put(retrying(storage, waits), "run/key", b"new")
     assert caught.value.retryable, "who has the bytes may write a new object"
-    assert len(storage.struck) == 4
+    assert len(storage.injected) == 4
     assert len(waits.asked) == 3
     assert get(memory, "run/key") == (b"bytes" if kind is FaultKind.FAIL_BEFORE else b"new")
 

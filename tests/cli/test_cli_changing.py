@@ -100,7 +100,7 @@ def test_a_pin_that_comes_too_late_claims_nothing(
     with RunReader(config) as reader:
         checkpoint = commands.find(merge(reader.list()), 1, None, doing="pin")
     shutil.rmtree(tmp_path / "disk" / "run" / "step-00000001-a0001")
-    carried = commands.leave_mark(config, CommandKind.PIN, checkpoint)
+    carried = commands.set_mark_on_tiers(config, CommandKind.PIN, checkpoint)
     assert carried.done == ("far",)
     assert "was deleted from disk just now" in str(carried.failed["disk"])
     assert not (tmp_path / "disk" / "run" / "step-00000001-a0001").exists()

@@ -35,7 +35,7 @@ def die(trainer: Trainer, *steps: int) -> None:
 
 def newer_attempt(root: Path, *, number: int, node: str, pid: int) -> None:
     store = StoredTier(name=root.name, run="run", backend=PosixBackend(root))
-    store.take_attempt(
+    store.create_attempt(
         Attempt(run="run", number=number, id="f" * 32, node=node, pid=pid, wall_time_s=1.0)
     )
     store.close()

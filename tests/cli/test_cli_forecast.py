@@ -162,7 +162,7 @@ def known(step: int, at_s: float, *, attempt: int = 1, abandoned: bool = False) 
     """A checkpoint of four ranks on two nodes, whose record here names one node's two images."""
     id = CheckpointId(step, attempt)
     commit = Commit(
-        line=Lineage(
+        lineage=Lineage(
             run="r", checkpoint=id, attempt_id="a", ordinal=step // 100, started_from=None
         ),
         world_size=4,

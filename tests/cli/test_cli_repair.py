@@ -429,7 +429,7 @@ def test_a_copy_that_is_dropped_at_the_last_moment_does_not_come_back(
 
     def drop_first(store: StoredTier, run: str, id: CheckpointId, name: str, data: bytes) -> None:
         if name == "commit.json":
-            store.drop(id, attempt=None)
+            store.delete(id, attempt=None)
         real(store, run, id, name, data)
 
     monkeypatch.setattr(repairing, "replace_document", drop_first)
@@ -458,7 +458,7 @@ def test_a_start_elsewhere_fences_a_repair(
 
     def start(*words: Any) -> Any:
         store = store_of(tmp_path / "disk")
-        store.take_attempt(
+        store.create_attempt(
             Attempt(run="run", number=2, id="f" * 32, node="other", pid=7, wall_time_s=1.0)
         )
         store.close()

@@ -252,14 +252,14 @@ def test_a_copy_that_is_dropped_meanwhile_is_not_called_damaged(
     def drop_first(id: CheckpointId, *words: Any, **more: Any) -> Any:
         found = look(id, *words, **more) if when == "files" else None
         store.remove_mark(id, "pin")
-        store.drop(id, attempt=None)
+        store.delete(id, attempt=None)
         return found or look(id, *words, **more)
 
     setattr(store, when, drop_first)
     with CopyVerifier() as verifier:
         found = verifier.check_stored(store, CheckpointId(1, 1))
     store.close()
-    assert (found.gone, found.error, found.damage, found.good) == (True, None, (), False)
+    assert (found.missing, found.error, found.damage, found.intact) == (True, None, (), False)
 
 
 # Memory ----------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class FakeStream:
                 work()
             mark.done.set()
 
-    def follow_caller(self) -> None:
+    def wait_for_caller(self) -> None:
         """The caller's work is done when it was called."""
 
     def enqueue(self, work: Callable[[], None]) -> FakeMark:
@@ -84,7 +84,7 @@ class FakeStream:
         self._queue.put((work, mark))
         return mark
 
-    def for_caller(self, work: Callable[[], None]) -> None:
+    def run_on_caller_stream(self, work: Callable[[], None]) -> None:
         if self.no_room:
             raise torch.OutOfMemoryError("no room")
         work()
@@ -96,7 +96,7 @@ class FakeStream:
         if failures := [mark.error for mark in self.enqueued if mark.error is not None]:
             raise failures[0]
 
-    def hold_caller(self) -> None:
+    def make_caller_wait(self) -> None:
         self.holds += 1
         if self.blocks and self.enqueued:
             assert self.enqueued[-1].done.wait(PATIENCE_S)
@@ -159,13 +159,13 @@ class FakePlaces:
     def __init__(self, stream: FakeStream, slab: DeviceSlab | None = None) -> None:
         self.stream = stream
         self.streams = {THERE: stream}
-        self.elsewhere: set[str] = set()
+        self.without_stream: set[str] = set()
         self.memory = slab
 
-    def of(self, sources: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    def places_of(self, sources: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return tuple(THERE if s.numel() > LEAST_ELEMENTS else HOST for s in sources)
 
-    def fixed(self, value: torch.Tensor, places: Sequence[int]) -> torch.Tensor | float:
+    def present_value(self, value: torch.Tensor, places: Sequence[int]) -> torch.Tensor | float:
         return value.clone()
 
     @property

@@ -25,7 +25,7 @@ def address(view: memoryview) -> int:
 @pytest.mark.parametrize("bytes", [1, 4096, 4097, 3 << 20])
 def test_a_buffer_is_large_enough_aligned_and_writable(bytes: int) -> None:
     pool = BufferPool(bytes=bytes, count=1)
-    with pool.take(bytes) as buffer:
+    with pool.lend_view(bytes) as buffer:
         assert len(buffer) >= bytes
         assert len(buffer) % mmap.PAGESIZE == 0
         assert address(buffer) % mmap.PAGESIZE == 0
@@ -35,16 +35,16 @@ def test_a_buffer_is_large_enough_aligned_and_writable(bytes: int) -> None:
 
 def test_a_buffer_is_used_again() -> None:
     pool = BufferPool(bytes=4096, count=2)
-    with pool.take(10) as first:
+    with pool.lend_view(10) as first:
         place = address(first)
     for _ in range(3):
-        with pool.take(4096) as again:
+        with pool.lend_view(4096) as again:
             assert address(again) == place
 
 
 def test_two_takers_get_two_buffers() -> None:
     pool = BufferPool(bytes=4096, count=2)
-    with pool.take(1) as first, pool.take(1) as second:
+    with pool.lend_view(1) as first, pool.lend_view(1) as second:
         assert abs(address(first) - address(second)) >= 4096
 
 
@@ -55,10 +55,10 @@ def test_with_all_out_the_next_taker_waits_for_one_to_come_back() -> None:
 
     def take() -> None:
         asking.set()
-        with pool.take(1) as buffer:
+        with pool.lend_view(1) as buffer:
             got.append(address(buffer))
 
-    with pool.take(1) as held:
+    with pool.lend_view(1) as held:
         place = address(held)
         thread = threading.Thread(target=take)
         thread.start()
@@ -71,15 +71,15 @@ def test_with_all_out_the_next_taker_waits_for_one_to_come_back() -> None:
 def test_a_buffer_comes_back_though_its_taker_failed() -> None:
     pool = BufferPool(bytes=4096, count=1)
     for _ in range(3):
-        with pytest.raises(ZeroDivisionError), pool.take(1):
+        with pytest.raises(ZeroDivisionError), pool.lend_view(1):
             raise ZeroDivisionError
-    with pool.take(1) as buffer:
+    with pool.lend_view(1) as buffer:
         assert len(buffer) == 4096
 
 
 def test_what_is_larger_than_the_pools_buffers_is_lent_once_and_holds_up_nobody() -> None:
     pool = BufferPool(bytes=4096, count=1)
-    with pool.take(1), pool.take(100_000) as large, pool.take(200_000) as larger:
+    with pool.lend_view(1), pool.lend_view(100_000) as large, pool.lend_view(200_000) as larger:
         assert len(large) >= 100_000
         assert len(larger) >= 200_000
 
@@ -90,7 +90,7 @@ def test_what_is_larger_than_the_pools_buffers_is_lent_once_and_holds_up_nobody(
 def lend_to_a_device(pool: BufferPool) -> tuple[int, FakeMark]:
     mark = FakeMark()
     with pool.lend(1) as buffer:
-        buffer.marks.append(mark)
+        buffer.events.append(mark)
         return buffer.address, mark
 
 
@@ -100,7 +100,7 @@ def test_a_buffer_that_a_device_reads_is_lent_again_only_once_that_is_over() -> 
     got: list[int] = []
 
     def take() -> None:
-        with pool.take(1) as view:
+        with pool.lend_view(1) as view:
             got.append(address(view))
 
     thread = threading.Thread(target=take, daemon=True)
@@ -115,11 +115,11 @@ def test_a_buffer_that_a_device_reads_is_lent_again_only_once_that_is_over() -> 
 def test_while_a_device_reads_one_buffer_the_others_are_lent() -> None:
     pool = BufferPool(bytes=4096, count=2)
     place, mark = lend_to_a_device(pool)
-    with pool.take(1) as other:
+    with pool.lend_view(1) as other:
         assert address(other) != place
     assert not mark.awaited.is_set()
     mark.done.set()
-    with pool.take(1) as first:
+    with pool.lend_view(1) as first:
         assert address(first) == place
 
 
@@ -130,9 +130,9 @@ def test_a_failure_on_the_device_is_raised_once_to_whoever_waits_for_it_and_the_
     place, mark = lend_to_a_device(pool)
     mark.error = RuntimeError("an illegal memory access")
     threading.Timer(0.05, mark.done.set).start()
-    with pytest.raises(RuntimeError, match="illegal"), pool.take(1):
+    with pytest.raises(RuntimeError, match="illegal"), pool.lend_view(1):
         raise AssertionError("it was lent")
-    with pool.take(1) as again:
+    with pool.lend_view(1) as again:
         assert address(again) == place
 
 
@@ -143,8 +143,8 @@ def test_every_mark_is_waited_for_though_one_reports_a_failure() -> None:
     first.done.set()
     threading.Timer(0.05, second.done.set).start()
     with pool.lend(1) as buffer:
-        buffer.marks += [first, second]
-    with pytest.raises(RuntimeError, match="illegal"), pool.take(1):
+        buffer.events += [first, second]
+    with pytest.raises(RuntimeError, match="illegal"), pool.lend_view(1):
         raise AssertionError("it was lent")
     assert second.done.is_set()
 
@@ -156,7 +156,7 @@ def test_what_was_allocated_for_once_is_there_until_the_device_has_read_it() -> 
 
     def lend() -> None:
         with pool.lend(100_000) as buffer:
-            buffer.marks.append(mark)
+            buffer.events.append(mark)
         left.set()
 
     thread = threading.Thread(target=lend, daemon=True)
@@ -179,7 +179,7 @@ def test_pages_of_a_buffer_are_locked_once_and_unlocked_when_the_device_has_read
             pool.lock_pages(buffer, DEVICE)
             place = buffer.address
     with pool.lend(1) as buffer:
-        buffer.marks.append(mark)
+        buffer.events.append(mark)
     del buffer
     assert [lock.length_bytes for lock in locks.made] == [pool.bytes]
     locks.on_unlock = lambda: None if mark.is_done() else pytest.fail("a device reads it")
@@ -207,7 +207,7 @@ def test_release_unlocks_though_the_device_failed(
     mark.done.set()
     with pool.lend(1) as buffer:
         pool.lock_pages(buffer, DEVICE)
-        buffer.marks.append(mark)
+        buffer.events.append(mark)
     pool.release()
     assert len(locks.unlocked) == 1
     assert "an illegal memory access" in caplog.text
@@ -251,7 +251,7 @@ def test_whoever_waits_for_a_buffer_gets_the_place_of_one_that_could_not_be_allo
 
     def take() -> None:
         try:
-            with pool.take(1):
+            with pool.lend_view(1):
                 raise AssertionError("it was lent")
         except MemoryError as error:
             failures.append(error)
@@ -267,5 +267,5 @@ def test_whoever_waits_for_a_buffer_gets_the_place_of_one_that_could_not_be_allo
         for thread in threads:
             thread.join(PATIENCE_S)
     assert len(failures) == 2
-    with pool.take(1) as buffer:
+    with pool.lend_view(1) as buffer:
         assert len(buffer) == 4096

@@ -19,7 +19,7 @@ RULES = (
 
 def commit(step: int, attempt: int = 1, started_from: CheckpointId | None = None) -> Commit:
     return Commit(
-        line=Lineage(
+        lineage=Lineage(
             run="run",
             checkpoint=CheckpointId(step, attempt),
             attempt_id="0" * 32,
@@ -127,7 +127,7 @@ def test_a_view_for_policies_holds_what_was_found_but_not_what_is_damaged() -> N
 def test_a_copy_of_another_life_is_damage_and_its_marks_are_not_the_living_ones() -> None:
     """The same step and attempt twice: a run began anew while a tier could not be asked."""
     old = commit(1)
-    new = replace(old, wall_time_s=2.0, line=replace(old.line, attempt_id="f" * 32))
+    new = replace(old, wall_time_s=2.0, lineage=replace(old.lineage, attempt_id="f" * 32))
     (known,) = merge(
         [
             Listing(tier="nvme", copies=(copy(1, commit=new),)),
@@ -143,7 +143,7 @@ def test_a_copy_of_another_life_is_damage_and_its_marks_are_not_the_living_ones(
 def test_of_copies_of_one_name_that_counts_which_the_run_went_on_from() -> None:
     """The clock of the machine that saved the other one was fast."""
     one, later = commit(1), commit(2)
-    foreign = replace(one, wall_time_s=9.0, line=replace(one.line, attempt_id="f" * 32))
+    foreign = replace(one, wall_time_s=9.0, lineage=replace(one.lineage, attempt_id="f" * 32))
     went_on = commit(3, 2, started_from=CheckpointId(2, 1))
     known = merge(
         [

@@ -53,13 +53,13 @@ def test_a_new_handle_is_pending_and_nothing_is_done() -> None:
 
 def test_it_is_saved_when_the_last_tier_has_it_and_not_before() -> None:
     handle = handle_for("nvme", "store")
-    handle.tell_captured()
+    handle.on_captured()
     assert (handle.done("host"), handle.done("nvme"), handle.done()) == (True, False, False)
     assert handle.outcome is SaveOutcome.PENDING
-    handle.tell_committed("nvme")
+    handle.on_committed("nvme")
     assert (handle.done("nvme"), handle.done()) == (True, False)
     assert handle.outcome is SaveOutcome.PENDING
-    handle.tell_committed("store")
+    handle.on_committed("store")
     assert handle.done()
     assert handle.outcome is SaveOutcome.SAVED
     handle.wait(timeout=0)
@@ -68,7 +68,7 @@ def test_it_is_saved_when_the_last_tier_has_it_and_not_before() -> None:
 def test_a_step_that_goes_to_no_tier_is_saved_once_it_is_sealed_in_memory() -> None:
     handle = handle_for()
     assert not handle.done()
-    handle.tell_captured()
+    handle.on_captured()
     assert handle.outcome is SaveOutcome.SAVED
     assert handle.done()
     handle.wait(timeout=0)
@@ -85,11 +85,11 @@ def test_a_tier_that_this_step_does_not_go_to_is_a_mistake_that_names_the_right_
 def test_times_count_from_the_call_of_save() -> None:
     clock = Clock()
     handle = handle_for("nvme", clock=clock)
-    handle.tell_begun(bytes=10, lazy=True, blocked_s=0.25)
+    handle.on_begun(bytes=10, lazy=True, blocked_s=0.25)
     clock.now_s += 2
-    handle.tell_captured()
+    handle.on_captured()
     clock.now_s += 3
-    handle.tell_committed("nvme")
+    handle.on_committed("nvme")
     stats = handle.stats
     assert (stats.bytes, stats.lazy, stats.blocked_s) == (10, True, 0.25)
     assert stats.captured_s == 2.0
@@ -98,9 +98,9 @@ def test_times_count_from_the_call_of_save() -> None:
 
 def test_blocked_time_is_that_in_save_and_that_at_the_barrier() -> None:
     handle = handle_for("disk")
-    handle.tell_waited(0.25)
-    handle.tell_begun(bytes=1, lazy=True, blocked_s=1.0)
-    handle.tell_waited(0.5)
+    handle.add_blocked(0.25)
+    handle.on_begun(bytes=1, lazy=True, blocked_s=1.0)
+    handle.add_blocked(0.5)
     assert handle.stats.blocked_s == 1.75
 
 
@@ -110,9 +110,9 @@ def test_blocked_time_is_that_in_save_and_that_at_the_barrier() -> None:
 @pytest.mark.parametrize(
     ("wait", "told"),
     [
-        (lambda h: h.captured(PATIENCE_S), lambda h: h.tell_captured()),
-        (lambda h: h.wait("nvme", PATIENCE_S), lambda h: h.tell_committed("nvme")),
-        (lambda h: h.wait(timeout=PATIENCE_S), lambda h: h.tell_committed("store")),
+        (lambda h: h.captured(PATIENCE_S), lambda h: h.on_captured()),
+        (lambda h: h.wait("nvme", PATIENCE_S), lambda h: h.on_committed("nvme")),
+        (lambda h: h.wait(timeout=PATIENCE_S), lambda h: h.on_committed("store")),
     ],
 )
 def test_threads_that_wait_are_woken_when_it_is_told(
@@ -145,9 +145,9 @@ def test_a_timeout_says_what_was_waited_for() -> None:
 
 def test_what_is_done_is_done_though_another_tier_failed() -> None:
     handle = handle_for("nvme", "store")
-    handle.tell_captured()
-    handle.tell_committed("nvme")
-    handle.tell_tier_failed("store", FlushError("store is down"))
+    handle.on_captured()
+    handle.on_committed("nvme")
+    handle.on_tier_failed("store", FlushError("store is down"))
     handle.captured(timeout=0)
     handle.wait("nvme", timeout=0)
     with pytest.raises(FlushError, match="store is down"):
@@ -159,7 +159,7 @@ def test_before_waiting_the_barrier_is_asked_to_end_the_capture() -> None:
 
     def barrier(timeout: float | None) -> None:
         waited.append(timeout)
-        handle.tell_captured()
+        handle.on_captured()
 
     handle = SaveHandle(CheckpointId(400, 7), ("nvme",), in_memory="host", before_wait=barrier)
     handle.captured(timeout=0)
@@ -172,7 +172,7 @@ def test_before_waiting_the_barrier_is_asked_to_end_the_capture() -> None:
 def test_a_capture_that_failed_is_raised_by_every_wait_with_its_cause() -> None:
     handle = handle_for("nvme")
     original = CaptureError("changed")
-    handle.tell_given_up(SaveOutcome.FAILED, original)
+    handle.on_given_up(SaveOutcome.FAILED, original)
     assert handle.outcome is SaveOutcome.FAILED
     assert handle.exception() is original
     for wait in (handle.captured, handle.wait, lambda: handle.wait("host")):
@@ -187,7 +187,7 @@ def test_a_capture_that_failed_is_raised_by_every_wait_with_its_cause() -> None:
 )
 def test_an_error_of_tierfall_keeps_its_class(original: TierfallError) -> None:
     handle = handle_for("nvme")
-    handle.tell_tier_failed("nvme", original)
+    handle.on_tier_failed("nvme", original)
     with pytest.raises(type(original)) as caught:
         handle.wait(timeout=0)
     assert caught.value.__cause__ is original
@@ -197,7 +197,7 @@ def test_an_error_of_tierfall_keeps_its_class(original: TierfallError) -> None:
 def test_any_other_error_is_chained_below_one_of_tierfall() -> None:
     handle = handle_for("nvme")
     original = RuntimeError("out of memory")
-    handle.tell_given_up(SaveOutcome.FAILED, original)
+    handle.on_given_up(SaveOutcome.FAILED, original)
     with pytest.raises(CaptureError, match="out of memory") as caught:
         handle.captured()
     assert caught.value.__cause__ is original
@@ -206,7 +206,7 @@ def test_any_other_error_is_chained_below_one_of_tierfall() -> None:
 def test_raised_again_and_again_the_original_does_not_grow() -> None:
     handle = handle_for("nvme")
     original = CaptureError("changed")
-    handle.tell_given_up(SaveOutcome.FAILED, original)
+    handle.on_given_up(SaveOutcome.FAILED, original)
     for _ in range(5):
         with pytest.raises(CaptureError):
             handle.captured()
@@ -215,10 +215,10 @@ def test_raised_again_and_again_the_original_does_not_grow() -> None:
 
 def test_a_tier_that_failed_and_then_got_it_is_forgiven() -> None:
     handle = handle_for("nvme")
-    handle.tell_captured()
-    handle.tell_tier_failed("nvme", FlushError("down"))
+    handle.on_captured()
+    handle.on_tier_failed("nvme", FlushError("down"))
     assert handle.outcome is SaveOutcome.FAILED
-    handle.tell_committed("nvme")
+    handle.on_committed("nvme")
     assert handle.outcome is SaveOutcome.SAVED
     assert handle.exception() is None
     handle.wait(timeout=0)
@@ -226,10 +226,10 @@ def test_a_tier_that_failed_and_then_got_it_is_forgiven() -> None:
 
 def test_a_tier_on_the_way_that_failed_is_told_but_does_not_decide() -> None:
     handle = handle_for("nvme", "store")
-    handle.tell_captured()
-    handle.tell_tier_failed("nvme", FlushError("nvme is full"))
+    handle.on_captured()
+    handle.on_tier_failed("nvme", FlushError("nvme is full"))
     assert handle.outcome is SaveOutcome.PENDING
-    handle.tell_committed("store")
+    handle.on_committed("store")
     assert handle.outcome is SaveOutcome.SAVED
     assert "nvme is full" in str(handle.exception())
     handle.wait(timeout=0)
@@ -237,7 +237,7 @@ def test_a_tier_on_the_way_that_failed_is_told_but_does_not_decide() -> None:
 
 def test_a_skipped_save_raises_why_it_was_skipped() -> None:
     handle = handle_for("nvme")
-    handle.tell_given_up(SaveOutcome.SKIPPED, CapacityError("no room"))
+    handle.on_given_up(SaveOutcome.SKIPPED, CapacityError("no room"))
     assert handle.outcome is SaveOutcome.SKIPPED
     with pytest.raises(CapacityError, match="no room"):
         handle.wait()
@@ -245,8 +245,8 @@ def test_a_skipped_save_raises_why_it_was_skipped() -> None:
 
 def test_a_superseded_save_says_so_to_whoever_waits_and_is_nowhere_done() -> None:
     handle = handle_for("nvme", "store")
-    handle.tell_captured()
-    handle.tell_tier_failed("nvme", FlushError("nvme is down"))
+    handle.on_captured()
+    handle.on_tier_failed("nvme", FlushError("nvme is down"))
     raised: list[BaseException] = []
 
     def wait() -> None:
@@ -258,7 +258,7 @@ def test_a_superseded_save_says_so_to_whoever_waits_and_is_nowhere_done() -> Non
     waiter = threading.Thread(target=wait)
     waiter.start()
     original = CapacityError("superseded by step 500")
-    handle.tell_given_up(SaveOutcome.SUPERSEDED, original)
+    handle.on_given_up(SaveOutcome.SUPERSEDED, original)
     waiter.join(PATIENCE_S)
     assert not waiter.is_alive()
     assert [error.__cause__ for error in raised] == [original]
@@ -280,8 +280,8 @@ def test_a_handle_keeps_nothing_alive_but_the_exception() -> None:
     big = Big()
     alive = weakref.ref(big)
     handle = handle_for("nvme")
-    handle.tell_begun(bytes=1, lazy=False, blocked_s=0.0)
-    handle.tell_captured()
+    handle.on_begun(bytes=1, lazy=False, blocked_s=0.0)
+    handle.on_captured()
     del big
     gc.collect()
     assert alive() is None

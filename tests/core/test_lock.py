@@ -124,7 +124,7 @@ def test_second_process_is_refused_and_told_who_owns_it_since_when(
     owner = start(HOLD, path)
     assert first_line(owner) == "held"
     with pytest.raises(LockError) as caught:
-        RunLock.take(path, run="gpt")
+        RunLock.acquire(path, run="gpt")
     message = str(caught.value)
     assert f"process {owner.pid}" in message
     assert time.strftime("%Y-%m-%d", time.gmtime()) in message
@@ -132,7 +132,7 @@ def test_second_process_is_refused_and_told_who_owns_it_since_when(
     assert str(path) in message
     owner.kill()
     owner.wait()
-    RunLock.take(path, run="gpt").release()
+    RunLock.acquire(path, run="gpt").release()
 
 
 def test_lock_is_freed_by_sigkill_while_a_forked_child_lives(path: Path, start: Start) -> None:
@@ -141,28 +141,28 @@ def test_lock_is_freed_by_sigkill_while_a_forked_child_lives(path: Path, start: 
     assert not another_process_can_take(path)
     owner.kill()
     owner.wait()
-    taken = RunLock.take(path, run="gpt")
+    taken = RunLock.acquire(path, run="gpt")
     os.kill(child, 0)  # the child is alive: it waits for the end of its standard input
     assert taken.held
     taken.release()
 
 
 def test_second_take_in_one_process_is_refused_and_keeps_the_lock(path: Path) -> None:
-    lock = RunLock.take(path, run="gpt")
+    lock = RunLock.acquire(path, run="gpt")
     for _ in range(3):
         with pytest.raises(ConfigError, match="second Checkpointer of run 'gpt' in this process"):
-            RunLock.take(path, run="gpt")
+            RunLock.acquire(path, run="gpt")
     assert lock.held
     assert not another_process_can_take(path)
     lock.release()
 
 
 def test_second_take_through_another_name_is_refused(path: Path, tmp_path: Path) -> None:
-    lock = RunLock.take(path, run="gpt")
+    lock = RunLock.acquire(path, run="gpt")
     other = tmp_path / "other.lock"
     other.hardlink_to(path)
     with pytest.raises(ConfigError, match="second Checkpointer"):
-        RunLock.take(other, run="gpt")
+        RunLock.acquire(other, run="gpt")
     assert not another_process_can_take(path)
     lock.release()
 
@@ -170,7 +170,7 @@ def test_second_take_through_another_name_is_refused(path: Path, tmp_path: Path)
 def test_name_that_turns_into_the_held_file_does_not_cost_the_lock(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = RunLock.take(path, run="gpt")
+    lock = RunLock.acquire(path, run="gpt")
     real = lock_module._identity_at
     answers = [None]
 
@@ -179,7 +179,7 @@ def test_name_that_turns_into_the_held_file_does_not_cost_the_lock(
 
     monkeypatch.setattr(lock_module, "_identity_at", first_absent)
     with pytest.raises(ConfigError, match="second Checkpointer"):
-        RunLock.take(path, run="gpt")
+        RunLock.acquire(path, run="gpt")
     assert not answers
     assert not another_process_can_take(path)
     lock.release()
@@ -187,7 +187,7 @@ def test_name_that_turns_into_the_held_file_does_not_cost_the_lock(
 
 
 def test_asking_for_the_owner_does_not_drop_this_process_lock(path: Path) -> None:
-    lock = RunLock.take(path, run="gpt")
+    lock = RunLock.acquire(path, run="gpt")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         owner = RunLock.owner(path)
@@ -214,7 +214,7 @@ def test_owner_names_the_other_process(path: Path, start: Start) -> None:
 
 def test_nobody_owns_a_missing_a_released_or_an_abandoned_lock(path: Path, start: Start) -> None:
     assert RunLock.owner(path) is None
-    RunLock.take(path, run="gpt").release()
+    RunLock.acquire(path, run="gpt").release()
     assert RunLock.owner(path) is None
     process = start(HOLD, path)
     assert first_line(process) == "held"
@@ -233,11 +233,11 @@ def test_owner_is_known_by_the_kernel_where_the_note_is_unusable(
     path.write_bytes(note)
     assert RunLock.owner(path) == LockOwner(pid=process.pid)
     with pytest.raises(LockError, match=f"process {process.pid}, since an unknown time"):
-        RunLock.take(path, run="gpt")
+        RunLock.acquire(path, run="gpt")
 
 
 def test_note_of_an_earlier_owner_is_not_believed(path: Path, start: Start) -> None:
-    lock = RunLock.take(path, run="gpt")
+    lock = RunLock.acquire(path, run="gpt")
     note = path.read_bytes()
     lock.release()
     process = start(HOLD, path)
@@ -247,13 +247,13 @@ def test_note_of_an_earlier_owner_is_not_believed(path: Path, start: Start) -> N
 
 
 def test_release_lets_others_in_keeps_the_file_and_may_be_repeated(path: Path) -> None:
-    lock = RunLock.take(path, run="gpt")
+    lock = RunLock.acquire(path, run="gpt")
     lock.release()
     lock.release()
     assert not lock.held
     assert path.exists()
     assert another_process_can_take(path)
-    again = RunLock.take(path, run="gpt")
+    again = RunLock.acquire(path, run="gpt")
     assert again.held
     assert not lock.held
     lock.release()
@@ -286,7 +286,7 @@ def test_lock_on_an_unlinked_file_is_noticed_and_taken_anew(
         real(fd, command)
 
     monkeypatch.setattr(fcntl, "lockf", remove_first)
-    lock = RunLock.take(path, run="gpt")
+    lock = RunLock.acquire(path, run="gpt")
     assert removed
     assert path.exists()
     assert not another_process_can_take(path)
@@ -294,45 +294,45 @@ def test_lock_on_an_unlinked_file_is_noticed_and_taken_anew(
 
 
 def test_the_owner_takes_a_removed_file_anew(path: Path, start: Start) -> None:
-    lock = RunLock.take(path, run="gpt")
-    assert lock.is_there()
+    lock = RunLock.acquire(path, run="gpt")
+    assert lock.is_file_intact()
     path.unlink()
-    assert not lock.is_there()
-    lock.take_again()
-    assert (lock.is_there(), lock.held) == (True, True)
+    assert not lock.is_file_intact()
+    lock.reacquire()
+    assert (lock.is_file_intact(), lock.held) == (True, True)
     assert not another_process_can_take(path)
-    lock.take_again()  # it is there
+    lock.reacquire()  # it is there
     lock.release()
     assert another_process_can_take(path)
-    assert lock.is_there()  # nobody misses it
-    lock.take_again()
+    assert lock.is_file_intact()  # nobody misses it
+    lock.reacquire()
     assert another_process_can_take(path)
 
 
 def test_a_lock_that_another_process_took_meanwhile_is_not_taken_from_it(
     path: Path, start: Start
 ) -> None:
-    lock = RunLock.take(path, run="gpt")
+    lock = RunLock.acquire(path, run="gpt")
     path.unlink()
     other = start(HOLD, path)
     assert first_line(other) == "held"
     with pytest.raises(LockError, match=f"process {other.pid}"):
-        lock.take_again()
-    assert not lock.is_there()
+        lock.reacquire()
+    assert not lock.is_file_intact()
     other.kill()
     other.wait()
-    lock.take_again()
-    assert lock.is_there()
+    lock.reacquire()
+    assert lock.is_file_intact()
     assert not another_process_can_take(path)
     lock.release()
 
 
 def test_a_file_that_is_in_use_does_not_look_old(path: Path) -> None:
     """Cleaners of temporary files go by age."""
-    lock = RunLock.take(path, run="gpt")
+    lock = RunLock.acquire(path, run="gpt")
     old_s = time.time() - 11 * 24 * 3600
     os.utime(path, (old_s, old_s))
-    assert lock.is_there()
+    assert lock.is_file_intact()
     assert time.time() - path.stat().st_mtime < 3600
     assert not another_process_can_take(path)
     lock.release()
@@ -343,7 +343,7 @@ def test_a_file_that_is_always_removed_ends_in_an_error(
 ) -> None:
     monkeypatch.setattr(fcntl, "lockf", lambda fd, command: path.unlink())
     with pytest.raises(LockError, match="was removed"):
-        RunLock.take(path, run="gpt")
+        RunLock.acquire(path, run="gpt")
 
 
 def test_file_system_without_locks_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +352,7 @@ def test_file_system_without_locks_is_named(path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with pytest.raises(BackendError, match="set `folder` to a file system with record locks"):
-        RunLock.take(path, run="gpt")
+        RunLock.acquire(path, run="gpt")
 
 
 def test_links_folders_and_pipes_are_refused(path: Path, tmp_path: Path) -> None:
@@ -360,16 +360,16 @@ def test_links_folders_and_pipes_are_refused(path: Path, tmp_path: Path) -> None
     target.write_bytes(b"precious")
     path.symlink_to(target)
     with pytest.raises(ConfigError, match="a link"):
-        RunLock.take(path, run="gpt")
+        RunLock.acquire(path, run="gpt")
     assert target.read_bytes() == b"precious"
     path.unlink()
     path.mkdir()
     with pytest.raises(ConfigError, match="remove it"):
-        RunLock.take(path, run="gpt")
+        RunLock.acquire(path, run="gpt")
     path.rmdir()
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="not a regular file"):
-        RunLock.take(path, run="gpt")
+        RunLock.acquire(path, run="gpt")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
@@ -377,24 +377,24 @@ def test_file_of_another_user_is_refused(path: Path) -> None:
     path.touch()
     os.chown(path, 12345, -1)
     with pytest.raises(ConfigError, match="owned by user 12345"):
-        RunLock.take(path, run="gpt")
+        RunLock.acquire(path, run="gpt")
 
 
 def test_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="expected a folder"):
-        RunLock.take(tmp_path / "none" / "slot-0.lock", run="gpt")
+        RunLock.acquire(tmp_path / "none" / "slot-0.lock", run="gpt")
 
 
 def test_file_is_private_and_not_inherited_over_exec(path: Path) -> None:
-    lock = RunLock.take(path, run="gpt")
+    lock = RunLock.acquire(path, run="gpt")
     assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
     assert not os.get_inheritable(lock._fd)
     lock.release()
 
 
 def test_two_slots_are_two_locks(tmp_path: Path) -> None:
-    first = RunLock.take(tmp_path / "slot-0.lock", run="gpt")
-    second = RunLock.take(tmp_path / "slot-1.lock", run="gpt")
+    first = RunLock.acquire(tmp_path / "slot-0.lock", run="gpt")
+    second = RunLock.acquire(tmp_path / "slot-1.lock", run="gpt")
     first.release()
     assert second.held
     assert not another_process_can_take(tmp_path / "slot-1.lock")

@@ -56,7 +56,7 @@ def test_a_shard_parses_back_from_the_names_of_its_files(shard: Shard) -> None:
     assert images[0] == keys.shard_name(shard)
     for name in (*images, keys.manifest_name(shard), keys.stored_name(shard)):
         assert keys.parse_shard(name) == shard
-        assert keys.is_ours(name)
+        assert keys.is_tierfall_name(name)
 
 
 def test_numbers_wider_than_the_padding_sort_as_numbers() -> None:
@@ -110,7 +110,7 @@ def test_an_attempt_that_is_not_ours_does_not_parse(name: str) -> None:
 )
 def test_a_file_that_tierfall_did_not_write_is_not_ours(name: str) -> None:
     assert keys.parse_shard(name) is None
-    assert not keys.is_ours(name)
+    assert not keys.is_tierfall_name(name)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_file_that_tierfall_did_not_write_is_not_ours(name: str) -> None:
     ],
 )
 def test_what_tierfall_writes_into_a_step_folder_is_ours(name: str) -> None:
-    assert keys.is_ours(name)
+    assert keys.is_tierfall_name(name)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_what_tierfall_writes_into_a_step_folder_is_ours(name: str) -> None:
     ],
 )
 def test_what_a_user_put_there_is_not_ours(name: str) -> None:
-    assert not keys.is_ours(name)
+    assert not keys.is_tierfall_name(name)
 
 
 @pytest.mark.parametrize("name", ["a", "7", "gpt-small", "A.b_c-1", "x" * 200])

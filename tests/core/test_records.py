@@ -25,10 +25,10 @@ from tierfall.core.format.records import (
     NamedFile,
     chunk_count,
     chunk_range,
-    read_attempt,
-    read_commit,
-    read_manifest,
-    read_mark,
+    parse_attempt_record,
+    parse_commit,
+    parse_manifest,
+    parse_mark,
 )
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -42,7 +42,7 @@ LINE = Lineage(
 )
 DIGEST = "xxh3-128:" + "0f" * 16
 MANIFEST = Manifest(
-    line=LINE,
+    lineage=LINE,
     shard=Shard(1, 4),
     image_bytes=65536 + 5 * 4096 + 17,
     data_start=65536,
@@ -52,7 +52,7 @@ MANIFEST = Manifest(
     pieces=Spliced(b'[["w","F32",[2,2],0,16]]'),
 )
 COMMIT = Commit(
-    line=LINE,
+    lineage=LINE,
     world_size=1,
     files=(
         NamedFile(name="rank-00000-of-00001.safetensors", bytes=900, digest=None),
@@ -67,10 +67,10 @@ ATTEMPT = Attempt(run="gpt", number=7, id="0f" * 16, node="node-a", pid=42, wall
 MARK = Mark(name="pin", checkpoint=CheckpointId(400, 7), wall_time_s=1.5e9, reason="the good one")
 
 RECORDS: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "manifest": (MANIFEST, read_manifest),
-    "commit": (COMMIT, read_commit),
-    "attempt": (ATTEMPT, read_attempt),
-    "mark": (MARK, read_mark),
+    "manifest": (MANIFEST, parse_manifest),
+    "commit": (COMMIT, parse_commit),
+    "attempt": (ATTEMPT, parse_attempt_record),
+    "mark": (MARK, parse_mark),
 }
 HUGE = 10**400
 NO_TEXT = [None, 7, 1.5, True, [], {}]
@@ -239,7 +239,7 @@ def test_a_newer_record_is_refused_with_what_to_do(kind: str, change: dict[str, 
 
 def test_a_line_that_began_anew_says_so() -> None:
     members = {**members_of("commit"), "started_from": None}
-    assert read_commit(sealed(members), what="x").line.started_from is None
+    assert parse_commit(sealed(members), what="x").lineage.started_from is None
 
 
 def test_a_commit_counts_its_bytes() -> None:
@@ -255,14 +255,14 @@ OWED = (CheckpointId(300, 6), CheckpointId(350, 6))
 def test_a_commit_names_what_its_tier_is_still_owed_and_nothing_where_that_is_nothing() -> None:
     assert b"owed" not in COMMIT.encode()
     commit = replace(COMMIT, owed=OWED)
-    assert read_commit(commit.encode(), what="x") == commit
+    assert parse_commit(commit.encode(), what="x") == commit
     assert plain(commit) == COMMIT, "that is of one tier"
 
 
 @pytest.mark.parametrize("value", [None, {}, "300@6", 7, *([start] for start in NO_START), [None]])
 def test_a_hostile_debt_is_damage(value: Any) -> None:
     with pytest.raises(IntegrityError, match="owed"):
-        read_commit(sealed({**members_of("commit"), "owed": value}), what="x")
+        parse_commit(sealed({**members_of("commit"), "owed": value}), what="x")
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 0.1, -0.0, 5e-324])
@@ -271,12 +271,12 @@ def test_a_metric_survives_whatever_its_value(value: float) -> None:
     members["metrics"] = json.loads(Commit(**_fields(COMMIT), metrics={"m": value}).encode())[
         "metrics"
     ]
-    assert read_commit(sealed(members), what="x").metrics["m"] == value
+    assert parse_commit(sealed(members), what="x").metrics["m"] == value
 
 
 def test_a_metric_that_is_not_a_number_survives() -> None:
     data = Commit(**_fields(COMMIT), metrics={"m": math.nan}).encode()
-    assert math.isnan(read_commit(data, what="x").metrics["m"])
+    assert math.isnan(parse_commit(data, what="x").metrics["m"])
 
 
 def _fields(commit: Commit) -> dict[str, Any]:

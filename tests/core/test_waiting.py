@@ -36,7 +36,7 @@ def test_answers_come_in_the_order_of_the_calls_and_errors_as_they_are() -> None
     def fail() -> str:
         raise error
 
-    found = BoundedCalls().make(
+    found = BoundedCalls().call_all(
         {"a": lambda: "A", "b": fail}, {"a": LONG_S, "b": LONG_S}, doing="open"
     )
     assert list(found) == ["a", "b"]
@@ -49,7 +49,7 @@ def test_answers_come_in_the_order_of_the_calls_and_errors_as_they_are() -> None
 def test_what_hangs_is_unreachable_and_the_others_are_answered(gate: threading.Event) -> None:
     calls = {"dead": gate.wait, "slow": lambda: True, "dead too": gate.wait}
     began_s = time.monotonic()
-    found = BoundedCalls().make(calls, dict.fromkeys(calls, 0.2), doing="open")
+    found = BoundedCalls().call_all(calls, dict.fromkeys(calls, 0.2), doing="open")
     assert time.monotonic() - began_s < LONG_S
     assert found["slow"].get()
     for name in ("dead", "dead too"):
@@ -60,7 +60,7 @@ def test_what_hangs_is_unreachable_and_the_others_are_answered(gate: threading.E
 def test_the_bounds_run_side_by_side(gate: threading.Event) -> None:
     calls = {str(number): gate.wait for number in range(40)}
     began_s = time.monotonic()
-    found = BoundedCalls().make(calls, dict.fromkeys(calls, 0.25), doing="open")
+    found = BoundedCalls().call_all(calls, dict.fromkeys(calls, 0.25), doing="open")
     assert time.monotonic() - began_s < 40 * 0.25 / 2
     assert all(isinstance(answer.error, UnreachableError) for answer in found.values())
 
@@ -75,12 +75,12 @@ def test_a_tier_is_not_called_again_before_its_last_call_has_returned(
         gate.wait()
         return len(asked)
 
-    assert calls.make({"t": ask}, {"t": SHORT_S}, doing="list")["t"].error is not None
-    again = calls.make({"t": ask}, {"t": SHORT_S}, doing="list")["t"]
+    assert calls.call_all({"t": ask}, {"t": SHORT_S}, doing="list")["t"].error is not None
+    again = calls.call_all({"t": ask}, {"t": SHORT_S}, doing="list")["t"]
     assert isinstance(again.error, UnreachableError)
     assert len(asked) == 1
     gate.set()
-    until(lambda: calls.make({"t": lambda: 7}, {"t": LONG_S}, doing="list")["t"].value == 7)
+    until(lambda: calls.call_all({"t": lambda: 7}, {"t": LONG_S}, doing="list")["t"].value == 7)
 
 
 def test_a_call_that_an_interrupt_left_has_its_time_to_end() -> None:
@@ -99,9 +99,9 @@ def test_a_call_that_an_interrupt_left_has_its_time_to_end() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calls.make({"a": slow}, {"a": LONG_S}, doing="list", heard_s=interrupt)
+        calls.call_all({"a": slow}, {"a": LONG_S}, doing="list", heard_s=interrupt)
     threading.Timer(SHORT_S, ended.set).start()
-    found = calls.make({"a": lambda: "new"}, {"a": LONG_S}, doing="list")
+    found = calls.call_all({"a": lambda: "new"}, {"a": LONG_S}, doing="list")
     assert found["a"].get() == "new"
 
 
@@ -120,8 +120,8 @@ def test_a_call_that_an_interrupt_kept_from_starting_does_not_count_as_under_way
 
     monkeypatch.setattr(threading.Thread, "start", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        calls.make({"a": lambda: asked.append("old")}, {"a": 1.0}, doing="list")
-    found = calls.make({"a": lambda: "new"}, {"a": 1.0}, doing="list")
+        calls.call_all({"a": lambda: asked.append("old")}, {"a": 1.0}, doing="list")
+    found = calls.call_all({"a": lambda: "new"}, {"a": 1.0}, doing="list")
     assert found["a"].get() == "new"
 
 
@@ -132,7 +132,7 @@ def test_what_comes_too_late_is_let_go(gate: threading.Event) -> None:
         gate.wait()
         return "backend"
 
-    found = BoundedCalls().make(
+    found = BoundedCalls().call_all(
         {"t": open_it}, {"t": SHORT_S}, doing="open", too_late=let_go.append
     )
     assert isinstance(found["t"].error, UnreachableError)
@@ -154,12 +154,12 @@ def test_a_tier_that_goes_on_answering_is_waited_for_beyond_the_bound() -> None:
             polls.append(1)
         return len(polls)
 
-    found = BoundedCalls().make({"t": read_all}, {"t": 0.1}, doing="list", heard_s=heard_s)
+    found = BoundedCalls().call_all({"t": read_all}, {"t": 0.1}, doing="list", heard_s=heard_s)
     assert found["t"].get() == 12
 
 
 def test_threads_that_are_left_behind_do_not_hold_up_the_end(gate: threading.Event) -> None:
-    BoundedCalls().make({"t": gate.wait}, {"t": SHORT_S}, doing="open")
+    BoundedCalls().call_all({"t": gate.wait}, {"t": SHORT_S}, doing="open")
     left = [t for t in threading.enumerate() if t.name == "tierfall-call-t"]
     assert left
     assert all(thread.daemon for thread in left)

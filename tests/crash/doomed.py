@@ -144,7 +144,7 @@ def _on(tier: str) -> Callable[..., bool]:
 
 
 def _was_unsealed(region: Region) -> bool:
-    return region.given_up
+    return region.is_discarded
 
 
 def _deletes(tier: str, ending: str) -> Callable[..., bool]:

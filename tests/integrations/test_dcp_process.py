@@ -212,7 +212,7 @@ def test_a_start_that_is_fenced_does_not_wait_to_flush_what_it_finds(
     ckpt = tierfall.open(config)
     dcp.save({"n": 1}, storage_writer=sent(TierWriter(ckpt, step=1)))
     session = ckpt._session
-    session.ask(lambda: session.coordinator._flusher.fence(FencedError("a newer attempt exists")))
+    session.call(lambda: session.coordinator._flusher.fence(FencedError("a newer attempt exists")))
     began = time.monotonic()
     ckpt.close()
     assert time.monotonic() - began < ckpt._config.max_wait_s / 4

@@ -52,7 +52,7 @@ from tierfall.core.types.view import (
 )
 from tierfall.policies.backpressure import Fits, plan_relief, plan_superseding
 from tierfall.policies.cadence import should_save
-from tierfall.policies.drain import drain_in_words, plan_drain
+from tierfall.policies.drain import describe_drain, plan_drain
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import lateness, owed_in_time, plan_flush, still_owed, tiers_owed
 from tierfall.policies.forecast import forecast, loss_bounds
@@ -192,7 +192,7 @@ def _ask_of_all(view: View, what: str, words: list[str], options: dict[str, str]
                 bytes_per_s=_rates(words),
                 left_s=float(words[0]),
             )
-            return [*(_drained(d) for d in decisions), *drain_in_words(decisions)]
+            return [*(_drained(d) for d in decisions), *describe_drain(decisions)]
     raise ValueError(f"no such question: {what}")
 
 
@@ -208,8 +208,8 @@ def _bound(lost: LossClass, bound: LossBound) -> str:
 
 
 def _drained(decision: DrainDecision) -> str:
-    does = "gives way" if decision.gives_way else "goes" if decision.goes else "waits"
-    return f"{does} {decision.checkpoint} {decision.tier}: {decision.prospect}"
+    does = "gives way" if decision.displaced else "goes" if decision.proceeds else "waits"
+    return f"{does} {decision.checkpoint} {decision.tier}: {decision.outlook}"
 
 
 def _plan(view: View, what: str, tier: str, options: dict[str, str]) -> list[str]:
@@ -217,7 +217,7 @@ def _plan(view: View, what: str, tier: str, options: dict[str, str]) -> list[str
         made = plan_eviction(
             view, tier, need_bytes=int(options["need"]), free_bytes=int(options["free"])
         )
-        drops = [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in made.drops]
+        drops = [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in made.deletions]
         return [*drops, f"missing {made.missing_bytes}"] if made.missing_bytes else drops
     if what == "due":
         due_s = next_due_s(view, tier)
@@ -309,7 +309,7 @@ def _checkpoint(words: list[str]) -> CheckpointView:
         abandoned="abandoned" in words,
         pinned="pinned" in words,
         tombstoned="tombstoned" in words,
-        settling="settling" in words,
+        changing="settling" in words,
         copies=copies,
         owed=frozenset(options["owed"].split(",")) if "owed" in options else frozenset(),
         metrics={

@@ -17,7 +17,7 @@ from tierfall.core.types.view import (
     TierRules,
     View,
 )
-from tierfall.policies.drain import drain_in_words, plan_drain
+from tierfall.policies.drain import describe_drain, plan_drain
 
 TIERS = ("nvme", "store")
 KINDS = {"host": TierKind.HOST, "nvme": TierKind.FILE, "store": TierKind.OBJECT}
@@ -82,30 +82,30 @@ def test_plans(view: View, rates: dict[str, float | None], left_s: float) -> Non
     owed = {(c.id, t) for c in view.checkpoints for t in c.owed if c.live}
     assert sorted((d.checkpoint, d.tier) for d in plan) == sorted(owed)
     assert all(by_id[d.checkpoint].state(d.tier) is not CopyState.COMMITTED for d in plan)
-    assert len(drain_in_words(plan)) == len({id for id, _ in owed})
+    assert len(describe_drain(plan)) == len({id for id, _ in owed})
 
     for group in [[d for d in plan if d.tier == t] for t in TIERS]:
         spent_s = 0.0
         for decision in group:
             rest_s = left_s - spent_s
             begun = by_id[decision.checkpoint].state(decision.tier) is CopyState.ARRIVING
-            if decision.prospect is ArrivalOutlook.ARRIVES:
+            if decision.outlook is ArrivalOutlook.ARRIVES:
                 spent_s += seconds(decision, rates)
-                assert decision.goes
-            elif decision.prospect is ArrivalOutlook.UNKNOWN:
-                assert decision.goes
+                assert decision.proceeds
+            elif decision.outlook is ArrivalOutlook.UNKNOWN:
+                assert decision.proceeds
                 assert decision.tier in view.failing or rates[decision.tier] is None
                 assert rest_s > 0
             else:  # what can arrive is never held back
                 assert rest_s <= 0 or seconds(decision, rates) > rest_s
                 arrives = any(
                     d.tier == decision.tier
-                    and d.prospect is ArrivalOutlook.ARRIVES
+                    and d.outlook is ArrivalOutlook.ARRIVES
                     and by_id[d.checkpoint].state(d.tier) is not CopyState.ARRIVING
                     for d in plan
                 )
-                assert decision.gives_way == (begun and arrives)
-                assert decision.goes == (begun and not arrives)
+                assert decision.displaced == (begun and arrives)
+                assert decision.proceeds == (begun and not arrives)
         assert spent_s <= max(left_s, 0.0) * (1 + 1e-9), "more is promised than the time carries"
 
     # what was begun stands before what was not, and of these the newer before the older
@@ -131,4 +131,4 @@ def test_more_time_never_loses_the_newest(left_s: float) -> None:
         ),
     )
     plan = plan_drain(view, bytes_per_s={"store": 10.0}, left_s=left_s)
-    assert (plan[0].checkpoint.step, plan[0].prospect) == (3, ArrivalOutlook.ARRIVES)
+    assert (plan[0].checkpoint.step, plan[0].outlook) == (3, ArrivalOutlook.ARRIVES)

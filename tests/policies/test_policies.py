@@ -188,7 +188,7 @@ def carried_out(view: View, draw: Callable[[int], int]) -> set[Drop]:
                 if d.verdict is Verdict.DROP
             }
         plan = plan_eviction(without(view, dropped), name, need_bytes=10_000, free_bytes=0)
-        dropped |= {(name, d.checkpoint) for d in plan.drops}
+        dropped |= {(name, d.checkpoint) for d in plan.deletions}
     return dropped
 
 
@@ -259,7 +259,7 @@ def test_the_last_of_what_was_left_behind_makes_no_room_while_nothing_live_survi
 
     def dropped(*checkpoints: CheckpointView) -> list[int]:
         view = View(tiers=(nvme, pfs), checkpoints=checkpoints)
-        drops = plan_eviction(view, "pfs", need_bytes=10, free_bytes=0).drops
+        drops = plan_eviction(view, "pfs", need_bytes=10, free_bytes=0).deletions
         return [drop.checkpoint.step for drop in drops]
 
     old = [made(step, 1, "pfs", abandoned=True) for step in (4, 5)]
@@ -284,7 +284,7 @@ def test_the_newest_in_memory_leaves_only_when_it_is_alone_and_durable(view: Vie
     plan = plan_eviction(view, "host", need_bytes=10_000, free_bytes=0)
     held = [c for c in view.checkpoints if c.state("host") is CopyState.SEALED]
     live = [c for c in held if c.live]
-    if live and live[-1].id in {d.checkpoint for d in plan.drops}:
+    if live and live[-1].id in {d.checkpoint for d in plan.deletions}:
         assert len(held) == 1
         assert CopyState.COMMITTED in [copy.state for copy in live[-1].copies.values()]
 
@@ -296,13 +296,13 @@ def test_eviction_takes_no_more_than_is_needed_and_says_what_is_missing(
 ) -> None:
     for tier in view.tiers:
         plan = plan_eviction(view, tier.name, need_bytes=need, free_bytes=free)
-        made = free + sum(d.bytes for d in plan.drops)
+        made = free + sum(d.bytes for d in plan.deletions)
         assert plan.missing_bytes == max(0, need - made)
-        if plan.drops:
-            assert made - plan.drops[-1].bytes < need
+        if plan.deletions:
+            assert made - plan.deletions[-1].bytes < need
         if tier.kind is not TierKind.HOST:
             continue
-        ages = [(of(view, (tier.name, d.checkpoint))[0].live, d.checkpoint) for d in plan.drops]
+        ages = [(of(view, (tier.name, d.checkpoint))[0].live, d.checkpoint) for d in plan.deletions]
         assert ages == sorted(ages)
 
 
@@ -355,7 +355,7 @@ def test_superseding_takes_one_that_lies_in_memory_alone_and_leaves_a_newer_one(
         view,
         restoring=data.draw(st.integers(0, 7)) == 0,
         checkpoints=tuple(
-            replace(c, settling=data.draw(st.integers(0, 7)) == 0) for c in view.checkpoints
+            replace(c, changing=data.draw(st.integers(0, 7)) == 0) for c in view.checkpoints
         ),
     )
     plan = plan_superseding(view, "host", fits=by_bytes(view, "host", need_bytes, free=0))
@@ -367,7 +367,7 @@ def test_superseding_takes_one_that_lies_in_memory_alone_and_leaves_a_newer_one(
         assert copy.state is CopyState.SEALED
         assert gone.owed
         assert not view.restoring
-        assert not any((gone.pinned, gone.settling, gone.tombstoned))
+        assert not any((gone.pinned, gone.changing, gone.tombstoned))
         assert [name for name in gone.copies if gone.readable_on(name)] == ["host"]
         assert CopyState.LEAVING not in [copy.state for copy in gone.copies.values()]
         others = [c for c in view.checkpoints if c.live and c.id != gone.id]

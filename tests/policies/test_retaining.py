@@ -18,7 +18,7 @@ from tierfall.core.types.view import CheckpointView, CopyView, TierRules, TierVi
 from tierfall.policies.eviction import cheapest_first, plan_eviction
 from tierfall.policies.flush import still_owed
 from tierfall.policies.protection import reason_to_keep
-from tierfall.policies.retention import next_due_s, plan_retention, wanted_of
+from tierfall.policies.retention import kept_by_rules, next_due_s, plan_retention
 
 EXAMPLES = settings(max_examples=150, deadline=None)
 
@@ -59,7 +59,7 @@ def test_what_was_planned_is_all_that_goes(view: View) -> None:
 @given(views())
 def test_what_a_rule_wants_stays_and_the_reason_says_so(view: View) -> None:
     for tier in view.tiers[1:]:
-        wanted = wanted_of(view, tier, view.on(tier.name))
+        wanted = kept_by_rules(view, tier, view.on(tier.name))
         for decision in plan_retention(view, tier.name):
             checkpoint, _ = of(view, (tier.name, decision.checkpoint))
             if decision.checkpoint in wanted:
@@ -105,9 +105,9 @@ def test_what_a_rule_wants_is_given_up_after_what_none_wants(
         view = with_rules(view, place.name, rules)
         tier = view.tier(place.name)
         plan = plan_eviction(view, tier.name, need_bytes=need, free_bytes=free)
-        gone = frozenset(d.checkpoint for d in plan.drops)
-        wanted = wanted_of(view, tier, view.on(tier.name))
-        order = [d.checkpoint in wanted for d in plan.drops]
+        gone = frozenset(d.checkpoint for d in plan.deletions)
+        wanted = kept_by_rules(view, tier, view.on(tier.name))
+        order = [d.checkpoint in wanted for d in plan.deletions]
         assert order == sorted(order)
         if any(order):
             for checkpoint in view.on(tier.name):
@@ -126,12 +126,12 @@ def test_above_the_high_watermark_copies_go_until_the_low_one_and_no_further(
         asked = with_tier(view, tier)
         used = asked.used_bytes(tier.name)
         plan = plan_eviction(asked, tier.name, need_bytes=need, free_bytes=capacity - used)
-        left = used - sum(d.bytes for d in plan.drops)
+        left = used - sum(d.bytes for d in plan.deletions)
         if used + need <= min(high * capacity, capacity):
-            assert not plan.drops
-        elif plan.drops:
+            assert not plan.deletions
+        elif plan.deletions:
             goal = low * capacity if used + need > high * capacity else capacity
-            assert left + plan.drops[-1].bytes + need > goal
+            assert left + plan.deletions[-1].bytes + need > goal
         assert plan.missing_bytes == max(0, left + need - capacity)
 
 
@@ -210,7 +210,7 @@ def test_what_would_stay_is_sent(view: View) -> None:
                 c for c in view.checkpoints if c == checkpoint or any(map(c.readable_on, c.copies))
             ]
             assert tier.retain
-            assert checkpoint.id not in wanted_of(view, tier, held)
+            assert checkpoint.id not in kept_by_rules(view, tier, held)
 
 
 def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:

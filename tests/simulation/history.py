@@ -258,7 +258,7 @@ class History:
         """A deadline comes up: what the lanes take changes, and nothing that was promised."""
         until_s = self.world.now_s + self.drains.choice((0.5, 5.0, 50.0))
         self.log.append(f"drain until {until_s:.1f}")
-        self.world.coordinator.draining.begin(self.drains.random(), until_s, self.world.now_s)
+        self.world.coordinator.drain_schedule.begin(self.drains.random(), until_s, self.world.now_s)
 
     def _order(self, kind: CommandKind, id: CheckpointId) -> list[dict[str, BaseException]]:
         self.log.append(f"{kind} {id}")
@@ -272,7 +272,7 @@ class History:
                 self.pinned[id] = self._marked(keys.PIN_MARK, id)
                 self.log.append(f"{id} is pinned on {sorted(self.pinned[id])}")
 
-        self.world.coordinator.post(Command(kind=kind, id=id, wall_time_s=0.0, answer=tell))
+        self.world.coordinator.post(Command(kind=kind, id=id, wall_time_s=0.0, on_answer=tell))
         self.world.step()
         return answer
 
@@ -413,8 +413,8 @@ class History:
     def _go_on_from(self, id: CheckpointId | None) -> None:
         self.log.append(f"attempt {self.world.attempt.number} goes on from {id}")
         self.world.started_from = id
-        self.world.ordinal = 0 if id is None else self._known(self.look())[id].line.ordinal
-        self.world.coordinator.ledger.go_on_from(id, attempt=self.world.attempt.number)
+        self.world.ordinal = 0 if id is None else self._known(self.look())[id].lineage.ordinal
+        self.world.coordinator.ledger.continue_from(id, attempt=self.world.attempt.number)
         self.step = -1 if id is None else id.step
 
     def settle(self) -> None:
@@ -425,7 +425,7 @@ class History:
         while self.captures or self.asked:
             self.capture_on()
             self._work_off()
-        self.world.coordinator.dropper.survey_all()
+        self.world.coordinator.deleter.plan_all_tiers()
         self._work_off()
         self.log.append("settled")
 
@@ -467,8 +467,8 @@ class History:
         for region in self.world.memory.regions:
             if region.sealed:
                 commit = self._read(region.commit())
-                memory.commits[commit.line.checkpoint] = commit
-                memory.marks[commit.line.checkpoint] = set(marks_in(region))
+                memory.commits[commit.lineage.checkpoint] = commit
+                memory.marks[commit.lineage.checkpoint] = set(marks_in(region))
         return found
 
     def _id_of(self, key: str) -> CheckpointId | None:
@@ -509,9 +509,9 @@ class History:
         """Say whether two attempts have the number: one of them counts, and what the other saved is passed over. One
         that has committed nothing may have left something in memory."""
         in_memory = {
-            commit.line.attempt_id
+            commit.lineage.attempt_id
             for commit in self.before["host"].commits.values()
-            if commit.line.checkpoint.attempt == id.attempt
+            if commit.lineage.checkpoint.attempt == id.attempt
         }
         return len(self._lives.get(id.attempt, set()) | in_memory) > 1
 
@@ -567,7 +567,7 @@ class History:
         ids: dict[int, str] = {}
         for tier, held in now.items():
             for id, commit in held.commits.items():
-                other = commit.line.attempt_id
+                other = commit.lineage.attempt_id
                 lives = {ids.setdefault(id.attempt, other), other}
                 assert len(lives) == 1 or lives <= self.world.blind, f"{id} on {tier} is another's"
 
@@ -590,11 +590,11 @@ class History:
                 named = commit.file(keys.manifest_name(SHARD))
                 assert named is not None
                 assert named.digest == sha256(bytes(manifest))
-                assert commit.line.checkpoint == checkpoint
+                assert commit.lineage.checkpoint == checkpoint
                 self._judged[id(image)] = image  # keeps the object, and so its id
         for region in self.world.memory.regions:
             if region.sealed:
-                sealed = self._read(region.commit()).line.checkpoint
+                sealed = self._read(region.commit()).lineage.checkpoint
                 assert bytes(region.image) == self.world.image(sealed), "wrong bytes in memory"
 
     def _check_pins(self, now: dict[str, Held]) -> None:
@@ -707,11 +707,11 @@ class History:
         newer = {i for i in set(known) - self._abandoned(known) - self._tombstoned(now) if i > id}
         assert newer & set(now["host"].commits), f"{id} was the newest in memory"
         for rules in self.world.rules[1:]:
-            if commit.line.ordinal % rules.flush_every or rules.name not in self.world.stores:
+            if commit.lineage.ordinal % rules.flush_every or rules.name not in self.world.stores:
                 continue
             assert any(
                 i in now[other.name].commits
-                or (i in now["host"].commits and not known[i].line.ordinal % other.flush_every)
+                or (i in now["host"].commits and not known[i].lineage.ordinal % other.flush_every)
                 for other in self.world.rules[1:]
                 if RANK[other.survives] >= RANK[rules.survives]
                 for i in newer
@@ -729,7 +729,7 @@ class History:
             for id, marks in held.marks.items()
             if keys.PIN_MARK in marks
         }
-        left_undone = coordinator.left_undone()
+        left_undone = coordinator.owed_copies()
         for id, tier in left_undone:
             free = not (self._is_full(tier, now) or self.is_blocked(tier, id))
             assert not free, f"{id} is still owed to {tier}, which has room"
@@ -748,14 +748,14 @@ class History:
                     entry = coordinator.ledger.entries.get(id)
                     unseen = entry is None or not entry.readable_on(tier)
                     # it waits for a start that can read every tier
-                    postponed = bool(unread) and id in coordinator.dropper.awaited
+                    postponed = bool(unread) and id in coordinator.deleter.awaited
                     kept = unseen or postponed or id in pinned | set(self.pinned)
                     kept |= coordinator.fenced is not None  # another start has its number
                     assert kept, f"{id} should be deleted on {tier}"
             for id in set(now[tier].commits) & self.buried - pinned - set(self.pinned):
                 entry = coordinator.ledger.entries.get(id)
                 unseen = entry is None or not entry.readable_on(tier)
-                postponed = bool(unread) and id in coordinator.dropper.awaited
+                postponed = bool(unread) and id in coordinator.deleter.awaited
                 # the mark may lie beside a record that this start read as damaged: the next one sees it
                 postponed |= entry is not None and not any(
                     keys.TOMBSTONE_MARK in held.marks.get(id, ()) and entry.readable_on(other)
@@ -772,7 +772,7 @@ class History:
             assert told or id in owed, f"whoever waits for {id} waits for ever"
         kept = set(now["host"].commits) & self.buried - pinned - set(self.pinned)
         kept &= self._marked_deleted({tier: now[tier] for tier in now.keys() - unread})
-        kept -= coordinator.dropper.awaited if unread else set()
+        kept -= coordinator.deleter.awaited if unread else set()
         kept -= kept if coordinator.fenced is not None else set()
         assert not kept, f"{kept} was deleted from outside, and is still in memory"
         assert all(region.sealed for region in world.memory.regions), "memory is leaked"
@@ -808,7 +808,7 @@ class History:
             due_there = {
                 id: commit
                 for id, commit in now["host"].commits.items()
-                if id not in gone and commit.line.ordinal % rules.flush_every == 0
+                if id not in gone and commit.lineage.ordinal % rules.flush_every == 0
             }
             both = {**due_there, **{id: now[rules.name].commits[id] for id in there}}
             wanted = self.wants[rules.name].wanted(both, self.world.wall_s)

@@ -21,7 +21,7 @@ from tests.simulation.weather import Outage, Weather
 from tests.simulation.world import IMAGE, Place, Zombie, newest_attempt, objects_on
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.format.records import read_attempt
+from tierfall.core.format.records import parse_attempt_record
 from tierfall.core.scheduler.ledger.tasks import CopyRun, DeleteCopy, Task
 from tierfall.core.types import keys as names
 from tierfall.core.types.errors import TierfallError
@@ -187,7 +187,7 @@ class Hour(History):
         handle = self.world.handles.get(id)
         if handle is None:
             handle = SaveHandle(id, (), in_memory="host")
-            handle.tell_given_up(SaveOutcome.SKIPPED, asked.answer[1])
+            handle.on_given_up(SaveOutcome.SKIPPED, asked.answer[1])
         else:
             self._capture_soon(CAPTURE_PARTS)
             if self._block_next is not None:
@@ -339,7 +339,9 @@ class Hour(History):
         attempt = self.world.attempt
         for tier, disk in self.world.disks.items():
             record = disk._objects.get(names.attempt_key("run", attempt.number))
-            known = attempt.id if record is None else read_attempt(bytes(record), what=tier).id
+            known = (
+                attempt.id if record is None else parse_attempt_record(bytes(record), what=tier).id
+            )
             both_blind = {known, attempt.id} <= self.world.blind
             assert known == attempt.id or both_blind, f"{tier} has another attempt {attempt.number}"
 

@@ -18,7 +18,7 @@ from tests.simulation.noted import Life
 from tests.simulation.rank import Rank, Troubled, Unsynced
 from tests.simulation.world import CommitReader, attempt_of, host_rules
 from tierfall.backends.memory import MemoryBackend
-from tierfall.core.capture.snapshot import Share
+from tierfall.core.capture.snapshot import ReplicaShare
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.messages import Topic
 from tierfall.core.restore.agreement import choose_candidates
@@ -29,7 +29,7 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, WhenFull
 from tierfall.core.types.view import TierRules
-from tierfall.session.start import Start, decide, held_by_all, read_start
+from tierfall.session.start import Start, decide, on_all_ranks, read_start
 
 NODE_TIER = "nvme"
 SHARED_TIER = "pfs"
@@ -51,7 +51,7 @@ class Many:
         max_wait_s: float = 60.0,
         when_full: WhenFull = WhenFull.WAIT,
         codecs: Mapping[str, Codec] | None = None,
-        share: Callable[[CheckpointId, int], Share | None] = lambda id, rank: None,
+        share: Callable[[CheckpointId, int], ReplicaShare | None] = lambda id, rank: None,
         folders: Iterable[str] = (),
     ) -> None:
         """``rules`` are those of the tiers ``nvme``, which each node has for itself, and ``pfs``, which all see;
@@ -137,8 +137,8 @@ class Many:
         host = SimpleNamespace(host=SimpleNamespace(name="host"))
         for rank in self.ranks:
             session = SimpleNamespace(config=host, listings=rank.listings, ranks=rank)
-            rank.ordinal = commit.line.ordinal if commit else 0
-            rank.start(start, held_by_all(cast(Any, session), start))
+            rank.ordinal = commit.lineage.ordinal if commit else 0
+            rank.start(start, on_all_ranks(cast(Any, session), start))
         for rank in self.ranks:
             rank.go_on_from(self.started_from)
         for rank in self.ranks:

@@ -19,7 +19,7 @@ from tests.simulation.rank import CUT, Rank, image_of
 from tests.simulation.wants import draw_wants
 from tests.simulation.world import IMAGE, file_rules, read_image
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Operation
-from tierfall.core.capture.snapshot import Share, Snapshot
+from tierfall.core.capture.snapshot import ReplicaShare, Snapshot
 from tierfall.core.format.commit_files import image_file, without_index
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit
@@ -27,7 +27,7 @@ from tierfall.core.image.dedup import ReplicaDigests
 from tierfall.core.ranks.messages import Topic
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, Task
 from tierfall.core.tensor_index.index import read_index
-from tierfall.core.tensor_index.store import checked_index
+from tierfall.core.tensor_index.store import read_index_bytes
 from tierfall.core.types import keys as names
 from tierfall.core.types.errors import (
     BackendError,
@@ -141,7 +141,7 @@ class ManyHistory:
         }
         self.whole = []
 
-    def _share(self, id: CheckpointId, rank: int) -> Share | None:
+    def _share(self, id: CheckpointId, rank: int) -> ReplicaShare | None:
         """What a rank digested of a checkpoint: now and then one of them has not what the others have."""
         if not self.compares:
             return None
@@ -149,7 +149,7 @@ class ManyHistory:
         odd = draw.randrange(len(self.world.ranks)) if draw.random() < UNLIKE else None
         if odd == rank:
             self.unlike.add(id)
-        return Share(
+        return ReplicaShare(
             structure="s",
             digests=ReplicaDigests(
                 keys=np.array([4, 8], dtype=np.uint64),
@@ -328,7 +328,7 @@ class ManyHistory:
         for rank in self.world.ranks:
             for trouble in rank.troubles.values():
                 if self.draw.random() < 0.5:
-                    trouble.heal()
+                    trouble.stop()
 
     def crash(self) -> None:
         lost = [n for n in sorted(set(self.world.node_of)) if self.draw.random() < 0.15]
@@ -363,7 +363,7 @@ class ManyHistory:
         if heal:
             for rank in self.world.ranks:
                 for trouble in rank.troubles.values():
-                    trouble.heal()
+                    trouble.stop()
         self.world.settle(after_each=self._after)
         while behind := [r for r in self.world.ranks if not self._is_even(self.loops[r.number])]:
             self.train_on(self.draw.choice(behind))
@@ -469,7 +469,7 @@ class ManyHistory:
     def _check_idle(self) -> None:
         for rank in self.world.ranks:
             assert not rank.coordinator.busy(), (
-                f"rank {rank.number} is still busy: {rank.coordinator.left_undone()}"
+                f"rank {rank.number} is still busy: {rank.coordinator.owed_copies()}"
             )
             for entry in rank.coordinator.ledger.entries.values():
                 assert not any(entry.leases.values()), f"{entry.id} is leased for ever"
@@ -499,7 +499,7 @@ class ManyHistory:
         ranks = [r for r in self.world.ranks if tier == SHARED_TIER or r.node == node]
         where = f"{tier} of node {node}: {id}"
         assert id not in self.unlike, f"{where} is a mixture"
-        assert commit.line.checkpoint == id
+        assert commit.lineage.checkpoint == id
         assert commit.world_size == len(self.world.ranks)
         named = {names.parse_shard(file.name) for file in without_index(commit).files}
         assert named == {rank.shard for rank in ranks}, f"{where} names {named}"
@@ -507,7 +507,7 @@ class ManyHistory:
         store = StoredTier(name=tier, run="run", backend=disk)
         if commit.file(names.INDEX_NAME) is not None:
             assert tier == SHARED_TIER, f"{where}: a node has not all manifests"
-            index = read_index(checked_index(store, commit), what=where)
+            index = read_index(read_index_bytes(store, commit), what=where)
             (tensor,) = index.find(f"w{id.step // 3}")
             assert len(index) == 1, where
             assert [block.rank for block in tensor.blocks] == list(range(commit.world_size)), where

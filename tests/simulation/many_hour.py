@@ -166,7 +166,7 @@ class ManyHour(ManyHistory):
             tell=lambda call: call(),
             leave_out=partial(self._leave_out, rank),
         )
-        rank.listeners[TOPIC] = others.hear
+        rank.listeners[TOPIC] = others.on_message
         return Training(
             self.pace,
             random.Random(f"{self.world.seed} {self.world.starts}"),

@@ -25,7 +25,7 @@ from tests.simulation.world import (
     objects_on,
     start_in,
 )
-from tierfall.core.format.records import Commit, read_commit
+from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.types import keys
 from tierfall.core.types.events import SetAside
 from tierfall.core.types.values import CheckpointId
@@ -127,7 +127,7 @@ class Damage:
                     starts.add((attempt, step))
                     lives.setdefault(attempt, set()).add(attempt_id)
         in_memory = {
-            (id, image.region.shard): read_commit(image.region.commit(), what="memory")
+            (id, image.region.shard): parse_commit(image.region.commit(), what="memory")
             for rank in self.world.ranks
             for id, image in images_of(rank.memory)
         }

@@ -15,7 +15,7 @@ from tests.simulation.world import World
 from tierfall.backends.memory import MemoryBackend
 from tierfall.config import Config
 from tierfall.core.format.catalog import Listing
-from tierfall.core.format.records import read_tier
+from tierfall.core.format.records import parse_tier_record
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.values import LossClass
@@ -75,11 +75,13 @@ def remembers(
     if RECORD not in disks[tier]._objects:
         return False
     if machine.data is not None:
-        known = read_tier(machine.data, what="this machine").others.get(tier)
+        known = parse_tier_record(machine.data, what="this machine").others.get(tier)
         if known is not None and (known.shared or known.device is not None):
             return True
     said = [disks[name]._objects.get(RECORD) for name in set(seen) - {tier}]
-    others = [read_tier(bytes(data), what=RECORD).others for data in said if data is not None]
+    others = [
+        parse_tier_record(bytes(data), what=RECORD).others for data in said if data is not None
+    ]
     return any(tier in known and known[tier].shared for known in others)
 
 
@@ -95,7 +97,7 @@ class MountedWorld(World):
     def _open_store(self, name: str, backend: Backend, **more: Any) -> StoredTier:
         assert isinstance(backend, Outage)
         backend.opened()
-        return super()._open_store(name, backend, recognise=backend.recognise, **more)
+        return super()._open_store(name, backend, recognise=backend.set_identity_check, **more)
 
     def remembers(self, tier: str) -> bool:
         """Say whether a start can tell now that a tier is not mounted, by what this machine or another tier keeps."""
@@ -126,4 +128,4 @@ class MountedWorld(World):
 
     def _attempt_taken(self) -> None:
         stored = frozenset(self.stores)
-        self._identities.leave(self.attempt, self._config(), owned=stored, leads=True)
+        self._identities.write_records(self.attempt, self._config(), owned=stored, leads=True)

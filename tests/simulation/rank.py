@@ -63,11 +63,11 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard
 from tierfall.policies import defaults
-from tierfall.session.adopt import note_overtaken, take_over
+from tierfall.session.adopt import adopt_images, note_overtaken
 from tierfall.session.start import FoundAtStart, Start
 from tierfall.setup.attempts import next_number
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.setup.tiers import settle
+from tierfall.setup.tiers import make_durable
 from tierfall.tiers.stored import StoredTier
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Rank:
         self.go_without(missing)
         mine = set(filter(self.owns, self.stores))
         self.listings = tuple(
-            settle(self.stores[x.tier], x) if x.tier in mine and x.error is None else x
+            make_durable(self.stores[x.tier], x) if x.tier in mine and x.error is None else x
             for x in self.listings
         )
 
@@ -184,7 +184,7 @@ class Rank:
             run="run",
             backend=trouble,
             packing=packing(self.world.codecs.get(tier)),
-            recognise=trouble.recognise,
+            recognise=trouble.set_identity_check,
         )
 
     def go_without(self, tiers: Mapping[str, TierfallError]) -> None:
@@ -223,14 +223,14 @@ class Rank:
         answered = {x.tier for x in self.listings if x.error is None}
         for store in reversed([s for s in self.stores.values() if s.name in answered]):
             try:
-                store.take_attempt(attempt)
+                store.create_attempt(attempt)
             except KeyExistsError:
                 return False
             except UnreachableError:
                 continue  # it gets it before its first commit
         owned = frozenset(filter(self.owns, self.world.stored))
         leads = self.world.network.councils[self.number].topology.is_leader
-        self._identities.leave(attempt, self._config, owned=owned, leads=leads)
+        self._identities.write_records(attempt, self._config, owned=owned, leads=leads)
         self.attempt = attempt
         return True
 
@@ -279,10 +279,10 @@ class Rank:
         """Go on from what was restored, of which this rank has read its part."""
         coordinator = self.coordinator
         if id is not None:
-            coordinator.verifier.restored(id, self._read_whole)
-        coordinator.ledger.go_on_from(id, attempt=self.attempt.number)
+            coordinator.verifier.on_restored(id, self._read_whole)
+        coordinator.ledger.continue_from(id, attempt=self.attempt.number)
         for tier, of, error in self._found_damage:
-            there = tier == "host" or self.stores[tier].holds(of)
+            there = tier == "host" or self.stores[tier].is_committed(of)
             coordinator.found_damage(tier, of, str(error), repairable=there)
 
     def start(self, start: Start, held: tuple[Listing, ...]) -> None:
@@ -298,7 +298,7 @@ class Rank:
         ledger.scattered = start.scattered
         ledger.deleted = start.deleted
         ledger.note_partial(x for x in listings if x.tier in start.seen)
-        self.inheritance = take_over(ledger, images_of(self.memory), [], start.inherited)
+        self.inheritance = adopt_images(ledger, images_of(self.memory), [], start.inherited)
         ledger.note_marks(start.marks)
         note_overtaken(ledger, start.overtaken)
         attempt = self.attempt
@@ -312,7 +312,9 @@ class Rank:
         self.coordinator = life.coordinator = Coordinator(
             ledger=ledger,
             lanes={
-                name: LaneLimits(parallel=2, budget_bytes=1 << 20, window=3 if store.packs else 0)
+                name: LaneLimits(
+                    parallel=2, budget_bytes=1 << 20, window=3 if store.is_packed else 0
+                )
                 for name, store in self.stores.items()
             },
             host=self.memory,
@@ -389,7 +391,7 @@ class Rank:
                 image_bytes=IMAGE,
                 records_bytes=0,
                 deadline_s=self.world.now_s + self.world.max_wait_s,
-                answer=lambda region, error: answer.extend((region, error)),
+                on_answer=lambda region, error: answer.extend((region, error)),
             )
         )
         self.step()
@@ -410,7 +412,7 @@ class Rank:
         """A save that was called ends before its capture begins."""
         line = self._line(step)
         handle, _ = self._handle(line)
-        handle.tell_given_up(outcome, error)
+        handle.on_given_up(outcome, error)
         self.coordinator.post(SaveGivenUp(id=line.checkpoint, error=error, outcome=outcome))
         self.step()
         return handle
@@ -427,14 +429,14 @@ class Rank:
         line = self._line(step)
         handle, tiers = self._handle(line)
         snapshot = Snapshot(
-            line=line,
+            lineage=line,
             shard=self.shard,
             geometry=CUT,
             structure=sha256(table_of(line.checkpoint, self.shard)),
             pieces=table_of(line.checkpoint, self.shard),
             region=region,
             handle=handle,
-            filling=None,  # type: ignore[arg-type]
+            copier=None,  # type: ignore[arg-type]
             wall_time_s=self.wall_s,
             node=str(self.node),
             share=self.world.share(line.checkpoint, self.number),
@@ -457,7 +459,7 @@ class Rank:
         image = snapshot.region.image
         ranges = [CUT.chunk_range(index) for index in range(CUT.chunk_count)]
         snapshot.manifest = Manifest(
-            line=snapshot.line,
+            lineage=snapshot.lineage,
             shard=self.shard,
             image_bytes=IMAGE,
             data_start=DATA_START,
@@ -470,7 +472,7 @@ class Rank:
         manifest = keys.manifest_name(self.shard)
         own = CheckpointId(10 * snapshot.id.step + self.number, snapshot.id.attempt)
         snapshot.commit = Commit(  # each rank measures something else; rank 0's counts
-            line=snapshot.line,
+            lineage=snapshot.lineage,
             world_size=self.shard.world_size,
             files=(
                 NamedFile(name=keys.shard_name(self.shard), bytes=IMAGE, digest=None),
@@ -483,7 +485,7 @@ class Rank:
         )
         if snapshot.share is None:
             snapshot.region.seal(manifest=data, commit=snapshot.commit.encode())
-            snapshot.handle.tell_captured()
+            snapshot.handle.on_captured()
         self.coordinator.post(CaptureSealed(id=snapshot.id))
 
     def fail_capture(self, snapshot: Snapshot, error: BaseException) -> None:
@@ -501,7 +503,7 @@ class Rank:
     def order(self, kind: CommandKind, id: CheckpointId) -> list[dict[str, BaseException]]:
         """Give an order; its answer is appended once there is one."""
         answer: list[dict[str, BaseException]] = []
-        order = Command(kind=kind, id=id, wall_time_s=self.world.now_s, answer=answer.append)
+        order = Command(kind=kind, id=id, wall_time_s=self.world.now_s, on_answer=answer.append)
         self.coordinator.post(order)
         self.step()
         return answer

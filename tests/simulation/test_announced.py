@@ -42,7 +42,7 @@ class Council:
         for wire in self._wires:
             wire.append(DecisionAnnounced(topic=topic, body=body))
 
-    def tell(self, topic: Any, body: Any) -> None:
+    def report(self, topic: Any, body: Any) -> None:
         self._wires[0].append(RankReported(topic=topic, body=body, rank=self.topology.rank))
 
 
@@ -70,12 +70,12 @@ class Rank:
 
     def train(self) -> None:
         self.step += 1
-        if self.cadence.wants(self.step):
+        if self.cadence.is_due(self.step):
             self.saved.append(self.step)
             handle = SaveHandle(CheckpointId(self.step, 1), (), in_memory="host")
-            handle.tell_begun(bytes=1, lazy=True, blocked_s=0.5)
-            handle.tell_captured()
-            self.cadence.saved(handle)
+            handle.on_begun(bytes=1, lazy=True, blocked_s=0.5)
+            handle.on_captured()
+            self.cadence.on_saved(handle)
 
 
 class Job:
@@ -95,7 +95,7 @@ class Job:
             least = min(rank.step for rank in self.ranks)
             able = [r for r in self.ranks if r.step < STEPS and r.step <= least + self.drift]
             if self.random.random() < 0.01:
-                self.random.choice(self.ranks).cadence.ask("SIGTERM")
+                self.random.choice(self.ranks).cadence.request("SIGTERM")
             if self.random.random() < self.slowness:
                 self.random.choice(able).train()
             else:
@@ -109,7 +109,7 @@ class Job:
 
     def _deliver(self, rank: int) -> None:
         if self.wires[rank]:
-            self.ranks[rank].steps.hear(self.wires[rank].popleft())
+            self.ranks[rank].steps.on_message(self.wires[rank].popleft())
 
 
 @pytest.mark.parametrize("drift", [0, 1, 40])

@@ -68,7 +68,7 @@ def forget_a_pin(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "reason_to_keep", reason_to_keep)
     patch.setattr("tierfall.policies.retention.reason_to_keep", reason_to_keep)
     for module in (deleter, deletion):
-        patch.setattr(module, "stops_drop", lambda marks, *, tombstoned: False)
+        patch.setattr(module, "prevents_deletion", lambda marks, *, tombstoned: False)
 
 
 def count_uncommitted_ones(patch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def decide_per_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(deleter.Deleter, "plans", True)
     patch.setattr(Coordinator, "read_marks", Coordinator.dispatch)
     patch.setattr(Coordinator, "read_marks_first", lambda self, task: False)
-    patch.setattr(Commits, "has_dropped", lambda self, task: None)
+    patch.setattr(Commits, "on_deleted", lambda self, task: None)
 
 
 def save_twice_as_often(patch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def save_twice_as_often(patch: pytest.MonkeyPatch) -> None:
 
 def save_at_once(patch: pytest.MonkeyPatch) -> None:
     """Rank 0 saves the step that it is at, which others may have passed."""
-    patch.setattr(AnnouncedSteps, "ahead_steps", lambda self, pace_s: 0)
+    patch.setattr(AnnouncedSteps, "lead_steps", lambda self, pace_s: 0)
 
 
 def keep_the_turn_of_a_copy_that_fails(patch: pytest.MonkeyPatch) -> None:
@@ -137,8 +137,8 @@ def blame_a_copy_for_its_tier(patch: pytest.MonkeyPatch) -> None:
         real(failures, arrivals, lasts=lasts)
         failures.others_came = failures.count
 
-    real = CopyFailures.note
-    patch.setattr(CopyFailures, "note", note)
+    real = CopyFailures.record
+    patch.setattr(CopyFailures, "record", note)
 
 
 def forget_what_was_set_aside(patch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ class Training:
 
     def go_on_from(self, step: int) -> None:
         """A restore: the next step is the one after that."""
-        self.cadence.go_on_from(step)
+        self.cadence.continue_from(step)
         self.watch.go_back(step, self._clock.now_s)
         self.step = step
         self._saving = None
@@ -119,8 +119,8 @@ class Training:
         now_s = self._clock.now_s
         self.step += 1
         if self._saving is not None:
-            self._saving.tell_waited(now_s - self.due_s)
-        wanted = self.cadence.wants(self.step)
+            self._saving.add_blocked(now_s - self.due_s)
+        wanted = self.cadence.is_due(self.step)
         bare = not is_slowed and not self._is_slowed
         self.watch.step(self.step, self._step_s, now_s, wanted=wanted, bare=bare)
         if self._saving is not None:
@@ -139,7 +139,7 @@ class Training:
         if handle.exception() is None:
             held_s = self.pace.blocked_s
             waited_s = self._clock.now_s - self._asked_s
-            handle.tell_begun(bytes=image_bytes, lazy=True, blocked_s=waited_s + held_s)
+            handle.on_begun(bytes=image_bytes, lazy=True, blocked_s=waited_s + held_s)
         self._saving = handle
-        self.cadence.saved(handle)
+        self.cadence.on_saved(handle)
         self.begin_step(is_slowed=False, after_s=held_s)

@@ -28,7 +28,7 @@ class Weather(Faulty):
     def opened(self) -> None:
         """Another process opens it."""
 
-    def recognise(self, key: str, is_same: Callable[[bytes], bool]) -> None:
+    def set_identity_check(self, key: str, is_same: Callable[[bytes], bool]) -> None:
         """It is always the same."""
 
     @property
@@ -53,13 +53,13 @@ class Weather(Faulty):
         super().note_published(key, synced=synced or key in self._replacing)
 
     @contextmanager
-    def striking(
+    def inject(
         self, operation: Operation, key: str, size_bytes: int = 0
     ) -> Iterator[Mapping[FaultKind, Fault]]:
         if not self.bad:
             yield {}
             return
-        with super().striking(operation, key, size_bytes) as faults:
+        with super().inject(operation, key, size_bytes) as faults:
             yield faults
 
 
@@ -102,7 +102,7 @@ class Outage(Weather):
         self._open, self._same = self._now, None
         self._inner = self.disk if self.mounted else MemoryBackend(place=self.disk.place)
 
-    def recognise(self, key: str, is_same: Callable[[bytes], bool]) -> None:
+    def set_identity_check(self, key: str, is_same: Callable[[bytes], bool]) -> None:
         self._same = key, is_same
 
     @property
@@ -140,7 +140,7 @@ class Outage(Weather):
         return writer
 
     @contextmanager
-    def striking(
+    def inject(
         self, operation: Operation, key: str, size_bytes: int = 0
     ) -> Iterator[Mapping[FaultKind, Fault]]:
         if self.down and self.mounted:  # the empty folder below a mount always answers
@@ -155,7 +155,7 @@ class Outage(Weather):
         if in_folder and self._syncs.random() < self.sync_fails:
             yield {FaultKind.UNSYNCED: UNSYNCED}
             return
-        with super().striking(operation, key, size_bytes) as faults:
+        with super().inject(operation, key, size_bytes) as faults:
             yield faults
 
 

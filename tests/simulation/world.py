@@ -32,9 +32,9 @@ from tierfall.core.format.records import (
     Lineage,
     Manifest,
     NamedFile,
-    read_commit,
-    read_manifest,
-    read_mark,
+    parse_commit,
+    parse_manifest,
+    parse_mark,
 )
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -56,8 +56,8 @@ from tierfall.core.types.values import (
 )
 from tierfall.core.types.view import TierRules
 from tierfall.policies import defaults
-from tierfall.session.adopt import take_over
-from tierfall.setup.tiers import settle
+from tierfall.session.adopt import adopt_images
+from tierfall.setup.tiers import make_durable
 from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
 
@@ -79,7 +79,7 @@ def packing(codec: Codec | None) -> Packing | None:
 
 def read_image(store: StoredTier, commit: Commit, shard: Shard = SHARD) -> bytes:
     """Read a whole image from a tier, chunk by chunk, each held against its digest."""
-    image: Image = StoredImage(store, commit.line.checkpoint, shard)
+    image: Image = StoredImage(store, commit.lineage.checkpoint, shard)
     manifest = checked_manifest(image, commit, shard)
     image = unpacked(image, commit, manifest)
     data = bytearray()
@@ -103,14 +103,14 @@ class CommitReader:
 
     def read(self, data: Any) -> Commit:
         if id(data) not in self._read:
-            self._read[id(data)] = (data, read_commit(bytes(data), what="a commit record"))
+            self._read[id(data)] = (data, parse_commit(bytes(data), what="a commit record"))
         return self._read[id(data)][1]
 
 
 @lru_cache(maxsize=64)
 def commit_in_memory(data: bytes) -> Commit:
     """Read a commit record in memory, which a simulation looks at after each event."""
-    return read_commit(data, what="memory")
+    return parse_commit(data, what="memory")
 
 
 class FakeRegion:
@@ -142,7 +142,7 @@ class FakeRegion:
     @property
     def shard(self) -> Shard:
         """Whose image it is."""
-        return read_manifest(self.manifest(), what="memory").shard
+        return parse_manifest(self.manifest(), what="memory").shard
 
     def manifest(self) -> bytes:
         return self._records[0]
@@ -213,7 +213,7 @@ def file_rules(
 def images_of(memory: FakeMemory) -> list[tuple[CheckpointId, Any]]:
     """The sealed images in memory, as tiers.host has them."""
     return [
-        (commit_in_memory(region.commit()).line.checkpoint, SimpleNamespace(region=region))
+        (commit_in_memory(region.commit()).lineage.checkpoint, SimpleNamespace(region=region))
         for region in memory.regions
         if region.sealed
     ]
@@ -223,7 +223,7 @@ def found_in(region: FakeRegion) -> FoundCopy:
     """What a listing says of a sealed image in memory."""
     commit = commit_in_memory(region.commit())
     return FoundCopy(
-        id=commit.line.checkpoint,
+        id=commit.lineage.checkpoint,
         state=CopyState.SEALED,
         bytes=IMAGE,
         commit=commit,
@@ -235,7 +235,7 @@ def marks_in(region: FakeRegion) -> frozenset[str]:
     """The marks of an image in memory: a pin, unless it was taken away again, and any others."""
     marks: set[str] = set()
     for data in region.marks():
-        name = read_mark(data, what="memory").name
+        name = parse_mark(data, what="memory").name
         marks = marks - {keys.PIN_MARK} if name == "unpin" else marks | {name}
     return frozenset(marks)
 
@@ -316,7 +316,7 @@ class World:
         ledger = Ledger(self.rules, "host")
         ledger.set_clock(now_s=self.now_s, wall_time_s=self.wall_s)
         ledger.load(merge(everything), everything)
-        take_over(ledger, held, [], ())
+        adopt_images(ledger, held, [], ())
         tasks: list[Task] = []  # a zombie's go on to come here, once another process has its own
         self.tasks = tasks
         self.runner = TaskRunner(
@@ -344,7 +344,7 @@ class World:
         return tuple(
             Listing(tier=store.name, error=UnreachableError("on purpose"))
             if store.name in unread
-            else settle(store, store.list())
+            else make_durable(store, store.list())
             for store in self.stores.values()
         )
 
@@ -356,7 +356,7 @@ class World:
         """Leave the attempt's record on these tiers, with a number above where one of them has another's."""
         for store in stores:
             try:
-                store.take_attempt(self.attempt)
+                store.create_attempt(self.attempt)
             except UnreachableError:
                 continue  # it gets it before its first commit
             except KeyExistsError:
@@ -378,8 +378,8 @@ class World:
         return LaneLimits(
             parallel=2,
             budget_bytes=1 << 20,
-            window=3 if store.packs else 0,
-            run_bytes_min=0 if store.packs else self.run_bytes_min,
+            window=3 if store.is_packed else 0,
+            run_bytes_min=0 if store.is_packed else self.run_bytes_min,
         )
 
     def take_other_memory(self) -> None:
@@ -416,7 +416,7 @@ class World:
                 image_bytes=image_bytes,
                 records_bytes=records_bytes,
                 deadline_s=self.now_s + self.max_wait_s,
-                answer=lambda region, error: answer.extend((region, error)),
+                on_answer=lambda region, error: answer.extend((region, error)),
             )
         )
         self.step()
@@ -438,14 +438,14 @@ class World:
         handle = SaveHandle(id, tiers, in_memory="host", clock=lambda: self.now_s)
         self.handles[id] = handle
         snapshot = Snapshot(
-            line=line,
+            lineage=line,
             shard=SHARD,
             geometry=Geometry(image_bytes=IMAGE, data_start=DATA_START, chunk_bytes=CHUNK),
             structure="s",
             pieces=Spliced(b"[]"),
             region=region,
             handle=handle,
-            filling=None,  # type: ignore[arg-type]
+            copier=None,  # type: ignore[arg-type]
             wall_time_s=self.now_s,
             node="n",
         )
@@ -465,7 +465,7 @@ class World:
             start, end = cut.chunk_range(index)
             digests.append(chunk_digest(image[start:end]))
         manifest = Manifest(
-            line=snapshot.line,
+            lineage=snapshot.lineage,
             shard=SHARD,
             image_bytes=IMAGE,
             data_start=DATA_START,
@@ -477,7 +477,7 @@ class World:
         data = manifest.encode()
         snapshot.manifest = manifest
         snapshot.commit = Commit(
-            line=snapshot.line,
+            lineage=snapshot.lineage,
             world_size=1,
             files=(
                 NamedFile(name=keys.shard_name(SHARD), bytes=IMAGE, digest=None),
@@ -489,7 +489,7 @@ class World:
             tags=tags_of(snapshot.id),
         )
         snapshot.region.seal(manifest=data, commit=snapshot.commit.encode())
-        snapshot.handle.tell_captured()
+        snapshot.handle.on_captured()
         self.advance(snapshot, cut.chunk_count)
         self.coordinator.post(CaptureSealed(id=snapshot.id))
 
@@ -547,7 +547,7 @@ class World:
 
     def order(self, kind: CommandKind, id: CheckpointId) -> dict[str, BaseException]:
         answer: list[dict[str, BaseException]] = []
-        self.coordinator.post(Command(kind=kind, id=id, wall_time_s=0.0, answer=answer.append))
+        self.coordinator.post(Command(kind=kind, id=id, wall_time_s=0.0, on_answer=answer.append))
         self.settle()
         assert answer, f"{kind} of {id} was not answered"
         return answer[0]
@@ -640,8 +640,8 @@ def abandoned(
     tiers keep of it, which ``starts`` are, when those are gone."""
     starts = set(starts)
     for commit in known.values():
-        start = commit.line.started_from
-        starts.add((commit.line.checkpoint.attempt, -1 if start is None else start.step))
+        start = commit.lineage.started_from
+        starts.add((commit.lineage.checkpoint.attempt, -1 if start is None else start.step))
     return {
         id
         for id in known
@@ -653,7 +653,7 @@ def image_key(commit: Commit, shard: Shard = SHARD) -> str:
     """The key of a shard's image, as a commit record names it."""
     file = image_file(commit, shard)
     assert file is not None
-    return keys.step_prefix("run", commit.line.checkpoint) + file.file.name
+    return keys.step_prefix("run", commit.lineage.checkpoint) + file.file.name
 
 
 def flip_bit(disk: MemoryBackend, key: str, draw: random.Random) -> object:

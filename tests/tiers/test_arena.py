@@ -200,7 +200,7 @@ def test_region_goes_through_its_states_once(path: Path) -> None:
         region.seal(manifest=b"m", commit=b"c")
     region.release()
     region.release()
-    assert region.given_up
+    assert region.is_discarded
     assert not region.sealed
     for late in (
         region.manifest,
@@ -223,7 +223,7 @@ def test_what_is_unsealed_is_readable_here_and_nowhere_else(path: Path) -> None:
     region.add_mark(b"pin")
     free_bytes = arena.free_bytes
     region.unseal()
-    assert (region.sealed, region.given_up) == (False, True)
+    assert (region.sealed, region.is_discarded) == (False, True)
     assert region.image == b"given up"
     assert arena.free_bytes == free_bytes, "nobody else may write there yet"
     for late in (

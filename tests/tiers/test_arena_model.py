@@ -59,7 +59,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         self.living[region] = {"pages": pages, "image": data, "room": records, "view": region.image}
 
     def some(self, data: Any, *, sealed: bool) -> Region:
-        fit = [r for r in self.living if r.sealed == sealed and not r.given_up]
+        fit = [r for r in self.living if r.sealed == sealed and not r.is_discarded]
         return data.draw(st.sampled_from(fit))  # type: ignore[no-any-return]
 
     @precondition(lambda self: any(not (r.sealed or r.given_up) for r in self.living))

@@ -30,13 +30,13 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_anew(arena: Arena) -> None:
     """Make the file anew, as whoever looks after it does."""
     assert arena.unlock_pages()
-    while not arena.file_is_there():
-        assert arena.renew_file()
+    while not arena.file_exists():
+        assert arena.recreate_file()
 
 
 def move_what_can_be(arena: Arena) -> None:
-    while arena.renew_file():
-        assert not arena.file_is_there()
+    while arena.recreate_file():
+        assert not arena.file_exists()
 
 
 def left_in(path: Path) -> dict[bytes, tuple[bytes, tuple[bytes, ...]]]:
@@ -53,9 +53,9 @@ def test_images_and_marks_are_in_the_new_file_and_views_stay(path: Path) -> None
     first = add(arena, b"a" * MIB, b"first")
     first.add_mark(b"pin")
     view, tensor = first.image, first.tensor()
-    assert arena.file_is_there()
+    assert arena.file_exists()
     path.unlink()
-    assert not arena.file_is_there()
+    assert not arena.file_exists()
     make_anew(arena)
     assert bytes(view) == b"a" * MIB
     assert bool((tensor == ord("a")).all())
@@ -109,13 +109,13 @@ def test_images_that_are_filled_by_turns_do_not_hold_it_up(path: Path) -> None:
         filling.image[:] = bytes([turn]) * MIB
         following = arena.allocate(image_bytes=MIB, records_bytes=100)
         filling.seal(manifest=b"%d" % turn, commit=b"")
-        while not arena.file_is_there() and arena.renew_file():
+        while not arena.file_exists() and arena.recreate_file():
             pass
         sealed: Region = filling
         filling = following
         if turn < 2:
             sealed.release()
-    assert arena.file_is_there()
+    assert arena.file_exists()
     assert left_in(path) == {b"2": (bytes([2]) * MIB, ())}
     arena.close(keep=False)
 
@@ -156,8 +156,8 @@ def test_a_growth_in_the_middle_is_refused_and_nothing_is_lost(path: Path) -> No
     arena = create(path, CAPACITY)
     add(arena, b"a" * MIB, b"first")
     path.unlink()
-    assert arena.renew_file()
-    assert arena.renewing
+    assert arena.recreate_file()
+    assert arena.is_recreating
     with pytest.raises(CapacityError, match="being made anew"):
         arena.grow(2 * CAPACITY)
     make_anew(arena)
@@ -172,9 +172,9 @@ def test_another_file_of_that_name_is_left_as_it_is(path: Path) -> None:
     path.unlink()
     other = create(path)
     add(other, b"b" * 100, b"theirs")
-    assert not arena.file_is_there()
+    assert not arena.file_exists()
     with pytest.raises(ConfigError, match="another one has its name by now; it is left as it is"):
-        arena.renew_file()
+        arena.recreate_file()
     assert bytes(region.image) == b"a" * MIB
     arena.close(keep=False)
     assert left_in(path) == {b"theirs": (b"b" * 100, ())}
@@ -185,7 +185,7 @@ def test_another_file_that_comes_in_the_middle_is_left_too(path: Path) -> None:
     arena = create(path, CAPACITY)
     region = add(arena, b"a" * MIB, b"first")
     path.unlink()
-    assert arena.renew_file()
+    assert arena.recreate_file()
     other = create(path)
     with pytest.raises(TierfallError):
         move_what_can_be(arena)
@@ -202,7 +202,7 @@ def test_a_file_that_is_removed_again_and_again(path: Path) -> None:
     for _ in range(2):
         shutil.rmtree(path.parent)
         path.parent.mkdir()
-        assert arena.renew_file()
+        assert arena.recreate_file()
         shutil.rmtree(path.parent)
         path.parent.mkdir()
         with pytest.raises(TierfallError):
@@ -216,12 +216,12 @@ def test_an_arena_that_is_closed_in_the_middle_leaves_nothing(path: Path) -> Non
     before = len(os.listdir("/proc/self/fd"))
     arena = create(path, CAPACITY)
     path.unlink()
-    assert arena.renew_file()
+    assert arena.recreate_file()
     assert os.listdir(path.parent) != []
     arena.close(keep=True)
     assert os.listdir(path.parent) == []
-    assert arena.file_is_there()  # nobody misses it
-    assert not arena.renew_file()
+    assert arena.file_exists()  # nobody misses it
+    assert not arena.recreate_file()
     del arena
     assert len(os.listdir("/proc/self/fd")) <= before
 
@@ -287,7 +287,7 @@ def test_a_folder_on_a_disk_does_not_take_the_place_of_memory(
     shutil.rmtree(path.parent)
     path.parent.symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="is not in memory; mount it again"):
-        arena.renew_file()
+        arena.recreate_file()
     assert os.listdir(tmp_path) == []
     arena.close(keep=False)
     path.parent.unlink()
@@ -328,6 +328,6 @@ def test_a_file_that_is_in_use_does_not_look_old(path: Path) -> None:
     old_s = time.time() - 11 * 24 * 3600
     os.utime(path, (old_s, old_s))
     add(arena, b"a" * MIB)
-    assert arena.file_is_there()
+    assert arena.file_exists()
     assert time.time() - path.stat().st_mtime < 3600
     arena.close(keep=False)

@@ -23,7 +23,7 @@ RECORDS_BYTES = 8 * KIB
 
 def commit_of(step: int, run: str = "gpt") -> Commit:
     return Commit(
-        line=Lineage(
+        lineage=Lineage(
             run=run,
             checkpoint=CheckpointId(step, 1),
             attempt_id="a" * 32,
@@ -100,13 +100,13 @@ def test_left_to_itself_it_takes_room_for_two_images(folder: Path) -> None:
 
 def test_a_capacity_that_is_said_is_taken_at_once_where_asked(folder: Path) -> None:
     host = host_in(folder, capacity_bytes=MIB)
-    host.create_now()
+    host.allocate_now()
     assert host.capacity_bytes == MIB
     host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
     assert host.capacity_bytes == MIB
     host.close(keep=False)
     other = host_in(folder)
-    other.create_now()  # its size is not known yet
+    other.allocate_now()  # its size is not known yet
     assert other.capacity_bytes == 0
 
 
@@ -304,7 +304,7 @@ def test_a_file_in_the_way_that_is_no_arena_is_never_overwritten(folder: Path) -
     with pytest.raises((ConfigError, IntegrityError)):
         host.attach()
     with pytest.raises(ConfigError):
-        host.create_now()
+        host.allocate_now()
     assert path.read_bytes() == b"mine"
 
 

@@ -107,7 +107,7 @@ def writer_to(
 
 def put(writer: PackedImageWriter, index: int) -> None:
     start, end = MANIFEST.chunk_range(index)
-    writer.put(index, start, memoryview(IMAGE)[start:end])
+    writer.write_chunks(index, start, memoryview(IMAGE)[start:end])
 
 
 def windowed(count: int, window: int, seed: int) -> Iterator[int]:
@@ -200,9 +200,9 @@ def test_a_part_that_could_not_be_sent_is_sent_by_whoever_comes_next(
             put(writer, index)
         except UnreachableError:
             failed += 1
-            assert writer.took(index), "it was packed; only the sending failed"
+            assert writer.has_chunk(index), "it was packed; only the sending failed"
             if draw.random() < 0.5:
-                writer.send()
+                writer.flush()
     assert failed > 3
     place.failures.append(UnreachableError("on purpose"))
     with pytest.raises(UnreachableError):
@@ -229,10 +229,10 @@ def test_an_outage_holds_no_thread_and_no_more_than_the_bound(place: Place) -> N
         except UnreachableError:
             taken += 1
     assert taken
-    assert all(writer.took(index) for index in range(how.window))
+    assert all(writer.has_chunk(index) for index in range(how.window))
     assert writer._stream.parts_out <= how.parallel
     place.failures.clear()
-    writer.send()
+    writer.flush()
     for index in range(how.window, CUT.chunk_count):
         put(writer, index)
     writer.finish(MANIFEST)
@@ -290,7 +290,7 @@ def test_an_image_smaller_than_a_part_needs_no_more_than_it_is(place: Place) -> 
     writer = writer_to(place, packing(Codec.ZSTD), manifest=manifest, part_bytes_min=5 << 20)
     for index in range(manifest.chunk_count):
         start, end = manifest.chunk_range(index)
-        writer.put(index, start, memoryview(image)[start:end])
+        writer.write_chunks(index, start, memoryview(image)[start:end])
     writer.finish(manifest)
     assert len(place.writes) == 1
     packed = read_frame_table(place.records[0], manifest, what="x")
@@ -330,6 +330,6 @@ def test_the_bound_holds_for_what_does_not_compress(place: Place) -> None:
     writer = writer_to(place, how, manifest=manifest)
     for index in range(manifest.chunk_count):
         start, end = manifest.chunk_range(index)
-        writer.put(index, start, memoryview(noise)[start:end])
+        writer.write_chunks(index, start, memoryview(noise)[start:end])
     writer.finish(manifest)
     assert len(noise) < len(place.stored()) <= place.bound

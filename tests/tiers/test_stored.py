@@ -50,7 +50,7 @@ def attempt(number: int = 1, identity: str = "a") -> Attempt:
 
 def commit_of(step: int, number: int = 1, identity: str = "a") -> Commit:
     return Commit(
-        line=Lineage(
+        lineage=Lineage(
             run="run",
             checkpoint=CheckpointId(step, number),
             attempt_id=identity * 32,
@@ -69,7 +69,7 @@ def commit_of(step: int, number: int = 1, identity: str = "a") -> Commit:
 
 def manifest_of(step: int, number: int = 1) -> Manifest:
     return Manifest(
-        line=commit_of(step, number).line,
+        lineage=commit_of(step, number).lineage,
         shard=SHARD,
         image_bytes=CUT.image_bytes,
         data_start=CUT.data_start,
@@ -96,7 +96,7 @@ def disk() -> MemoryBackend:
 @pytest.fixture
 def tier(disk: MemoryBackend) -> StoredTier:
     tier = tier_on(disk)
-    tier.take_attempt(attempt())
+    tier.create_attempt(attempt())
     return tier
 
 
@@ -114,7 +114,7 @@ def put(disk: MemoryBackend, key: str, data: bytes) -> None:
 def write_image(tier: StoredTier, step: int, number: int = 1) -> None:
     id = CheckpointId(step, number)
     writer = tier.create_shard(id, SHARD, CUT, Spliced(b"[]"))
-    writer.put(0, 0, memoryview(IMAGE))
+    writer.write_chunks(0, 0, memoryview(IMAGE))
     assert writer.finish(manifest_of(step, number)) == ()
     tier.write_manifest(id, SHARD, b"manifest")
 
@@ -135,7 +135,7 @@ def steps(tier: StoredTier) -> list[str]:
 
 def test_files_lie_where_the_names_say(tier: StoredTier, disk: MemoryBackend) -> None:
     commit(tier, 400, marks=[mark(400)])
-    tier.name_latest(CheckpointId(400, 1))
+    tier.write_latest(CheckpointId(400, 1))
     folder = "step-00000400-a0001/"
     assert keys(disk) == [
         "attempts/a0001.json",
@@ -153,11 +153,11 @@ def test_without_a_commit_record_nothing_exists(tier: StoredTier) -> None:
     listing = tier.list()
     assert listing.copies == ()
     assert listing.unfinished == {CheckpointId(1, 1): len(IMAGE) + 8}
-    assert not tier.holds(CheckpointId(1, 1))
+    assert not tier.is_committed(CheckpointId(1, 1))
     commit(tier, 1)
     listing = tier.list()
     assert listing.unfinished == {}
-    assert tier.holds(CheckpointId(1, 1))
+    assert tier.is_committed(CheckpointId(1, 1))
     (copy,) = listing.copies
     assert copy.state is CopyState.COMMITTED
     assert copy.commit == commit_of(1)
@@ -225,12 +225,12 @@ def test_a_record_whose_last_fsync_failed_is_believed_once_it_was_written_anew(
     write_image(tier, 1)
     with pytest.raises(BackendError, match="may not survive a power cut"):
         tier.commit(commit_of(1), attempt=attempt())
-    assert tier.holds(CheckpointId(1, 1)), "it is visible"
+    assert tier.is_committed(CheckpointId(1, 1)), "it is visible"
     for _ in range(times):
         with suppress(BackendError):
             tier.commit(commit_of(1), attempt=attempt())
             break
-    assert len(faulty.struck) == times
+    assert len(faulty.injected) == times
     assert faulty.cut_power() == ()
     assert steps(tier) == ["1@1"]
 
@@ -247,12 +247,12 @@ def test_a_record_that_was_found_is_settled_once(disk: MemoryBackend) -> None:
     faulty = Noting(disk, seed=0, plan=unsynced(disk, "", 0)._plan)
     tier = tier_on(faulty)
     for _ in range(3):
-        tier.settle(CheckpointId(1, 1))
+        tier.sync_commit(CheckpointId(1, 1))
     assert synced == ["run/step-00000001-a0001"]
     commit(tier, 2)
-    tier.settle(CheckpointId(2, 1))
+    tier.sync_commit(CheckpointId(2, 1))
     assert len(synced) == 1, "what it committed itself is durable"
-    tier_on(disk).settle(CheckpointId(1, 1))  # where whatever is visible is durable
+    tier_on(disk).sync_commit(CheckpointId(1, 1))  # where whatever is visible is durable
 
 
 def test_after_a_failed_sync_a_record_is_put_there_anew(disk: MemoryBackend) -> None:
@@ -264,9 +264,9 @@ def test_after_a_failed_sync_a_record_is_put_there_anew(disk: MemoryBackend) -> 
     before = disk._objects[record]
     tier = tier_on(faulty)
     with pytest.raises(BackendError):
-        tier.settle(CheckpointId(1, 1))
+        tier.sync_commit(CheckpointId(1, 1))
     assert disk._objects[record] is before
-    tier.settle(CheckpointId(1, 1))
+    tier.sync_commit(CheckpointId(1, 1))
     assert disk._objects[record] is not before
     assert disk._objects[record] == before
 
@@ -345,7 +345,7 @@ def test_a_checkpoint_that_is_dropped_while_it_is_listed_is_not_there(
     class Dropping(MemoryBackend):
         def read_into(self, key: str, offset: int, view: memoryview) -> None:
             if key.endswith("step-00000001-a0001/commit.json"):
-                tier.drop(CheckpointId(1, 1), attempt=None)
+                tier.delete(CheckpointId(1, 1), attempt=None)
             super().read_into(key, offset, view)
 
     racing = Dropping("disk")
@@ -479,13 +479,13 @@ def test_latest_is_a_hint_that_may_be_missing_or_nonsense(
     tier: StoredTier, disk: MemoryBackend
 ) -> None:
     assert tier.read_latest() is None
-    tier.name_latest(CheckpointId(7, 3))
+    tier.write_latest(CheckpointId(7, 3))
     assert bytes(disk._objects["run/latest"]) == b"step-00000007-a0003\n"
     assert tier.read_latest() == CheckpointId(7, 3)
     put(disk, "latest", b"\xff\xfe")
     assert tier.read_latest() is None
-    tier.forget_latest()
-    tier.forget_latest()
+    tier.delete_latest()
+    tier.delete_latest()
     assert tier.read_latest() is None
 
 
@@ -504,10 +504,10 @@ def test_a_file_where_the_folder_of_a_step_is_to_be_is_named(
 
 
 def test_one_number_has_one_owner(tier: StoredTier) -> None:
-    tier.take_attempt(attempt())  # again, after a lost answer
+    tier.create_attempt(attempt())  # again, after a lost answer
     with pytest.raises(KeyExistsError):
-        tier.take_attempt(attempt(identity="b"))
-    tier.take_attempt(attempt(2, "b"))
+        tier.create_attempt(attempt(identity="b"))
+    tier.create_attempt(attempt(2, "b"))
     assert tier.attempts() == (1, 2)
     assert tier.read_attempt(2).id == "b" * 32
 
@@ -516,7 +516,7 @@ def test_a_newer_attempt_stops_an_older_one_before_it_commits(
     tier: StoredTier, disk: MemoryBackend
 ) -> None:
     write_image(tier, 1)
-    tier_on(disk).take_attempt(attempt(2, "b"))
+    tier_on(disk).create_attempt(attempt(2, "b"))
     with pytest.raises(FencedError, match=r"attempt 1 .* attempt 2 \(process 2 on n2\)"):
         tier.commit(commit_of(1), attempt=attempt())
     assert steps(tier) == []
@@ -527,7 +527,7 @@ def test_whoever_is_fenced_by_a_job_that_only_reads_learns_how_that_is_to_read(
     tier: StoredTier, disk: MemoryBackend
 ) -> None:
     write_image(tier, 1)
-    tier_on(disk).take_attempt(attempt(2, "b"))
+    tier_on(disk).create_attempt(attempt(2, "b"))
     with pytest.raises(FencedError, match=r"must stop; .* only reads.* tierfall\.load"):
         tier.commit(commit_of(1), attempt=attempt())
 
@@ -543,7 +543,7 @@ def test_a_writer_that_was_stopped_within_a_commit_looks_for_a_newer_attempt_aga
 
     def create(documents: Documents, key: str, data: bytes) -> None:
         if key.endswith("commit.json"):
-            tier_on(disk).take_attempt(attempt(2, "b"))
+            tier_on(disk).create_attempt(attempt(2, "b"))
         real(documents, key, data)
 
     monkeypatch.setattr(Documents, "create", create)
@@ -554,7 +554,7 @@ def test_a_writer_that_was_stopped_within_a_commit_looks_for_a_newer_attempt_aga
 def test_a_newer_attempt_of_the_same_process_fences_nothing(tier: StoredTier) -> None:
     """A restore takes it while commits of the line before are under way."""
     write_image(tier, 1)
-    tier.take_attempt(attempt(2, "b"))
+    tier.create_attempt(attempt(2, "b"))
     tier.commit(commit_of(1), attempt=attempt())
     assert steps(tier) == ["1@1"]
 
@@ -577,7 +577,7 @@ def test_two_that_take_a_number_at_once_fence_one_of_them(disk: MemoryBackend) -
     class Racing(MemoryBackend):
         def create(self, key: str, **options: object) -> object:  # type: ignore[override]
             if key.endswith("a0001.json") and not self.store.objects:
-                tier_on(disk).take_attempt(attempt(1, "b"))
+                tier_on(disk).create_attempt(attempt(1, "b"))
                 self.store.objects = disk.store.objects
             return super().create(key, **options)  # type: ignore[arg-type]
 
@@ -621,7 +621,7 @@ def test_a_process_writes_its_own_record_anew_where_it_has_seen_it_whole(
     put(disk, "attempts/a0001.json", data)
     commit(tier, 1)
     assert tier.read_attempt(1) == attempt()
-    tier_on(disk).take_attempt(attempt(2, "b"))
+    tier_on(disk).create_attempt(attempt(2, "b"))
     with pytest.raises(FencedError):
         tier.check_fence(attempt())
 
@@ -632,7 +632,7 @@ def test_a_damaged_record_that_may_be_of_another_start_stops_commits(disk: Memor
     with pytest.raises(IntegrityError, match=r"a0001\.json.*it may belong to another start"):
         tier.check_fence(attempt())
     with pytest.raises(KeyExistsError):
-        tier.take_attempt(attempt())
+        tier.create_attempt(attempt())
 
 
 def test_a_fence_that_cannot_be_read_stops_the_commit(disk: MemoryBackend) -> None:
@@ -656,7 +656,7 @@ class TakenMeanwhile(Wrapper):
     def _count(self, *deleted: str) -> None:
         self._left -= 1
         if self._left == 0:
-            tier_on(self._disk).take_attempt(attempt(2, "b"))
+            tier_on(self._disk).create_attempt(attempt(2, "b"))
         elif self._left < 0:
             self.deleted += deleted[:1]
 
@@ -689,9 +689,9 @@ def test_an_attempt_that_was_followed_deletes_nothing(disk: MemoryBackend, act: 
     moments = 0
     for at in range(1, 60):
         disk._objects.clear()
-        tier_on(disk).take_attempt(attempt())
+        tier_on(disk).create_attempt(attempt())
         commit(tier_on(disk), 1, marks=[mark(1, "tag-best")])
-        tier_on(disk).name_latest(CheckpointId(1, 1))
+        tier_on(disk).write_latest(CheckpointId(1, 1))
         if act == "discard":
             disk.delete(f"run/step-00000001-a0001/{COMMIT_NAME}")
         taken = TakenMeanwhile(disk, at)
@@ -715,19 +715,19 @@ def test_an_attempt_that_was_followed_before_leaves_every_byte(
     tier: StoredTier, disk: MemoryBackend
 ) -> None:
     commit(tier, 1)
-    tier.name_latest(CheckpointId(1, 1))
+    tier.write_latest(CheckpointId(1, 1))
     before = dict(disk._objects)
-    tier_on(disk).take_attempt(attempt(2, "b"))
+    tier_on(disk).create_attempt(attempt(2, "b"))
     for call in (
-        lambda: tier.drop(CheckpointId(1, 1), attempt=attempt()),
-        lambda: tier.drop(CheckpointId(1, 1), attempt=attempt(), void=True),
+        lambda: tier.delete(CheckpointId(1, 1), attempt=attempt()),
+        lambda: tier.delete(CheckpointId(1, 1), attempt=attempt(), void=True),
         lambda: tier.discard(CheckpointId(1, 1), attempt=attempt()),
         lambda: tier.discard_unfinished(attempt=attempt()),
     ):
         with pytest.raises(FencedError, match=r"attempt 1 .* attempt 2 \(process 2 on n2\)"):
             call()
     assert {key: disk._objects[key] for key in before} == before
-    tier.drop(CheckpointId(1, 1), attempt=None)  # a person's own
+    tier.delete(CheckpointId(1, 1), attempt=None)  # a person's own
     assert steps(tier) == []
 
 
@@ -736,7 +736,7 @@ def test_a_full_tier_that_has_no_record_of_the_attempt_is_emptied_all_the_same(
 ) -> None:
     commit(tier_on(disk), 1)
     full = Fault(kind=FaultKind.DISK_FULL, operation=Operation.WRITE, times=None)
-    tier_on(Faulty(disk, seed=0, plan=[full])).drop(CheckpointId(1, 1), attempt=attempt(2))
+    tier_on(Faulty(disk, seed=0, plan=[full])).delete(CheckpointId(1, 1), attempt=attempt(2))
     assert steps(tier_on(disk)) == []
 
 
@@ -746,7 +746,7 @@ def test_nothing_is_deleted_where_a_newer_attempt_could_not_be_looked_for(
     commit(tier, 1)
     fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.SCAN, keys="run/attempts/*")
     with pytest.raises(UnreachableError):
-        tier_on(Faulty(disk, seed=0, plan=[fault])).drop(CheckpointId(1, 1), attempt=attempt())
+        tier_on(Faulty(disk, seed=0, plan=[fault])).delete(CheckpointId(1, 1), attempt=attempt())
     assert steps(tier) == ["1@1"]
 
 
@@ -782,7 +782,7 @@ def test_a_drop_takes_the_commit_record_first(tier: StoredTier, disk: MemoryBack
 
     noting = Noting("disk")
     noting.store.objects = disk.store.objects
-    tier_on(noting).drop(CheckpointId(1, 1), attempt=None)
+    tier_on(noting).delete(CheckpointId(1, 1), attempt=None)
     assert order[0] == "commit.json"
     assert set(order) == {"commit.json", f"{STEM}.json", f"{STEM}.safetensors"}
     assert keys(disk, "step-") == []
@@ -805,7 +805,7 @@ def test_what_follows_the_commit_record_goes_by_one_call(disk: MemoryBackend) ->
     commit(tier, 1, marks=[mark(1, "tag-a")])
     for rank in range(500):
         put(disk, f"step-00000001-a0001/rank-{rank:05}-of-00500.json", b"x")
-    tier.drop(CheckpointId(1, 1), attempt=None)
+    tier.delete(CheckpointId(1, 1), attempt=None)
     assert asked == [1, 503]
     assert keys(disk, "step-") == []
 
@@ -817,18 +817,20 @@ def test_a_drop_that_breaks_off_leaves_an_unfinished_folder_and_can_be_repeated(
         commit(tier, broken)
         fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, first=broken)
         with pytest.raises(UnreachableError):
-            tier_on(Faulty(disk, seed=0, plan=[fault])).drop(CheckpointId(broken, 1), attempt=None)
+            tier_on(Faulty(disk, seed=0, plan=[fault])).delete(
+                CheckpointId(broken, 1), attempt=None
+            )
         assert steps(tier) == ([] if broken > 1 else ["1@1"])
-        tier.drop(CheckpointId(broken, 1), attempt=None)
+        tier.delete(CheckpointId(broken, 1), attempt=None)
         assert keys(disk, "step-") == []
 
 
 def test_a_pin_that_was_left_a_moment_ago_stops_a_drop(tier: StoredTier) -> None:
     commit(tier, 1, marks=[mark(1)])
-    assert tier.drop(CheckpointId(1, 1), attempt=None) == {"pin"}
+    assert tier.delete(CheckpointId(1, 1), attempt=None) == {"pin"}
     assert steps(tier) == ["1@1"]
     tier.remove_mark(CheckpointId(1, 1), "pin")
-    assert tier.drop(CheckpointId(1, 1), attempt=None) == frozenset()
+    assert tier.delete(CheckpointId(1, 1), attempt=None) == frozenset()
     assert steps(tier) == []
 
 
@@ -838,7 +840,7 @@ def test_a_drop_that_cannot_read_the_marks_drops_nothing(
     commit(tier, 1)
     fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.SCAN, keys="*/marks/*")
     with pytest.raises(UnreachableError):
-        tier_on(Faulty(disk, seed=0, plan=[fault])).drop(CheckpointId(1, 1), attempt=None)
+        tier_on(Faulty(disk, seed=0, plan=[fault])).delete(CheckpointId(1, 1), attempt=None)
     assert steps(tier) == ["1@1"]
 
 
@@ -847,7 +849,7 @@ def test_files_that_tierfall_did_not_write_stay(tier: StoredTier, disk: MemoryBa
     put(disk, "step-00000001-a0001/notes.txt", b"mine")
     put(disk, "step-00000001-a0001/sub/commit.json", b"mine")
     put(disk, "step-00000001-a0001/marks/other", b"mine")
-    tier.drop(CheckpointId(1, 1), attempt=None)
+    tier.delete(CheckpointId(1, 1), attempt=None)
     assert keys(disk, "step-") == [
         "step-00000001-a0001/marks/other",
         "step-00000001-a0001/notes.txt",
@@ -858,12 +860,12 @@ def test_files_that_tierfall_did_not_write_stay(tier: StoredTier, disk: MemoryBa
 def test_latest_goes_on_to_the_next_when_what_it_names_goes(tier: StoredTier) -> None:
     for step in (1, 2, 3):
         commit(tier, step)
-        tier.name_latest(CheckpointId(step, 1))
-    tier.drop(CheckpointId(1, 1), attempt=None, next_latest=CheckpointId(2, 1))
+        tier.write_latest(CheckpointId(step, 1))
+    tier.delete(CheckpointId(1, 1), attempt=None, next_latest=CheckpointId(2, 1))
     assert tier.read_latest() == CheckpointId(3, 1)
-    tier.drop(CheckpointId(3, 1), attempt=None, next_latest=CheckpointId(2, 1))
+    tier.delete(CheckpointId(3, 1), attempt=None, next_latest=CheckpointId(2, 1))
     assert tier.read_latest() == CheckpointId(2, 1)
-    tier.drop(CheckpointId(2, 1), attempt=None)
+    tier.delete(CheckpointId(2, 1), attempt=None)
     assert tier.read_latest() is None
 
 
@@ -871,9 +873,9 @@ def test_latest_never_comes_to_name_what_has_gone_meanwhile(tier: StoredTier) ->
     """Two drops under way at once: the one that was planned first may be carried out last."""
     for step in (1, 2):
         commit(tier, step)
-    tier.name_latest(CheckpointId(2, 1))
-    tier.drop(CheckpointId(1, 1), attempt=None)
-    tier.drop(CheckpointId(2, 1), attempt=None, next_latest=CheckpointId(1, 1))
+    tier.write_latest(CheckpointId(2, 1))
+    tier.delete(CheckpointId(1, 1), attempt=None)
+    tier.delete(CheckpointId(2, 1), attempt=None, next_latest=CheckpointId(1, 1))
     assert tier.read_latest() is None
 
 
@@ -906,7 +908,7 @@ def test_a_shard_that_was_not_published_leaves_nothing(
     tier: StoredTier, disk: MemoryBackend
 ) -> None:
     writer = tier.create_shard(CheckpointId(1, 1), SHARD, CUT, Spliced(b"[]"))
-    writer.put(0, 0, memoryview(IMAGE)[:10])
+    writer.write_chunks(0, 0, memoryview(IMAGE)[:10])
     writer.abort()
     assert keys(disk, "step-") == []
     assert tier.discard_unfinished(attempt=attempt()) == 0
@@ -939,17 +941,19 @@ def begun(tier: StoredTier) -> list[tuple[int, str | None]]:
 
 def went_on(step: int, number: int, begin: CheckpointId) -> Commit:
     commit = commit_of(step, number)
-    return dataclasses.replace(commit, line=dataclasses.replace(commit.line, started_from=begin))
+    return dataclasses.replace(
+        commit, lineage=dataclasses.replace(commit.lineage, started_from=begin)
+    )
 
 
 def test_how_an_attempt_began_is_known_when_its_last_checkpoint_is_gone(tier: StoredTier) -> None:
     commit(tier, 1)
-    tier.take_attempt(attempt(2))
+    tier.create_attempt(attempt(2))
     assert begun(tier) == [(1, None)], "an attempt that committed nothing leaves nothing behind"
     for step in (4, 5):
         write_image(tier, step, 2)
         tier.commit(went_on(step, 2, CheckpointId(1, 1)), attempt=attempt(2))
-        tier.drop(CheckpointId(step, 2), attempt=None)
+        tier.delete(CheckpointId(step, 2), attempt=None)
     assert steps(tier) == ["1@1"]
     assert begun(tier) == [(1, None), (2, "1@1")]
 
@@ -972,7 +976,7 @@ def test_a_commit_counts_though_how_its_attempt_began_is_not_recorded(
     commit(tier_on(Faulty(disk, seed=0, plan=plan)), 1)
     later = tier_on(disk)
     assert (steps(later), begun(later)) == (["1@1"], [])
-    later.drop(CheckpointId(1, 1), attempt=None)
+    later.delete(CheckpointId(1, 1), attempt=None)
     assert (steps(later), begun(later)) == ([], [(1, None)])
 
 
@@ -980,7 +984,7 @@ def test_a_full_disk_still_gives_up_a_checkpoint(disk: MemoryBackend) -> None:
     plan = [Fault(kind=FaultKind.DISK_FULL, operation=Operation.WRITE, keys="*/lineage/*")]
     tier = tier_on(Faulty(disk, seed=0, plan=plan))
     commit(tier, 1)
-    tier.drop(CheckpointId(1, 1), attempt=None)
+    tier.delete(CheckpointId(1, 1), attempt=None)
     assert steps(tier) == []
 
 
@@ -1002,8 +1006,8 @@ def test_a_full_disk_gives_up_the_checkpoint_that_latest_names(
     tier = tier_on(Faulty(disk, seed=0, plan=plan))
     for step in (1, 2):
         commit(tier, step)
-    tier.name_latest(CheckpointId(1, 1))
-    tier.drop(CheckpointId(1, 1), attempt=None, next_latest=CheckpointId(2, 1))
+    tier.write_latest(CheckpointId(1, 1))
+    tier.delete(CheckpointId(1, 1), attempt=None, next_latest=CheckpointId(2, 1))
     assert steps(tier) == ["2@1"]
     assert keys(disk, "step-00000001") == []
     assert tier.read_latest() == (CheckpointId(2, 1) if room else None)
@@ -1020,14 +1024,14 @@ def test_a_checkpoint_stays_while_how_its_attempt_began_cannot_be_recorded(
     tier = tier_on(Faulty(disk, seed=0, plan=plan))
     commit(tier, 1)
     with pytest.raises(UnreachableError):
-        tier.drop(CheckpointId(1, 1), attempt=None)
+        tier.delete(CheckpointId(1, 1), attempt=None)
     assert steps(tier_on(disk)) == ["1@1"]
 
 
 def test_a_checkpoint_whose_record_is_damaged_goes_and_tells_nothing(disk: MemoryBackend) -> None:
     tier = tier_on(disk)
     put(disk, "step-00000001-a0001/commit.json", b"{}")
-    tier.drop(CheckpointId(1, 1), attempt=None)
+    tier.delete(CheckpointId(1, 1), attempt=None)
     assert (steps(tier), begun(tier)) == ([], [])
 
 
@@ -1040,9 +1044,9 @@ def test_names_in_lineage_that_are_not_ours_are_passed_over(disk: MemoryBackend)
 def test_an_attempt_whose_id_tierfall_does_not_make_names_no_file(disk: MemoryBackend) -> None:
     tier = tier_on(disk)
     odd = dataclasses.replace(attempt(), id="../../x")
-    line = dataclasses.replace(commit_of(1).line, attempt_id=odd.id)
+    line = dataclasses.replace(commit_of(1).lineage, attempt_id=odd.id)
     write_image(tier, 1)
-    tier.commit(dataclasses.replace(commit_of(1), line=line), attempt=odd)
+    tier.commit(dataclasses.replace(commit_of(1), lineage=line), attempt=odd)
     assert steps(tier) == ["1@1"]
     assert keys(disk, "lineage") == []
 
@@ -1082,7 +1086,7 @@ def test_a_commit_record_is_read_once_and_with_one_request() -> None:
     assert len(counting.read) == 3
     assert not [key for key in counting.asked if key.endswith("commit.json")]
     commit(writer, 4)
-    writer.drop(CheckpointId(1, 1), attempt=None)
+    writer.delete(CheckpointId(1, 1), attempt=None)
     counting.read.clear()
     assert steps(tier) == ["2@1", "3@1", "4@1"]
     assert counting.read == ["run/step-00000004-a0001/commit.json"]

@@ -25,11 +25,11 @@ from tierfall.cli.common import (
     cell,
     counted,
     load_settings,
-    of_tier,
     parse_option,
     refuse,
     table,
     watched,
+    with_tier,
 )
 from tierfall.cli.run_facts import RunFacts, format_bounds, known_bounds
 from tierfall.config import Config
@@ -175,7 +175,7 @@ def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes:
                 f"{tier.name}: read-only: it is restored from, and nothing is flushed to it"
             )
         if tier.error is not None:
-            answer.problem(of_tier(tier.name, tier.error))
+            answer.problem(with_tier(tier.name, tier.error))
     good = sum(tier.error is None for tier in tiers)
     answered = f"{good} of {counted(len(tiers), 'tier', 'tiers')} answered"
     answer.show(f"{answered}; measured with {format_size(size_bytes)} each")
@@ -277,16 +277,18 @@ def measure_run(known: Sequence[KnownCheckpoint]) -> MeasuredRun:
     if not commits:
         return MeasuredRun()
     newest = commits[-1]
-    attempt = newest.line.checkpoint.attempt
-    line = [c for c in commits if c.line.checkpoint.attempt == attempt][-LATEST:]
+    attempt = newest.lineage.checkpoint.attempt
+    line = [c for c in commits if c.lineage.checkpoint.attempt == attempt][-LATEST:]
     spans = [(b.wall_time_s - a.wall_time_s, b, a) for a, b in pairwise(line)]
     steps = [
-        span / (b.line.checkpoint.step - a.line.checkpoint.step) for span, b, a in spans if span > 0
+        span / (b.lineage.checkpoint.step - a.lineage.checkpoint.step)
+        for span, b, a in spans
+        if span > 0
     ]
     saves = [
-        span / (b.line.ordinal - a.line.ordinal)
+        span / (b.lineage.ordinal - a.lineage.ordinal)
         for span, b, a in spans
-        if span > 0 and b.line.ordinal > a.line.ordinal
+        if span > 0 and b.lineage.ordinal > a.lineage.ordinal
     ]
     return MeasuredRun(
         image_bytes=max(_one_rank(c) for c in line),

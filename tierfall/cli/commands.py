@@ -19,13 +19,13 @@ from tierfall.cli.common import (
     counted,
     find_step,
     load_settings,
-    of_tier,
     owner_members,
     parse_step,
     refuse,
     table,
     warn_of,
     watched,
+    with_tier,
 )
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
@@ -94,7 +94,7 @@ def _run_command(
     if kind is CommandKind.DELETE:
         _check_deletion(checkpoint, known, yes=yes, ask=not answer.as_json)
     if owner is not None:
-        result = commands.leave_mark(settings, kind, checkpoint)
+        result = commands.set_mark_on_tiers(settings, kind, checkpoint)
         failed = {**result.failed, **unread}
     else:
         warn_of(elsewhere)
@@ -110,7 +110,7 @@ def _run_command(
     }
     answer.show(*_describe_result(kind, result, owner))
     for tier, error in failed.items():
-        answer.problem(f"{verb} {checkpoint.id}: {of_tier(tier, error)}")
+        answer.problem(f"{verb} {checkpoint.id}: {with_tier(tier, error)}")
     answer.finish()
 
 
@@ -256,5 +256,5 @@ def forget(
     elif not failed:
         answer.show(f"nothing remembers {tier}: an empty folder there counts as a new tier already")
     for name, error in failed.items():
-        answer.problem(f"forget {tier}: {of_tier(name, error)}")
+        answer.problem(f"forget {tier}: {with_tier(name, error)}")
     answer.finish()

@@ -79,7 +79,7 @@ StepArgument = Annotated[
 ]
 
 
-def complain(message: object) -> None:
+def print_problem(message: object) -> None:
     """Print a problem on stderr."""
     typer.echo(f"tierfall: {message}", err=True)
 
@@ -109,7 +109,7 @@ def end(refusal: CommandRefused, *, as_json: bool) -> NoReturn:
     if as_json:
         typer.echo(to_document({}, refusal.problems, indent=2))
     for problem in refusal.problems:
-        complain(problem)
+        print_problem(problem)
     raise typer.Exit(refusal.code)
 
 
@@ -166,8 +166,8 @@ class CommandOutput:
     def note_no_folders(self, listings: Iterable[Listing], named: tuple[int, int | None]) -> None:
         """Report files and links that are in the place of the folder of the step that STEP names."""
         for listing in listings:
-            for error in listing.no_folders(*named):
-                self.problem(of_tier(listing.tier, error))
+            for error in listing.step_folder_errors(*named):
+                self.problem(with_tier(listing.tier, error))
 
     def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
         """End the command with the problems so far and one more."""
@@ -180,7 +180,7 @@ class CommandOutput:
         else:
             _print(self._shown)
         for problem in self.problems:
-            complain(problem)
+            print_problem(problem)
         if self.problems:
             raise typer.Exit(Exit.COULD_NOT)
 
@@ -273,7 +273,7 @@ def counted(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"
 
 
-def of_tier(tier: str, error: object) -> str:
+def with_tier(tier: str, error: object) -> str:
     """Prefix an error with its tier, which many messages name by themselves."""
     return f"tier {tier}: {str(error).removeprefix(f'{tier}: ')}"
 
@@ -281,7 +281,7 @@ def of_tier(tier: str, error: object) -> str:
 def warn_of(elsewhere: Attempt | None) -> None:
     """Warn where the newest attempt is of another node: whether its trainer is alive cannot be known here."""
     if elsewhere is not None:
-        complain(
+        print_problem(
             f"the newest attempt, {elsewhere.number}, was started on {elsewhere.node}; whether its trainer is alive "
             "cannot be seen from this machine"
         )
@@ -295,7 +295,7 @@ class _ToStderr(logging.Handler):
     """Prints warnings of the library on stderr, one line each."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        complain(record.getMessage())
+        print_problem(record.getMessage())
 
 
 def listen_to_warnings() -> None:

@@ -22,7 +22,7 @@ from tierfall.config import Config
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_duration, format_size, parse_duration
 from tierfall.ops.commands import unread
-from tierfall.ops.drain import DrainResult, known_owed
+from tierfall.ops.drain import DrainResult, find_owed
 from tierfall.ops.drain import drain as drain_run
 from tierfall.ops.reader import RunReader, left_in_memory
 
@@ -88,7 +88,7 @@ def _holds_images(reader: RunReader, settings: Config, answer: CommandOutput) ->
 def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
     """Report the copies that are owed from another tier: only a trainer's attempt may make those."""
     listings = reader.list()
-    left = known_owed(reader.config, listings)
+    left = find_owed(reader.config, listings)
     answer.note_unread(unread(listings))
     answer.document = {
         "run": reader.run,

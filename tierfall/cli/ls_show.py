@@ -20,10 +20,10 @@ from tierfall.cli.common import (
     counted,
     find_step,
     load_settings,
-    of_tier,
     owner_members,
     parse_step,
     table,
+    with_tier,
 )
 from tierfall.cli.run_facts import (
     RunFacts,
@@ -47,7 +47,7 @@ from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.reader import RunReader
-from tierfall.ops.watch import living
+from tierfall.ops.watch import find_living_status
 from tierfall.telemetry.status import Status
 
 LARGEST_SHOWN = 5
@@ -60,7 +60,7 @@ def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption =
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
         facts = RunFacts.gather(reader)
-        trainer = living(settings, run=settings.run)
+        trainer = find_living_status(settings, run=settings.run)
         _note_unread(answer, facts)
         answer.document = {
             "run": settings.run,
@@ -94,7 +94,7 @@ def show(
         files = {tier: _files(reader, tier, checkpoint, answer) for tier in checkpoint.copies}
         manifests, problems = manifest_facts(reader, checkpoint)
         for tier, error in problems:
-            answer.problem(of_tier(tier, error))
+            answer.problem(with_tier(tier, error))
         answer.document = {
             "run": settings.run,
             **_members(facts, checkpoint),
@@ -133,7 +133,7 @@ def _tier_members(reader: RunReader, listing: Any) -> dict[str, Any]:
 
 
 def _members(facts: RunFacts, checkpoint: KnownCheckpoint) -> dict[str, Any]:
-    line = checkpoint.commit.line if checkpoint.commit else None
+    line = checkpoint.commit.lineage if checkpoint.commit else None
     return {
         **members(checkpoint, "id"),
         **members(line, "ordinal", "started_from"),
@@ -159,7 +159,7 @@ def _note_unread(answer: CommandOutput, facts: RunFacts) -> None:
             answer.problem(f"tier {listing.tier} holds a damaged file: {damage}")
         for copy in listing.copies:
             if copy.damage is not None:
-                answer.problem(f"{copy.id} is damaged on {of_tier(listing.tier, copy.damage)}")
+                answer.problem(f"{copy.id} is damaged on {with_tier(listing.tier, copy.damage)}")
 
 
 def _steps(facts: RunFacts) -> Table:
@@ -257,8 +257,8 @@ def _head(facts: RunFacts, checkpoint: KnownCheckpoint) -> Table:
     made.add_row("step", str(checkpoint.id.step))
     made.add_row("attempt", str(checkpoint.id.attempt))
     if commit is not None:
-        start = commit.line.started_from
-        made.add_row("lineage", f"number {commit.line.ordinal}, {_from(start)}")
+        start = commit.lineage.started_from
+        made.add_row("lineage", f"number {commit.lineage.ordinal}, {_from(start)}")
         made.add_row("saved", f"{_wall_time(commit.wall_time_s)}, {_age(facts, checkpoint)} ago")
         made.add_row(
             "by", f"{', '.join(commit.nodes)} ({counted(commit.world_size, 'rank', 'ranks')})"
@@ -373,7 +373,7 @@ def _facts_of(manifest: Manifest) -> ManifestFacts:
         tensors = tuple(_tensor(piece) for piece in json.loads(manifest.pieces))
     except (KeyError, TypeError, ValueError) as error:
         raise IntegrityError(
-            f"manifest of {manifest.line.checkpoint}: its tensor table is invalid: {error!r}"
+            f"manifest of {manifest.lineage.checkpoint}: its tensor table is invalid: {error!r}"
         ) from error
     return ManifestFacts(
         shard=f"rank {shard.rank} of {shard.world_size}",

@@ -73,7 +73,9 @@ class RunFacts:
 
     def rows_with_damage(self) -> list[CheckpointId]:
         """Return ``rows``, and the steps whose folder is a file or a link."""
-        no_folders = {e.checkpoint for listing in self.listings for e in listing.no_folders()}
+        no_folders = {
+            e.checkpoint for listing in self.listings for e in listing.step_folder_errors()
+        }
         return sorted({*self.rows(), *no_folders})
 
     def cell(self, id: CheckpointId, tier: str) -> str:
@@ -84,7 +86,7 @@ class RunFacts:
         copy = listing.copy(id)
         if copy is not None:
             return copy.label
-        if listing.no_folders(id.step, id.attempt):
+        if listing.step_folder_errors(id.step, id.attempt):
             return "damaged"
         if id in listing.unfinished:
             return str(CopyState.ARRIVING) if self.owner else "unfinished"

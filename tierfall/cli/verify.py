@@ -32,7 +32,7 @@ from tierfall.ops.findings import Finding
 from tierfall.ops.reader import RunReader
 from tierfall.ops.repair import Repairer, RepairResult
 from tierfall.ops.verify import RunReport, VerifyScope, check_run, planned_bytes, record_damage
-from tierfall.ops.write_copy import owning
+from tierfall.ops.write_copy import owned_reader
 
 _OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
 
@@ -60,7 +60,7 @@ def verify(
     repairs: tuple[RepairResult, ...] | None = None
     if repair:
         _check_ownerless(settings)
-    with owning(settings) if repair else RunReader(settings) as reader:
+    with owned_reader(settings) if repair else RunReader(settings) as reader:
         listings = reader.list()
         found = named and find_on(answer, listings, named, tier, doing="verify")
         scope = VerifyScope(checkpoint=found.id if found else None, tier=tier)
@@ -103,7 +103,7 @@ def _answer_verify(
         answer.problem(f"{place} could not be read: {why}")
     for finding in report.findings:
         answer.problem(_describe_finding(finding))
-    good = [copy for copy in report.copies if copy.good]
+    good = [copy for copy in report.copies if copy.intact]
     answer.document = {
         "run": settings.run,
         "copies": [members(copy, *_OF_COPY) for copy in report.copies],
@@ -138,7 +138,7 @@ def _place(found: RepairResult | Finding) -> str:
 
 
 def _verdict(copy: CheckedCopy) -> str:
-    if copy.gone:
+    if copy.missing:
         return "deleted meanwhile"
     if any(not damage.newer for damage in copy.damage):
         return "DAMAGED"

@@ -25,13 +25,13 @@ from tierfall.cli.common import (
     cell,
     counted,
     load_settings,
-    of_tier,
     owner_members,
     parse_option,
     readable_number,
     refuse,
     table,
     to_document,
+    with_tier,
 )
 from tierfall.cli.run_facts import RunFacts, format_bounds, format_loss, reported_bounds
 from tierfall.config import Config
@@ -99,7 +99,7 @@ def _frames(settings: Config, watcher: Watcher) -> Iterator[RunView]:
     ``LIST_EVERY_S``."""
     facts: RunFacts | None = None
     while True:
-        snapshot = watcher.look()
+        snapshot = watcher.take_snapshot()
         if (live := snapshot.live) is not None:
             facts = None
             yield view_of_status(live, snapshot)
@@ -166,7 +166,7 @@ class RunView:
     """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not."""
 
     snapshot: RunSnapshot
-    seen: RunStatus
+    status: RunStatus
     bounds: dict[LossClass, LossBound]
     unread: tuple[str, ...] = ()
     problems: tuple[str, ...]
@@ -174,11 +174,11 @@ class RunView:
     @property
     def document(self) -> dict[str, Any]:
         return {
-            "run": self.seen.run,
+            "run": self.status.run,
             "wall_time_s": self.snapshot.wall_time_s,
             "owner": owner_members(self.snapshot.owner),
             "slots": [_slot_members(self.snapshot, slot) for slot in self.snapshot.slots],
-            **self.seen.model_dump(mode="json", include=RunStatus.model_fields.keys() - {"run"}),
+            **self.status.model_dump(mode="json", include=RunStatus.model_fields.keys() - {"run"}),
             "newest": {
                 str(lost): bound.survives and bound.survives.step
                 for lost, bound in self.bounds.items()
@@ -191,9 +191,9 @@ class RunView:
         """Give the lines and tables of a frame."""
         yield from _heading(self)
         yield ""
-        seen = self.seen
+        seen = self.status
         yield _tier_table(seen.tiers)
-        yield from (of_tier(tier.name, tier.failing) for tier in seen.tiers if tier.failing)
+        yield from (with_tier(tier.name, tier.failing) for tier in seen.tiers if tier.failing)
         if seen.checkpoints:
             yield ""
             yield _grid(self)
@@ -216,7 +216,7 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
     """Return the frame of a living trainer's status."""
     return RunView(
         snapshot=snapshot,
-        seen=status,
+        status=status,
         bounds=reported_bounds(status),
         problems=snapshot.problems,
     )
@@ -224,11 +224,11 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
 
 def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
     """Return the frame of a listing of the tiers, where no trainer is alive."""
-    unread = (of_tier(tier, error) for tier, error in facts.unread.items())
-    damaged = (of_tier(x.tier, error) for x in facts.listings for error in x.damaged)
+    unread = (with_tier(tier, error) for tier, error in facts.unread.items())
+    damaged = (with_tier(x.tier, error) for x in facts.listings for error in x.damaged)
     return RunView(
         snapshot=snapshot,
-        seen=RunStatus(
+        status=RunStatus(
             run=run,
             tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.view.tiers),
             checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
@@ -304,9 +304,9 @@ def _heading(frame: RunView) -> Iterator[str]:
             yield f"its status is {format_duration(age_s)} old: it may hang"
         return
     if snapshot.owner is not None:
-        yield f"run {frame.seen.run}: a process owns it, and has written no status yet: {snapshot.owner}"
+        yield f"run {frame.status.run}: a process owns it, and has written no status yet: {snapshot.owner}"
     else:
-        yield f"run {frame.seen.run}: no trainer is alive on this machine; this is what the tiers hold"
+        yield f"run {frame.status.run}: no trainer is alive on this machine; this is what the tiers hold"
     if (last := snapshot.last_status) is not None:
         yield f"process {last.pid} has ended; its last status, {_ago(snapshot, last)}:"
         for transfer in last.transfers:
@@ -338,9 +338,9 @@ def _tier_table(tiers: tuple[TierStatus, ...]) -> Table:
 
 
 def _grid(frame: RunView) -> Table:
-    names = [tier.name for tier in frame.seen.tiers]
+    names = [tier.name for tier in frame.status.tiers]
     made = table("STEP", *names, "", right=("STEP",))
-    for one in frame.seen.checkpoints[-ROWS_MAX:]:
+    for one in frame.status.checkpoints[-ROWS_MAX:]:
         remarks = [
             word for word, holds in (("pinned", one.pinned), ("abandoned", one.abandoned)) if holds
         ]

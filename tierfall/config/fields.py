@@ -23,7 +23,7 @@ from tierfall.core.compression.frames import LEVEL_MAX, LEVEL_MIN
 from tierfall.core.format.records import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from tierfall.core.types import keys, units
 from tierfall.core.types.errors import ConfigError
-from tierfall.core.types.text import nearest
+from tierfall.core.types.text import hint_at
 
 WRONG = "wrong_value"
 
@@ -41,7 +41,7 @@ _EXPECTED_EVERY = "a whole number of training steps, 1 or more, or a time such a
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 
 
-def wrong(message: str, *, expected: str) -> PydanticCustomError:
+def value_error(message: str, *, expected: str) -> PydanticCustomError:
     """Return the error for a wrong value. The texts are context, as pydantic interprets braces in a template."""
     return PydanticCustomError(WRONG, "{message}", {"message": message, "expected": expected})
 
@@ -72,8 +72,10 @@ def choice(words: type[StrEnum]) -> BeforeValidator:
     def read(value: object) -> object:
         if isinstance(value, str) and value in set(words):
             return words(value)
-        near = nearest(value, words) if isinstance(value, str) else ""
-        raise wrong(f"{show(value)} does not fit; expected {expected}{near}", expected=expected)
+        near = hint_at(value, words) if isinstance(value, str) else ""
+        raise value_error(
+            f"{show(value)} does not fit; expected {expected}{near}", expected=expected
+        )
 
     return BeforeValidator(read)
 
@@ -89,7 +91,7 @@ def _parsed(parse: Callable[[Any], Any], expected: str) -> BeforeValidator:
             return parse(value)
         except ConfigError as error:
             message = str(error)
-        raise wrong(message, expected=expected)
+        raise value_error(message, expected=expected)
 
     return BeforeValidator(read)
 
@@ -310,17 +312,17 @@ def _signal(value: object) -> object:
     if isinstance(value, str) and value in known:
         return value
     if isinstance(value, str) and value in _FATAL:
-        raise wrong(
+        raise value_error(
             f"a program cannot continue after {value}; expected {_EXPECTED_SIGNAL}",
             expected=_EXPECTED_SIGNAL,
         )
-    near = nearest(value, known) if isinstance(value, str) else ""
-    raise wrong(f"not a signal; expected {_EXPECTED_SIGNAL}{near}", expected=_EXPECTED_SIGNAL)
+    near = hint_at(value, known) if isinstance(value, str) else ""
+    raise value_error(f"not a signal; expected {_EXPECTED_SIGNAL}{near}", expected=_EXPECTED_SIGNAL)
 
 
 def _signal_names(value: object) -> object:
     if not isinstance(value, list | tuple) or not value:
-        raise wrong(
+        raise value_error(
             f"{show(value)} does not fit; expected {_EXPECTED_SIGNALS}", expected=_EXPECTED_SIGNALS
         )
     return tuple(dict.fromkeys(value)) if all(isinstance(name, str) for name in value) else value

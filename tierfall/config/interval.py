@@ -22,7 +22,7 @@ from tierfall.config.fields import (
     Signal,
     every,
     number_or_text,
-    wrong,
+    value_error,
 )
 from tierfall.config.plugins import known_keys, with_registered
 from tierfall.config.sections import Section
@@ -36,7 +36,7 @@ OVERHEAD = 0.035
 def _above_zero(example: str) -> AfterValidator:
     def check(value: float) -> float:
         if value <= 0:
-            raise wrong(f"0 does not fit; expected more, such as {example}", expected=example)
+            raise value_error(f"0 does not fit; expected more, such as {example}", expected=example)
         return value
 
     return AfterValidator(check)
@@ -44,7 +44,9 @@ def _above_zero(example: str) -> AfterValidator:
 
 def _below_one(value: float) -> float:
     if value >= 1:
-        raise wrong("100% leaves no time to train; expected less, such as 3.5%", expected="3.5%")
+        raise value_error(
+            "100% leaves no time to train; expected less, such as 3.5%", expected="3.5%"
+        )
     return value
 
 
@@ -97,10 +99,12 @@ class Mtbf(Section):
     def _increases(self) -> Self:
         times = [s for s in (self.process_s, self.node_s, self.site_s) if s is not None]
         if not times:
-            raise wrong("has no time; expected 4h, or {process: 4h, node: 12h}", expected="4h")
+            raise value_error(
+                "has no time; expected 4h, or {process: 4h, node: 12h}", expected="4h"
+            )
         if times != sorted(times):
             expected = "process at most node, and node at most site"
-            raise wrong(
+            raise value_error(
                 f"a more severe loss occurs more often than a less severe one; expected {expected}: the loss of a "
                 "node is also the loss of its processes",
                 expected=expected,
@@ -170,7 +174,7 @@ class IntervalSection(Section):
         named = [n for n in ("every", "overhead", "mtbf") if getattr(self, n) is not None]
         named += self.model_extra or {}
         if len(named) > 1:
-            raise wrong(
+            raise value_error(
                 f"{' and '.join(named)} contradict each other; keep {named[0]} alone, or remove it: every is fixed, "
                 "overhead depends on what saving costs, mtbf also on what failures cost",
                 expected="one of every, overhead and mtbf",

@@ -28,7 +28,7 @@ from tierfall.config.source import (
 )
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.keys import check_name
-from tierfall.core.types.text import nearest, with_article
+from tierfall.core.types.text import hint_at, with_article
 from tierfall.core.types.values import TierKind
 
 
@@ -150,7 +150,7 @@ def _wrong_kind(place: Place, tag: object, filling: EnvironmentFill) -> Problem:
     if tag is None:
         return Problem(place=place, message=f"missing; {expected}")
     original = filling.original(place)
-    near = nearest(str(tag), TierKind) if original is None else ""
+    near = hint_at(str(tag), TierKind) if original is None else ""
     return Problem(
         place=place, message=f"{_describe_value(tag, original)} does not fit; {expected}{near}"
     )
@@ -159,7 +159,7 @@ def _wrong_kind(place: Place, tag: object, filling: EnvironmentFill) -> Problem:
 def _unknown_key(location: Place) -> str:
     model, key = _model_at(location[:-1]), location[-1]
     known = list(_fields(model))
-    near = nearest(str(key), known) or f"; expected one of {', '.join(known)}"
+    near = hint_at(str(key), known) or f"; expected one of {', '.join(known)}"
     kind = (
         f" of {with_article(str(location[2]))} tier"
         if len(location) == 4 and location[0] == "tiers"

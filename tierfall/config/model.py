@@ -27,7 +27,7 @@ from tierfall.config.fields import (
     Wait,
     any_word,
     choice,
-    wrong,
+    value_error,
 )
 from tierfall.config.interval import IntervalSection
 from tierfall.config.retention import EvictSection, RetainSection
@@ -186,7 +186,7 @@ class StoredTierConfig(_Tier):
         given = sorted(_KEYS_OF_WRITING & self.model_fields_set)
         if self.read_only and given:
             words = ", ".join(type(self).model_fields[name].alias or name for name in given)
-            raise wrong(
+            raise value_error(
                 f"read_only: true, and {words}: nothing is written to a tier that is only restored from; remove one of "
                 "them",
                 expected="read_only alone, or the rules of a tier that is written to",
@@ -196,7 +196,7 @@ class StoredTierConfig(_Tier):
     @model_validator(mode="after")
     def _watermarks_have_a_capacity(self) -> Self:
         if self.evict.high is not None and self.capacity_bytes is None:
-            raise wrong(
+            raise value_error(
                 "evict.high is a share of the tier's capacity, which is not set; expected one such as capacity: 500GiB",
                 expected="a capacity beside evict.high, such as 500GiB",
             )

@@ -18,10 +18,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, WithJsonSchema
 from pydantic_core import InitErrorDetails, ValidationError
 
-from tierfall.config.fields import show, wrong
+from tierfall.config.fields import show, value_error
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.policy import Policy, PolicyKind, Rule
-from tierfall.core.types.text import nearest
+from tierfall.core.types.text import hint_at
 from tierfall.core.types.view import TierView
 from tierfall.policies import registry
 
@@ -228,7 +228,7 @@ def registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any
         if policy is not None:
             return read_rules(policy, value)
         words = dict.fromkeys((*known, *names_of(kind)))
-        near = nearest(str(name), words) or (
+        near = hint_at(str(name), words) or (
             f"; expected one of {', '.join(words)}, or a policy that was registered before (docs/write-a-policy.md)"
         )
         problems = [(location, f"unknown {'key' if known else 'order'}{near}")]
@@ -247,7 +247,7 @@ def registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any
     raise ValidationError.from_exception_data(
         kind,
         [
-            InitErrorDetails(type=wrong(text, expected=expected), loc=place, input=None)
+            InitErrorDetails(type=value_error(text, expected=expected), loc=place, input=None)
             for place, text in problems
         ],
         hide_input=True,
@@ -264,7 +264,7 @@ def read_order(kind: PolicyKind, value: object) -> dict[str, Any] | None:
         ((name, rules),) = value.items()
     else:
         expected = f"the name of an order such as {' or '.join(names_of(kind)[:2])}"
-        raise wrong(f"{show(value)} does not fit; expected {expected}", expected=expected)
+        raise value_error(f"{show(value)} does not fit; expected {expected}", expected=expected)
     return {name: registered(kind, name, rules, ())}
 
 

@@ -26,7 +26,7 @@ from tierfall.config.fields import (
     any_word,
     choice,
     show,
-    wrong,
+    value_error,
 )
 from tierfall.config.plugins import (
     ORDER_SCHEMA,
@@ -56,10 +56,12 @@ def _every(value: object) -> int | str:
         try:
             seconds = units.parse_duration(value)
         except ConfigError as error:
-            raise wrong(str(error), expected=_EXPECTED_EVERY) from None
+            raise value_error(str(error), expected=_EXPECTED_EVERY) from None
         if seconds > 0:
             return value
-    raise wrong(f"{show(value)} does not fit; expected {_EXPECTED_EVERY}", expected=_EXPECTED_EVERY)
+    raise value_error(
+        f"{show(value)} does not fit; expected {_EXPECTED_EVERY}", expected=_EXPECTED_EVERY
+    )
 
 
 def _is_digits(text: str) -> bool:
@@ -73,8 +75,10 @@ def _tags(value: object) -> object:
         try:
             return tuple(keys.check_name(tag, what="tag") for tag in value)
         except ConfigError as error:
-            raise wrong(str(error), expected=_EXPECTED_TAGS) from None
-    raise wrong(f"{show(value)} does not fit; expected {_EXPECTED_TAGS}", expected=_EXPECTED_TAGS)
+            raise value_error(str(error), expected=_EXPECTED_TAGS) from None
+    raise value_error(
+        f"{show(value)} does not fit; expected {_EXPECTED_TAGS}", expected=_EXPECTED_TAGS
+    )
 
 
 EveryKept = Annotated[
@@ -222,9 +226,11 @@ class EvictSection(Section):
     def _check_watermarks(self) -> Self:
         expected = "{high: 90%, low: 80%}"
         if self.low is not None and self.high is None:
-            raise wrong(f"low has no effect without high; expected {expected}", expected=expected)
+            raise value_error(
+                f"low has no effect without high; expected {expected}", expected=expected
+            )
         if self.high == 0 or (self.low is not None and self.low > (self.high or 0)):
-            raise wrong(
+            raise value_error(
                 f"high must be above 0%, and low no higher; expected {expected}", expected=expected
             )
         return self

@@ -32,11 +32,11 @@ from tierfall.config.fields import (
     any_word,
     choice,
     show,
-    wrong,
+    value_error,
 )
 from tierfall.config.plugins import ORDER_SCHEMA, order_rule, read_order
 from tierfall.core.types.policy import PolicyKind, Rule
-from tierfall.core.types.text import nearest
+from tierfall.core.types.text import hint_at
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CaptureMode, Codec, Verify
 from tierfall.policies.flush import IN_ORDER
@@ -67,8 +67,8 @@ def _read_verify(value: object) -> object:
         if value in ("true", "false"):
             return Verify.FULL if value == "true" else Verify.OFF
     expected = f"one of {', '.join(Verify)}"
-    near = nearest(value, Verify) if isinstance(value, str) else ""
-    raise wrong(f"{show(value)} does not fit; expected {expected}{near}", expected=expected)
+    near = hint_at(value, Verify) if isinstance(value, str) else ""
+    raise value_error(f"{show(value)} does not fit; expected {expected}{near}", expected=expected)
 
 
 class CaptureSection(Section):
@@ -184,7 +184,7 @@ class CompressSection(Section):
     @model_validator(mode="after")
     def _level_has_a_codec(self) -> Self:
         if self.level is not None and self.codec is Codec.NONE:
-            raise wrong(
+            raise value_error(
                 "a level without a codec; expected {codec: zstd, level: 3}, or no level",
                 expected="{codec: zstd, level: 3}",
             )
@@ -200,12 +200,12 @@ _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 
 def _check_placeholders(path: Path) -> Path:
     if _ADDRESS.search(str(path)):  # Path has turned // into /
-        raise wrong(
+        raise value_error(
             f"an address cannot be appended to; expected {_EXPECTED_FILE}", expected=_EXPECTED_FILE
         )
     for found in _PLACEHOLDER.findall(str(path)):
         if found not in (RANK, RUN):
-            raise wrong(
+            raise value_error(
                 f'"{found}" is not a placeholder; expected {_EXPECTED_FILE}',
                 expected=_EXPECTED_FILE,
             )
@@ -215,7 +215,7 @@ def _check_placeholders(path: Path) -> Path:
 def _check_max_bytes(max_bytes: int) -> int:
     if max_bytes < MAX_BYTES_LEAST:
         expected = f"{format_size(MAX_BYTES_LEAST)} or more"
-        raise wrong(f"{max_bytes} bytes are too few; expected {expected}", expected=expected)
+        raise value_error(f"{max_bytes} bytes are too few; expected {expected}", expected=expected)
     return max_bytes
 
 

@@ -117,7 +117,7 @@ def _memory(folder: Path, image_bytes: int) -> Path:
     return folder / "memory"
 
 
-def look(chain: Chain) -> dict[str, Listing]:
+def list_tiers(chain: Chain) -> dict[str, Listing]:
     """List what each tier holds, from outside; the tiers' names in the chain's order."""
     with RunReader(chain.config) as reader:
         return {listing.tier: listing for listing in reader.list()}
@@ -129,7 +129,7 @@ def still_owed(chain: Chain, listings: Mapping[str, Listing]) -> set[tuple[Check
     return {(checkpoint.id, tier) for checkpoint in view.checkpoints for tier in checkpoint.owed}
 
 
-def lose_node(chain: Chain) -> None:
+def delete_node_storage(chain: Chain) -> None:
     """Remove all that is on this node: host memory, and the file tier's folder.
 
     Raises OSError where something of it stays.

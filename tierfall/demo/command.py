@@ -21,7 +21,7 @@ from tierfall.demo import chain as chains
 from tierfall.demo import story
 from tierfall.demo.chain import STORE, Bucket, Chain
 from tierfall.demo.model import Gpt, parameter_count
-from tierfall.demo.process import DemoError, none_left
+from tierfall.demo.process import DemoError, kill_leftovers
 from tierfall.demo.screen import Screen
 from tierfall.demo.story import Stage
 from tierfall.demo.timeline import draw_picture, make_timeline, picture_path
@@ -78,11 +78,11 @@ def demo(
         image_bytes = BYTES_A_PARAMETER * parameters
         with (
             _folder(folder) as place,
-            none_left(),  # neither the S3 server
+            kill_leftovers(),  # neither the S3 server
             _bucket(place) if s3 else nullcontext() as bucket,
             _chain(place, plan, every, image_bytes, bucket) as chain,
             closing(LogTail(chain.events)) as events,
-            none_left(),  # nor a trainer, before shared memory is removed
+            kill_leftovers(),  # nor a trainer, before shared memory is removed
         ):
             drawn = picture_path(None if folder is None else place, picture)
             stage = Stage(
@@ -97,7 +97,7 @@ def demo(
             facts = _play(stage, parameters, drawn)
             _print_next_steps(screen, None if folder is None else place, s3=s3)
     except DemoError as error:
-        screen.say(f"\n[bold red]The demo failed:[/bold red] {escape(str(error))}")
+        screen.print(f"\n[bold red]The demo failed:[/bold red] {escape(str(error))}")
         if as_json:
             typer.echo(json.dumps({"ok": False, "problems": [str(error)]}, indent=2))
         raise typer.Exit(1) from error
@@ -178,7 +178,7 @@ def _play(stage: Stage, parameters: int, picture: Path) -> dict[str, Any]:
     """Play all acts; return what came of them."""
     began = time.monotonic()
     screen = stage.screen
-    screen.say(
+    screen.print(
         f"A GPT of {parameters / 1e6:.1f} million parameters learns Python's help texts in {stage.steps} steps. "
         "Its checkpoints fall through this chain:"
     )
@@ -188,7 +188,7 @@ def _play(stage: Stage, parameters: int, picture: Path) -> dict[str, Any]:
     screen.head(3, "What each tier holds now")
     left = story.show_what_is_left(stage, cut)
     screen.head(4, "Start it again")
-    again = story.go_on(stage, left)
+    again = story.restart(stage, left)
     saved = again.fingerprint("ended")
     # It needs a core and touches no tier: it trains while the next two processes start and restore.
     with stage.start("undisturbed", saves=False) as alone:
@@ -197,7 +197,7 @@ def _play(stage: Stage, parameters: int, picture: Path) -> dict[str, Any]:
         screen.head(6, "Lose the node, and restore in a fresh process")
         elsewhere, lost_s = story.lose_node_and_restore(stage, saved)
         screen.head(7, "The same training without tierfall and without a kill")
-        undisturbed = stage.play(alone, saves=False)
+        undisturbed = stage.run(alone, saves=False)
     before, after = story.compare(stage, first, again, undisturbed)
     screen.head(8, "Summary")
     costs = story.sum_up(stage, (first, again))
@@ -208,7 +208,7 @@ def _play(stage: Stage, parameters: int, picture: Path) -> dict[str, Any]:
     )
     drawn = draw_picture(screen, timeline, picture)
     seconds = time.monotonic() - began
-    screen.say(f"  the demo took {format_duration(seconds)}")
+    screen.print(f"  the demo took {format_duration(seconds)}")
     return {
         "parameters": parameters,
         "steps": stage.steps,
@@ -224,7 +224,7 @@ def _play(stage: Stage, parameters: int, picture: Path) -> dict[str, Any]:
 
 
 def _print_next_steps(screen: Screen, kept: Path | None, *, s3: bool) -> None:
-    say = screen.say
+    say = screen.print
     say()
     if kept is None:
         say("Keep the files and look at them: [bold]tierfall demo ./demo[/bold], then")

@@ -40,7 +40,7 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def start(command: list[str], output: IO[bytes], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process that ``none_left`` knows of from its first moment, whenever an interrupt comes.
+    """Start a process that ``kill_leftovers`` knows of from its first moment, whenever an interrupt comes.
 
     It has SIGINT blocked, as this one has until it is known. Call it in the main thread.
     """
@@ -63,7 +63,7 @@ def start(command: list[str], output: IO[bytes], **options: Any) -> subprocess.P
 
 
 @contextmanager
-def none_left() -> Iterator[None]:
+def kill_leftovers() -> Iterator[None]:
     """Leaving the ``with`` kills each process that was started within it and still lives."""
     before = len(_started)
     try:

@@ -48,24 +48,24 @@ class Screen:
         self._console = Console(stderr=aside, highlight=False)
         self._live: Live | None = None
 
-    def say(self, text: str = "") -> None:
+    def print(self, text: str = "") -> None:
         """Print a line; ``[bold]`` and the like are rich's markup."""
         self._console.print(text, soft_wrap=True)
 
     def quote(self, text: str) -> None:
         """Print text of somebody else's as it is, indented."""
         for line in text.splitlines():
-            self.say(f"    {escape(line)}")
+            self.print(f"    {escape(line)}")
 
     def head(self, number: int, text: str) -> None:
-        self.say()
-        self.say(f"[bold]{number}. {text}[/bold]")
+        self.print()
+        self.print(f"[bold]{number}. {text}[/bold]")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         widths = [max(map(len, cells)) + 3 for cells in zip(columns, *rows, strict=True)]
         for number, row in enumerate((columns, *rows)):
             line = "".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            self.say("  " + (f"[bold]{line.rstrip()}[/bold]" if number == 0 else line.rstrip()))
+            self.print("  " + (f"[bold]{line.rstrip()}[/bold]" if number == 0 else line.rstrip()))
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class Screen:
         if progress is not None:
             shown += "".join(f"  {text}" for text in describe(progress, line["wall_time_s"]))
         if keep:
-            self.say(shown)
+            self.print(shown)
         elif live is not None:
             text = Text.from_markup(shown)
             text.no_wrap, text.overflow = True, "ellipsis"

@@ -67,7 +67,7 @@ class Stage:
                     self.screen.step(line, self.progress if saves else None, keep=keep)
                 yield line
 
-    def play(self, trainer: Trainer, *, saves: bool = True) -> Act:
+    def run(self, trainer: Trainer, *, saves: bool = True) -> Act:
         """Run a trainer to its end."""
         for _ in self.follow(trainer, saves=saves):
             pass
@@ -94,7 +94,7 @@ def train_and_kill(stage: Stage) -> tuple[Act, CheckpointId]:
                 continue
             trainer.kill()
             stage.screen.head(2, "Kill it in the middle of a flush")
-            stage.screen.say(
+            stage.screen.print(
                 f"  step {line['step']}: checkpoint {cut.step} has been on its way to {STORE} for "
                 f"{format_duration(took_s)}, and the copy before it took {format_duration(_usual_s(trainer.act))}. "
                 f"[bold red]SIGKILL[/bold red] to process {trainer.pid}"
@@ -137,7 +137,7 @@ def _matches_event_log(stage: Stage, trainer: Trainer, cut: CheckpointId) -> boo
     of every image: a kill loses events that are not written."""
     for line in trainer.read():
         stage.progress.add(line)
-    listings = chains.look(stage.chain)
+    listings = chains.list_tiers(stage.chain)
     told = {id_of(line) for line in trainer.act.of("captured")}
     return listings[STORE].copy(cut) is None and {c.id for c in listings[HOST].copies} <= told
 
@@ -147,11 +147,11 @@ def _matches_event_log(stage: Stage, trainer: Trainer, cut: CheckpointId) -> boo
 
 def show_what_is_left(stage: Stage, cut: CheckpointId) -> dict[str, Listing]:
     """Print what each tier holds; DemoError where the copy that was cut off counts as a checkpoint."""
-    listings = chains.look(stage.chain)
+    listings = chains.list_tiers(stage.chain)
     if listings[STORE].copy(cut) is not None:
         raise DemoError(f"checkpoint {cut} is committed on {STORE} although its copy was cut off")
     show_tiers(stage, listings, cut)
-    stage.screen.say(
+    stage.screen.print(
         f"  {STORE} has no commit record of checkpoint {cut.step}: what arrived counts for nothing"
     )
     return listings
@@ -177,18 +177,18 @@ def show_tiers(
 # 4: go on ---------------------------------------------------------------------------------------------
 
 
-def go_on(stage: Stage, left: Mapping[str, Listing]) -> Act:
+def restart(stage: Stage, left: Mapping[str, Listing]) -> Act:
     """Start the trainer again: it restores, finishes what was owed, and trains to the end."""
     owed = chains.still_owed(stage.chain, left)
     for id, tier in sorted(owed):
-        stage.screen.say(f"  the dead process still owes checkpoint {id} to {tier}")
+        stage.screen.print(f"  the dead process still owes checkpoint {id} to {tier}")
     trainer = stage.start("again")
     for line in stage.follow(trainer):
         if line["kind"] == "ready":
             show_restored(stage, check_restored(trainer.act, merge(left.values())[-1].id))
         elif line["kind"] == "committed" and (copy := (id_of(line), line["tier"])) in owed:
             owed.remove(copy)
-            stage.screen.say(
+            stage.screen.print(
                 f"  [green]finished by adoption: checkpoint {copy[0]} is committed on {copy[1]}[/green]"
             )
     if owed:
@@ -211,15 +211,15 @@ def check_restored(act: Act, newest: CheckpointId) -> Line:
 
 def show_restored(stage: Stage, restored: Line) -> None:
     """Print what was restored, what was passed over for it, and where the bytes came from."""
-    stage.screen.say(
+    stage.screen.print(
         f"  restored step [bold]{restored['step']}[/bold] (attempt {restored['attempt']}) "
         f"in {format_duration(restored['seconds'])}"
     )
     for what, reason in restored["fallbacks"]:
-        stage.screen.say(f"  passed over: [yellow]{what}[/yellow]")
+        stage.screen.print(f"  passed over: [yellow]{what}[/yellow]")
         stage.screen.quote(reason)
     for shard, tier, count in restored["sources"]:
-        stage.screen.say(f"  {shard}: {format_size(count)} from [bold green]{tier}[/bold green]")
+        stage.screen.print(f"  {shard}: {format_size(count)} from [bold green]{tier}[/bold green]")
 
 
 # 5: damage --------------------------------------------------------------------------------------------
@@ -230,26 +230,26 @@ def damage_and_restore(stage: Stage, saved: str) -> tuple[Act, float]:
 
     Returns, too, when it was damaged.
     """
-    listings = chains.look(stage.chain)
+    listings = chains.list_tiers(stage.chain)
     show_tiers(stage, listings)
     if listings[HOST].copies:
         raise DemoError(f"{HOST} still holds checkpoints after a clean close")
     newest = listings[FAST].copies[-1].id
     path, offset = chains.flip_byte(stage.chain, FAST, newest)
     damaged_s = time.time()
-    stage.screen.say(f"  byte {offset} of {path.relative_to(stage.chain.folder)} is flipped")
+    stage.screen.print(f"  byte {offset} of {path.relative_to(stage.chain.folder)} is flipped")
     return _restore_afresh(stage, "damaged", newest, saved, FAST, STORE), damaged_s
 
 
 def _restore_afresh(stage: Stage, name: str, newest: CheckpointId, saved: str, *tiers: str) -> Act:
     """Let a fresh process restore; DemoError where that is not what was saved, or did not come from ``tiers``."""
-    act = stage.play(stage.start(name))
+    act = stage.run(stage.start(name))
     restored = check_restored(act, newest)
     check_came_from(restored, *tiers)
     if act.fingerprint("ready") != saved:
         raise DemoError("what was restored is not what was saved")
     show_restored(stage, restored)
-    stage.screen.say("  [bold green]the same bytes as were saved[/bold green]")
+    stage.screen.print("  [bold green]the same bytes as were saved[/bold green]")
     return act
 
 
@@ -281,14 +281,14 @@ def lose_node(stage: Stage) -> CheckpointId:
 
     DemoError where something is left anywhere but on the object tier, or nothing there.
     """
-    chains.lose_node(stage.chain)
-    listings = chains.look(stage.chain)
+    chains.delete_node_storage(stage.chain)
+    listings = chains.list_tiers(stage.chain)
     left = [name for name, listing in listings.items() if listing.copies]
     if left != [STORE]:
         raise DemoError(
             f"with the node lost, only {STORE} should hold checkpoints; found some on: {', '.join(left) or 'no tier'}"
         )
-    stage.screen.say(f"  host memory and the folder {FAST}/ are removed; {STORE} alone is left")
+    stage.screen.print(f"  host memory and the folder {FAST}/ are removed; {STORE} alone is left")
     return listings[STORE].copies[-1].id
 
 
@@ -308,10 +308,10 @@ def compare(stage: Stage, first: Act, again: Act, undisturbed: Act) -> tuple[int
         raise DemoError(f"only {after} steps were trained after the restore")
     if again.fingerprint("ended") != undisturbed.fingerprint("ended"):
         raise DemoError("the losses are equal, but the final model or optimizer state differs")
-    stage.screen.say(
+    stage.screen.print(
         f"  [bold green]equal to the last bit[/bold green]: {after} losses after the restore, {before} before the kill"
     )
-    stage.screen.say("  equal too: every byte of model and optimizer state after the last step")
+    stage.screen.print("  equal too: every byte of model and optimizer state after the last step")
     return before, after
 
 
@@ -344,7 +344,7 @@ def sum_up(stage: Stage, acts: Sequence[Act]) -> dict[str, Any]:
         "raw_bytes": image_bytes * len(stored),
         "stored_bytes": sum(line["bytes"] for line in stored),
     }
-    say = stage.screen.say
+    say = stage.screen.print
     say(
         f"  {len(captured)} saves of {format_size(image_bytes)} blocked {format_duration(trained_s)} of training for "
         f"{format_duration(blocked_s)}: [bold]{format_share(blocked_s / trained_s)}[/bold]"

@@ -147,14 +147,14 @@ def draw_picture(screen: Screen, timeline: Timeline, path: Path) -> Path | None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        screen.say("  for a picture of this timeline: pip install " + escape("'tierfall[plot]'"))
+        screen.print("  for a picture of this timeline: pip install " + escape("'tierfall[plot]'"))
         return None
     try:
         picture.write_picture(timeline, path)
     except OSError as error:
         reason = escape(f"{path} cannot be written ({error.strerror or error})")
-        screen.say(f"  [yellow]no picture: {reason}[/yellow]; --picture FILE names another place")
+        screen.print(f"  [yellow]no picture: {reason}[/yellow]; --picture FILE names another place")
         return None
     shown = f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
-    screen.say(f"  the timeline as a picture: [bold]{escape(shown)}[/bold]")
+    screen.print(f"  the timeline as a picture: [bold]{escape(shown)}[/bold]")
     return path

@@ -21,7 +21,7 @@ from tierfall.core.copies.shard_reader import OpenImage, ShardReader
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
-from tierfall.core.image.per_rank import TensorPair, set_aside
+from tierfall.core.image.per_rank import TensorPair, separate_per_rank
 from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.image.tree import ConflictNode, leaves, slots_of
 from tierfall.core.load.build import BlockTarget, Fill
@@ -209,11 +209,11 @@ def gather(
     found = images.headers()
     for header in found.values():
         refuse_files(header, doing="export")
-    headers, own = set_aside(found, lambda rank, pairs: _differing(images, rank, pairs))
+    headers, own = separate_per_rank(found, lambda rank, pairs: _differing(images, rank, pairs))
     of = f" of {commit.world_size} ranks" if commit.world_size > 1 else ""
     merged = merge_headers(headers, what=f"{checkpoint.id}{of}", own=0)
     return MergedCheckpoint(
-        run=commit.line.run,
+        run=commit.lineage.run,
         id=checkpoint.id,
         merged=merged,
         images=images,

@@ -43,7 +43,7 @@ def select(header: ImageHeader, only: Sequence[str]) -> tuple[StatePart, ...]:
     for name in only:
         node = _find(header.tree, name)
         if node is None:
-            there = ", ".join(names.part(key) for key, _ in header.tree.entries)
+            there = ", ".join(names.component(key) for key, _ in header.tree.entries)
             raise ConfigError(
                 f"--only {name!r}: the checkpoint has no part of that name; expected one of {there}, or, with dots, "
                 "a name below"

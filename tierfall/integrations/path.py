@@ -189,7 +189,7 @@ def _steps(where: TierPath, tiers: ReadableTiers) -> list[dict[str, Any]]:
     # A program takes the newest of these: a list without those of one tier would send it back.
     tiers.check_read(where, "may hold further steps")
     for listing in tiers.listings:
-        for error in listing.no_folders():
+        for error in listing.step_folder_errors():
             logger.warning("%s: this step is left out: %s", where, error)
     known = tiers.checkpoints().values()
     return [
@@ -305,7 +305,7 @@ def _note_loaded(where: TierPath, checkpoint: KnownCheckpoint) -> None:
     saves = _open_run(where)
     if checkpoint.commit is None:
         return
-    loaded = (checkpoint.id, checkpoint.commit.line.ordinal)
+    loaded = (checkpoint.id, checkpoint.commit.lineage.ordinal)
     if saves is None:
         _loaded[where.run] = loaded
     else:

@@ -63,7 +63,7 @@ class ReadableTiers:
         self.check_read(where, "may hold it")
         there = ", ".join(str(id) for id in list(known)[-6:]) or "none"
         for listing in self.listings:
-            for error in listing.no_folders(where.step, where.attempt):
+            for error in listing.step_folder_errors(where.step, where.attempt):
                 there += f"; {error}"
         raise KeyNotFoundError(
             f"{where}: run {self.run!r} has no such checkpoint; there are: {there}"
@@ -94,7 +94,7 @@ def _tiers_of_session(saves: PathSaves) -> ReadableTiers:
     """The tiers of the run that this process saves. Of host memory, images count that are sealed on all ranks."""
     session = saves.session
     host = session.host.name
-    regions = session.ask(
+    regions = session.call(
         lambda: {
             (e.id, e.shard): e.region
             for e in session.coordinator.ledger.entries.values()
@@ -112,7 +112,7 @@ def _tiers_of_session(saves: PathSaves) -> ReadableTiers:
         image = open_one(tier, id, shard)
         return _SettledImage(image) if image.in_memory else image
 
-    tally = session.tally()
+    tally = session.new_tally()
     return ReadableTiers(run=session.run, listings=listings, open_image=open_image, tally=tally)
 
 
@@ -237,7 +237,7 @@ class CheckpointFiles:
             self._headers[rank] = read_header(
                 reader.read(0, buffer),
                 image_bytes=manifest.image_bytes,
-                what=f"header of {manifest.line.checkpoint}",
+                what=f"header of {manifest.lineage.checkpoint}",
             )
         return self._headers[rank]
 

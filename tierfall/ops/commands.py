@@ -209,7 +209,9 @@ def _is_missing(path: Path) -> bool:
 # Beside a living trainer -----------------------------------------------------------------------------
 
 
-def leave_mark(config: Config, kind: CommandKind, checkpoint: KnownCheckpoint) -> CommandResult:
+def set_mark_on_tiers(
+    config: Config, kind: CommandKind, checkpoint: KnownCheckpoint
+) -> CommandResult:
     """Write the mark of a command, or remove it, on every stored tier that holds the checkpoint.
 
     Raises StepError where no stored tier holds it: only the trainer writes its memory.
@@ -269,7 +271,7 @@ def _change(store: StoredTier, kind: CommandKind, id: CheckpointId) -> None:
 
 
 @contextmanager
-def owning_memory(config: Config) -> Iterator[Session]:
+def owned_session(config: Config) -> Iterator[Session]:
     """Own a run, without an attempt, and all its memory on this machine; empty memory is freed at the end.
 
     Raises UnreachableError, before anything is created, where a tier's folder is missing.
@@ -290,7 +292,7 @@ def owning_memory(config: Config) -> Iterator[Session]:
 
 def run_command(config: Config, kind: CommandKind, id: CheckpointId) -> CommandResult:
     """Execute a command on every tier, memory included. Raises LockError where a trainer has started."""
-    with owning_memory(config) as session:
+    with owned_session(config) as session:
         held = [tier for tier in (t.name for t in config.chain) if _holds(session, tier, id)]
         failed = submit(session, kind, id)
         if "tierfall" in failed:
@@ -300,7 +302,7 @@ def run_command(config: Config, kind: CommandKind, id: CheckpointId) -> CommandR
             if tier in session.stores and session.stores[tier].read_only:
                 failed[tier] = StepError(f"{tier} is read-only: {id} is not changed there")
         if kind is CommandKind.DELETE:
-            for tier in set(session.ask(lambda: _still_held(session, id))) - failed.keys():
+            for tier in set(session.call(lambda: _still_held(session, id))) - failed.keys():
                 failed[tier] = StepError(
                     f"{id} is marked, and is deleted once every tier has the mark"
                 )
@@ -322,11 +324,11 @@ def _still_held(session: Session, id: CheckpointId) -> tuple[str, ...]:
 
 def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResult:
     """Apply retention on every stored tier, as a trainer does after each commit."""
-    with owning_memory(config) as session:
+    with owned_session(config) as session:
         coordinator = session.coordinator
 
         def plan() -> tuple[Decision, ...]:
-            view = replace(coordinator.ledger.view(), trusting=True)
+            view = replace(coordinator.ledger.view(), assume_verified=True)
             return tuple(d for tier in coordinator.lanes for d in plan_retention(view, tier))
 
         def still_there() -> tuple[Decision, ...]:
@@ -338,13 +340,13 @@ def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResul
                 and entry.state(drop.tier) is not CopyState.ABSENT
             )
 
-        decisions = session.ask(plan)
+        decisions = session.call(plan)
         drops = [d for d in decisions if d.verdict is Verdict.DROP]
         total = sum(drop.bytes for drop in drops)
-        session.ask(coordinator.dropper.trust)
+        session.call(coordinator.deleter.trust)
         while not session.wait_idle(POLL_S):
-            watch(total - sum(drop.bytes for drop in session.ask(still_there)), total)
-        left = session.ask(still_there)
+            watch(total - sum(drop.bytes for drop in session.call(still_there)), total)
+        left = session.call(still_there)
         silent = unread(session.listings)
     return PruneResult(decisions=decisions, left=left, unread=silent)
 

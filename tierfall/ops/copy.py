@@ -33,8 +33,8 @@ from tierfall.ops.write_copy import (
     discard_unfinished,
     marks_of,
     open_source,
-    owning,
-    writable,
+    open_writable,
+    owned_reader,
     write_files,
     writing_attempt,
 )
@@ -68,7 +68,7 @@ def copy(
     where no copy is good, or that on the tier is damaged, CapacityError and BackendError where the tier cannot store
     it. After an error nothing of the copy is left.
     """
-    with owning(config) as reader:
+    with owned_reader(config) as reader:
         listings = reader.list()
         checkpoint = next((c for c in merge(listings) if c.id == id), None)
         if checkpoint is None:
@@ -80,7 +80,7 @@ def copy(
             raise there.error
         _check_alone(reader, listings, checkpoint, tier)
         counter = Progress(watch, checkpoint.commit.image_bytes if checkpoint.commit else 0)
-        with writable(config, tier) as store:
+        with open_writable(config, tier) as store:
             if tier in checkpoint.copies:
                 return _already(reader, store, checkpoint, counter)
             return _copy(reader, listings, store, checkpoint, counter)
@@ -120,7 +120,7 @@ def _already(
             f"copy: {tier} holds another checkpoint of the id {id} already, which is not changed: find out what wrote "
             "it, and move its folder away"
         )
-    store.settle(id)
+    store.sync_commit(id)
     missing = [mark for mark in marks_of(reader, checkpoint) if mark.name not in found.marks]
     for mark in missing:
         store.add_mark(mark)
@@ -148,7 +148,7 @@ def _copy(
 ) -> CopyResult:
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     source = open_source(checkpoint, held, reader.opener())
-    attempt = writing_attempt(reader, listings, source.commit.line, tier=store.name)
+    attempt = writing_attempt(reader, listings, source.commit.lineage, tier=store.name)
     there = next(listing for listing in listings if listing.tier == store.name)
     _check_room(reader.config, there, source.commit)
     marks = marks_of(reader, checkpoint)
@@ -156,7 +156,7 @@ def _copy(
     try:
         discard_unfinished(store, reader.run, checkpoint.id)
         commit = write_files(store, lane_limits(store, reader.config), source, counter.add)
-        store.remove_other_forms(commit, attempt=attempt)  # of an unfinished copy
+        store.delete_other_codecs(commit, attempt=attempt)  # of an unfinished copy
         store.commit(commit, attempt=attempt, marks=marks)
     except BaseException:
         _retract(store, checkpoint.id, attempt)
@@ -198,7 +198,7 @@ def _check_room(config: Config, there: Listing, commit: Commit) -> None:
 def _retract(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
     """Remove the files of a copy that could not be committed, unless a newer attempt may be writing there."""
     try:
-        if not store.holds(id):
+        if not store.is_committed(id):
             store.discard(id, attempt=attempt)
     except TierfallError as error:
         logger.warning(
@@ -208,7 +208,7 @@ def _retract(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
 
 def _with_copy(listing: Listing, commit: Commit, marks: frozenset[str]) -> Listing:
     found = FoundCopy(
-        id=commit.line.checkpoint,
+        id=commit.lineage.checkpoint,
         state=CopyState.COMMITTED,
         bytes=commit.stored_bytes,
         commit=commit,
@@ -225,7 +225,7 @@ def _name_latest(
     if checkpoint.abandoned or any(not c.abandoned for c in newer):
         return ()
     try:
-        store.name_latest(checkpoint.id)
+        store.write_latest(checkpoint.id)
     except BackendError as error:  # only a hint for people: the checkpoint is committed
         return (f"{store.name}: could not write 'latest': {error}",)
     return ()

@@ -31,7 +31,7 @@ from tierfall.session.start import Start
 from tierfall.setup.attempts import attempt_of, ids_by_commits, newest_attempt
 from tierfall.setup.tiers import run_folder
 from tierfall.tiers.arena.folder import prepare_folder
-from tierfall.tiers.host import HeldImage, slots_in
+from tierfall.tiers.host import SealedImage, arena_slots
 from tierfall.tiers.stored import StoredTier
 
 
@@ -76,7 +76,7 @@ def drain(
     """
     began = time.monotonic()
     check_folders(config)
-    slots = len(slots_in(prepare_folder(run_folder(config, config.run))))
+    slots = len(arena_slots(prepare_folder(run_folder(config, config.run))))
     with ExitStack() as undo:
         tiers = OpenedTiers(config, run=config.run, accept_arena=True, draining=True)
         undo.callback(tiers.close, keep=True)
@@ -97,10 +97,10 @@ def drain(
         undo.callback(session.abandon)
         if shards is not None:
             shards.add_stored(session)
-        session.coordinator.ledger.knows_what_is_good()  # else no copy would be evicted for room
+        session.coordinator.ledger.set_knows_good()  # else no copy would be evicted for room
         until_s = None if deadline_s is None else began + deadline_s
         if until_s is not None:  # before the first copy is begun in another order
-            session.coordinator.draining.begin(session, until_s, time.monotonic())
+            session.coordinator.drain_schedule.begin(session, until_s, time.monotonic())
         session.start()
         undo.pop_all()
     kept = True
@@ -108,7 +108,7 @@ def drain(
         _wait(session, planned, until_s, watch, on_forecast)
         if session.coordinator.fenced is not None:
             raise session.coordinator.fenced
-        done = session.ask(lambda: _committed(session, planned))
+        done = session.call(lambda: _committed(session, planned))
         problems = [*(shards.problems if shards else ()), *map(str, session.coordinator.errors)]
         kept = must_keep_memory(session) or (shards is not None and bool(set(planned) - done))
     finally:
@@ -128,14 +128,14 @@ def drain(
 
 
 def writer_of(
-    newest: HeldImage, listings: Sequence[Listing], stores: Mapping[str, StoredTier], path: Path
+    newest: SealedImage, listings: Sequence[Listing], stores: Mapping[str, StoredTier], path: Path
 ) -> Attempt:
     """Return the attempt that left the newest image, or a later one of this node whose process is dead.
 
     Such a process saved nothing that memory does not hold. Raises FencedError where another later attempt exists,
     IntegrityError where the record of one is damaged.
     """
-    line = newest.commit.line
+    line = newest.commit.lineage
     number = line.checkpoint.attempt
     try:
         later = newest_attempt(listings, stores, above=number)
@@ -150,7 +150,7 @@ def writer_of(
         # show that the number is another attempt's.
         for listing in listings:
             if listing.tier in stores and ids_by_commits(listing, number) <= {attempt.id}:
-                stores[listing.tier].vouch_for(attempt)
+                stores[listing.tier].trust_attempt(attempt)
         return attempt
     attempt, tier = later
     if not _is_dead(attempt):
@@ -174,7 +174,7 @@ def _is_dead(attempt: Attempt) -> bool:
     return False
 
 
-def known_owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
+def find_owed(config: Config, listings: Sequence[Listing]) -> tuple[OwedCopy, ...]:
     """Return every copy that is owed to a tier that could be read, oldest first: the other tiers may have theirs."""
     silent = unread(listings)
     return tuple(owed for owed in _owed(config, listings) if owed.tier not in silent)
@@ -200,15 +200,15 @@ def _wait(
     total = sum(owed.bytes for owed in planned)
     forecast = ForecastLog(on_forecast)
     if until_s is not None:
-        forecast.say(session.ask(lambda: session.coordinator.draining.plan), first=True)
+        forecast.report(session.call(lambda: session.coordinator.drain_schedule.plan), first=True)
     while True:
         left_s = POLL_S if until_s is None else min(POLL_S, max(0.0, until_s - time.monotonic()))
         ended = session.wait_idle(left_s) or (until_s is not None and time.monotonic() >= until_s)
-        watch(session.ask(lambda: _copied_bytes(session)), total)
+        watch(session.call(lambda: _copied_bytes(session)), total)
         if ended:
             return
         if until_s is not None:
-            forecast.say(session.ask(lambda: session.coordinator.draining.plan))
+            forecast.report(session.call(lambda: session.coordinator.drain_schedule.plan))
 
 
 def _copied_bytes(session: Session) -> int:
@@ -221,7 +221,7 @@ def _committed(session: Session, planned: tuple[OwedCopy, ...]) -> set[OwedCopy]
     was given up or set aside."""
     coordinator = session.coordinator
     counters = coordinator.counters
-    left = set(coordinator.left_undone())
+    left = set(coordinator.owed_copies())
     done = set()
     for owed in planned:
         entry = coordinator.ledger.entries.get(owed.checkpoint)

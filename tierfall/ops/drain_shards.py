@@ -15,7 +15,7 @@ from tierfall.config import FileTierConfig, ObjectTierConfig
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.format.commit_files import document_file, shards_of
 from tierfall.core.format.documents import sha256
-from tierfall.core.format.records import Commit, Manifest, NamedFile, read_manifest
+from tierfall.core.format.records import Commit, Manifest, NamedFile, parse_manifest
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, TierfallError
@@ -96,7 +96,7 @@ class MachineShards:
         """Whether a checkpoint is of one rank, or of several whose images may all be found."""
         commit = self._known[id].commit
         one_rank = commit is not None and commit.world_size == 1
-        return one_rank or any(record.line.checkpoint == id for record in self._inherited)
+        return one_rank or any(record.lineage.checkpoint == id for record in self._inherited)
 
     def _is_shared(self, tier: FileTierConfig | ObjectTierConfig) -> bool:
         """Whether all machines see a tier: by the configuration, or by the records there.
@@ -118,17 +118,17 @@ class MachineShards:
     def add_stored(self, session: Session) -> None:
         """Add the images that only other tiers have to what this machine uploads, and leave out what is uploaded."""
         if not unread(self.tiers.listings):  # what lacks images is no checkpoint
-            session.leftovers.parts.clear()
-        for entry in session.leftovers.whole:
-            assert entry.parts is not None
-            entry.parts = (*entry.parts, *self._stored_shards(entry))
-            for part in entry.parts:
+            session.leftovers.partial_images.clear()
+        for entry in session.leftovers.whole_images:
+            assert entry.shards is not None
+            entry.shards = (*entry.shards, *self._stored_shards(entry))
+            for part in entry.shards:
                 shared = self._shared & session.coordinator.lanes.keys()
-                part.landed.update(tier for tier in shared if self._is_on(part, tier))
+                part.uploaded_to.update(tier for tier in shared if self._is_on(part, tier))
 
     def _stored_shards(self, entry: LedgerEntry) -> Iterator[LedgerEntry]:
-        assert entry.parts is not None
-        here = {part.shard for part in entry.parts}
+        assert entry.shards is not None
+        here = {part.shard for part in entry.shards}
         for tier, copy in self._known[entry.id].copies.items():
             store = self.tiers.stores.get(tier)
             if store is None or copy.commit is None:
@@ -136,11 +136,11 @@ class MachineShards:
             for shard in [shard for shard in shards_of(copy.commit) if shard not in here]:
                 try:
                     data = store.read_manifest(entry.id, shard)
-                    manifest = read_manifest(data, what=f"{tier}: manifest of {entry.id}")
+                    manifest = parse_manifest(data, what=f"{tier}: manifest of {entry.id}")
                 except TierfallError as error:
                     self.problems.append(f"{entry.id} on {tier}: {error}")
                     continue
-                yield entry.part(shard, None, manifest)
+                yield entry.from_other_rank(shard, None, manifest)
                 here.add(shard)
 
     def _is_on(self, part: LedgerEntry, tier: str) -> bool:
@@ -164,7 +164,7 @@ class MachineShards:
         files = _files_there(store, commit, shards)
         if files is None:
             raise AwaitedShardsError(
-                f"{commit.line.checkpoint} on {tier}: this machine's images are there, other ranks' are not yet: "
+                f"{commit.lineage.checkpoint} on {tier}: this machine's images are there, other ranks' are not yet: "
                 "drain the other machines, the last one commits it"
             )
         return replace(commit, files=files)
@@ -179,15 +179,15 @@ def _files_there(
     store: StoredTier, commit: Commit, shards: Sequence[Shard]
 ) -> tuple[NamedFile, ...] | None:
     """Return the files of these shards as they are on a tier; None where one is incomplete."""
-    id = commit.line.checkpoint
+    id = commit.lineage.checkpoint
     sizes = {stored.key: stored.bytes for stored in store.files(id)}
     files: list[NamedFile] = []
     for shard in shards:
         if keys.manifest_name(shard) not in sizes:
             return None
         data = store.read_manifest(id, shard)
-        manifest = read_manifest(data, what=f"{store.name}: manifest of {id}")
-        if manifest.line != commit.line:
+        manifest = parse_manifest(data, what=f"{store.name}: manifest of {id}")
+        if manifest.lineage != commit.lineage:
             raise AwaitedShardsError(
                 f"{id} on {store.name}: the image of rank {shard.rank} there is of another checkpoint of that id"
             )
@@ -201,7 +201,7 @@ def _files_there(
 def _image_files(
     store: StoredTier, manifest: Manifest, sizes: Mapping[str, int]
 ) -> tuple[NamedFile, ...] | None:
-    shard, id = manifest.shard, manifest.line.checkpoint
+    shard, id = manifest.shard, manifest.lineage.checkpoint
     for codec in Codec:
         name = keys.shard_name(shard, codec)
         if name not in sizes:

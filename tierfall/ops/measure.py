@@ -37,7 +37,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import TierKind
 from tierfall.ops.reader import RunReader
-from tierfall.ops.write_copy import writable
+from tierfall.ops.write_copy import open_writable
 from tierfall.setup.tiers import lane_limits, open_stores, run_folder
 from tierfall.tiers.arena.folder import room_for_arena
 from tierfall.tiers.stored import StoredTier
@@ -125,7 +125,7 @@ def _measure_stored(
     if section.read_only:
         return replace(known, read_only=True, error=_read_error(config, section.name))
     try:
-        with writable(config, section.name) as store:
+        with open_writable(config, section.name) as store:
             traits = store.backend.traits
             known = replace(
                 known,
@@ -288,12 +288,12 @@ def _read(
         ExitStack() as lent
     ):  # page faults of the buffers are not measured: a restore reuses its own
         for _ in range(threads):
-            np.frombuffer(lent.enter_context(pool.take(longest)), np.uint8)[::PAGESIZE] = 0
+            np.frombuffer(lent.enter_context(pool.lend_view(longest)), np.uint8)[::PAGESIZE] = 0
     wrong: list[int] = []
 
     def read(number: int) -> None:
         start, end = ranges[number]
-        with pool.take(end - start) as buffer:
+        with pool.lend_view(end - start) as buffer:
             view = buffer[: end - start]
             store.backend.read_into(key, start, view)
             if chunk_digest(view) != digests[end - start]:

@@ -17,7 +17,7 @@ from tierfall.backends.posix.backend import NoFolderError, PosixBackend
 from tierfall.config import Config
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import Listing
-from tierfall.core.format.records import Lineage, read_commit
+from tierfall.core.format.records import Lineage, parse_commit
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
@@ -25,9 +25,9 @@ from tierfall.core.types.errors import ConfigError, TierfallError, UnreachableEr
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.session.leftovers import regions_in
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.setup.tiers import SLOT, any_slot, list_all, open_stores, run_folder
+from tierfall.setup.tiers import SLOT, list_all, open_stores, run_folder, unattached_slot
 from tierfall.tiers.arena.arena import arena_name, lock_name
-from tierfall.tiers.host import HeldImage, HostTier
+from tierfall.tiers.host import HostTier, SealedImage
 from tierfall.tiers.stored import StoredTier
 
 _RECORD_BYTES_MAX = 64 << 20
@@ -54,7 +54,7 @@ def left_in_memory(config: Config) -> tuple[int, list[TierfallError]]:
     folder = run_folder(config, config.run)
     count, problems = 0, []
     for slot in known_slots(folder):
-        host = any_slot(folder, slot, name=config.host.name, run=config.run)
+        host = unattached_slot(folder, slot, name=config.host.name, run=config.run)
         try:
             if not host.attach(writable=False):
                 continue
@@ -83,7 +83,7 @@ class RunReader:
         self.host = self._attach()
 
     def _host(self, slot: int) -> HostTier:
-        return any_slot(self._folder, slot, name=self.config.host.name, run=self.run)
+        return unattached_slot(self._folder, slot, name=self.config.host.name, run=self.run)
 
     def _attach(self) -> HostTier:
         host = self._host(SLOT)
@@ -94,7 +94,7 @@ class RunReader:
             self._host_error = error
         return host
 
-    def attach_again(self) -> None:
+    def reopen_memory(self) -> None:
         """Open memory again: a living trainer may have reused a region for another image."""
         self.host.close(keep=True)
         self.host = self._attach()
@@ -141,7 +141,7 @@ class RunReader:
             return Listing(tier=self.host.name, error=self._host_error)
         return self.host.list()
 
-    def images(self) -> dict[CheckpointId, HeldImage]:
+    def images(self) -> dict[CheckpointId, SealedImage]:
         return self.host.images()
 
     def opener(self) -> OpenImage:
@@ -220,7 +220,7 @@ def _place(folder: Path, checkpoint: CheckpointId, shard: Shard | None = None) -
     return RunPath(root=folder.parent.parent, run=run, checkpoint=checkpoint, shard=shard)
 
 
-def moved(place: RunPath) -> str | None:
+def advice_if_moved(place: RunPath) -> str | None:
     """Return an advice where the folder of a path was moved or renamed, else None."""
     run = place.root / place.run
     if place.checkpoint is None:
@@ -252,7 +252,7 @@ def written_as(folder: Path) -> Lineage | None:
         record = folder / keys.COMMIT_NAME
         if record.stat().st_size > _RECORD_BYTES_MAX:
             return None
-        return read_commit(record.read_bytes(), what=str(record)).line
+        return parse_commit(record.read_bytes(), what=str(record)).lineage
     except (OSError, TierfallError):
         return None
 

@@ -15,8 +15,8 @@ from typing import NoReturn
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier, Damage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.commit_files import plain, same_checkpoint, with_index, without_index
-from tierfall.core.format.records import Commit, read_manifest
-from tierfall.core.tensor_index.store import make_index
+from tierfall.core.format.records import Commit, parse_manifest
+from tierfall.core.tensor_index.store import build_index
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
@@ -34,8 +34,8 @@ from tierfall.ops.write_copy import (
     discard_unfinished,
     mark_of,
     open_source,
+    open_writable,
     replace_document,
-    writable,
     write_files,
     writing_attempt,
 )
@@ -98,7 +98,7 @@ class Repairer:
             self._note(copy.tier, copy.id, "", str(error), done=False)
             return copy
         again = verifier.check_stored(self._reader.stores[copy.tier], copy.id)
-        if again.gone or again.error or any(not damage.newer for damage in again.damage):
+        if again.missing or again.error or any(not damage.newer for damage in again.damage):
             self._note(copy.tier, copy.id, "", "rewritten, and damaged again", done=False)
         else:
             self._note(copy.tier, copy.id, "", why, done=True)
@@ -115,7 +115,7 @@ class Repairer:
         checkpoint = self._known[copy.id]
         if checkpoint.tombstoned:
             raise StepError("it is marked for deletion")
-        with writable(self._reader.config, copy.tier) as store:
+        with open_writable(self._reader.config, copy.tier) as store:
             self._check_ours(store, copy, checkpoint)
             damaged = [d for d in copy.damage if not d.newer]
             marks = [d for d in damaged if d.file.startswith(_MARKS)]
@@ -150,10 +150,10 @@ class Repairer:
             shard = Shard(rank, known.world_size if known else 1)
             try:
                 data = store.read_manifest(id, shard)
-                manifest = read_manifest(data, what=keys.manifest_name(shard))
+                manifest = parse_manifest(data, what=keys.manifest_name(shard))
             except (IntegrityError, KeyNotFoundError):
                 continue
-            if known is not None and manifest.line != known.line:
+            if known is not None and manifest.lineage != known.lineage:
                 raise StepError("its files are of another checkpoint than that on other tiers")
 
     def _repair_marks(
@@ -168,9 +168,9 @@ class Repairer:
     def _repair_index(self, store: StoredTier, commit: Commit) -> str:
         """Rebuild the index from the manifests beside it. Another version of zstd makes other bytes, so that the commit
         record may change."""
-        attempt = writing_attempt(self._reader, self._listings, commit.line, tier=store.name)
+        attempt = writing_attempt(self._reader, self._listings, commit.lineage, tier=store.name)
         store.check_fence(attempt)
-        data = make_index(store, commit)
+        data = build_index(store, commit)
         self._replace_records(store, with_index(commit, data), index=data)
         return f"{keys.INDEX_NAME} rebuilt from the manifests"
 
@@ -179,7 +179,9 @@ class Repairer:
     ) -> str:
         tiers = self._sources(store, checkpoint, copy)
         source = open_source(checkpoint, tiers, self._reader.opener())
-        attempt = writing_attempt(self._reader, self._listings, source.commit.line, tier=store.name)
+        attempt = writing_attempt(
+            self._reader, self._listings, source.commit.lineage, tier=store.name
+        )
         store.check_fence(attempt)
         limits = lane_limits(store, self._reader.config)
         commit = write_files(store, limits, source, self._on_bytes)
@@ -188,16 +190,16 @@ class Repairer:
         if copy.commit is not None:
             commit = replace(commit, owed=copy.commit.owed)
         self._replace_records(store, commit)
-        store.forget_damage(commit.line.checkpoint)
-        store.remove_other_forms(commit, attempt=attempt)
+        store.clear_damage(commit.lineage.checkpoint)
+        store.delete_other_codecs(commit, attempt=attempt)
         return f"rewritten from {', '.join(source.tally.bytes)}"
 
     def _replace_records(
         self, store: StoredTier, commit: Commit, *, index: bytes | None = None
     ) -> None:
         """Replace the index, if one is given, and the commit record."""
-        id, run = commit.line.checkpoint, self._reader.run
-        if not store.holds(id):  # the checkpoint was deleted meanwhile
+        id, run = commit.lineage.checkpoint, self._reader.run
+        if not store.is_committed(id):  # the checkpoint was deleted meanwhile
             self._delete_too(store, id)
         if index is not None:
             replace_document(store, run, id, keys.INDEX_NAME, index)
@@ -207,7 +209,7 @@ class Repairer:
 
     def _is_whole(self, store: StoredTier, commit: Commit) -> bool:
         """Whether every file of a commit record exists."""
-        there = {stored.key for stored in store.files(commit.line.checkpoint)}
+        there = {stored.key for stored in store.files(commit.lineage.checkpoint)}
         return all(file.name in there for file in commit.files)
 
     def _delete_too(self, store: StoredTier, id: CheckpointId) -> NoReturn:
@@ -228,7 +230,7 @@ class Repairer:
         others = [tier for tier in held if tier != copy.tier]
         commit = copy.commit
         raw = commit is not None and plain(commit).files == without_index(commit).files
-        return [*others, copy.tier] if raw and not store.packs else others
+        return [*others, copy.tier] if raw and not store.is_packed else others
 
     # Tiers as a whole --------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class Repairer:
             except (BackendError, NotSupportedError):
                 continue  # reported by the check that follows
         try:
-            stale = (latest := store.read_latest()) is not None and not store.holds(latest)
+            stale = (latest := store.read_latest()) is not None and not store.is_committed(latest)
         except BackendError:
             return  # likewise
         if stale:
@@ -266,7 +268,7 @@ class Repairer:
             key = keys.attempt_key(self._reader.run, number)
             data = attempt.encode()
             with (
-                writable(self._reader.config, tier) as store,
+                open_writable(self._reader.config, tier) as store,
                 store.backend.create(key, length=len(data)) as writer,
             ):
                 writer.write(0, memoryview(data))
@@ -276,12 +278,12 @@ class Repairer:
 
     def _repair_latest(self, tier: str) -> str:
         there = [c for c in self._known.values() if tier in c.copies and not c.abandoned]
-        with writable(self._reader.config, tier) as store:
-            held = [c.id for c in there if store.holds(c.id)]
+        with open_writable(self._reader.config, tier) as store:
+            held = [c.id for c in there if store.is_committed(c.id)]
             if not held:
-                store.forget_latest()
+                store.delete_latest()
                 return "removed, since the tier holds no checkpoint"
-            store.name_latest(max(held))
+            store.write_latest(max(held))
         return f"names {max(held)}"
 
     def _note(self, tier: str, id: CheckpointId | None, file: str, why: str, *, done: bool) -> None:

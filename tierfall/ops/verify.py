@@ -27,7 +27,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.findings import NEWER, Finding, contradictions, damage_findings
 from tierfall.ops.reader import RunReader
-from tierfall.ops.write_copy import writable
+from tierfall.ops.write_copy import open_writable
 from tierfall.tiers.attempts import StrayAttemptError
 from tierfall.tiers.stored import StoredTier
 
@@ -48,7 +48,7 @@ class RunReport:
     notes: tuple[str, ...]
 
     @property
-    def good(self) -> bool:
+    def all_intact(self) -> bool:
         return not self.findings and not self.unread
 
 
@@ -144,13 +144,15 @@ def record_damage(
     for tier in (tier.name for tier in config.stored):
         copies = [copy for copy in report.copies if copy.tier == tier]
         damaged = [copy for copy in copies if copy.commit is not None and _spoils(copy.damage)]
-        mended = [copy for copy in copies if copy.good and known[tier, copy.id].damage is not None]
+        mended = [
+            copy for copy in copies if copy.intact and known[tier, copy.id].damage is not None
+        ]
         if not damaged and not mended:
             continue
         try:
-            with writable(config, tier) as store, CopyVerifier() as verifier:
+            with open_writable(config, tier) as store, CopyVerifier() as verifier:
                 for copy in mended:
-                    store.forget_damage(copy.id)
+                    store.clear_damage(copy.id)
                 for copy in damaged:
                     _note_damage(store, verifier.check_stored(store, copy.id))
         except TierfallError as error:
@@ -171,7 +173,7 @@ def _note_damage(store: StoredTier, copy: CheckedCopy) -> None:
     if first is None or copy.commit is None:
         return
     try:
-        store.note_damage(copy.commit, f"{first.file}: {first.problem}", wall_time_s=time.time())
+        store.mark_damaged(copy.commit, f"{first.file}: {first.problem}", wall_time_s=time.time())
     except KeyNotFoundError:
         logger.info("%s: %s was deleted meanwhile", store.name, copy.id)
 
@@ -189,7 +191,7 @@ def _check_memory(
         if reader.owner() is None or not (broken or any(c.damage for c in found)):
             break
         time.sleep(BETWEEN_LOOKS_S)  # a trainer may be writing there now; real damage stays
-        reader.attach_again()
+        reader.reopen_memory()
         again = {c.id: c for c in _look_at_memory(reader, scope, verifier)}
         broken = reader.host.list().damaged
         found = [again.get(c.id, _deleted(c)) if c.damage else c for c in found]
@@ -215,7 +217,7 @@ def _look_at_memory(
 
 
 def _deleted(copy: CheckedCopy) -> CheckedCopy:
-    return CheckedCopy(id=copy.id, tier=copy.tier, gone=True)
+    return CheckedCopy(id=copy.id, tier=copy.tier, missing=True)
 
 
 # A tier as a whole -----------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
                 "is alive, remove it"
             )
             findings.append(_tier_finding(store, key, error, advice))
-    findings += [_no_folder(store, error) for error in listing.no_folders()]
+    findings += [_no_folder(store, error) for error in listing.step_folder_errors()]
     findings += _check_latest(store, listing)
     return findings
 
@@ -249,7 +251,7 @@ def _no_folder(store: StoredTier, error: StepFolderError) -> Finding:
 
 def _check_latest(store: StoredTier, listing: Listing) -> list[Finding]:
     latest = store.read_latest()
-    if latest is None or listing.no_folders(latest.step, latest.attempt):
+    if latest is None or listing.step_folder_errors(latest.step, latest.attempt):
         return []  # reported as a finding of its own
     if _is_there(store, latest) or store.read_latest() != latest:
         return []
@@ -296,6 +298,6 @@ def _notes(listing: Listing, scope: VerifyScope) -> list[str]:
 
 
 def _notes_of(copy: CheckedCopy) -> list[str]:
-    if copy.gone:
+    if copy.missing:
         return [f"{copy.tier} {copy.id}: was deleted while it was read"]
     return [f"{copy.tier} {copy.id}: {name} is not part of the checkpoint" for name in copy.foreign]

@@ -85,10 +85,10 @@ class RunSnapshot:
         return max(0.0, self.wall_time_s - status.wall_time_s)
 
 
-def living(config: Config, *, run: str) -> Status | None:
+def find_living_status(config: Config, *, run: str) -> Status | None:
     """Return the status of a living trainer on this node; None where there is none, or it could not be read."""
     with Watcher(config, run=run) as watcher:
-        return watcher.look().live
+        return watcher.take_snapshot().live
 
 
 class Watcher:
@@ -100,7 +100,7 @@ class Watcher:
         self._tail = LogTail(Path(path)) if path else None
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
 
-    def look(self) -> RunSnapshot:
+    def take_snapshot(self) -> RunSnapshot:
         problems: list[str] = []
         slots = tuple(self._slot(number, problems) for number in known_slots(self._folder))
         snapshot = RunSnapshot(

@@ -23,7 +23,7 @@ from tierfall.core.format.records import Attempt, Commit, Lineage, Manifest, Mar
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.run_lock import RunLock
 from tierfall.core.scheduler.flush.lane import LaneLimits
-from tierfall.core.tensor_index.store import make_index
+from tierfall.core.tensor_index.store import build_index
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import ConfigError, IntegrityError, StepError, TierfallError
@@ -41,11 +41,11 @@ _NOT_COPIED = frozenset({keys.TOMBSTONE_MARK})
 
 
 @contextmanager
-def owning(config: Config) -> Iterator[RunReader]:
+def owned_reader(config: Config) -> Iterator[RunReader]:
     """Hold the run's lock, with its tiers open for reading. Raises LockError where a trainer of this machine is
     alive."""
     folder = prepare_folder(run_folder(config, config.run))
-    lock = RunLock.take(folder / lock_name(SLOT), run=config.run)
+    lock = RunLock.acquire(folder / lock_name(SLOT), run=config.run)
     try:
         with RunReader(config) as reader:
             yield reader
@@ -54,7 +54,7 @@ def owning(config: Config) -> Iterator[RunReader]:
 
 
 @contextmanager
-def writable(config: Config, tier: str) -> Iterator[StoredTier]:
+def open_writable(config: Config, tier: str) -> Iterator[StoredTier]:
     """Open one stored tier for writing.
 
     Raises UnreachableError, before anything is created, where its folder is missing, and where it does not answer;
@@ -118,7 +118,7 @@ class CheckpointSource:
 
     @property
     def id(self) -> CheckpointId:
-        return self.commit.line.checkpoint
+        return self.commit.lineage.checkpoint
 
 
 def open_source(
@@ -169,8 +169,8 @@ def write_files(
             )
         with begun_image(store, source.id, shard, geometry(manifest), manifest.pieces) as writer:
             # The frames of a packed image are written in order.
-            in_order = replace(limits, parallel=1) if store.packs else limits
-            _write_chunks(manifest, reader, in_order, writer.put, on_bytes)
+            in_order = replace(limits, parallel=1) if store.is_packed else limits
+            _write_chunks(manifest, reader, in_order, writer.write_chunks, on_bytes)
             commit = publish_image(store, writer, manifest, commit, id=source.id, shard=shard)
     return _write_index(store, commit)
 
@@ -179,8 +179,8 @@ def _write_index(store: StoredTier, commit: Commit) -> Commit:
     """Write the tensor index of several ranks' images; return the record that names it too."""
     if commit.world_size == 1:
         return commit
-    index = make_index(store, commit)
-    store.write_index(commit.line.checkpoint, index)
+    index = build_index(store, commit)
+    store.write_index(commit.lineage.checkpoint, index)
     return with_index(commit, index)
 
 
@@ -199,7 +199,7 @@ def _write_chunks(
 
     def copy_range(number: int) -> None:
         start, end = _run_range(manifest, runs[number])
-        with pool.take(end - start) as buffer:
+        with pool.lend_view(end - start) as buffer:
             put(runs[number][0], start, _read_run(manifest, reader, runs[number], buffer))
         on_bytes(end - start)
 

@@ -76,7 +76,7 @@ def forecast_day(
 ) -> DayForecast:
     """Forecast the ``horizon_s`` seconds of a run after an empty start."""
     simulation = Simulation(chain, load, work_max=work_max)
-    half, end = simulation.until(horizon_s)
+    half, end = simulation.run_until(horizon_s)
     rest_s = horizon_s - end.at_s
     trend = rest_s / (end.at_s - half.at_s) if rest_s > 0 and end.at_s > half.at_s else 0.0
 

@@ -205,7 +205,7 @@ class Simulation:
             notify=self._on_event,
         )
 
-    def until(self, horizon_s: float) -> tuple[CounterSample, CounterSample]:
+    def run_until(self, horizon_s: float) -> tuple[CounterSample, CounterSample]:
         """Run to the horizon, or to the save at which the work is spent. Returns the counters at half of that time and
         at its end, each with the largest ``kept`` and ``behind_s`` of its half, as these rise and fall."""
         samples = [self.sample()]
@@ -228,7 +228,7 @@ class Simulation:
         return _with_most(early), _with_most(samples[len(early) :] or early)
 
     def sample(self) -> CounterSample:
-        backlog = self._coordinator.pressure
+        backlog = self._coordinator.backlog
         return CounterSample(
             self.now_s,
             self.saves,
@@ -258,7 +258,7 @@ class Simulation:
             self._has_news = False
             self._wake_s = self._coordinator.step(self.now_s)
             self._work_left -= WORK_OF_STEP + len(self._coordinator.ledger.entries)
-        for name, count in self._coordinator.pressure.late.items():
+        for name, count in self._coordinator.backlog.late.items():
             if count and self.counters[name].late_s is None:
                 self.counters[name].late_s = self.now_s
 
@@ -277,7 +277,7 @@ class Simulation:
                 image_bytes=self._load.image_bytes,
                 records_bytes=0,
                 deadline_s=self.now_s + self._chain.max_wait_s,
-                answer=partial(self._on_admitted, id, self.now_s),
+                on_answer=partial(self._on_admitted, id, self.now_s),
             )
         )
 
@@ -306,18 +306,18 @@ class Simulation:
         owed = defaults.tiers_owed(self._chain.rules, self.saves)
         image = NamedFile(name=keys.shard_name(ALONE), bytes=self._load.image_bytes, digest=None)
         return Snapshot(
-            line=line,
+            lineage=line,
             shard=ALONE,
             geometry=self._geometry,
             structure="",
             pieces=NO_TENSORS,
             region=region,
             handle=SaveHandle(id, owed, in_memory=self._host.name, clock=lambda: self.now_s),
-            filling=cast(Any, None),  # only the capture thread uses it
+            copier=cast(Any, None),  # only the capture thread uses it
             wall_time_s=self.now_s,
             node=NODE,
             manifest=Manifest(
-                line=line,
+                lineage=line,
                 shard=ALONE,
                 image_bytes=self._geometry.image_bytes,
                 data_start=self._geometry.data_start,
@@ -327,7 +327,7 @@ class Simulation:
                 pieces=NO_TENSORS,
             ),
             commit=Commit(
-                line=line, world_size=1, files=(image,), nodes=(NODE,), wall_time_s=self.now_s
+                lineage=line, world_size=1, files=(image,), nodes=(NODE,), wall_time_s=self.now_s
             ),
         )
 

@@ -2,7 +2,7 @@
 
 Rank 0 announces a step ahead of time; every rank saves at the first step from there on. No rank waits. A rank that
 receives an announcement after passing the step reports a miss. Rank 0 then abandons that checkpoint on all ranks and
-increases its lead. ``hear`` may be called from any thread, all other methods by the training thread. See
+increases its lead. ``on_message`` may be called from any thread, all other methods by the training thread. See
 docs/decisions/0017.
 """
 
@@ -69,7 +69,7 @@ class AnnouncedSteps:
         self._saved: deque[int] = deque(maxlen=_RECENT_STEPS)
         self._requests: deque[tuple[int, str]] = deque()
 
-    def ahead_steps(self, pace_s: float) -> int:
+    def lead_steps(self, pace_s: float) -> int:
         """Return how many steps ahead a save is announced, where a step takes ``pace_s`` seconds."""
         by_time = math.ceil(AHEAD_S / pace_s) if pace_s > 0 else 1
         return max(1, by_time) + self._missed_steps
@@ -79,38 +79,38 @@ class AnnouncedSteps:
         lineage = self._lineage
         self._tell(lambda: self._council.announce((TOPIC, lineage, step), None))
 
-    def ask(self, why: str, step: int) -> None:
+    def request(self, why: str, step: int) -> None:
         """Ask rank 0 for a save, of ``step`` or a later one."""
         lineage, request = self._lineage, SaveRequest(step=step, why=why)
-        self._tell(lambda: self._council.tell((TOPIC, lineage, "ask"), request.to_json()))
+        self._tell(lambda: self._council.report((TOPIC, lineage, "ask"), request.to_json()))
 
-    def asked_above(self, planned: int | None) -> list[str]:
+    def requested_above(self, planned: int | None) -> list[str]:
         """Return the reasons of other ranks that ask for a save after the last ``planned`` one; for rank 0."""
         found = [why for step, why in self._requests if planned is None or planned < step]
         self._requests.clear()
         return found
 
-    def hear(self, news: RankMessage) -> None:
+    def on_message(self, news: RankMessage) -> None:
         """Queue a message until the training thread handles it."""
         self._messages.append(news)
 
-    def come_to(self, step: int) -> None:
+    def reach(self, step: int) -> None:
         """Handle what was received before the end of ``step``, and note that the loop has reached it."""
-        self.listen()
+        self.handle_messages()
         self._recent.append(step)
 
-    def listen(self) -> None:
+    def handle_messages(self) -> None:
         """Handle the messages received since the last call."""
         while self._messages:
             news = self._messages.popleft()
             if news.topic[1] == self._lineage:
                 self._on_announcement(news)
 
-    def saved(self, step: int) -> None:
+    def on_saved(self, step: int) -> None:
         """Note that this rank saves ``step``, whether it was announced or not."""
         self._saved.append(step)
 
-    def go_back(self) -> None:
+    def reset(self) -> None:
         """Discard what is planned: all ranks have restored another step."""
         self._lineage += 1
         self.planned.clear()
@@ -143,7 +143,7 @@ class AnnouncedSteps:
         )
         lineage, report = self._lineage, MissedStep(late_steps=late)
         self._leave_out(missed, error)
-        self._tell(lambda: self._council.tell((TOPIC, lineage, "missed"), report.to_json()))
+        self._tell(lambda: self._council.report((TOPIC, lineage, "missed"), report.to_json()))
 
     def _announce_earlier(self, late: int, rank: int) -> None:
         self._missed_steps += late + 1

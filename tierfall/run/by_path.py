@@ -135,7 +135,7 @@ class PathSaves:
         self._stages.give_up(step, reason)
         if self.session.ranks.many:
             topic = (TOPIC, _GIVE_UP, step, self._token())
-            self.session.ranks.council.tell(topic, GivenUpPath(reason=reason).to_json())
+            self.session.ranks.message_tree.report(topic, GivenUpPath(reason=reason).to_json())
 
     def commit(self, step: int, name: str, target: str) -> None:
         """Rename a file of a step, and save the files of all ranks as this step's checkpoint.
@@ -208,7 +208,7 @@ class PathSaves:
         if not self.opened_by_path:
             return None
         live = [
-            (known.id, known.commit.line.ordinal)
+            (known.id, known.commit.lineage.ordinal)
             for known in self.session.known_by_all()
             if known.commit is not None and not (known.abandoned or known.tombstoned)
         ]
@@ -225,10 +225,10 @@ class PathSaves:
         if start is None or self._lineage.begun:
             return
         (id, ordinal), attempt = start, self._lineage.attempt
-        self._lineage.go_on_from(id, ordinal, attempt)
+        self._lineage.continue_at(id, ordinal, attempt)
         log_abandoned(self.session.run, self.session.known(), id)
         ledger = self.session.coordinator.ledger
-        self.session.ask(lambda: ledger.go_on_from(id, attempt=attempt.number))
+        self.session.call(lambda: ledger.continue_from(id, attempt=attempt.number))
 
     # All ranks ---------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class PathSaves:
         rename = self._renames[token] = _PendingRename()
         bound_s = _SLOWER * self._config.max_wait_s
         try:
-            self.session.ranks.council.tell((TOPIC, _SAVE, step, token), save.to_json())
+            self.session.ranks.message_tree.report((TOPIC, _SAVE, step, token), save.to_json())
             if not self.session.wait(rename.done, bound_s):
                 self.session.ranks.check()
                 raise RanksError(
@@ -266,7 +266,7 @@ class PathSaves:
                 if what == _SAVE:
                     save = PathSave.from_json(body, rank=news.rank)
                     body = replace(save, start=self._announced_start()).to_json()
-                self.session.ranks.council.announce(news.topic, body)
+                self.session.ranks.message_tree.announce(news.topic, body)
             case DecisionAnnounced(topic=(_, what, int(step), _)) if what == _GIVE_UP:
                 self._stages.give_up(step, GivenUpPath.from_json(news.body, rank=0).reason)
             case DecisionAnnounced():
@@ -297,7 +297,7 @@ class PathSaves:
                 logger.error("rank %d: %s", self._rank, error)
             else:
                 self._settle(handle)
-            rename.done.ring()
+            rename.done.set()
 
     def _settle(self, handle: SaveHandle) -> None:
         """Wait until this rank's image is captured, before the next begins; the handle holds what failed."""
@@ -332,7 +332,7 @@ class PathSaves:
 
         Raises ConfigError where the committing rank wrote a file of the same name.
         """
-        stage = self._stages.take(step)
+        stage = self._stages.pop(step)
         if stage is None:
             return {}
         try:
@@ -377,15 +377,15 @@ class PathSaves:
 
         def is_whole() -> bool:
             entry = coordinator.ledger.entries.get(id)
-            if entry is not None and not entry.lost:
-                return coordinator.ledger.whole(entry)
+            if entry is not None and not entry.failed:
+                return coordinator.ledger.has_whole_copy(entry)
             commits = coordinator.commits
-            lost = None if commits is None else commits.was_lost(id)
+            lost = None if commits is None else commits.why_save_failed(id)
             error = lost[0] if lost else handle.exception()
             raise CaptureError(str(error or f"save of step {id.step} was given up")) from error
 
         pause = threading.Event()
-        while not self.session.ask(is_whole):
+        while not self.session.call(is_whole):
             if time.monotonic() >= deadline_s:
                 raise TimeoutError(f"step {handle.step} is not sealed on all ranks in time")
             pause.wait(_POLL_S)

@@ -108,29 +108,29 @@ class CadenceClock:
 
     # Inputs ----------------------------------------------------------------------------------------
 
-    def ask(self, why: str) -> None:
+    def request(self, why: str) -> None:
         """Request a save of the next step, or of one soon after; may be called in a signal handler."""
         self._signal = why
 
-    def saved(self, handle: SaveHandle) -> None:
+    def on_saved(self, handle: SaveHandle) -> None:
         """Note that a save has begun, requested by the cadence or not."""
         self._last_planned = max(handle.step, self._last_planned or 0)
         if self._others is not None:
-            self._others.saved(handle.step)
-        self.meter.saved(handle)
+            self._others.on_saved(handle.step)
+        self.meter.on_save(handle)
 
-    def go_on_from(self, step: int | None) -> None:
+    def continue_from(self, step: int | None) -> None:
         """Discard what is planned: the lineage continues from ``step`` (None: from nothing)."""
         self._planned.clear()
         if self._others is not None:
-            self._others.go_back()
+            self._others.reset()
         self._last_step, self._last_planned = None, step
         self._due_s = self._clock() + (self._rules.every_s or 0.0)
-        self.meter.go_back(step)
+        self.meter.rewind(step)
 
     # Deciding --------------------------------------------------------------------------------------
 
-    def wants(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether ``step``, which the loop has completed, is to be saved."""
         now_s = self._clock()
         self.meter.tick(step, now_s, copying=self._copying())
@@ -138,7 +138,7 @@ class CadenceClock:
             self._stride = step - self._last_step
         self._last_step = step
         if self._others is not None:
-            self._others.come_to(step)
+            self._others.reach(step)
         if self._signal is not None:
             self._take_signal(step)
         if self._decides:
@@ -156,14 +156,14 @@ class CadenceClock:
         if self._decides:
             self._requested = True
         elif self._others is not None:
-            self._others.ask(str(why), step)
+            self._others.request(str(why), step)
 
     def _plan(self, step: int, now_s: float) -> None:
         """Decide whether another step is to be saved: far enough ahead for the other ranks to receive it in time."""
         steps = 0
         if self._others is not None:
-            steps = self._others.ahead_steps(self.meter.pace_s)
-            if why := self._others.asked_above(self._last_planned):
+            steps = self._others.lead_steps(self.meter.fastest_step_s)
+            if why := self._others.requested_above(self._last_planned):
                 logger.info("a save is asked for: %s", "; ".join(why))
                 self._requested = True
         soonest = step + steps * self._stride
@@ -172,7 +172,7 @@ class CadenceClock:
             if not self._planned:
                 self._add(soonest)
         if self._rules.every_s is not None:
-            if now_s + steps * self.meter.pace_s >= self._due_s:
+            if now_s + steps * self.meter.fastest_step_s >= self._due_s:
                 every_s = self._rules.every_s
                 self._due_s += every_s
                 if (
@@ -198,7 +198,7 @@ class CadenceClock:
         """Return whether a save would find no room in memory. While saves are measured, each is to end before the
         next."""
         first = self._choice.bound is IntervalBound.MEASURING
-        return self.meter.under_way + len(self._planned) >= (1 if first else self._images_now)
+        return self.meter.unsettled_saves + len(self._planned) >= (1 if first else self._images_now)
 
     def _add(self, step: int) -> None:
         if self._planned and self._planned[-1] >= step:
@@ -230,7 +230,7 @@ class CadenceClock:
     def end(self) -> None:
         """The loop has ended: handle what was received since its last step."""
         if self._others is not None:
-            self._others.listen()
+            self._others.handle_messages()
 
     def ettr(self) -> float | None:
         """See ``Statistics``."""

@@ -34,7 +34,7 @@ from tierfall.run import group_commands
 from tierfall.run.open_run import OpenRun
 from tierfall.session import statistics
 from tierfall.setup.lineage import as_step
-from tierfall.telemetry.journal import failures_noted
+from tierfall.telemetry.journal import log_failures
 from tierfall.telemetry.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
 
 logger = logging.getLogger("tierfall")
@@ -108,8 +108,8 @@ class Checkpointer:
         self._opened.check_usable()
         self._lineage.check_begun(step)
         step = as_step(step)
-        self._saver.counts.steps.come_to(step, time.monotonic())
-        wanted = self._cadence.wants(step)
+        self._saver.counts.steps.record(step, time.monotonic())
+        wanted = self._cadence.is_due(step)
         if self._config.interval.at_end:
             self._opened.note_last(step, state, metrics, tags, anew=wanted)
         if not wanted or self._lineage.has_saved(step):
@@ -126,7 +126,7 @@ class Checkpointer:
         """
         timeout = as_seconds(timeout, what="wait_captured: timeout")
         self._opened.check_usable()
-        self._capturer.barrier.bracketed_by_hand()
+        self._capturer.barrier.on_explicit_wait()
         self._capturer.wait_barrier(self._config.max_wait_s if timeout is None else timeout)
 
     @contextmanager
@@ -137,7 +137,7 @@ class Checkpointer:
 
     # Restoring ---------------------------------------------------------------------------------------
 
-    @failures_noted("restore")
+    @log_failures("restore")
     def restore(
         self,
         state: Mapping[str, Any],
@@ -193,7 +193,7 @@ class Checkpointer:
             restored = restorer.fill(request, plan, ResizeRules(rules=resize_rules(state)))
             if restored is None:
                 self._lineage.begin()
-                self._session.ask(self._session.coordinator.ledger.knows_what_is_good)
+                self._session.call(self._session.coordinator.ledger.set_knows_good)
                 return None
             any_saved = finish_on_all_ranks(
                 self._session.ranks,
@@ -210,9 +210,9 @@ class Checkpointer:
                     any_saved,
                     verified=restored.verified(self._session.ranks.shard),
                 )
-                self._saver.counts.steps.go_on_from(restored.checkpoint.id.step)
+                self._saver.counts.steps.continue_from(restored.checkpoint.id.step)
         report = statistics.restore_report(restored, time.monotonic() - began)
-        self._session.tell(
+        self._session.call_soon(
             partial(statistics.record_reads, self._session.coordinator.rates, report)
         )
         return self._journal.restored(report)
@@ -254,7 +254,7 @@ class Checkpointer:
     def statistics(self) -> Statistics:
         """Return counters and times since open."""
         self._opened.check_usable()
-        self._session.memory.look()
+        self._session.memory.check()
         return replace(
             statistics.statistics(self._session, self._saver.counts),
             cadence=self._cadence.report(),
@@ -275,7 +275,7 @@ class Checkpointer:
         self._opened.check_usable()
         self._opened.finish_capture()
         began = time.monotonic()
-        self._session.look(deadline)
+        self._session.find_external_commits(deadline)
         if deadline is not None:
             deadline = max(0.0, deadline - (time.monotonic() - began))
         drain = group_commands.drain if self._session.ranks.many else group_commands.drain_here

@@ -16,7 +16,7 @@ from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.types.errors import FlushError, RanksError
-from tierfall.core.types.text import few_of, ranks_named
+from tierfall.core.types.text import format_ranks, format_some
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.session.leftovers import images_in
 from tierfall.session.requests import images_needed
@@ -37,7 +37,7 @@ class LastStep:
     updates: int
     fingerprint: Fingerprint
 
-    def why_changed(self, updates: int) -> str:
+    def describe_change(self, updates: int) -> str:
         """Return how the state differs from that step's, after ``updates``; empty where it is unchanged."""
         if updates != self.updates:
             return "the state was changed since, by an optimizer's step"
@@ -121,7 +121,7 @@ def decide(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
         if report.changed:
             return ClosingDecision(reason=f"step {step}: {_who(rank, reports)}{report.changed}")
     if len(unsaved) < len(reports):
-        why = f"step {step}: {ranks_named(unsaved)} left it out, others saved it"
+        why = f"step {step}: {format_ranks(unsaved)} left it out, others saved it"
         return ClosingDecision(reason=why)
     return ClosingDecision(plan=ClosingPlan.SAVE)
 
@@ -138,7 +138,7 @@ def confirm_copies(session: Session, timeout_s: float) -> bool:
         needed = images_needed(session.coordinator.ledger)
         return {e.id: [t for t in session.stores if e.readable_on(t)] for e in needed}
 
-    copies = session.ask(ask)
+    copies = session.call(ask)
     found = [session.is_whole(id, tiers, timeout_s) for id, tiers in copies.items() if tiers]
     return None not in found
 
@@ -148,7 +148,7 @@ def log_lost(session: Session) -> list[FlushError]:
     lost = _only_in_memory(session)
     if session.memory.problem is None or not lost:
         return []
-    named = few_of([str(id) for id in sorted(lost)])
+    named = format_some([str(id) for id in sorted(lost)])
     error = FlushError(f"close: lost, as no other tier has it: {named}: {session.memory}")
     logger.error("%s", error)
     return [error]
@@ -167,7 +167,7 @@ def _only_in_memory(session: Session) -> set[CheckpointId]:
             if CopyState.COMMITTED not in e.states.values()
         }
 
-    return session.ask(ask)
+    return session.call(ask)
 
 
 def log_left(session: Session, report: DrainReport) -> None:
@@ -178,7 +178,7 @@ def log_left(session: Session, report: DrainReport) -> None:
     if session.memory.problem is not None:
         held, gone = set(), _only_in_memory(session)
     entries = session.coordinator.ledger.entries
-    capturing = session.ask(lambda: {e.id for e in entries.values() if e.snapshot is not None})
+    capturing = session.call(lambda: {e.id for e in entries.values() if e.snapshot is not None})
     in_memory: list[str] = []
     elsewhere: list[str] = []
     lost: list[str] = []
@@ -189,17 +189,17 @@ def log_left(session: Session, report: DrainReport) -> None:
         place = lost if id in capturing else in_memory if id in held else elsewhere
         place.append(f"{step}@{attempt} to {tier}")
     if lost:
-        logger.warning("close: not captured in time, and lost: %s", few_of(lost))
+        logger.warning("close: not captured in time, and lost: %s", format_some(lost))
     if in_memory:
         logger.warning(
             "close: still owed: %s; what is owed is in %s, and the next start or 'tierfall drain' finishes it",
-            few_of(in_memory),
+            format_some(in_memory),
             session.host.path,
         )
     if elsewhere:
         logger.warning(
             "close: still owed: %s; the next start copies it from the tier that has it",
-            few_of(elsewhere),
+            format_some(elsewhere),
         )
 
 

@@ -11,7 +11,7 @@ from signal import Signals
 from tierfall.config import Config
 from tierfall.config.fields import signals_named
 from tierfall.core.types.errors import TierfallError
-from tierfall.core.types.text import few_of
+from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_duration
 from tierfall.run import group_commands
 from tierfall.session.session import Session
@@ -40,7 +40,7 @@ class DrainOnSignal:
         self._saves = saves
         self._saves_before: dict[Signals, int] = {}
         self._closed = threading.Event()
-        self._listener = signal_hub.listen(
+        self._listener = signal_hub.add_listener(
             signals_named(config.drain.on_signal), what=WHAT, flag=self._on_signal, work=self._drain
         )
 
@@ -62,7 +62,7 @@ class DrainOnSignal:
             format_duration(self._deadline_s),
         )
         try:
-            session.tell(lambda: session.coordinator.ask_rank_0_to_drain(self._deadline_s))
+            session.call_soon(lambda: session.coordinator.share_deadline(self._deadline_s))
             saves = name in self._saving
             report = self._until(ends_s, name, goes_on=not saves)
             if saves and self._wait_for_save(number, ends_s):
@@ -72,7 +72,7 @@ class DrainOnSignal:
         ) as error:  # the run was closed, which drains too, or the coordinator has stopped
             logger.warning("%s: nothing more is drained: %s", name, error)
             return
-        left = few_of([f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left])
+        left = format_some([f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left])
         logger.warning("%s: drained%s", name, f"; still owed: {left}" if left else "")
 
     def _until(self, ends_s: float, name: str, *, goes_on: bool) -> DrainReport:

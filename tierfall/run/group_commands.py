@@ -36,8 +36,8 @@ class _CommandCall(Message):
 
 def known_checkpoints(session: Session) -> list[CheckpointInfo]:
     """Return every known checkpoint, oldest first, those that another process committed for this start included."""
-    session.look()
-    return session.ask(lambda: checkpoint_infos(session.coordinator.ledger, time.time()))
+    session.find_external_commits()
+    return session.call(lambda: checkpoint_infos(session.coordinator.ledger, time.time()))
 
 
 def run_command(session: Session, kind: CommandKind, step: int, attempt: int | None) -> None:
@@ -109,16 +109,16 @@ def plan(session: Session) -> list[Decision]:
     coordinator = session.coordinator
 
     def ask() -> list[Decision]:
-        view = replace(coordinator.ledger.view(), trusting=True)
+        view = replace(coordinator.ledger.view(), assume_verified=True)
         return [d for tier in coordinator.lanes for d in plan_retention(view, tier)]
 
-    return session.ask(ask)
+    return session.call(ask)
 
 
 def prune(session: Session, *, dry_run: bool) -> list[Decision]:
     """Return what retention decides, on rank 0, and carry it out on all ranks unless ``dry_run``."""
     ranks = session.ranks
-    session.look()
+    session.find_external_commits()
 
     def decide(calls: dict[int, _CommandCall]) -> _Decisions:
         check_same_arguments("prune", {rank: call.named for rank, call in calls.items()})
@@ -128,7 +128,7 @@ def prune(session: Session, *, dry_run: bool) -> list[Decision]:
     decisions = ranks.agree("prune", call, decide, _Decisions).decisions
     if not dry_run:
         if ranks.topology.is_root:  # marks by other processes are read first: more may go, or less
-            session.ask(session.coordinator.dropper.trust)
+            session.call(session.coordinator.deleter.trust)
             session.wait_idle(session.config.max_wait_s)
         ranks.meet("prune: dropped", timeout_s=_patience_s(session))
         if ranks.many:
@@ -155,7 +155,7 @@ def drain_here(
     """
     began = time.monotonic()
     coordinator = session.coordinator
-    owed = session.ask(coordinator.left_undone)
+    owed = session.call(coordinator.owed_copies)
     forecast: tuple[DrainForecast, ...] = ()
     asker = object()
     try:
@@ -167,9 +167,9 @@ def drain_here(
     finally:
         if goes_on:
             end_drain(session, asker)
-    left = set(session.ask(coordinator.left_undone))
-    left |= set(owed) & set(session.ask(coordinator.set_aside))
-    durable = session.ask(lambda: set(coordinator.durable))
+    left = set(session.call(coordinator.owed_copies))
+    left |= set(owed) & set(session.call(coordinator.set_aside_copies))
+    durable = session.call(lambda: set(coordinator.durable))
     return DrainReport(
         done=_triples(copy for copy in owed if copy in durable),
         left=_triples(sorted(left)),
@@ -215,7 +215,7 @@ def _first_deadline(deadlines: Mapping[int, _DrainDeadline]) -> _DrainDeadline:
     return _DrainDeadline(left_s=min(given, default=None))
 
 
-def settle(session: Session, left_s: Callable[[], float]) -> bool:
+def finish_commands(session: Session, left_s: Callable[[], float]) -> bool:
     """At close, carry out what rank 0 has decided until its end, such as deletions by its retention.
 
     False where not all ranks reach this within ``left_s()`` seconds, and one second at least.

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from tierfall.core.capture.snapshot import Share
+from tierfall.core.capture.snapshot import ReplicaShare
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.runtime.wait import InterruptibleEvent
@@ -51,9 +51,9 @@ class _PlannedLayout:
         return same and self.layout.matches(view)
 
     @property
-    def share(self) -> Share:
+    def share(self) -> ReplicaShare:
         name = None if self.division is None else self.division.id
-        return Share(structure=self.structure, division=name, replicas=self.replicas)
+        return ReplicaShare(structure=self.structure, assignment=name, replicas=self.replicas)
 
 
 class Layouts:
@@ -74,7 +74,7 @@ class Layouts:
         self,
         view: StateView,
         id: CheckpointId,
-    ) -> tuple[Layout, bytes, Share | None]:
+    ) -> tuple[Layout, bytes, ReplicaShare | None]:
         """Return layout and header of a view, and how its replicas were assigned, for the other ranks."""
         divider = self._divider
         found = next((p for p in self._planned if p.serves(view)), None)
@@ -83,7 +83,7 @@ class Layouts:
             found, share = self._plan(view, id, divider)
         header = found.layout.header(view)
         if header is None:  # a value outgrew the space reserved for it
-            left_out = dict(found.layout.elsewhere)
+            left_out = dict(found.layout.written_by_others)
             found = self._keep(replace(found, layout=plan_layout(view, left_out)))
             header = found.layout.header(view)
             assert header is not None
@@ -92,13 +92,13 @@ class Layouts:
     @property
     def _divider(self) -> ReplicaAssigner | None:
         commits = self._session.coordinator.commits
-        return None if commits is None else commits.divider
+        return None if commits is None else commits.replicas
 
     def _is_current(self, planned: _PlannedLayout, divider: ReplicaAssigner) -> bool:
         """Return whether the ranks still use the assignment that a layout was planned with."""
         if planned.divided:
             return self._reported == planned.structure
-        division = divider.divisions.get(planned.structure)
+        division = divider.assignments.get(planned.structure)
         return division is not None and division is planned.division
 
     def _plan(
@@ -106,7 +106,7 @@ class Layouts:
         view: StateView,
         id: CheckpointId,
         divider: ReplicaAssigner | None,
-    ) -> tuple[_PlannedLayout, Share | None]:
+    ) -> tuple[_PlannedLayout, ReplicaShare | None]:
         whole = plan_layout(view)
         if divider is None:
             return self._keep(_planned(view, whole, whole.structure)), None
@@ -115,18 +115,18 @@ class Layouts:
         self._reported = None if shareable.numbers else structure
         if not shareable.numbers:
             self._session.coordinator.post(
-                AssignmentRequest(id=id, shareable=shareable, answer=_ignore_assignment)
+                AssignmentRequest(id=id, shareable=shareable, on_answer=_ignore_assignment)
             )
             planned = self._keep(_planned(view, whole, structure, divided=True))
             return planned, planned.share
-        division = divider.divisions.get(structure)
+        division = divider.assignments.get(structure)
         digests = None
         if division is None:
             division = self._request_assignment(id, shareable)
             if division is not None and len(division.keys):
                 digests = shareable.digests(division)
         rank = self._session.ranks.shard.rank
-        left_out = {} if division is None else shareable.left_out(division, rank)
+        left_out = {} if division is None else shareable.written_by_others(division, rank)
         layout = plan_layout(view, left_out) if left_out else whole
         replicas = None
         if division is not None and len(division.keys):
@@ -144,10 +144,10 @@ class Layouts:
 
         def on_answer(division: ReplicaAssignment | None) -> None:
             answers.append(division)
-            done.ring()
+            done.set()
 
         self._session.coordinator.post(
-            AssignmentRequest(id=id, shareable=shareable, answer=on_answer)
+            AssignmentRequest(id=id, shareable=shareable, on_answer=on_answer)
         )
         if not self._session.wait(done, self._max_wait_s + ANSWER_S):
             logger.warning(

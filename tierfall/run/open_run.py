@@ -48,7 +48,7 @@ from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.requests import must_keep_memory
 from tierfall.session.save_arguments import checked_metrics
 from tierfall.session.session import Listener, Session
-from tierfall.session.start import begin_attempt, opened_by_each, ready_on_all_ranks
+from tierfall.session.start import all_ranks_or_none, begin_attempt, opened_by_each
 from tierfall.setup import signal_hub
 from tierfall.setup.lineage import SavingLineage, as_step
 from tierfall.setup.signal_hub import SignalWatch
@@ -95,18 +95,18 @@ class OpenRun:
             start = begin_attempt(tiers)
             assert tiers.attempt is not None
             self.config = config = tiers.config
-            with ready_on_all_ranks(ranks, timeout_s=patience_s(config)):
-                tiers.host.create_now()
+            with all_ranks_or_none(ranks, timeout_s=patience_s(config)):
+                tiers.host.allocate_now()
                 self.session = Session(tiers, start)
                 undo.callback(self.session.abandon)
                 self.lineage = SavingLineage(run, tiers.attempt, begun=fresh or start.first)
-                self._steps = StepClock(self.session.coordinator.pacing)
+                self._steps = StepClock(self.session.coordinator.throttle)
                 self.capturer = Capturer(
                     post=self.session.coordinator.post,
                     max_wait_s=config.max_wait_s,
                     name=run,
                     checked=config.capture.verify is not Verify.OFF,
-                    on_step=self._steps.stepped,
+                    on_step=self._steps.on_step,
                 )
                 undo.callback(self.capturer.close, ABANDON_S)
                 self.saver = Saver(config, self.session, self.capturer, lambda: self._steps.step_s)
@@ -117,9 +117,11 @@ class OpenRun:
                 announced = None
                 if ranks.many:
                     announced = AnnouncedSteps(
-                        ranks.council, tell=self.session.tell, leave_out=self._report_unsaved
+                        ranks.message_tree,
+                        tell=self.session.call_soon,
+                        leave_out=self._report_unsaved,
                     )
-                    listeners[announced_steps.TOPIC] = announced.hear
+                    listeners[announced_steps.TOPIC] = announced.on_message
                 self.cadence = cadence_of(config, self.session, announced)
                 self.restorer = Restorer(
                     config,
@@ -128,11 +130,11 @@ class OpenRun:
                     connect=connect,
                     on_continued=self._on_continued,
                 )
-                self._saves_on = SignalWatch(config.interval.on_signal, self.cadence.ask)
+                self._saves_on = SignalWatch(config.interval.on_signal, self.cadence.request)
                 undo.callback(self._saves_on.close)
             if fresh:
                 log_abandoned(run, self.session.known(), None)
-                self.session.coordinator.ledger.knows_what_is_good()
+                self.session.coordinator.ledger.set_knows_good()
             self.session.start(listeners)
             self._drains_on: DrainOnSignal | None = None
             if config.drain is not None:
@@ -161,7 +163,7 @@ class OpenRun:
             tags=tags,
             at_end=at_end,
         )
-        self.cadence.saved(handle)
+        self.cadence.on_saved(handle)
         if not self._checked_omissions:
             self._checked_omissions = True
             for text in omissions(state):
@@ -180,7 +182,7 @@ class OpenRun:
     ) -> SaveHandle:
         """Save the state that ``walk`` returns a view of. Without ``may_be_lazy``, all of it is copied on return."""
         began_s = time.monotonic()
-        self._steps.saving()
+        self._steps.on_save()
         self.check_saving()
         many = self.session.ranks.many
         if not many:
@@ -196,7 +198,7 @@ class OpenRun:
         )
         with self.saver.lock:
             self.lineage.check(step)
-            self.saver.counts.steps.come_to(step, began_s)
+            self.saver.counts.steps.record(step, began_s)
             try:
                 self.finish_capture(in_order=True)
                 handle = self.saver.save(self.lineage, call, walk)
@@ -224,7 +226,7 @@ class OpenRun:
         The fingerprint of the step before is updated, unless ``anew``: its tensors are then searched for again.
         """
         kept = None if self._last is None or anew else self._last.fingerprint
-        if kept is None or not kept.take(state):
+        if kept is None or not kept.refresh(state):
             kept = Fingerprint(state, self._steps.step_s)
         metrics = {
             name: value if isinstance(value, float) else value.clone()
@@ -263,7 +265,7 @@ class OpenRun:
         if goes_on and (fenced := self.session.coordinator.fenced) is not None:
             raise fenced
         if goes_on and self.lineage.saved_any:
-            self.session.tiers.check_newest()
+            self.session.tiers.check_fence()
         self.finish_capture()
         for handle in self.saver.counts.handles[-1:]:
             try:
@@ -273,7 +275,7 @@ class OpenRun:
 
     def _on_continued(self, step: int) -> None:
         self.forget_last()
-        self.cadence.go_on_from(step)
+        self.cadence.continue_from(step)
 
     # Checks ------------------------------------------------------------------------------------------
 
@@ -330,12 +332,12 @@ class OpenRun:
                 self.by_path.close(left_s())
                 self.finish_capture(left_s())
                 self.capturer.close(left_s())
-                session.look(left_s(), last=True)
+                session.find_external_commits(left_s(), last=True)
                 confirmed = confirm_copies(session, left_s() / 2)
                 report = group_commands.drain_here(session, left_s(), doing="close", goes_on=False)
             finally:
-                self.capturer.let_go()
-                together = group_commands.settle(session, left_s)
+                self.capturer.stop_waiting()
+                together = group_commands.finish_commands(session, left_s)
             keep = not confirmed or must_keep_memory(session)
             if keep and not session.memory.repair(left_s(LAST_S)):
                 session.coordinator.errors += log_lost(session)
@@ -371,7 +373,7 @@ class OpenRun:
             self.session.ranks,
             last,
             saved=last is not None and self.lineage.has_saved(last.step),
-            changed="" if last is None else last.why_changed(self.capturer.barrier.updates),
+            changed="" if last is None else last.describe_change(self.capturer.barrier.updates),
             failed=failed,
             timeout_s=timeout_s,
         )
@@ -379,7 +381,7 @@ class OpenRun:
             return None
         if plan is ClosingPlan.FLUSH:
             id = CheckpointId(last.step, self.lineage.attempt.number)
-            self.session.tell(lambda: self.session.coordinator.owe_to_all(id))
+            self.session.call_soon(lambda: self.session.coordinator.owe_to_all_tiers(id))
             return None
         try:
             self.save_state(last.step, last.state, last.metrics, last.tags, at_end=True)
@@ -407,7 +409,7 @@ def damage_reporter(run: str, places: Mapping[str, str]) -> FoundDamage:
         for one in _open_here():
             for name, store in one.session.stores.items() if one.run == run else ():
                 if store.place == places.get(tier):
-                    one.session.note_damaged(name, id, error)
+                    one.session.report_damaged(name, id, error)
 
     return note
 

@@ -27,7 +27,7 @@ from tierfall.core.restore.restore import (
     fill_first,
 )
 from tierfall.core.types.errors import ConfigError
-from tierfall.core.types.text import few_of
+from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId
 from tierfall.session.leftovers import regions_in
 from tierfall.session.session import Session
@@ -70,12 +70,12 @@ class Restorer:
     def deletions_paused(self) -> Iterator[None]:
         """Pause deletions until it is known whether the run continues from what was read."""
         session = self._session
-        dropper = session.coordinator.dropper
+        dropper = session.coordinator.deleter
         try:
-            session.ask(lambda: setattr(dropper, "paused", True))
+            session.call(lambda: setattr(dropper, "paused", True))
             yield
         finally:
-            session.tell(lambda: setattr(dropper, "paused", False))
+            session.call_soon(lambda: setattr(dropper, "paused", False))
 
     @contextmanager
     def noting_half_filled(self, only: tuple[str, ...] | None) -> Iterator[Callable[[], None]]:
@@ -115,14 +115,14 @@ class Restorer:
 
         Raises RestoreError where no candidate can be read whole.
         """
-        session, tally = self._session, self._session.tally()
+        session, tally = self._session, self._session.new_tally()
         listings = session.list_now()
         hosts = session.tiers.hosts()
         ranks, many = session.ranks, session.ranks.many
         with ExitStack() as seen:
 
             def look_again() -> Sequence[Listing]:
-                hosts[:] = seen.enter_context(session.tiers.looking_at_node())
+                hosts[:] = seen.enter_context(session.tiers.slots_of_node())
                 return session.tiers.with_memory(listings, hosts)
 
             candidates = self.candidates(listings, request, tally, look_again)
@@ -198,10 +198,10 @@ class Restorer:
         coordinator = self._session.coordinator
 
         def go_on() -> None:
-            coordinator.verifier.restored(id, verified)
-            coordinator.ledger.go_on_from(id, attempt=attempt.number)
+            coordinator.verifier.on_restored(id, verified)
+            coordinator.ledger.continue_from(id, attempt=attempt.number)
 
-        self._session.ask(go_on)
+        self._session.call(go_on)
         self._on_continued(id.step)
 
 
@@ -221,5 +221,5 @@ def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: Checkpoin
                 "one, pin it now",
                 run,
                 who,
-                few_of([str(c.id) for c in left]),
+                format_some([str(c.id) for c in left]),
             )

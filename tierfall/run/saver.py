@@ -25,7 +25,7 @@ from tierfall.core.capture.device_copies import Slab
 from tierfall.core.capture.device_places import CaptureDevices
 from tierfall.core.capture.events import CaptureAdvanced, CaptureBegun, SaveGivenUp
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.capture.snapshot import HostRegion, Share, Snapshot
+from tierfall.core.capture.snapshot import HostRegion, ReplicaShare, Snapshot
 from tierfall.core.format.records import Geometry, Lineage
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.image.raw_files import ENTRY as FILES_ENTRY
@@ -91,7 +91,7 @@ class _PlannedImage:
     view: StateView
     layout: Layout
     header: bytes
-    share: Share | None = None
+    share: ReplicaShare | None = None
     settled: bool = False
 
 
@@ -137,7 +137,7 @@ class Saver:
             view = walk(self._walk_cache)
             id = CheckpointId(call.step, lineage.attempt.number)
             layout, header, share = self._layouts.of(view, id)
-        self._capturer.barrier.gradients.saving(call.step, view.parameters)
+        self._capturer.barrier.gradients.on_save(call.step, view.parameters)
         image = _PlannedImage(view=view, layout=layout, header=header, share=share)
         return self._begin(lineage, call, image)
 
@@ -179,7 +179,7 @@ class Saver:
             self._skip(lineage, handle, no_room)
             return handle
         if not image.settled:
-            self._capturer.evidence.forget()
+            self._capturer.evidence.reset()
         with _as_capture_errors(id, region.release), gc_paused():
             snapshot = self._snapshot(region, place, image, handle, call, plan)
         lineage.advance(place)
@@ -199,7 +199,7 @@ class Saver:
         if not self._session.ranks.many or lineage.is_at(step):
             return
         place = self._place(lineage, step)
-        if not lineage.has_passed(step):
+        if not lineage.is_past(step):
             lineage.advance(place)
         outcome = SaveOutcome.SKIPPED if isinstance(error, CapacityError) else SaveOutcome.FAILED
         self._session.coordinator.post(
@@ -230,7 +230,7 @@ class Saver:
     def _plan(self, image: _PlannedImage, call: SaveCall) -> _CapturePlan:
         """Decide how a state is captured, and read what its image is compared with."""
         view = image.view
-        places = self._places.of(view.sources)
+        places = self._places.places_of(view.sources)
         lazy = None if image.settled else self._choose_lazy(view, call)
         segments, check = self._cut(image.layout, view, places, lazy)
         sources = TensorSources(view, segments.lazy)
@@ -253,7 +253,7 @@ class Saver:
         post = self._session.coordinator.post
         id, layout = place.checkpoint, image.layout
         fixed = {
-            name: self._places.fixed(value, plan.places)
+            name: self._places.present_value(value, plan.places)
             if isinstance(value, torch.Tensor)
             else value
             for name, value in call.metrics.items()
@@ -271,7 +271,7 @@ class Saver:
             on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
         )
         return Snapshot(
-            line=place,
+            lineage=place,
             shard=self._session.ranks.shard,
             geometry=Geometry(
                 image_bytes=layout.image_bytes,
@@ -282,7 +282,7 @@ class Saver:
             pieces=layout.pieces,
             region=region,
             handle=handle,
-            filling=filling,
+            copier=filling,
             wall_time_s=time.time(),
             metrics=fixed,
             tags=tuple(call.tags),
@@ -300,7 +300,9 @@ class Saver:
         """Return the segments of a layout, and how an image of it is checked; both are cached for the next saves."""
         if lazy is None:  # all is copied before save returns, by two threads
             lazy = tuple(changes is Changes.ON_STEP for changes in view.changes)
-        known = (both for both in self._segmentations if both[0].serves(layout, view, places, lazy))
+        known = (
+            both for both in self._segmentations if both[0].matches(layout, view, places, lazy)
+        )
         found = next(known, None)
         if found is None:
             segments = Segmentation(layout, view, self._config.chunk_bytes, places, lazy)
@@ -328,7 +330,7 @@ class Saver:
     def _skip(self, lineage: SavingLineage, handle: SaveHandle, error: BaseException) -> None:
         if not isinstance(error, CapacityError):
             raise error
-        handle.tell_given_up(SaveOutcome.SKIPPED, error)
+        handle.on_given_up(SaveOutcome.SKIPPED, error)
         self.counts.skipped += 1
         self.report_failed(lineage, handle.step, error)
         if self._config.on_error is OnError.RAISE:
@@ -336,16 +338,16 @@ class Saver:
 
     def _capture_settled(self, snapshot: Snapshot, began_s: float) -> None:
         """Begin the capture of a state that never changes."""
-        self.counts.note(snapshot.handle, lazy=False)
+        self.counts.count(snapshot.handle, lazy=False)
         self.counts.settled += 1
-        self._capturer.begin_settled(snapshot)
+        self._capturer.begin_unchanging(snapshot)
         _tell_begun(snapshot, began_s, lazy=False)
 
     def _choose_lazy(self, view: StateView, call: SaveCall) -> tuple[bool, ...] | None:
         """Return which tensors are captured lazily; None where none is."""
         evidence = self._capturer.evidence
         first = self.counts.begun == self.counts.settled
-        reason = evidence.why_blocking(elsewhere=self._places.elsewhere, first=first)
+        reason = evidence.reason_to_block(elsewhere=self._places.without_stream, first=first)
         chosen = evidence.choose(view) if reason is None else ()
         if reason is None and not any(chosen):
             reason = "no tensor of it is known to change only inside an optimizer's step"
@@ -353,14 +355,14 @@ class Saver:
             call.step, call.began_s, may_be=call.may_be_lazy and reason is None
         )
         self.counts.capture = self._mode.reason
-        if call.may_be_lazy and reason is not None and not first and self._mode.wants_lazy:
-            evidence.say_once(f"this save captures blocking: {reason}")
+        if call.may_be_lazy and reason is not None and not first and self._mode.is_lazy_possible:
+            evidence.warn_once(f"this save captures blocking: {reason}")
         return chosen if lazy else None
 
     def _capture(self, snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
-        self.counts.note(snapshot.handle, lazy=lazy)
+        self.counts.count(snapshot.handle, lazy=lazy)
         try:
-            self._capturer.begin(snapshot, lazy=lazy, here=bool(self._places.elsewhere))
+            self._capturer.begin(snapshot, lazy=lazy, here=bool(self._places.without_stream))
         finally:
             _tell_begun(snapshot, began_s, lazy=lazy)
 
@@ -372,7 +374,7 @@ class Saver:
 
 
 def _tell_begun(snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
-    snapshot.handle.tell_begun(
+    snapshot.handle.on_begun(
         bytes=snapshot.geometry.image_bytes, lazy=lazy, blocked_s=time.monotonic() - began_s
     )
 
@@ -410,13 +412,13 @@ class _LazyMode:
         self.reason = ""
 
     @property
-    def wants_lazy(self) -> bool:
+    def is_lazy_possible(self) -> bool:
         return self._mode is not CaptureMode.BLOCKING
 
     def is_lazy(self, step: int, began_s: float, *, may_be: bool) -> bool:
         """Return whether a save is lazy. Without ``may_be`` it cannot be, and its cost is not measured."""
         if self._mode is not CaptureMode.AUTO:
-            return may_be and self.wants_lazy
+            return may_be and self.is_lazy_possible
         if self._last is not None and step > self._last[1]:
             lazy, last_step, last_s = self._last
             self._trials.append(LazyTrial(lazy, step - last_step, began_s - last_s))

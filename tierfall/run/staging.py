@@ -66,7 +66,7 @@ class PathStages:
             if not self._is_staged(step) and self._was_given_up(step):
                 raise CaptureError(f"save of step {step} by path: {self._why_gone(step)}")
 
-    def take(self, step: int) -> StagedFiles | None:
+    def pop(self, step: int) -> StagedFiles | None:
         """Return the files of a step, which the caller has to free; None where there are none."""
         with self._lock:
             if not self._is_staged(step):

@@ -10,20 +10,20 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from tierfall.core.format.catalog import Listing
-from tierfall.core.format.records import Commit, geometry, read_manifest
+from tierfall.core.format.records import Commit, geometry, parse_manifest
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.errors import ConfigError, IntegrityError, KeyNotFoundError, TierfallError
-from tierfall.core.types.text import few_of
+from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.session.leftovers import AdoptedSlot, Leftovers
 from tierfall.setup.attempts import ids_by_commits
-from tierfall.tiers.host import HeldImage, HostTier
+from tierfall.tiers.host import HostTier, SealedImage
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 
 
-def check_life(
+def check_memory(
     hosts: Iterable[HostTier],
     stores: Mapping[str, StoredTier],
     listings: Iterable[Listing],
@@ -41,11 +41,11 @@ def check_life(
     for host in hosts:
         found: dict[tuple[int, str], list[CheckpointId]] = {}
         for id, image in host.images().items():
-            found.setdefault((id.attempt, image.commit.line.attempt_id), []).append(id)
+            found.setdefault((id.attempt, image.commit.lineage.attempt_id), []).append(id)
         for (number, attempt_id), ids in found.items():
             why = _why_foreign(number, attempt_id, stores, answered, is_known=is_known)
             if why is not None:
-                steps = few_of([str(id) for id in ids])
+                steps = format_some([str(id) for id in ids])
                 raise ConfigError(
                     f"open: {host.path} holds {steps} of another life of run {run!r}{why}. If it is needed, flush it "
                     "to the tiers by 'tierfall drain'; if it is not, remove that file; or choose another run name"
@@ -95,9 +95,9 @@ def _why_foreign(
     return ": no tier knows that attempt: they were emptied, or added"
 
 
-def take_over(
+def adopt_images(
     ledger: Ledger,
-    images: Sequence[tuple[CheckpointId, HeldImage]],
+    images: Sequence[tuple[CheckpointId, SealedImage]],
     slots: list[AdoptedSlot],
     records: Iterable[Commit],
 ) -> Leftovers:
@@ -108,26 +108,26 @@ def take_over(
     """
     host = ledger.host
     leftovers = Leftovers(ledger, slots)
-    leftovers.take(records, images)
+    leftovers.enter(records, images)
     for id, image in images:
         entry = ledger.entries.get(id)
-        if entry is not None and entry.parts is not None:
+        if entry is not None and entry.shards is not None:
             continue
         if image.region.shard != ledger.shard:
-            leftovers.keep(id, image)
+            leftovers.add_partial(id, image)
         elif entry is None or host not in entry.states or entry.region is not None:
             logger.warning("open: %s in memory is deleted: other ranks have no image of it", id)
             image.region.release()
         else:
             entry.region = image.region
             entry.adopted = True
-            entry.manifest = read_manifest(
+            entry.manifest = parse_manifest(
                 image.region.manifest(), what=f"{host}: manifest of {id}"
             )
             entry.geometry = geometry(entry.manifest)
             logger.info("open: %s in memory is adopted", id)
     for entry in list(ledger.entries.values()):
-        if host in entry.states and entry.region is None and entry.parts is None:
+        if host in entry.states and entry.region is None and entry.shards is None:
             entry.set_state(host, CopyState.ABSENT)
             ledger.forget_if_gone(entry)
     return leftovers

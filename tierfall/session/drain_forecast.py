@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tierfall.core.types.units import format_duration
 from tierfall.core.types.view import ArrivalOutlook, DrainDecision
-from tierfall.policies.drain import drain_in_words
+from tierfall.policies.drain import describe_drain
 from tierfall.session.session import Session
 from tierfall.telemetry.reports import DrainForecast
 
@@ -26,9 +26,9 @@ def start_drain(
 
     ``asker`` identifies the drain for ``end_drain``; ``left_s`` is the time until the deadline.
     """
-    decisions = session.ask(lambda: session.coordinator.begin_drain(asker, until_s))
-    lost = any(decision.prospect is ArrivalOutlook.TOO_LATE for decision in decisions)
-    for line in drain_in_words(decisions):
+    decisions = session.call(lambda: session.coordinator.begin_drain(asker, until_s))
+    lost = any(decision.outlook is ArrivalOutlook.TOO_LATE for decision in decisions)
+    for line in describe_drain(decisions):
         level = logging.WARNING if lost else logging.INFO
         logger.log(level, "%s: in %s %s", doing, format_duration(max(0.0, left_s)), line)
     return forecast_of(decisions)
@@ -36,7 +36,7 @@ def start_drain(
 
 def end_drain(session: Session, asker: object) -> None:
     """End the drain of ``asker``: lanes work without its deadline again."""
-    session.tell(lambda: session.coordinator.draining.end(asker))
+    session.call_soon(lambda: session.coordinator.drain_schedule.end(asker))
 
 
 def forecast_of(decisions: Sequence[DrainDecision]) -> tuple[DrainForecast, ...]:
@@ -46,7 +46,7 @@ def forecast_of(decisions: Sequence[DrainDecision]) -> tuple[DrainForecast, ...]
             step=decision.checkpoint.step,
             attempt=decision.checkpoint.attempt,
             tier=decision.tier,
-            arrives=_ARRIVES[decision.prospect],
+            arrives=_ARRIVES[decision.outlook],
             left_bytes=decision.left_bytes,
             reason=decision.reason,
         )
@@ -62,10 +62,10 @@ class ForecastLog:
         self._report = tell
         self._has_unknown = True
 
-    def say(self, decisions: Sequence[DrainDecision], *, first: bool = False) -> None:
+    def report(self, decisions: Sequence[DrainDecision], *, first: bool = False) -> None:
         """Report a plan, where it is the first one or the first without an unknown arrival."""
-        has_unknown = any(decision.prospect is ArrivalOutlook.UNKNOWN for decision in decisions)
+        has_unknown = any(decision.outlook is ArrivalOutlook.UNKNOWN for decision in decisions)
         if first or (self._has_unknown and decisions and not has_unknown):
-            for line in drain_in_words(decisions):
+            for line in describe_drain(decisions):
                 self._report(line)
             self._has_unknown = has_unknown

@@ -16,7 +16,7 @@ from pathlib import Path
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import plain
-from tierfall.core.format.records import Commit, read_manifest
+from tierfall.core.format.records import Commit, parse_manifest
 from tierfall.core.restore.agreement import complete, whole_on
 from tierfall.core.restore.inventory import Inventory, unite_copies
 from tierfall.core.runtime.run_lock import RunLock
@@ -24,12 +24,12 @@ from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, TierfallError
-from tierfall.core.types.text import ranks_named
+from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard
-from tierfall.setup.tiers import any_slot
+from tierfall.setup.tiers import unattached_slot
 from tierfall.telemetry.status import remove_status
 from tierfall.tiers.arena.arena import lock_name
-from tierfall.tiers.host import HeldImage, HostTier, damaged, slots_in
+from tierfall.tiers.host import HostTier, SealedImage, arena_slots, damaged_arena_error
 
 logger = logging.getLogger("tierfall")
 
@@ -61,10 +61,10 @@ def adopt_slots(
     """
     adopted: list[AdoptedSlot] = []
     try:
-        for slot in slots_in(folder):
+        for slot in arena_slots(folder):
             if slot >= first:
-                lock = RunLock.take(folder / lock_name(slot), run=run)
-                host = any_slot(folder, slot, name=name, run=run)
+                lock = RunLock.acquire(folder / lock_name(slot), run=run)
+                host = unattached_slot(folder, slot, name=name, run=run)
                 adopted += _adopt(lock, host, refuses_damaged=refuses_damaged)
     except BaseException:
         for one in adopted:
@@ -79,7 +79,7 @@ def _adopt(lock: RunLock, host: HostTier, *, refuses_damaged: bool) -> list[Adop
     except BaseException as error:
         lock.release()
         if refuses_damaged and isinstance(error, IntegrityError):
-            raise damaged(error, host.path) from error
+            raise damaged_arena_error(error, host.path) from error
         if refuses_damaged or not isinstance(error, TierfallError):
             raise
         logger.warning(
@@ -110,7 +110,7 @@ def list_slots(hosts: Sequence[HostTier]) -> Listing:
     return Listing(tier=hosts[0].name, copies=tuple(copies), damaged=tuple(damaged))
 
 
-def images_in(hosts: Iterable[HostTier]) -> list[tuple[CheckpointId, HeldImage]]:
+def images_in(hosts: Iterable[HostTier]) -> list[tuple[CheckpointId, SealedImage]]:
     """Return the sealed images of several slots; each may have an image of the same checkpoint."""
     return [item for host in hosts for item in host.images().items()]
 
@@ -125,7 +125,7 @@ def opened_slots_of_others(
 ) -> Iterator[list[HostTier]]:
     """Open all slots of this node for reading: ``mine``, which are open, and those of other processes."""
     own = {host.path for host in mine}
-    others = [any_slot(folder, slot, name=name, run=run) for slot in slots_in(folder)]
+    others = [unattached_slot(folder, slot, name=name, run=run) for slot in arena_slots(folder)]
     seen = list(mine)
     try:
         for host in others:
@@ -167,7 +167,7 @@ def committed_in_memory(
             commit = copy.commit_of(rank, host)
             if commit is None:
                 continue
-            id = commit.line.checkpoint
+            id = commit.lineage.checkpoint
             shards = {keys.parse_shard(file.name) for file in commit.files}
             if shards != {Shard(rank, world_size)}:
                 displaced.add(id)
@@ -192,46 +192,46 @@ def _with_files(first: Commit, whole: Commit) -> Commit:
 class Leftovers:
     """The images in this node's memory that are not those of the present ranks. Belongs to the coordinator's thread.
 
-    ``whole`` are checkpoints in the ledger, which are flushed. ``parts`` are images of other checkpoints, which are
-    only read.
+    ``whole_images`` are checkpoints in the ledger, which are flushed. ``partial_images`` are images of other
+    checkpoints, which are only read.
     """
 
     ledger: Ledger
     slots: list[AdoptedSlot]
-    whole: list[LedgerEntry] = field(default_factory=list)
-    parts: dict[CheckpointId, list[HostRegion]] = field(default_factory=dict)
+    whole_images: list[LedgerEntry] = field(default_factory=list)
+    partial_images: dict[CheckpointId, list[HostRegion]] = field(default_factory=dict)
 
-    def take(
-        self, records: Iterable[Commit], images: Sequence[tuple[CheckpointId, HeldImage]]
+    def enter(
+        self, records: Iterable[Commit], images: Sequence[tuple[CheckpointId, SealedImage]]
     ) -> None:
         """Enter the checkpoints of ``records``, which rank 0 has named, into the ledger, with this rank's ``images`` of
         them."""
         for commit in records:
-            id = commit.line.checkpoint
+            id = commit.lineage.checkpoint
             entry = self.ledger.entries.setdefault(id, entry_of(id, commit, self.ledger.shard))
             held = [image for of, image in images if of == id]
             entry.commit = plain(commit)
             size = sum(image.region.image_bytes for image in held)
             entry.set_state(self.ledger.host, CopyState.SEALED, size)
-            entry.parts = tuple(
-                entry.part(
+            entry.shards = tuple(
+                entry.from_other_rank(
                     image.region.shard,
                     image.region,
-                    read_manifest(image.region.manifest(), what=f"manifest of {id} in memory"),
+                    parse_manifest(image.region.manifest(), what=f"manifest of {id} in memory"),
                 )
                 for image in held
             )
-            self.whole.append(entry)
+            self.whole_images.append(entry)
             logger.info(
                 "open: %s in memory, which %d ranks saved, is adopted: %s",
                 id,
                 commit.world_size,
-                f"the parts of {ranks_named(part.shard.rank for part in entry.parts)} are here"
+                f"the parts of {format_ranks(part.shard.rank for part in entry.shards)} are here"
                 if held
                 else "no part is here",
             )
 
-    def keep(self, id: CheckpointId, image: HeldImage) -> None:
+    def add_partial(self, id: CheckpointId, image: SealedImage) -> None:
         """Keep an image of a checkpoint that is not whole in memory."""
         logger.warning(
             "open: the part of rank %d of %d of %s is in memory, the others' are not: it is not flushed, and stays, to "
@@ -241,35 +241,35 @@ class Leftovers:
             image.region.shard.world_size,
             id,
         )
-        self.parts.setdefault(id, []).append(image.region)
+        self.partial_images.setdefault(id, []).append(image.region)
 
-    def committed(self, tier: str, newer: LedgerEntry) -> None:
+    def on_committed(self, tier: str, newer: LedgerEntry) -> None:
         """Release what is older than a checkpoint just committed on ``tier``, owed to no tier, and not pinned to
         memory."""
         rules = next(rules for rules in self.ledger.rules if rules.name == tier)
         if rules.survives is LossClass.NONE:
             return
-        for entry in [e for e in self.whole if e.order < newer.order and not e.owed]:
+        for entry in [e for e in self.whole_images if e.age_order < newer.age_order and not e.owed]:
             elsewhere = CopyState.COMMITTED in entry.states.values()
             if entry.leases.get(self.ledger.host) or (entry.pinned and not elsewhere):
                 continue
-            self.whole.remove(entry)
+            self.whole_images.remove(entry)
             entry.free()
             entry.set_state(self.ledger.host, CopyState.ABSENT)
             self.ledger.forget_if_gone(entry)
-        for id in [id for id in self.parts if (id.attempt, id.step) < newer.order]:
-            for region in self.parts.pop(id):
+        for id in [id for id in self.partial_images if (id.attempt, id.step) < newer.age_order]:
+            for region in self.partial_images.pop(id):
                 region.release()
         for slot in [slot for slot in self.slots if slot.host.is_empty()]:
             self.slots.remove(slot)
             slot.close(keep=False)
 
-    def make_room(self) -> bool:
+    def evict_oldest(self) -> bool:
         """Release the oldest images that are only read, for a save; False where there are none."""
-        if not self.parts:
+        if not self.partial_images:
             return False
-        id = min(self.parts, key=lambda id: (id.attempt, id.step))
+        id = min(self.partial_images, key=lambda id: (id.attempt, id.step))
         logger.warning("memory is full: the part of %s that an earlier start left is deleted", id)
-        for region in self.parts.pop(id):
+        for region in self.partial_images.pop(id):
             region.release()
         return True

@@ -74,11 +74,11 @@ class MemoryFiles:
         while not self._closing.wait(EVERY_S):
             self.repair(TURN_S)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check now whether the images in memory outlive this process."""
         with self._state:
             try:
-                gone = [host for _, host in self._tiers.slots() if not host.file_is_there()]
+                gone = [host for _, host in self._tiers.slots() if not host.file_exists()]
             except TierfallError as error:
                 self._log_once(f"it is not known whether its file is still there: {error}")
                 return
@@ -94,7 +94,7 @@ class MemoryFiles:
         """
         until_s = time.monotonic() + timeout_s
         with self._one_repair:
-            self.look()
+            self.check()
             try:
                 done = self._renew_all(until_s)
             except TierfallError as error:
@@ -111,23 +111,23 @@ class MemoryFiles:
         """Describe why the images in memory are lost with this process, and what prevents a repair."""
         return "; ".join(str(why) for why in (self.problem, self._logged) if why is not None)
 
-    def are_ours(self) -> bool:
+    def are_intact(self) -> bool:
         """Return whether no other process can own files of these names; False where that is not known."""
         try:
-            return all(lock.is_there() for lock, _ in self._tiers.slots())
+            return all(lock.is_file_intact() for lock, _ in self._tiers.slots())
         except TierfallError as error:
             logger.warning("close: what is in memory stays: %s", error)
             return False
 
     def _renew_all(self, until_s: float) -> bool:
         slots = self._tiers.slots()
-        locks = [lock for lock, _ in slots if not lock.is_there()]
-        hosts = [host for _, host in slots if not host.file_is_there()]
+        locks = [lock for lock, _ in slots if not lock.is_file_intact()]
+        hosts = [host for _, host in slots if not host.file_exists()]
         if locks or hosts:
             prepare_folder(self._tiers.folder)
-            self._tiers.identities.remember_again()
+            self._tiers.identities.rewrite_memory()
         for lock in locks:
-            lock.take_again()
+            lock.reacquire()
             # with its arena gone too, that is what is logged
             level = logging.DEBUG if hosts else logging.WARNING
             logger.log(level, "the lock file %s was removed, %s: it is made anew", lock.path, WHO)
@@ -137,15 +137,15 @@ class MemoryFiles:
         while not self._call(partial(self._unlock, host)):
             if self._wait(until_s):
                 return False
-        while not host.file_is_there():
-            moved = host.renew_file()
+        while not host.file_exists():
+            moved = host.recreate_file()
             if time.monotonic() >= until_s or (not moved and self._wait(until_s)):
-                return host.file_is_there()
+                return host.file_exists()
         return True
 
     def _unlock(self, host: HostTier) -> bool:
         """Unlock the memory's pages, on the coordinator's thread: no save and no restore can begin meanwhile."""
-        return not self._coordinator.dropper.paused and host.unlock_pages()
+        return not self._coordinator.deleter.paused and host.unlock_pages()
 
     def _wait(self, until_s: float) -> bool:
         """Wait for BUSY_S; return whether the time is over."""
@@ -172,7 +172,7 @@ class MemoryFiles:
                 self._report()
 
     def _report(self) -> None:
-        self._call_soon(partial(self._coordinator.memory_outlives_process, self.problem))
+        self._call_soon(partial(self._coordinator.set_memory_survival, self.problem))
 
     def _log_once(self, what: str) -> None:
         if what != self._logged:

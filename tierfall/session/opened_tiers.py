@@ -36,7 +36,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.lineage import Key
 from tierfall.core.types.values import CheckpointId
-from tierfall.session.adopt import check_life
+from tierfall.session.adopt import check_memory
 from tierfall.session.leftovers import (
     AdoptedSlot,
     adopt_slots,
@@ -50,17 +50,17 @@ from tierfall.setup.tiers import (
     bounded,
     bounds_s,
     check_written,
-    holds_something,
+    has_files,
     is_owner,
     list_all,
+    make_durable,
+    mark_not_durable,
     open_stores,
     run_folder,
-    settle,
-    unsettled,
 )
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
-from tierfall.tiers.host import HostTier, damaged
+from tierfall.tiers.host import HostTier, damaged_arena_error
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -112,19 +112,19 @@ class OpenedTiers:
             name=config.host.name,
             run=run,
             folder=self.folder,
-            slot=self.ranks.slot,
+            slot=self.ranks.local_index,
             shard=self.ranks.shard,
             capacity_bytes=config.host.capacity_bytes,
             progress=_log_progress(config.host.name),
         )
-        self._lock = RunLock.take(self.folder / lock_name(self.ranks.slot), run=run)
+        self._lock = RunLock.acquire(self.folder / lock_name(self.ranks.local_index), run=run)
         try:
             self._attach_host(
                 adopts=tending or draining or (adopts and self.ranks.topology.is_leader),
                 refuses_damaged=draining,
             )
             self.stores, self.errors = open_stores(config, run, find_read_only=True)
-            self.go_on_reading(
+            self.make_read_only(
                 {name: s.read_only for name, s in self.stores.items() if s.read_only}
             )
             for name, problem in self.errors.items():
@@ -133,7 +133,7 @@ class OpenedTiers:
             self.identities = TierIdentities(self.config, self.stores, self.folder, self.listings)
             self._check_identities()
             self.agrees = (adopts or draining) and (self.ranks.many or self._has_images_of_others())
-            check_life(
+            check_memory(
                 self.hosts(),
                 self.stores,
                 self.listings,
@@ -151,7 +151,7 @@ class OpenedTiers:
         try:
             self.host.attach()
         except IntegrityError as error:
-            raise damaged(error, self.host.path) from error
+            raise damaged_arena_error(error, self.host.path) from error
         if adopts:
             first = len(self.ranks.topology.local_ranks)
             self.adopted = adopt_slots(
@@ -164,7 +164,7 @@ class OpenedTiers:
 
     def _check_identities(self) -> None:
         """Refuse two tiers that are one, and exclude those that are not mounted."""
-        self.go_on_reading(self.identities.refuse_aliases())
+        self.make_read_only(self.identities.refuse_aliases())
         for name, error in self.identities.missing(self.listings).items():
             self.exclude(name, error)
             _log_excluded(name, error)
@@ -196,7 +196,7 @@ class OpenedTiers:
         """Return those slots, each with its lock."""
         return [(self._lock, self.host), *((slot.lock, slot.host) for slot in self.adopted)]
 
-    def knows_of_nothing(self) -> bool:
+    def finds_nothing(self) -> bool:
         """Return whether every tier answered and none holds a checkpoint of this run."""
         if any(listing.error is not None for listing in self.listings):
             return False
@@ -204,20 +204,20 @@ class OpenedTiers:
 
     # What a start changes ----------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def make_durable(self) -> None:
         """Make what was found on the tiers that this rank owns durable, before anything relies on it."""
         own = {tier.name for tier in self.config.stored if is_owner(tier, self.ranks)}
         found = {x.tier: x for x in self.listings if x.tier in own & self.stores.keys()}
         stores = [self.stores[name] for name, x in found.items() if x.copies]
-        for name, answer in self._call(stores, lambda s: settle(s, found[s.name])).items():
+        for name, answer in self._call(stores, lambda s: make_durable(s, found[s.name])).items():
             match answer.error:
                 case UnreachableError() as error:
-                    found[name] = unsettled(name, found[name], error)
+                    found[name] = mark_not_durable(name, found[name], error)
                 case _:
                     found[name] = answer.get()
         self.listings = tuple(found.get(x.tier, x) for x in self.listings)
 
-    def leave_out(self, tiers: Mapping[str, str]) -> None:
+    def exclude_all(self, tiers: Mapping[str, str]) -> None:
         """Exclude tiers that other ranks of this start cannot reach; ``tiers`` has rank and reason of each."""
         for name, why in tiers.items():
             if name in self.errors:
@@ -227,7 +227,7 @@ class OpenedTiers:
                 "open: all ranks go on without tier %s, for as long as they run: %s", name, why
             )
 
-    def go_on_reading(self, tiers: Mapping[str, str]) -> None:
+    def make_read_only(self, tiers: Mapping[str, str]) -> None:
         """Make tiers read-only that cannot be written to; ``tiers`` gives the reason of each.
 
         Raises ConfigError where no tier is left that can be written to.
@@ -264,7 +264,7 @@ class OpenedTiers:
         """Return the number of an attempt above all others, also on tiers that could not be asked."""
         return next_number(self.listings, self.stores, run=self.run, own=self.attempt)
 
-    def take_number(self, number: int) -> Attempt:
+    def claim_from(self, number: int) -> Attempt:
         """Take the attempt of that number, or one above it: two starts never get the same."""
         identity = secrets.token_hex(16)
         while True:
@@ -276,11 +276,11 @@ class OpenedTiers:
                 pid=os.getpid(),
                 wall_time_s=time.time(),
             )
-            if self.adopt_attempt(attempt):
+            if self.claim(attempt):
                 return attempt
             number += 1
 
-    def adopt_attempt(self, attempt: Attempt) -> bool:
+    def claim(self, attempt: Attempt) -> bool:
         """Write as ``attempt`` from now on; False where a tier knows another one by its number.
 
         The record is written to the most shared tier first.
@@ -291,7 +291,7 @@ class OpenedTiers:
         if not self._write_record(attempt, reachable):
             return False
         if self.attempt is None:
-            self.identities.leave(
+            self.identities.write_records(
                 attempt,
                 self.config,
                 owned=frozenset(t.name for t in self.config.written if is_owner(t, self.ranks)),
@@ -307,7 +307,7 @@ class OpenedTiers:
         """
         for store in stores:
             try:
-                self._call([store], lambda store: store.take_attempt(attempt))[store.name].get()
+                self._call([store], lambda store: store.create_attempt(attempt))[store.name].get()
             except KeyExistsError:
                 return False
             except (StorageFullError, UnreachableError) as error:
@@ -315,12 +315,12 @@ class OpenedTiers:
                     "open: tier %s did not accept the attempt's record: %s", store.name, error
                 )
             except AccessDeniedError as error:
-                if not holds_something(next(x for x in self.listings if x.tier == store.name)):
+                if not has_files(next(x for x in self.listings if x.tier == store.name)):
                     raise
-                self.go_on_reading({store.name: str(error)})
+                self.make_read_only({store.name: str(error)})
         return True
 
-    def check_newest(self) -> None:
+    def check_fence(self) -> None:
         """Raise FencedError where a tier knows a newer attempt than this process's."""
         assert self.attempt is not None
         attempt = self.attempt
@@ -363,7 +363,7 @@ class OpenedTiers:
         is unreachable."""
         called = list(stores)
         bounds = bounds_s(self.config)
-        return self._calls.make(
+        return self._calls.call_all(
             {store.name: partial(call, store) for store in called},
             {s.name: bounds[s.name] if bound_s is None else bound_s for s in called},
             doing="ask",
@@ -389,14 +389,14 @@ class OpenedTiers:
     ) -> dict[str, CallResult[FoundCopy | None]]:
         """List one checkpoint on these stored tiers, within ``timeout_s`` seconds; None where its commit record has
         gone."""
-        return self._calls.make(
-            {name: partial(self.stores[name].look, id) for name in names},
+        return self._calls.call_all(
+            {name: partial(self.stores[name].find_copy, id) for name in names},
             {name: min(bound_s, timeout_s) for name, bound_s in bounds_s(self.config).items()},
             doing="look",
             heard_s=lambda name: self.stores[name].heard_s(),
         )
 
-    def looking_at_node(self) -> AbstractContextManager[list[HostTier]]:
+    def slots_of_node(self) -> AbstractContextManager[list[HostTier]]:
         """Open all slots of this node, for as long as they are read."""
         return opened_slots_of_others(
             self.folder, mine=self.hosts(), name=self.host.name, run=self.run

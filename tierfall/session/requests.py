@@ -35,7 +35,7 @@ class RegionRequest:
             image_bytes=image_bytes,
             records_bytes=records_bytes,
             deadline_s=time.monotonic() + session.config.max_wait_s,
-            answer=self._on_answer,
+            on_answer=self._on_answer,
         )
         session.coordinator.post(self._request)
 
@@ -44,7 +44,7 @@ class RegionRequest:
             self._answer.extend((region, error))
             if self._request.cancelled.is_set() and region is not None:
                 region.release()
-        self._done.ring()
+        self._done.set()
 
     def wait(self) -> tuple[HostRegion | None, BaseException | None]:
         """Return the region, or None and the reason."""
@@ -73,15 +73,15 @@ def submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, B
 
     def on_done(failures: dict[str, BaseException]) -> None:
         failed.update(failures)
-        done.ring()
+        done.set()
 
-    command = Command(kind=kind, id=id, wall_time_s=time.time(), answer=on_done)
+    command = Command(kind=kind, id=id, wall_time_s=time.time(), on_answer=on_done)
     session.coordinator.post(command)
     if session.wait(done, session.config.max_wait_s):
         return failed
     waited = f"{session.config.max_wait_s:g} s (max_wait)"
-    late = session.ask(lambda: tuple(command.waiting))
-    if done.rung:  # since the wait has ended
+    late = session.call(lambda: tuple(command.waiting))
+    if done.is_set:  # since the wait has ended
         return failed
     if not late:
         why = f"{id} is noted; something is still being read, written or deleted after {waited}, and it goes on then"
@@ -91,7 +91,7 @@ def submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, B
 
 def must_keep_memory(session: Session) -> bool:
     """Return whether host memory has something that no stored tier has, or that one is still owed."""
-    if session.config.host.on_close is OnClose.KEEP or session.leftovers.parts:
+    if session.config.host.on_close is OnClose.KEEP or session.leftovers.partial_images:
         return True
 
     def ask() -> bool:
@@ -100,7 +100,7 @@ def must_keep_memory(session: Session) -> bool:
             return True
         return any(CopyState.COMMITTED not in e.states.values() for e in images_needed(ledger))
 
-    return session.ask(ask)
+    return session.call(ask)
 
 
 def images_needed(ledger: Ledger) -> list[LedgerEntry]:

@@ -28,7 +28,7 @@ from tierfall.core.types.values import CheckpointId, LossClass
 from tierfall.core.types.view import LossBound
 from tierfall.policies import defaults
 from tierfall.policies.forecast import loss_bounds
-from tierfall.session.adopt import note_overtaken, take_over
+from tierfall.session.adopt import adopt_images, note_overtaken
 from tierfall.session.leftovers import Leftovers, images_in
 from tierfall.session.memory_files import MemoryFiles
 from tierfall.session.opened_tiers import OpenedTiers
@@ -103,17 +103,17 @@ class Session:
             max_wait_s=self.config.max_wait_s,
             when_full=self.config.host.when_full,
             unread=[x.tier for x in tiers.listings if x.error is not None],
-            council=self.ranks.council if tiers.agrees else None,
+            council=self.ranks.message_tree if tiers.agrees else None,
             shared={tier.name: is_shared(tier) for tier in self.config.stored},
-            set_pace=lambda tier, bytes_per_s: self.stores[tier].keep_to(bytes_per_s),
+            set_pace=lambda tier, bytes_per_s: self.stores[tier].limit_rate(bytes_per_s),
             verify_bytes_per_s=self.config.verify_bytes_per_s,
             notify=self.journal.notify,
             leftovers=self.leftovers,
             retains=complete is None,
         )
-        self.memory = MemoryFiles(tiers, self.coordinator, call=self.ask, call_soon=self.tell)
+        self.memory = MemoryFiles(tiers, self.coordinator, call=self.call, call_soon=self.call_soon)
         self._status = StatusWriter(
-            tiers, self.coordinator, self.journal, call=self.ask, loss_bounds=self.loss_bounds
+            tiers, self.coordinator, self.journal, call=self.call, loss_bounds=self.loss_bounds
         )
 
     @property
@@ -139,11 +139,11 @@ class Session:
         self.listeners.update(listeners or {})
         self.journal.start(self.attempt)
         if self.attempt is None:
-            self.coordinator.start_tending()
+            self.coordinator.start_for_commands()
         else:
             self.coordinator.start()
         self.workers.start(self.coordinator)
-        self.ranks.listen(self._on_message)
+        self.ranks.set_listener(self._on_message)
         self.memory.start()
         if self.attempt is not None:
             self._status.start()
@@ -151,25 +151,25 @@ class Session:
     def _on_message(self, news: RankMessage) -> None:
         self.listeners.get(news.topic[0], self.coordinator.post)(news)
 
-    def ask(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[[], T]) -> T:
         """Run a function on the coordinator's thread and return its value; raises what it raised."""
         done = InterruptibleEvent()
         answer: list[Any] = []
 
         def on_answer(value: Any, error: BaseException | None) -> None:
             answer.extend((value, error))
-            done.ring()
+            done.set()
 
-        self.coordinator.post(LedgerQuery(function=function, answer=on_answer))
+        self.coordinator.post(LedgerQuery(function=function, on_answer=on_answer))
         self.wait(done)
         value, error = answer
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
 
-    def tell(self, function: Callable[[], object]) -> None:
+    def call_soon(self, function: Callable[[], object]) -> None:
         """Run a function on the coordinator's thread, and do not wait for it."""
-        self.coordinator.post(LedgerQuery(function=function, answer=_ignore_answer))
+        self.coordinator.post(LedgerQuery(function=function, on_answer=_ignore_answer))
 
     def wait(self, done: InterruptibleEvent, timeout: float | None = None) -> bool:
         """Wait until the coordinator rings ``done``; False after ``timeout`` seconds.
@@ -193,16 +193,16 @@ class Session:
     def wait_idle(self, timeout: float | None) -> bool:
         """Wait until no copy is owed that can be written at present; False after ``timeout`` seconds."""
         idle = InterruptibleEvent()
-        self.ask(lambda: self.coordinator.ring_when_idle(idle))
+        self.call(lambda: self.coordinator.set_when_idle(idle))
         try:
             return self.wait(idle, timeout)
         finally:
-            self.tell(lambda: self.coordinator.forget(idle))
+            self.call_soon(lambda: self.coordinator.forget_idle_event(idle))
 
-    def look(self, timeout_s: float | None = None, *, last: bool = False) -> None:
+    def find_external_commits(self, timeout_s: float | None = None, *, last: bool = False) -> None:
         """Look for checkpoints that another process has committed for this start; ``last``: for the last time."""
         done = InterruptibleEvent()
-        self.ask(lambda: self.coordinator.finder.look(done, last=last))
+        self.call(lambda: self.coordinator.external_commits.search(done, last=last))
         self.wait(done, self.config.max_wait_s if timeout_s is None else timeout_s)
 
     def loss_bounds(self) -> dict[LossClass, LossBound]:
@@ -238,15 +238,15 @@ class Session:
                 whole = True
         return whole or (None if unknown else False)
 
-    def tally(self) -> ReadTally:
+    def new_tally(self) -> ReadTally:
         """Return a tally for reads in this process, which reports damaged copies to the ledger."""
-        return ReadTally(found_damage=self.note_damaged)
+        return ReadTally(found_damage=self.report_damaged)
 
-    def note_damaged(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
+    def report_damaged(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
         """Report to the ledger that a copy was found damaged; for any thread."""
         store = self.stores.get(tier)
         try:
-            there = store is None or store.holds(id)
+            there = store is None or store.is_committed(id)
         except TierfallError as failure:
             logger.warning("%s: %s may be damaged (%s): %s", tier, id, error, failure)
             return
@@ -255,7 +255,7 @@ class Session:
 
     def _report_damage(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
         found = self.coordinator.found_damage
-        self.tell(lambda: found(tier, id, why, repairable=repairable))
+        self.call_soon(lambda: found(tier, id, why, repairable=repairable))
 
     def known(self) -> tuple[KnownCheckpoint, ...]:
         """Return the checkpoints that this rank found."""
@@ -285,13 +285,13 @@ class Session:
         self.memory.close()
         self._status.close()
         try:
-            stopped = self.workers.stop(lambda: self.tell(int), timeout_s)
+            stopped = self.workers.stop(lambda: self.call_soon(int), timeout_s)
             if stopped:
                 self._abort_writers()
             self.coordinator.stop(
                 FlushError(f"the run was closed before this was done; {self._left()}")
             )
-            keep = keep_memory or not self.memory.are_ours()
+            keep = keep_memory or not self.memory.are_intact()
         finally:
             self.journal.close()
             self._release(keep=keep)
@@ -338,7 +338,7 @@ def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[L
     ledger.note_partial(x for x in tiers.listings if x.tier in start.seen & written)
     tiers.host.release_damaged()  # the opening has logged them; this makes room
     images = images_in(tiers.hosts())
-    leftovers = take_over(ledger, images, tiers.adopted, start.inherited)
+    leftovers = adopt_images(ledger, images, tiers.adopted, start.inherited)
     ledger.note_marks(start.marks)
     note_overtaken(ledger, start.overtaken)
     return ledger, leftovers

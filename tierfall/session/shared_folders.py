@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tierfall.config import FileTierConfig, ObjectTierConfig
-from tierfall.core.format.commit_files import named_shards
+from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.ranks.messages import Message
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Publish
@@ -26,7 +26,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.types.text import ranks_named
+from tierfall.core.types.text import format_ranks
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.setup.tiers import shared_setting
 from tierfall.tiers.arena.folder import file_system_of
@@ -94,7 +94,7 @@ def probe(opened: OpenedTiers, files: ProbeFiles) -> Mapping[str, str]:
     looks = topology.is_leader and topology.node != 0
     tiers = [tier for tier in tiers_to_probe(opened) if tier.name in (*files.written, *files.full)]
     written = [tier for tier in tiers if tier.name in files.written]
-    seen, failed = look(opened, written, files.token) if looks else ({}, {})
+    seen, failed = find_probe_files(opened, written, files.token) if looks else ({}, {})
     report = FolderReport(
         seen=seen,
         failed=failed,
@@ -239,19 +239,19 @@ def _found(tier: FileTierConfig | ObjectTierConfig, seen: Mapping[int, bool]) ->
     where = f"open: tier {tier.name} ({tier.folder})"
     if with_it and without:
         raise ConfigError(
-            f"{where}: the nodes of {ranks_named(with_it)} see what rank 0 writes there, those of "
-            f"{ranks_named(without)} do not: mount one folder on all nodes, or one of its own on each"
+            f"{where}: the nodes of {format_ranks(with_it)} see what rank 0 writes there, those of "
+            f"{format_ranks(without)} do not: mount one folder on all nodes, or one of its own on each"
         )
     setting, found = shared_setting(tier), bool(with_it)
     if setting is True and not found:
         what = "a tier of kind file" if isinstance(tier, ObjectTierConfig) else "shared: false"
         raise ConfigError(
-            f"{where} is set to be shared, and the nodes of {ranks_named(without)} do not see what rank 0 writes "
+            f"{where} is set to be shared, and the nodes of {format_ranks(without)} do not see what rank 0 writes "
             f"there: mount it on all nodes, or make it {what}"
         )
     if setting is False and found:
         raise ConfigError(
-            f"{where} is set to shared: false, and the nodes of {ranks_named(with_it)} see what rank 0 writes there: "
+            f"{where} is set to shared: false, and the nodes of {format_ranks(with_it)} see what rank 0 writes there: "
             "set shared: true, or give each node a folder of its own"
         )
     return found
@@ -274,7 +274,7 @@ def _check_doubt(
     others = [rank for rank, kind in kinds.items() if kind != kinds[0]]
     if others:
         raise ConfigError(
-            f"{where}: on rank 0 it is on {kinds[0]}, on {ranks_named(others)} on {kinds[others[0]]}: that may be "
+            f"{where}: on rank 0 it is on {kinds[0]}, on {format_ranks(others)} on {kinds[others[0]]}: that may be "
             f"a missing mount. {advice}"
         )
 
@@ -297,7 +297,7 @@ def _shared_before(
     for copy in listing.copies:
         if copy.commit is None:
             continue
-        if len(named_shards(copy.commit, copy.commit.world_size)) == copy.commit.world_size:
+        if len(ranks_with_image(copy.commit, copy.commit.world_size)) == copy.commit.world_size:
             return f"the commit record of {copy.id} there names the images of all ranks", False
     return None
 
@@ -314,7 +314,9 @@ def _file_system(tier: FileTierConfig | ObjectTierConfig) -> str:
 # The first rank of each other node -------------------------------------------------------------------
 
 
-def look(opened: OpenedTiers, tiers: Tiers, token: str) -> tuple[dict[str, bool], dict[str, str]]:
+def find_probe_files(
+    opened: OpenedTiers, tiers: Tiers, token: str
+) -> tuple[dict[str, bool], dict[str, str]]:
     """Look for the files of rank 0 for a limited time; return, per tier, whether it is seen, and the errors."""
     seen: dict[str, bool] = {}
     failed: dict[str, str] = {}

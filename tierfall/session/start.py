@@ -12,20 +12,20 @@ from dataclasses import dataclass, field, replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing, merge, overtaken, starts_in
 from tierfall.core.format.commit_files import image_file
-from tierfall.core.format.records import Attempt, Commit, read_commit
+from tierfall.core.format.records import Attempt, Commit, parse_commit
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import complete, whole_on
 from tierfall.core.restore.inventory import TierMessage, describe, merge_ranks
 from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
 from tierfall.core.types.lineage import AttemptStart
-from tierfall.core.types.text import ranks_named
+from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId
 from tierfall.session import shared_folders
 from tierfall.session.leftovers import committed_in_memory
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.shared_folders import ProbeFiles
-from tierfall.setup.attempts import warn_of_two_lives
+from tierfall.setup.attempts import warn_of_overtaken_starts
 from tierfall.setup.tiers import bounds_s, reported_tiers
 
 TRIES = 8
@@ -68,14 +68,14 @@ def begin_attempt(tiers: OpenedTiers) -> Start:
     """Take an attempt, together with the other ranks, and return what the tiers hold."""
     if tiers.agrees:
         start = agree_on_start(tiers)
-        start = replace(start, listings=held_by_all(tiers, start))
+        start = replace(start, listings=on_all_ranks(tiers, start))
     else:
-        tiers.settle()
-        attempt = tiers.take_number(tiers.next_number())
-        start = Start(attempt=attempt, listings=tiers.listings, first=tiers.knows_of_nothing())
+        tiers.make_durable()
+        attempt = tiers.claim_from(tiers.next_number())
+        start = Start(attempt=attempt, listings=tiers.listings, first=tiers.finds_nothing())
     if tiers.ranks.topology.is_root:
         held = start.listings
-        warn_of_two_lives(tiers.run, starts_in(held), merge(held), tiers.warned_starts)
+        warn_of_overtaken_starts(tiers.run, starts_in(held), merge(held), tiers.warned_starts)
     return start
 
 
@@ -134,7 +134,7 @@ def tend(tiers: OpenedTiers) -> Start:
 
     What several ranks saved and left in memory is its own: all of their images are in the slots of this process.
     """
-    tiers.settle()
+    tiers.make_durable()
     memory = next(x for x in tiers.listings if x.tier == tiers.host.name)
     commits = (copy.commit for copy in memory.copies)
     return Start(
@@ -149,7 +149,7 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
     """
     ranks = tiers.ranks
     _find_shared(tiers)
-    tiers.settle()
+    tiers.make_durable()
     config = tiers.config
     order = [tier.name for tier in config.chain]
     number = tiers.next_number()
@@ -159,7 +159,7 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
             unreachable={tier: str(error) for tier, error in tiers.errors.items()},
             read_only=tiers.found_read_only,
             tiers=describe(tiers.listings, mine=reported_tiers(config, ranks)),
-            nothing=tiers.knows_of_nothing(),
+            nothing=tiers.finds_nothing(),
         )
         decision = ranks.agree(
             _OPEN,
@@ -168,18 +168,18 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
             StartDecision,
             timeout_s=_patience_s(tiers),
         )
-        tiers.leave_out(decision.unreachable)
-        tiers.go_on_reading(decision.read_only)
+        tiers.exclude_all(decision.unreachable)
+        tiers.make_read_only(decision.read_only)
         with _report_error(ranks, _ATTEMPT):
-            taken = tiers.adopt_attempt(decision.attempt)
+            taken = tiers.claim(decision.attempt)
         message = StartMessage(refused=not taken, read_only=tiers.found_read_only)
         answer = ranks.agree(_ATTEMPT, message, _merge_attempts, AttemptDecision)
-        tiers.go_on_reading(answer.read_only)
+        tiers.make_read_only(answer.read_only)
         if not answer.refused:
             return read_start(decision)
         number = decision.attempt.number + 1
     raise RanksError(
-        f"open: {ranks_named(answer.refused)} found another start's attempt in the place of each of {TRIES} numbers: "
+        f"open: {format_ranks(answer.refused)} found another start's attempt in the place of each of {TRIES} numbers: "
         "another job of this run's name is starting at the same time"
     )
 
@@ -193,7 +193,7 @@ def read_start(decision: StartDecision) -> Start:
         complete=decision.complete,
         seen=decision.seen,
         first=decision.first,
-        inherited=tuple(read_commit(text.encode(), what=what) for text in decision.inherited),
+        inherited=tuple(parse_commit(text.encode(), what=what) for text in decision.inherited),
         marks={tier: dict(pairs) for tier, pairs in decision.marks.items()},
         deleted=decision.deleted,
         damaged={tier: dict(pairs) for tier, pairs in decision.damaged.items()},
@@ -215,7 +215,7 @@ def _find_shared(tiers: OpenedTiers) -> None:
         timeout_s = _patience_s(tiers)
         written = tiers.ranks.agree(_OPEN, StartMessage(), write, ProbeFiles, timeout_s=timeout_s)
         failed = shared_folders.probe(tiers, written)
-    tiers.leave_out({**written.failed, **failed})
+    tiers.exclude_all({**written.failed, **failed})
 
 
 def _patience_s(tiers: OpenedTiers) -> float:
@@ -234,7 +234,7 @@ def opened_by_each(ranks: Ranks) -> Iterator[None]:
 
 
 @contextmanager
-def ready_on_all_ranks(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
+def all_ranks_or_none(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
     """Start no rank unless all ranks complete this block, the last within ``timeout_s`` seconds of the first."""
     with _report_error(ranks, _READY, timeout_s):
         yield
@@ -274,7 +274,7 @@ def decide(
     inventories = {rank: one.tiers for rank, one in found.items()}
     listings = merge_ranks(inventories, order)
     whole_somewhere, _ = complete(listings)
-    attempt = tiers.take_number(max(one.number for one in found.values()))
+    attempt = tiers.claim_from(max(one.number for one in found.values()))
     read_only = _first_reasons((rank, one.read_only) for rank, one in found.items())
     return StartDecision(
         unreachable=_first_reasons((rank, one.unreachable) for rank, one in found.items()),
@@ -339,7 +339,7 @@ def _first_reasons(reasons: Iterable[tuple[int, Mapping[str, str]]]) -> dict[str
     return found
 
 
-def held_by_all(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
+def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
     """Return this rank's listings, without the checkpoints of which other ranks lack their images.
 
     An image in memory counts where the other images are on some tier, since it is read first; but not where it is

@@ -45,7 +45,7 @@ class SaveCounts:
         """Saves that have begun, and saves that found no room."""
         return self.begun + self.skipped
 
-    def note(self, handle: SaveHandle, *, lazy: bool) -> None:
+    def count(self, handle: SaveHandle, *, lazy: bool) -> None:
         self.begun += 1
         self.lazy += int(lazy)
         self.handles.append(handle)
@@ -78,7 +78,7 @@ def record_reads(rates: TierThroughput, report: RestoreReport) -> None:
     """Record this rank's read rate of each tier, measured over the whole restore: a lower bound."""
     for source in report.sources:
         if source.rank is None:
-            rates.was_read(source.tier, source.bytes, report.seconds)
+            rates.note_read(source.tier, source.bytes, report.seconds)
 
 
 def checkpoint_infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
@@ -127,7 +127,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         flow = _flow(coordinator, time.monotonic())
         return edges, session.loss_bounds(), flow
 
-    edges, bounds, flow = session.ask(read)
+    edges, bounds, flow = session.call(read)
     counters = coordinator.counters
     return Statistics(
         saves=counts.begun,
@@ -141,9 +141,9 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         commits=dict(counters.commits),
         edge_bytes=edges,
         flush_failures=counters.flush_failures,
-        given_up_copies=counters.given_up_copies + sum(coordinator.turns.given_up.values()),
+        given_up_copies=counters.given_up_copies + sum(coordinator.flush_queue.given_up.values()),
         set_aside_copies=counters.set_aside_copies,
-        dropped_copies=coordinator.dropper.dropped,
+        dropped_copies=coordinator.deleter.deleted_count,
         direct_io={name: store.backend.traits.direct_io for name, store in session.stores.items()},
         host_capacity_bytes=session.host.capacity_bytes,
         newest=newest_surviving(bounds),
@@ -155,7 +155,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
                 raw_bytes=packed.raw_bytes, stored_bytes=packed.packed_bytes, seconds=packed.seconds
             )
             for name, store in session.stores.items()
-            if (packed := store.packed) is not None
+            if (packed := store.pack_counts) is not None
         },
         **flow,
     )
@@ -163,7 +163,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
 
 def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:
     """Return the measured rate of each tier, and how far it is behind."""
-    rates, pressure = coordinator.rates, coordinator.pressure
+    rates, pressure = coordinator.rates, coordinator.backlog
     stored = [
         rules.name for rules in coordinator.ledger.rules if rules.name != coordinator.ledger.host
     ]
@@ -177,7 +177,7 @@ def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:
         "read_bytes_per_s": rates.read_rates(),
         "behind": dict(pressure.behind),
         "behind_s": {tier: pressure.behind_s(tier, now_s) for tier in stored},
-        "flush_shares": dict(coordinator.pacing.shares),
+        "flush_shares": dict(coordinator.throttle.shares),
         "late": {tier: pressure.late.get(tier, 0) for tier in stored},
     }
 

@@ -31,8 +31,8 @@ from tierfall.telemetry.status import (
     Status,
     TierStatus,
     TransferStatus,
-    losses_of,
     remove_status,
+    to_loss_status,
     write_status,
 )
 
@@ -137,7 +137,7 @@ class StatusWriter:
             pid=os.getpid(),
             start_ticks=self._start_ticks,
             node=tiers.node,
-            slot=tiers.ranks.slot,
+            slot=tiers.ranks.local_index,
             rank=tiers.ranks.topology.rank,
             world_size=tiers.ranks.topology.world_size,
             attempt=tiers.attempt.number if tiers.attempt else None,
@@ -153,7 +153,7 @@ class StatusWriter:
                 if lane.active is not None
             ),
             newest=newest_surviving(bounds),
-            loss_bound=losses_of(bounds),
+            loss_bound=to_loss_status(bounds),
             events=self._events(),
             lost_events=self._journal.lost,
         )
@@ -247,7 +247,7 @@ def _fraction(
         chunks = entry.geometry.chunk_count if entry.geometry else 0
         return entry.final_chunks / chunks if chunks else 0.0
     lane = coordinator.lanes.get(tier)
-    if lane is None or not lane.is_at(entry.id):
+    if lane is None or not lane.is_copying(entry.id):
         return 1.0  # this rank's image is uploaded, other ranks' images are not
     done, total = _done(lane)
     return done / total if total else 0.0

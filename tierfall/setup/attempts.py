@@ -20,7 +20,7 @@ from tierfall.core.format.records import Attempt, Lineage
 from tierfall.core.types.errors import ConfigError, KeyNotFoundError, TierfallError
 from tierfall.core.types.keys import ATTEMPT_MAX
 from tierfall.core.types.lineage import AttemptStart, Key, overtaken_starts
-from tierfall.core.types.text import few_of
+from tierfall.core.types.text import format_some
 from tierfall.tiers.attempts import StrayAttemptError
 from tierfall.tiers.stored import StoredTier
 
@@ -99,7 +99,7 @@ def _is_stray(number: int, listings: Iterable[Listing], stores: Mapping[str, Sto
 def ids_by_commits(listing: Listing, number: int) -> frozenset[str]:
     """Return the ids of the attempt of that number in the commit records of a tier: normally one, or none."""
     return frozenset(
-        copy.commit.line.attempt_id
+        copy.commit.lineage.attempt_id
         for copy in listing.copies
         if copy.commit is not None and copy.id.attempt == number
     )
@@ -133,7 +133,7 @@ def newest_attempt(
     return None
 
 
-def warn_of_two_lives(
+def warn_of_overtaken_starts(
     run: str,
     starts: Sequence[AttemptStart],
     known: Sequence[KnownCheckpoint],
@@ -167,7 +167,7 @@ def warn_of_two_lives(
             "restore(step=%d, attempt=%d); to keep it, pin it now",
             run,
             what,
-            few_of([f"{c.id} on {'+'.join(c.copies)}" for c in left]),
+            format_some([f"{c.id} on {'+'.join(c.copies)}" for c in left]),
             left[-1].id.step,
             key[0],
         )

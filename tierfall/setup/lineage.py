@@ -88,7 +88,7 @@ class SavingLineage:
         """Return whether ``step`` is the last step that was saved since the last restore."""
         return self.saved_any and self.is_at(step)
 
-    def has_passed(self, step: int) -> bool:
+    def is_past(self, step: int) -> bool:
         """Return whether a step above ``step`` was saved or restored."""
         return self._last_step is not None and self._last_step > step
 
@@ -100,9 +100,9 @@ class SavingLineage:
 
     def continue_from(self, commit: Commit, attempt: Attempt) -> None:
         """Continue from a restored checkpoint, as ``attempt``."""
-        self.go_on_from(commit.line.checkpoint, commit.line.ordinal, attempt)
+        self.continue_at(commit.lineage.checkpoint, commit.lineage.ordinal, attempt)
 
-    def go_on_from(self, checkpoint: CheckpointId, ordinal: int, attempt: Attempt) -> None:
+    def continue_at(self, checkpoint: CheckpointId, ordinal: int, attempt: Attempt) -> None:
         """Continue from a checkpoint that is the ``ordinal``th of its lineage, as ``attempt``."""
         self.attempt = attempt
         self.saved_any = False

@@ -41,7 +41,7 @@ class Listener:
     ended: bool = False
 
 
-def listen(
+def add_listener(
     signals: Collection[Signals],
     *,
     what: str,
@@ -87,7 +87,7 @@ class SignalWatch:
     def __init__(self, names: Collection[str], asked: Callable[[str], None]) -> None:
         self._listener: Listener | None = None
         if names:
-            self._listener = listen(
+            self._listener = add_listener(
                 [Signals[name] for name in names],
                 what="open: interval.on_signal",
                 flag=lambda number: asked(number.name),

@@ -17,7 +17,7 @@ from pathlib import Path
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.format import documents
 from tierfall.core.format.catalog import Listing
-from tierfall.core.format.records import Attempt, KnownTier, TierRecord, read_tier
+from tierfall.core.format.records import Attempt, KnownTier, TierRecord, parse_tier_record
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -79,7 +79,7 @@ class TierIdentities:
 
     def _read_memory(self) -> TierRecord | None:
         try:
-            return read_tier(self._memory.read_bytes(), what=str(self._memory))
+            return parse_tier_record(self._memory.read_bytes(), what=str(self._memory))
         except FileNotFoundError:
             return None
         except (OSError, TierfallError) as error:
@@ -285,7 +285,7 @@ class TierIdentities:
             if writer.read_only:
                 continue
             try:
-                return writer.is_seen_by(reader)
+                return writer.is_same_place(reader)
             except BackendError as error:
                 failure = error
         if failure is None:
@@ -294,7 +294,7 @@ class TierIdentities:
 
     # Remembering -----------------------------------------------------------------------------------
 
-    def leave(
+    def write_records(
         self, attempt: Attempt, config: Config, *, owned: frozenset[str], leads: bool
     ) -> None:
         """Assign an id to each tier without one, and write what all tiers, and this machine, remember of the others.
@@ -315,7 +315,7 @@ class TierIdentities:
         for tier in tiers:
             if tier.name not in self.records:
                 continue
-            self._stores[tier.name].is_known_by(self.records[tier.name].id)
+            self._stores[tier.name].expect_identity(self.records[tier.name].id)
             if tier.name in owned:
                 self._remember(tier, attempt, there)
         if leads:
@@ -375,7 +375,7 @@ class TierIdentities:
         except OSError as error:
             logger.warning("this machine does not remember the run's tiers: %s", error)
 
-    def remember_again(self) -> None:
+    def rewrite_memory(self) -> None:
         """Write this machine's record again, where it was removed since this process wrote it."""
         if self._written is not None and not self._memory.exists():
             self._write_memory(self._written.others, self._written.wall_time_s)

@@ -131,7 +131,7 @@ def run_folder(config: Config, run: str) -> Path:
     return base / run
 
 
-def any_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:
+def unattached_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:
     """Return a slot of host memory, not attached yet, to read or adopt images of any rank."""
     return HostTier(name=name, run=run, folder=folder, slot=slot, shard=SHARD, capacity_bytes=None)
 
@@ -163,7 +163,7 @@ def open_stores(
             return found
         return _store(tier, backend, config, run, read_only=only)
 
-    opened = BoundedCalls().make(
+    opened = BoundedCalls().call_all(
         {tier.name: partial(open_one, tier) for tier in config.stored},
         bounds_s(config),
         doing="open",
@@ -200,13 +200,13 @@ def _open_to_read(
     except BackendError as error:
         logger.debug("open: tier %s cannot be read either: %s", tier.name, error)
         return None
-    if holds_something(store.list()):
+    if has_files(store.list()):
         return store
     store.close()
     return None
 
 
-def holds_something(listing: Listing) -> bool:
+def has_files(listing: Listing) -> bool:
     """Return whether a listing has anything that a start of the run has written."""
     return bool(listing.copies or listing.unfinished or listing.attempts)
 
@@ -250,10 +250,10 @@ def _store(
         backend=wrap(heard, bandwidth=limit, writes=pace),
         packing=_packing(tier, config),
         pace=pace,
-        recognise=backend.recognise if isinstance(backend, PosixBackend) else None,
+        recognise=backend.set_identity_check if isinstance(backend, PosixBackend) else None,
         links=backend.links if isinstance(backend, PosixBackend) else lambda folder: (),
         read_only=read_only,
-        heard_s=lambda: heard.heard_s,
+        last_answer_s=lambda: heard.last_answer_s,
     )
 
 
@@ -289,17 +289,17 @@ def lane_limits(store: StoredTier, config: Config) -> LaneLimits:
     traits = store.backend.traits
     threads = _workers()
     is_remote = any(tier.name == store.name and tier.folder is None for tier in config.stored)
-    if store.packs:
+    if store.is_packed:
         threads = _packers()
     elif is_remote:
         threads = max(WORKERS_MAX, BUDGET_BYTES // config.chunk_bytes)
     parallel = 1 if traits.ordered_writes else max(1, min(traits.max_parallel, threads))
-    in_order = store.packs or traits.ordered_writes
+    in_order = store.is_packed or traits.ordered_writes
     return LaneLimits(
         parallel=parallel,
         budget_bytes=BUDGET_BYTES,
-        window=parallel + store.packs if in_order else 0,
-        run_bytes_min=0 if store.packs else traits.part_bytes_min,
+        window=parallel + store.is_packed if in_order else 0,
+        run_bytes_min=0 if store.is_packed else traits.part_bytes_min,
     )
 
 
@@ -332,7 +332,7 @@ def list_all(
         return host.list() if name == host.name else stores[name].list()
 
     names = [tier.name for tier in config.chain]
-    answers = calls.make(
+    answers = calls.call_all(
         {name: partial(ask, name) for name in names if name not in errors},
         {host.name: math.inf, **bounds_s(config)},
         doing="list",
@@ -360,7 +360,7 @@ def bounded(store: StoredTier, config: Config) -> BoundedStore:
     )
 
 
-def settle(store: StoredTier, listing: Listing) -> Listing:
+def make_durable(store: StoredTier, listing: Listing) -> Listing:
     """Make the copies that a start found on a tier durable: an earlier process may have died before its last fsync.
 
     A copy that cannot be made durable counts as damaged, but can still be read.
@@ -371,7 +371,7 @@ def settle(store: StoredTier, listing: Listing) -> Listing:
     return replace(listing, copies=tuple(settled))
 
 
-def unsettled(tier: str, listing: Listing, error: TierfallError) -> Listing:
+def mark_not_durable(tier: str, listing: Listing, error: TierfallError) -> Listing:
     """Return the listing of a tier that has stopped answering, with all copies marked as damaged: nothing relies on
     them."""
     logger.warning(
@@ -387,7 +387,7 @@ def _settle(store: StoredTier, copy: FoundCopy) -> FoundCopy:
     if copy.commit is None or copy.damage is not None:
         return copy
     try:
-        store.settle(copy.id)
+        store.sync_commit(copy.id)
     except KeyNotFoundError:
         return copy  # deleted meanwhile
     except BackendError as error:

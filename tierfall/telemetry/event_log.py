@@ -39,7 +39,7 @@ def wall_time(at_s: float) -> float:
     return at_s + time.time() - time.monotonic()
 
 
-def part_before(path: Path) -> Path:
+def older_half(path: Path) -> Path:
     """Return the path of the older half of a log."""
     return path.with_name(f"{path.name}.1")
 
@@ -101,7 +101,7 @@ class LogFile:
         return fd
 
     def _rotate(self) -> None:
-        os.replace(self.path, part_before(self.path))
+        os.replace(self.path, older_half(self.path))
         self.close()
 
     def close(self) -> None:
@@ -293,7 +293,7 @@ class LogTail:
             self._fd = None
 
     def _open_first(self) -> None:
-        for path in (part_before(self._path), self._path):
+        for path in (older_half(self._path), self._path):
             if (fd := _opened(path)) is not None:
                 self._fd = fd
                 return

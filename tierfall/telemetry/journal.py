@@ -108,7 +108,7 @@ class HasJournal(Protocol):
 S = TypeVar("S", bound=HasJournal)
 
 
-def failures_noted(
+def log_failures(
     doing: str,
 ) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
     """Decorate a method so that the journal of its object emits an event for what the method raises."""

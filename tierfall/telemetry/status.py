@@ -119,7 +119,7 @@ class Status(RunStatus):
     failure: str | None = None
 
 
-def losses_of(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, LossStatus | None]:
+def to_loss_status(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, LossStatus | None]:
     """Convert loss bounds to their form in a status."""
     return {
         lost: None if bound.survives is None else LossStatus(**members(bound))

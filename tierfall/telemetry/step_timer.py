@@ -40,12 +40,12 @@ class StepTimer:
         self._seen: deque[tuple[int, float]] = deque(maxlen=SEEN)
         self._from: int | None = None
 
-    def go_on_from(self, step: int | None) -> None:
+    def continue_from(self, step: int | None) -> None:
         """Training continues from ``step`` after a restore (None: from before all steps)."""
         self._seen.clear()
         self._from = step
 
-    def come_to(self, step: int, now_s: float) -> tuple[int, float] | None:
+    def record(self, step: int, now_s: float) -> tuple[int, float] | None:
         """Record that training is at ``step``; return the number of steps since the last call, and their seconds.
 
         None after the first call, and after training went back: earlier times are then discarded.
@@ -77,8 +77,8 @@ class StepTimer:
 
 
 class StepClock:
-    """Times the steps of one optimizer, on the training thread; ``stepped`` is called at every optimizer's step,
-    ``saving`` at every save.
+    """Times the steps of one optimizer, on the training thread; ``on_step`` is called at every optimizer's step,
+    ``on_save`` at every save.
 
     The step of a save and the one after it, whose barrier waits for the capture, are not timed: they do not show what
     flushes cost.
@@ -98,10 +98,10 @@ class StepClock:
         """Median seconds of the last steps, without those beside a save; None before the first."""
         return statistics.median(self._taken) if self._taken else None
 
-    def saving(self) -> None:
+    def on_save(self) -> None:
         self._excused = EXCUSED
 
-    def stepped(self, optimizer: object) -> None:
+    def on_step(self, optimizer: object) -> None:
         if self._optimizer() is not optimizer:
             self._others += 1
             if self._optimizer() is not None and self._others < PATIENCE:
@@ -113,7 +113,7 @@ class StepClock:
         if self._began is not None and not self._excused:
             began_s, flushing = self._began
             self._taken.append(now_s - began_s)
-            self._pacing.step_took(now_s - began_s, flushing)
+            self._pacing.on_step(now_s - began_s, flushing)
         self._excused = max(0, self._excused - 1)
         self._began = (now_s, self._pacing.flushing)
 
@@ -154,7 +154,7 @@ class _KeptSeconds:
     def mark(self, step: int) -> None:
         self.marks.append((step, self.seconds, self.unseen))
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Discard the progress after ``step``; all of it, where the step is from before this start."""
         while self.marks and self.marks[-1][0] > step:
             self.marks.pop()
@@ -190,7 +190,7 @@ class StepMeter:
 
     def tick(self, step: int, now_s: float, *, copying: bool) -> None:
         """Record the end of ``step``; ``copying``: any copy is in progress."""
-        taken = self._steps.come_to(step, now_s)
+        taken = self._steps.record(step, now_s)
         if taken is None:
             self._progress.unseen += 1  # its start was not seen
             return
@@ -246,7 +246,7 @@ class StepMeter:
             self._progress.seconds -= more_s
             self.changed = True
 
-    def saved(self, handle: SaveHandle) -> None:
+    def on_save(self, handle: SaveHandle) -> None:
         """Record that a save has begun, at the step of the last ``tick`` or at one without a tick."""
         self._close()
         self._settled()  # for a loop that never ticks
@@ -257,16 +257,16 @@ class StepMeter:
         self._progress.mark(handle.step)
         self.changed = True
 
-    def go_back(self, step: int | None) -> None:
+    def rewind(self, step: int | None) -> None:
         """The lineage continues from ``step``: the progress after it is lost; None: from before all steps."""
-        self._progress.go_back(-1 if step is None else step)
-        self._steps.go_on_from(None)
+        self._progress.rewind(-1 if step is None else step)
+        self._steps.continue_from(None)
         self._window = None
 
     # The window of a save --------------------------------------------------------------------------
 
     def _settled(self) -> bool:
-        for handle in [handle for handle in self._under_way if handle.tell_settled()]:
+        for handle in [handle for handle in self._under_way if handle.is_settled()]:
             self._under_way.remove(handle)
             for tier, seconds in handle.stats.durable_s.items():
                 self._durable.setdefault(tier, deque(maxlen=REMEMBERED_FLUSHES)).append(seconds)
@@ -306,7 +306,7 @@ class StepMeter:
         return clean_s
 
     @property
-    def pace_s(self) -> float:
+    def fastest_step_s(self) -> float:
         """The least time of the last ``FEW_STEPS`` steps, affected or not; 0 before the first."""
         return min(self._paces, default=0.0)
 
@@ -328,7 +328,7 @@ class StepMeter:
         return {tier: statistics.median(times) for tier, times in self._durable.items()}
 
     @property
-    def under_way(self) -> int:
+    def unsettled_saves(self) -> int:
         """The number of saves that some tier has not got yet, as of the last ``tick``."""
         return len(self._under_way)
 

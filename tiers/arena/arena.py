@@ -232,16 +232,16 @@ class Arena:
             if capacity_bytes > self.capacity_bytes:
                 self._shared.file.grow(capacity_bytes, progress)
 
-    def file_is_there(self) -> bool:
+    def file_exists(self) -> bool:
         """Whether the path still names the arena's file; True for a closed arena, which needs none.
 
         Raises BackendError where that is unknown.
         """
         with self._shared.guard:
-            return self._shared.closed or self._shared.file.is_there()
+            return self._shared.closed or self._shared.file.exists()
 
     def unlock_pages(self) -> bool:
-        """Unlock the pages, which ``renew_file`` needs; False while an image is being filled, since a device may be
+        """Unlock the pages, which ``recreate_file`` needs; False while an image is being filled, since a device may be
         writing to it. No device may read an image either.
         """
         with self._shared.guard:
@@ -252,12 +252,12 @@ class Arena:
             return True
 
     @property
-    def renewing(self) -> bool:
-        """Whether ``renew_file`` has begun and not finished."""
-        return self._shared.file.renewing
+    def is_recreating(self) -> bool:
+        """Whether ``recreate_file`` has begun and not finished."""
+        return self._shared.file.is_recreating
 
-    def renew_file(self) -> bool:
-        """Continue to recreate the removed file, by a few MiB a call, until ``file_is_there``.
+    def recreate_file(self) -> bool:
+        """Continue to recreate the removed file, by a few MiB a call, until ``file_exists``.
 
         False where the rest has to wait for an image that is being filled. Views stay valid. Raises CapacityError where
         memory is missing, ConfigError where another file has the name, BackendError; the arena stays usable.
@@ -267,7 +267,7 @@ class Arena:
                 return False
             self._shared.require_writable("making its file anew")
             regions = self._shared.regions.values()
-            return self._shared.file.renew([r.extent for r in regions if r.filling])
+            return self._shared.file.recreate([r.extent for r in regions if r.filling])
 
     def close(self, *, keep: bool) -> None:
         """Close the arena, and delete its file unless ``keep``. May be called twice.
@@ -285,7 +285,7 @@ class Arena:
                 if not keep and self._shared.file.writable:
                     self._shared.file.remove()
             finally:
-                self._shared.file.forget()
+                self._shared.file.release()
 
     def _adopt(self) -> None:
         """Read the seals; clear the control slots whose seal is damaged or overlaps another."""

@@ -6,7 +6,7 @@ error here and never a SIGBUS later.
 
 A mapping is never closed explicitly, since views of it may be alive: it is unmapped with its last view. A growth maps
 the file again, so that older views keep their addresses; both mappings share the pages. Where the file was removed from
-outside, the memory is unchanged, and ``renew`` moves it to a new file of the same name.
+outside, the memory is unchanged, and ``recreate`` moves it to a new file of the same name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tierfall.core.types.values import ByteRange
 from tierfall.tiers.arena import layout
 from tierfall.tiers.arena.folder import MORE_ROOM, WHAT_HELPS, room_for_arena, sized
 from tierfall.tiers.arena.layout import EXTENTS_START, PAGE_BYTES, ArenaHeader, EntryList
-from tierfall.tiers.arena.mapping import ArenaRenewal, fault_in, fork_safe_mapping, reserve
+from tierfall.tiers.arena.mapping import ArenaRenewal, fork_safe_mapping, populate, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ class ArenaFile:
                 made._growths().clear()
                 os.rename(partial, path)
             except BaseException:
-                made.forget()
+                made.release()
                 partial.unlink(missing_ok=True)
                 raise
         return made
@@ -116,7 +116,7 @@ class ArenaFile:
             try:
                 made._adopt_size(size)
             except BaseException:
-                made.forget()
+                made.release()
                 raise
             if writable:
                 _partial(path).unlink(missing_ok=True)
@@ -148,7 +148,7 @@ class ArenaFile:
         growths.append(entry)
         self.capacity_bytes = capacity_bytes
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Whether the path still names this file. Its time is updated once an hour, against cleaners."""
         with _translate_errors(f"arena {self.path}", "looking for it"):
             try:
@@ -165,11 +165,11 @@ class ArenaFile:
     def remove(self) -> None:
         """Delete the file, unless another one has its name by now."""
         with _translate_errors(f"arena {self.path}", "removing it"):
-            if self.is_there():
+            if self.exists():
                 os.unlink(self.path)
 
     @property
-    def renewing(self) -> bool:
+    def is_recreating(self) -> bool:
         """Whether a part of the memory has moved to a new file, and a part has not."""
         return self._renewal is not None
 
@@ -179,7 +179,7 @@ class ArenaFile:
             lock.release()
         self._locks.clear()
 
-    def renew(self, busy: Sequence[ByteRange]) -> bool:
+    def recreate(self, busy: Sequence[ByteRange]) -> bool:
         """Recreate the removed file: move a few MiB of the memory to a new file, or publish that under the old name
         once everything has moved. ``busy`` are the ranges that are being written; False where only those are left.
         Views keep their addresses. The pages must be unlocked, and are locked again at the end.
@@ -216,7 +216,7 @@ class ArenaFile:
                 "mount it again"
             )
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Unlock the pages, close the descriptor, and drop the view; mappings are unmapped with their last views."""
         self.unlock_pages()
         self.view = memoryview(b"")
@@ -241,7 +241,7 @@ class ArenaFile:
                 f"arena {self.path}: reserving memory: needed {sized(total)}, available were {sized(start)} and less "
                 f"than {sized(end - start)} more; {WHAT_HELPS}",
             )
-            fault_in(mapping, start, end)
+            populate(mapping, start, end)
             if total >= _LOG_FROM_BYTES:
                 logger.info("arena %s: %s of %s ready", self.path, sized(end), sized(total))
             if progress is not None:

@@ -58,7 +58,7 @@ def remap(mapping: mmap.mmap, fd: int, start: int, end: int) -> None:
     prot = mmap.PROT_READ | mmap.PROT_WRITE
     _map_fixed(_mappings[mapping] + start, end - start, prot, mmap.MAP_SHARED, fd, start)
     mapping.madvise(mmap.MADV_DONTFORK, start, end - start)
-    fault_in(mapping, start, end)
+    populate(mapping, start, end)
 
 
 def _map_fixed(address: int, length: int, prot: int, flags: int, fd: int, offset: int) -> None:
@@ -86,7 +86,7 @@ def _cover_in_child() -> None:
 os.register_at_fork(after_in_child=_cover_in_child)
 
 
-def fault_in(mapping: mmap.mmap, start: int, end: int) -> None:
+def populate(mapping: mmap.mmap, start: int, end: int) -> None:
     """Allocate every page of the range and enter it in the page table: a first touch costs ten times the copy."""
     for low in range(start, end, _FAULT_BYTES):
         high = min(low + _FAULT_BYTES, end)

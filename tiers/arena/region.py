@@ -117,10 +117,10 @@ class Region:
     @property
     def filling(self) -> bool:
         """Whether the image may be written to."""
-        return self._seal is None and not self.given_up
+        return self._seal is None and not self.is_discarded
 
     @property
-    def given_up(self) -> bool:
+    def is_discarded(self) -> bool:
         """Whether the region was unsealed or released."""
         return self._released or self._unsealed
 

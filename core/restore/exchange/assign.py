@@ -44,7 +44,7 @@ class RankGroup:
     """Ranks that request the same, by image."""
 
     ranks: tuple[int, ...]
-    wants: Mapping[int, RequestedRanges]
+    requested: Mapping[int, RequestedRanges]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def assign(
     readers = _Readers(holders, excluded)
     members = [frozenset(group.ranks) for group in groups]
     items: list[ChunkAssignment] = []
-    for image in sorted({image for group in groups for image in group.wants}):
+    for image in sorted({image for group in groups for image in group.requested}):
         for chunk, spans in sorted(_chunks(groups, image).items()):
             reader = readers.choose(image, chunk, tuple(s.group for s in spans), members)
             bytes = max(s.high for s in spans) - min(s.low for s in spans)
@@ -132,9 +132,9 @@ def _chunks(groups: Sequence[RankGroup], image: int) -> dict[int, list[Requested
     """Return, for each chunk, the bytes of it that the groups request."""
     found: dict[int, list[RequestedBytes]] = {}
     for number, group in enumerate(groups):
-        if image not in group.wants:
+        if image not in group.requested:
             continue
-        size, edges = group.wants[image].chunk_bytes, group.wants[image].edges
+        size, edges = group.requested[image].chunk_bytes, group.requested[image].edges
         if not size:
             found.setdefault(HEADER, []).append(RequestedBytes(number, 0, 0))
         for start, end in zip(edges[::2], edges[1::2], strict=True):

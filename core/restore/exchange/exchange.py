@@ -21,7 +21,7 @@ from tierfall.core.copies.chunk_reader import BUFFER_BYTES, ChunkReader, ReadTal
 from tierfall.core.copies.images import READ_THREADS
 from tierfall.core.copies.shard_reader import PASSABLE, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
-from tierfall.core.format.commit_files import named_shards
+from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.build import Fill
@@ -75,7 +75,7 @@ class Exchange:
     shared: Collection[str]
     timeout_s: float
 
-    def parts(
+    def reader(
         self,
         checkpoint: KnownCheckpoint,
         tiers: Sequence[str],
@@ -92,10 +92,10 @@ class Exchange:
 
 @dataclass(slots=True)
 class _ExchangeState:
-    """The state of an exchange. ``over``: no more messages are sent about this checkpoint; ``unreported`` is the error
+    """The state of an exchange. ``ended``: no more messages are sent about this checkpoint; ``unreported`` is the error
     that kept this rank from sending one."""
 
-    over: bool = False
+    ended: bool = False
     unreported: TierfallError | None = None
     holders: Holders | None = None
     transport: ByteTransport | None = None
@@ -145,7 +145,7 @@ class _ExchangedReader(CheckpointReader):
         while missing := [image for image in images if image not in self._known]:
             self._continue(
                 ExchangeRequest(
-                    wants={image: RequestedRanges(0) for image in missing}, planning=True
+                    requested={image: RequestedRanges(0) for image in missing}, planning=True
                 ),
                 {},
             )
@@ -158,7 +158,7 @@ class _ExchangedReader(CheckpointReader):
         mine = self.exchange.ranks.shard
         alone = world_size == mine.world_size and wants.keys() <= {mine.rank}
         while True:
-            request = ExchangeRequest(wants=wants, alone=alone and all(map(self._sees, wants)))
+            request = ExchangeRequest(requested=wants, alone=alone and all(map(self._sees, wants)))
             next, left = self._continue(request, fills)
             if next is NextPhase.LOCAL:
                 CheckpointReader.fill(self, fills, world_size)
@@ -170,7 +170,7 @@ class _ExchangedReader(CheckpointReader):
     def give_up(self, error: BaseException) -> TierfallError | None:
         if self._state.transport is not None:
             self._state.transport.cut()
-        if not self._state.over:
+        if not self._state.ended:
             stopped = str(error) if isinstance(error, TierfallError) else repr(error)
             # A rank that has lost another one does not wait for it as long as for a slow one.
             patience_s = None if isinstance(error, LostError) else self.exchange.timeout_s
@@ -178,7 +178,7 @@ class _ExchangedReader(CheckpointReader):
                 self._send(ExchangeRequest(stopped=stopped), patience_s)
             except TierfallError as lost:
                 logger.debug("the other ranks do not learn that this one gives up: %s", lost)
-            self._state.over = True
+            self._state.ended = True
         return self._state.unreported
 
     # One step, with all ranks ------------------------------------------------------------------------
@@ -195,19 +195,19 @@ class _ExchangedReader(CheckpointReader):
         answer = self._send(request, self.exchange.timeout_s)
         state = self._state
         if answer.next in (NextPhase.LOCAL, NextPhase.DONE):
-            state.over = True
+            state.ended = True
             return answer.next, []
         assert state.holders is not None
         groups = answer.rank_groups()
         try:
             items = assign(groups, state.holders, self._excluded())
         except UnassignedError as unassigned:
-            state.over = True
+            state.ended = True
             raise self._unreadable(unassigned) from None
         round = ExchangeRound(items=items, groups=groups, first_tag=state.next_tag)
         state.next_tag = round.next_tag
         if answer.next is NextPhase.HEADERS:
-            return answer.next, self._exchange_headers(round, frozenset(request.wants))
+            return answer.next, self._exchange_headers(round, frozenset(request.requested))
         return answer.next, self._exchange_chunks(round, fills)
 
     def _send(self, request: ExchangeRequest, timeout_s: float | None) -> ExchangeDecision:
@@ -215,19 +215,22 @@ class _ExchangedReader(CheckpointReader):
         seen = None
         if state.holders is None:
             seen = {tier: NumberRanges.of(images) for tier, images in self._seen().items()}
-        request, state.to_report = replace(request, sees=seen, failed=tuple(state.to_report)), []
+        request, state.to_report = (
+            replace(request, readable=seen, failed=tuple(state.to_report)),
+            [],
+        )
         try:
             answer = ranks.agree(
                 _CALL, request, self._decide, ExchangeDecision, timeout_s=timeout_s
             )
         except TierfallError as lost:
-            state.over, state.unreported = True, lost
+            state.ended, state.unreported = True, lost
             raise
         state.failed += answer.failed
         if answer.seen is not None:
             state.holders = holders_of(answer.seen)
         if answer.stopped is not None:
-            state.over = True
+            state.ended = True
             rank, why = answer.stopped
             raise LostError(f"rank {rank} gave up: {why}")
         if answer.next in (NextPhase.HEADERS, NextPhase.CHUNKS) and state.transport is None:
@@ -279,7 +282,9 @@ class _ExchangedReader(CheckpointReader):
         self, round: ExchangeRound, fills: Mapping[int, Sequence[Fill]]
     ) -> list[ChunkDelivery]:
         self.touched = True
-        sizes = {i: want.chunk_bytes for group in round.groups for i, want in group.wants.items()}
+        sizes = {
+            i: want.chunk_bytes for group in round.groups for i, want in group.requested.items()
+        }
         largest = max(sizes.values())
         ring = self.ring or BufferRing(largest)
         threads = max(1, min(READ_THREADS, ring.count, BUFFER_BYTES // largest))
@@ -333,7 +338,7 @@ class _ExchangedReader(CheckpointReader):
         if self._images is None:
             copies = {tier: self.checkpoint.copies[tier].commit for tier in self.tiers}
             self._images = {
-                self.exchange.order.index(tier): named_shards(commit, self._saved_by())
+                self.exchange.order.index(tier): ranks_with_image(commit, self._saved_by())
                 for tier, commit in copies.items()
                 if commit is not None
             }

@@ -63,13 +63,13 @@ class UnreadChunks(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeRequest(Message):
     """What one rank requests. ``planning``: it requests headers, and does not know yet what else. ``alone``: it needs
-    no image but its own. ``sees``, in the first request only: the images that each tier has for it, by the tier's
+    no image but its own. ``readable``, in the first request only: the images that each tier has for it, by the tier's
     number in the chain. ``stopped``: why this rank ends the exchange."""
 
-    wants: Mapping[int, RequestedRanges] = field(default_factory=dict)
+    requested: Mapping[int, RequestedRanges] = field(default_factory=dict)
     planning: bool = False
     alone: bool = False
-    sees: Mapping[int, NumberRanges] | None = None
+    readable: Mapping[int, NumberRanges] | None = None
     failed: tuple[UnreadChunks, ...] = ()
     stopped: str | None = None
 
@@ -104,7 +104,7 @@ class ExchangeDecision(Message):
     name: str
 
     def rank_groups(self) -> tuple[RankGroup, ...]:
-        return tuple(RankGroup(ranks=tuple(g.ranks), wants=g.wants) for g in self.groups)
+        return tuple(RankGroup(ranks=tuple(g.ranks), requested=g.wants) for g in self.groups)
 
 
 PlaceOf = Callable[[int, int], int | None]
@@ -118,7 +118,7 @@ def decide(
     stopped = next(((r, x.stopped) for r, x in requests.items() if x.stopped is not None), None)
     planning = any(request.planning for request in requests.values())
     seen = None
-    if requests[0].sees is not None:
+    if requests[0].readable is not None:
         seen = _merge_equal((t, r, x) for r, one in requests.items() for t, x in _sees(one))
     if stopped is not None:
         phase = NextPhase.DONE
@@ -127,13 +127,13 @@ def decide(
     elif planning:
         phase = NextPhase.HEADERS
     else:
-        wanted = any(request.wants for request in requests.values())
+        wanted = any(request.requested for request in requests.values())
         phase = NextPhase.CHUNKS if wanted else NextPhase.DONE
     exchanging = phase in (NextPhase.HEADERS, NextPhase.CHUNKS)
     groups: dict[tuple[tuple[int, RequestedRanges], ...], list[int]] = {}
     for rank, request in requests.items():
-        if exchanging and request.wants and request.planning == planning:
-            groups.setdefault(tuple(sorted(request.wants.items())), []).append(rank)
+        if exchanging and request.requested and request.planning == planning:
+            groups.setdefault(tuple(sorted(request.requested.items())), []).append(rank)
     return ExchangeDecision(
         next=phase,
         groups=tuple(
@@ -148,7 +148,7 @@ def decide(
 
 
 def _sees(request: ExchangeRequest) -> Iterable[tuple[int, NumberRanges]]:
-    return () if request.sees is None else request.sees.items()
+    return () if request.readable is None else request.readable.items()
 
 
 def _merge_equal(seen: Iterable[tuple[int, int, NumberRanges]]) -> tuple[SeenImages, ...]:
@@ -178,7 +178,7 @@ def _is_local(
     return all(
         place == place_of(tier, rank) and rank in dict(_sees(request)).get(tier, NumberRanges())
         for rank, request in requests.items()
-        if request.wants
+        if request.requested
         for tier, place in copies.get(rank, ())
     )
 

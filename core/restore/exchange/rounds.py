@@ -21,7 +21,7 @@ from tierfall.core.copies.cached_reads import TargetWriter, WrittenTargets
 from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally, read_chunk_to_targets, scatter
 from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.copies.to_device import DeviceCopies
-from tierfall.core.format.records import Manifest, read_manifest
+from tierfall.core.format.records import Manifest, parse_manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.load.build import Fill
 from tierfall.core.restore.exchange.assign import (
@@ -63,7 +63,7 @@ class LoadedChunk(NamedTuple):
 class Payload(Protocol):
     """What a round exchanges, headers or chunks: how one is read, and processed where it is requested."""
 
-    def room(self, item: ChunkAssignment) -> AbstractContextManager[Buffer]:
+    def read_buffer(self, item: ChunkAssignment) -> AbstractContextManager[Buffer]:
         """Lend the buffer that an item is read into."""
         ...
 
@@ -75,17 +75,17 @@ class Payload(Protocol):
         """Read an item that no other rank requests, and process it; raises as ``load`` does."""
         ...
 
-    def keep(self, item: ChunkAssignment, loaded: LoadedChunk, buffer: Buffer) -> None:
+    def on_read(self, item: ChunkAssignment, loaded: LoadedChunk, buffer: Buffer) -> None:
         """Process what this rank requests of an item that it has read."""
         ...
 
-    def room_for(
+    def receive_buffer(
         self, delivery: ChunkDelivery, prefix: ChunkPrefix
     ) -> AbstractContextManager[Buffer]:
         """Lend the buffer that an item of another rank is received into."""
         ...
 
-    def take(self, delivery: ChunkDelivery, prefix: ChunkPrefix, buffer: Buffer) -> None:
+    def on_received(self, delivery: ChunkDelivery, prefix: ChunkPrefix, buffer: Buffer) -> None:
         """Process an item that was received."""
         ...
 
@@ -97,7 +97,7 @@ class ReadFailures:
     items: list[tuple[ChunkAssignment, BaseException]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, item: ChunkAssignment, error: BaseException) -> None:
+    def record(self, item: ChunkAssignment, error: BaseException) -> None:
         with self._lock:
             self.items.append((item, error))
 
@@ -150,7 +150,7 @@ class _RoundRunner:
 
     def read(self, item: ChunkAssignment) -> None:
         receivers = receivers_of(item, self._round.groups)
-        with self._payload.room(item) as buffer:
+        with self._payload.read_buffer(item) as buffer:
             loaded: LoadedChunk | None = None
             try:
                 if not receivers:
@@ -158,14 +158,14 @@ class _RoundRunner:
                     return
                 loaded = self._payload.load(item, buffer)
             except PASSABLE as error:
-                self._failures.note(item, error)
+                self._failures.record(item, error)
             sends = [
                 send
                 for rank, low, high in receivers
                 for send in self._send(item, rank, low, high, loaded)
             ]
             if loaded is not None:
-                self._payload.keep(item, loaded, buffer)
+                self._payload.on_read(item, loaded, buffer)
             for send, rank in sends:
                 self._named(item, send.wait, f"to rank {rank}")
 
@@ -195,10 +195,10 @@ class _RoundRunner:
             return
         if delivery.high and prefix.bytes != delivery.high - delivery.low:
             raise LostError(f"{_name(item)}: rank {item.reader} sends {prefix.bytes} bytes of it")
-        with self._payload.room_for(delivery, prefix) as buffer:
+        with self._payload.receive_buffer(delivery, prefix) as buffer:
             bytes = torch.frombuffer(buffer.view, dtype=torch.uint8, count=prefix.bytes)
             self._named(item, lambda: receive(item.reader, tag + 1, bytes), where)
-            self._payload.take(delivery, prefix, buffer)
+            self._payload.on_received(delivery, prefix, buffer)
 
     def _tag(self, item: ChunkAssignment) -> int:
         return self._round.first_tag + 2 * item.number
@@ -282,7 +282,7 @@ class _WorkerThreads:
                 self._running -= 1
                 last = not self._running
             if last:
-                self._over.ring()
+                self._over.set()
 
     def _end(self) -> None:
         self._stop.set()
@@ -306,7 +306,7 @@ class HeaderPayload:
         self.known: dict[int, tuple[Manifest, ImageHeader]] = {}
         self._open, self._wanted, self._order, self._tally = open_reader, wanted, order, tally
 
-    def room(self, item: ChunkAssignment) -> AbstractContextManager[Buffer]:
+    def read_buffer(self, item: ChunkAssignment) -> AbstractContextManager[Buffer]:
         return nullcontext(Buffer(1))  # how long it is, its manifest says
 
     def load(self, item: ChunkAssignment, buffer: Buffer) -> LoadedChunk:
@@ -319,24 +319,24 @@ class HeaderPayload:
         return LoadedChunk(memoryview(whole), 0, prefix)
 
     def load_alone(self, item: ChunkAssignment, buffer: Buffer) -> None:
-        self.keep(item, self.load(item, buffer), buffer)
+        self.on_read(item, self.load(item, buffer), buffer)
 
-    def keep(self, item: ChunkAssignment, loaded: LoadedChunk, buffer: Buffer) -> None:
+    def on_read(self, item: ChunkAssignment, loaded: LoadedChunk, buffer: Buffer) -> None:
         if item.image in self._wanted:
             self._read(item.image, loaded.view, loaded.prefix.first)
 
-    def room_for(
+    def receive_buffer(
         self, delivery: ChunkDelivery, prefix: ChunkPrefix
     ) -> AbstractContextManager[Buffer]:
         return nullcontext(Buffer(prefix.bytes))
 
-    def take(self, delivery: ChunkDelivery, prefix: ChunkPrefix, buffer: Buffer) -> None:
+    def on_received(self, delivery: ChunkDelivery, prefix: ChunkPrefix, buffer: Buffer) -> None:
         self._read(delivery.item.image, buffer.view[: prefix.bytes], prefix.first)
-        self._tally.got(self._order[prefix.tier], delivery.item.reader, prefix.bytes)
+        self._tally.add_received(self._order[prefix.tier], delivery.item.reader, prefix.bytes)
 
     def _read(self, image: int, view: memoryview, first: int) -> None:
-        manifest = read_manifest(bytes(view[:first]), what=f"manifest of rank {image}'s image")
-        what = f"header of {manifest.line.checkpoint}"
+        manifest = parse_manifest(bytes(view[:first]), what=f"manifest of rank {image}'s image")
+        what = f"header of {manifest.lineage.checkpoint}"
         header = read_header(view[first:], image_bytes=manifest.image_bytes, what=what)
         self.known[image] = manifest, header
 
@@ -378,7 +378,7 @@ class ChunkPayload:
         finally:
             self._incoming_copies.finish()
 
-    def room(self, item: ChunkAssignment) -> AbstractContextManager[Buffer]:
+    def read_buffer(self, item: ChunkAssignment) -> AbstractContextManager[Buffer]:
         return self._ring.pool.lend(self._sizes[item.image])
 
     def load(self, item: ChunkAssignment, buffer: Buffer) -> LoadedChunk:
@@ -393,22 +393,22 @@ class ChunkPayload:
         read_chunk_to_targets(reader, manifest, item.chunk, writer, self._copies, buffer)
         self._note(item)
 
-    def keep(self, item: ChunkAssignment, loaded: LoadedChunk, buffer: Buffer) -> None:
+    def on_read(self, item: ChunkAssignment, loaded: LoadedChunk, buffer: Buffer) -> None:
         writer = self._writers.get(item.image)
         if writer is not None:
             scatter(loaded.view, loaded.low, writer, self._copies, buffer)
             self._note(item)
 
-    def room_for(
+    def receive_buffer(
         self, delivery: ChunkDelivery, prefix: ChunkPrefix
     ) -> AbstractContextManager[Buffer]:
         return self._incoming.pool.lend(prefix.bytes)
 
-    def take(self, delivery: ChunkDelivery, prefix: ChunkPrefix, buffer: Buffer) -> None:
+    def on_received(self, delivery: ChunkDelivery, prefix: ChunkPrefix, buffer: Buffer) -> None:
         writer = self._writers[delivery.item.image]
         view = buffer.view[: prefix.bytes]
         scatter(view, delivery.low, writer, self._incoming_copies, buffer)
-        self._tally.got(self._order[prefix.tier], delivery.item.reader, prefix.bytes)
+        self._tally.add_received(self._order[prefix.tier], delivery.item.reader, prefix.bytes)
         self._note(delivery.item)
 
     def _note(self, item: ChunkAssignment) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from tierfall.core.format.records import Commit, stops_drop
+from tierfall.core.format.records import Commit, prevents_deletion
 from tierfall.core.scheduler.deletion.planner import AgeTimer, DeletionPlanner
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
 from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
@@ -31,8 +31,7 @@ class Deleter:
     """The deletions in progress, and the tiers whose marks must be read before the next.
 
     ``reserved`` checkpoints are the subject of a command in progress, ``awaited`` ones of a deletion by command.
-    ``paused``: a restore reads the tiers. ``dropped`` counts deleted copies. Without ``retains``, retention deletes
-    nothing.
+    ``paused``: a restore reads the tiers. Without ``retains``, retention deletes nothing.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Deleter:
         self.reserved: set[CheckpointId] = set()
         self.awaited: set[CheckpointId] = set()
         self._changed: set[CheckpointId] = set()
-        self.dropped = 0
+        self.deleted_count = 0
         self.paused = False
         self._trusted: set[str] = set()
         self._to_announce: set[tuple[str, CheckpointId]] = set()
@@ -71,49 +70,48 @@ class Deleter:
         """Return whether this process applies retention: with several ranks only rank 0 does."""
         return self._retains and self._hooks.group.decides
 
-    def survey(self, tier: str) -> None:
+    def plan_tier(self, tier: str) -> None:
         """Schedule retention on a tier: its marks are read first."""
         if self.plans and not self._cancelled:
             self._due.add(tier)
 
     @property
-    def gated(self) -> bool:
-        """Return whether rules must not delete anything yet: which copies are good is known only once this start has
-        restored, or has committed a checkpoint of its own."""
-        return not (self._ledger.knows_good or self._trusted)
+    def rules_are_suspended(self) -> bool:
+        """Return whether this start has neither restored nor committed: which copies are good is not known yet."""
+        return not (self._ledger.may_delete_by_rule or self._trusted)
 
     def trust(self) -> None:
         """Apply the rules of each tier once, as if every copy were verified, because a command says so."""
         self._trusted = set(self._leaving)
-        self.survey_all()
+        self.plan_all_tiers()
 
-    def survey_found(self, tier: str, id: CheckpointId) -> None:
+    def plan_found_copy(self, tier: str, id: CheckpointId) -> None:
         """Schedule retention because of a copy that was found there, whose marks are unknown."""
         self._to_read[tier].add(id)
-        self.survey(tier)
+        self.plan_tier(tier)
 
-    def survey_all(self) -> None:
+    def plan_all_tiers(self) -> None:
         for tier in self._leaving:
-            self.survey(tier)
+            self.plan_tier(tier)
 
     def busy(self, tier: str | None = None) -> bool:
         """Return whether a deletion (from ``tier``) or a survey is in progress; failed deletions do not count."""
         if tier is not None:
-            return self.is_dropping(tier)
-        due = self._due and not self.gated
-        return bool(due or self._surveying) or self.is_dropping()
+            return self.is_deleting(tier)
+        due = self._due and not self.rules_are_suspended
+        return bool(due or self._surveying) or self.is_deleting()
 
     def retry(self, now_s: float) -> None:
         """Retry failed deletions that are due, and schedule retention where a rule depends on age."""
-        for tier in self._age_timer.take_due() if self._surveys_by_age() else ():
+        for tier in self._age_timer.pop_due() if self._surveys_by_age() else ():
             if self._plan(tier):
-                self.survey(tier)
+                self.plan_tier(tier)
         for key, (task, not_before_s) in list(self._failed.items()):
             if now_s < not_before_s or self.paused:
                 continue
             del self._failed[key]
             # a deletion by rule is planned anew if the commit record is still there; else the rest is deleted
-            by_command = task.tombstoned or task.void or self._hooks.is_split(task.tier)
+            by_command = task.tombstoned or task.unreadable or self._hooks.is_split(task.tier)
             self._hooks.dispatch(replace(task, unfinished=task.unfinished or not by_command))
 
     def retry_now(self, id: CheckpointId) -> tuple[str, ...]:
@@ -135,7 +133,7 @@ class Deleter:
         return min(times, default=None)
 
     def _surveys_by_age(self) -> bool:
-        return self.plans and not (self.paused or self.gated or self._cancelled)
+        return self.plans and not (self.paused or self.rules_are_suspended or self._cancelled)
 
     def reserve(self, id: CheckpointId) -> None:
         """A command begins to change a checkpoint's marks: marks of it that a survey has read are outdated."""
@@ -143,14 +141,14 @@ class Deleter:
         if self._surveying:
             self._changed.add(id)
 
-    def is_dropping(self, only: str | None = None) -> bool:
+    def is_deleting(self, only: str | None = None) -> bool:
         """Return whether a copy is being deleted (from ``only``); failed deletions do not count."""
         tiers = self._leaving if only is None else (only,)
         return any((tier, id) not in self._failed for tier in tiers for id in self._leaving[tier])
 
     def dispatch_surveys(self) -> None:
         """Read the marks of what retention would delete, on each tier that is due."""
-        if self.paused or self.gated:
+        if self.paused or self.rules_are_suspended:
             return
         for tier in sorted(self._due - self._surveying):
             self._due.discard(tier)
@@ -170,7 +168,7 @@ class Deleter:
             self._leaving[tier].discard(id)
         self._failed.clear()
 
-    def take_marks(self, task: ReadMarks, outcome: Outcome) -> None:
+    def on_marks_read(self, task: ReadMarks, outcome: Outcome) -> None:
         """Note a tier's marks, then apply its retention."""
         self._surveying.discard(task.tier)
         outdated = self.reserved | self._changed
@@ -201,41 +199,41 @@ class Deleter:
                 )
             )
         if len(drops) < len(plan):
-            self.survey(task.tier)  # the marks have changed the plan
+            self.plan_tier(task.tier)  # the marks have changed the plan
         else:
             self._trusted.discard(task.tier)
-        self.look_again(but=task.tier)
+        self.survey_changed(but=task.tier)
 
-    def look_again(self, *, but: str | None = None) -> None:
+    def survey_changed(self, *, but: str | None = None) -> None:
         """Schedule retention on each tier, ``but`` one, where it would delete something now."""
         for tier in self._leaving:
             if tier != but and self._plan(tier):
-                self.survey(tier)
+                self.plan_tier(tier)
 
     def _update(self, tier: str, found: dict[CheckpointId, frozenset[str]]) -> None:
         for id, marks in found.items():
             entry = self._ledger.entries.get(id)
             if entry is not None and entry.has_record_on(tier):
                 entry.marks[tier] = marks
-                if entry.tombstoned and not self._hooks.group.land_only:
+                if entry.tombstoned and not self._hooks.group.upload_only:
                     entry.give_up(self._leaving, entry.given_up("it was deleted by a person"))
 
     def _plan(self, tier: str) -> list[Decision]:
         if self._planner.keeps_all(tier):
             return []
         view = self._view(tier)
-        self._age_timer.note(view, tier)
+        self._age_timer.schedule(view, tier)
         self._planner.warn_missing_metrics(view)
         busy = self._busy_on(tier)
         planned = self._planner.plan(view, tier, busy)
         if self._ledger.has_unverified and len(planned) < len(
-            self._planner.plan(replace(view, trusting=True), tier, busy)
+            self._planner.plan(replace(view, assume_verified=True), tier, busy)
         ):
             self._hooks.verify(tier)
         return planned
 
     def _view(self, tier: str) -> View:
-        return replace(self._ledger.view(), trusting=tier in self._trusted)
+        return replace(self._ledger.view(), assume_verified=tier in self._trusted)
 
     def _busy_on(self, tier: str) -> set[CheckpointId]:
         """Return the checkpoints that are being deleted from a tier, or that a command is about."""
@@ -245,7 +243,7 @@ class Deleter:
         """See ``DeletionPlanner.damaged_for_room``."""
         return self._planner.damaged_for_room(view, tier, self._busy_on(tier))
 
-    def drop(
+    def request_delete(
         self,
         tier: str,
         id: CheckpointId,
@@ -272,16 +270,16 @@ class Deleter:
         relied = task.relies_on if entry.state(tier) is CopyState.COMMITTED else ()
         task = replace(task, tombstoned=entry.tombstoned, relies_on=relied)
         if ordered and self._hooks.is_split(tier):
-            self.leave(task)  # the command reaches each node by itself
+            self.delete(task)  # the command reaches each node by itself
         elif not ordered and self._hooks.read_marks_first(task):
             entry.set_state(tier, CopyState.LEAVING)
             self._leaving[tier].add(id)
         else:
             self._to_announce.add((tier, id))
-            self.leave(task)
+            self.delete(task)
         return True
 
-    def take_answer(self, task: DeleteCopy, outcome: Outcome) -> None:
+    def on_node_marks_read(self, task: DeleteCopy, outcome: Outcome) -> None:
         """Delete a copy whose marks were read on all nodes, unless they prevent it."""
         self._leaving[task.tier].discard(task.id)
         entry = self._ledger.entries.get(task.id)
@@ -296,32 +294,34 @@ class Deleter:
             self._evicts_again_s[task.tier] = self._ledger.now_s + RETRY_S
             return
         entry.marks[task.tier] = outcome.value[task.id]
-        if self.paused or stops_drop(outcome.value[task.id], tombstoned=task.tombstoned):
+        if self.paused or prevents_deletion(outcome.value[task.id], tombstoned=task.tombstoned):
             logger.info("%s: %s is kept after all: it was marked", task.tier, task.id)
-            self.survey(task.tier)
+            self.plan_tier(task.tier)
             return
-        self._hooks.group.has_dropped(task)
-        self.leave(replace(task, relies_on=()))  # all nodes have checked those
+        self._hooks.group.on_deleted(task)
+        self.delete(replace(task, relies_on=()))  # all nodes have checked those
 
-    def waits_for_marks(self, tier: str) -> bool:
+    def eviction_is_delayed(self, tier: str) -> bool:
         """Return whether evictions from a tier are delayed, because marks or relied-on copies could not be read."""
         return self._ledger.now_s < self._evicts_again_s.get(tier, 0.0)
 
-    def collect(
+    def collect_garbage(
         self, tier: str, id: CheckpointId, reason: str, *, shard: Shard | None = None
     ) -> bool:
         """Delete the files of a copy that was never committed; only those of ``shard`` where other ranks' are kept.
-        Return as ``leave`` does."""
-        return self.leave(DeleteCopy(tier=tier, id=id, reason=reason, unfinished=True, shard=shard))
+        Return as ``delete`` does."""
+        return self.delete(
+            DeleteCopy(tier=tier, id=id, reason=reason, unfinished=True, shard=shard)
+        )
 
     def collect_unfinished(self, tier: str, id: CheckpointId, reason: str) -> bool:
         """Delete this rank's files of a copy that was never committed; return False where that was begun before."""
         entry = self._ledger.entries.get(id)
-        own = entry is not None and entry.parts is None and self._hooks.group.land_only
+        own = entry is not None and entry.shards is None and self._hooks.group.upload_only
         shard = entry.shard if own and entry is not None else None
-        return self.collect(tier, id, reason, shard=shard)
+        return self.collect_garbage(tier, id, reason, shard=shard)
 
-    def leave(self, task: DeleteCopy) -> bool:
+    def delete(self, task: DeleteCopy) -> bool:
         """Dispatch a deletion, whatever was planned; return False if it is in progress, or failed and is retried."""
         entry = self._ledger.entries.get(task.id)
         if entry is not None and not task.unfinished:
@@ -333,7 +333,7 @@ class Deleter:
         self._hooks.dispatch(task)
         return True
 
-    def take_dropped(self, task: DeleteCopy, outcome: Outcome, now_s: float) -> bool:
+    def on_deleted(self, task: DeleteCopy, outcome: Outcome, now_s: float) -> bool:
         """Apply the outcome of a deletion; return whether room was made.
 
         A copy whose deletion failed half-way stays LEAVING until it succeeds: its commit record may be gone.
@@ -344,7 +344,7 @@ class Deleter:
             return False
         if outcome.error is not None:
             logger.warning("%s: could not delete %s: %s", task.tier, task.id, outcome.error)
-            self._emitter.drop_failed(task, outcome.error)
+            self._emitter.deletion_failed(task, outcome.error)
             if self._cancelled:
                 self._leaving[task.tier].discard(task.id)
             else:
@@ -358,8 +358,8 @@ class Deleter:
             return self._on_rest_deleted(entry, task, outcome)
         if entry is not None:
             return self._on_gone(entry, task, outcome)
-        is_part = self._hooks.group.land_only and not task.void
-        if is_part and stops_drop(outcome.value, tombstoned=task.tombstoned):
+        is_part = self._hooks.group.upload_only and not task.unreadable
+        if is_part and prevents_deletion(outcome.value, tombstoned=task.tombstoned):
             # a mark keeps this node's part, or a deletion by command is to find it
             self._ledger.partial.add((task.tier, task.id))
         return False
@@ -371,15 +371,15 @@ class Deleter:
         size = self._ledger.unfinished.pop((task.tier, task.id), 0)
         leaving = _is_leaving(entry, task.tier)
         if entry is not None:
-            entry.in_doubt.discard(task.tier)
+            entry.commit_unknown_on.discard(task.tier)
         if outcome.value is not None:
             self._on_still_committed(task, outcome.value)
             if leaving:
-                self.survey(task.tier)
+                self.plan_tier(task.tier)
             return not leaving
         if entry is not None and leaving:
             return self._on_gone(entry, replace(task, unfinished=False), outcome)
-        self._emitter.dropped(task, size, outcome.seconds)
+        self._emitter.deleted(task, size, outcome.seconds)
         return True
 
     def _is_kept(self, entry: LedgerEntry | None, task: DeleteCopy, error: NotWholeError) -> None:
@@ -389,14 +389,14 @@ class Deleter:
         logger.warning("%s: %s is not deleted: %s", task.tier, task.id, error)
         if entry is not None and entry.state(task.tier) is CopyState.LEAVING:
             entry.note_kept(task.tier)
-        self.not_whole(task.tier, error)
+        self.on_damage_found(task.tier, error)
         if error.damaged:
-            self.survey(task.tier)
+            self.plan_tier(task.tier)
         else:
             self._evicts_again_s[task.tier] = self._ledger.now_s + RETRY_S
             self._age_timer.plan_in(task.tier, RETRY_S)
 
-    def not_whole(self, tier: str, error: NotWholeError) -> None:
+    def on_damage_found(self, tier: str, error: NotWholeError) -> None:
         """Report copies that a deletion relies on, and that lack files, as damaged."""
         for id, (why, has_record) in error.damaged.items():
             self._hooks.found_damage(tier, id, why, repairable=has_record)
@@ -411,7 +411,7 @@ class Deleter:
             return
         if entry is None:
             entry = self._ledger.entries[task.id] = entry_of(task.id, commit, self._ledger.shard)
-        if entry.attempt_id != commit.line.attempt_id:
+        if entry.attempt_id != commit.lineage.attempt_id:
             return
         self._to_announce.discard((task.tier, task.id))
         entry.bytes[task.tier] = commit.stored_bytes
@@ -423,14 +423,14 @@ class Deleter:
     def _on_gone(self, entry: LedgerEntry, task: DeleteCopy, outcome: Outcome) -> bool:
         announces = (task.tier, task.id) in self._to_announce
         self._to_announce.discard((task.tier, task.id))
-        if stops_drop(outcome.value or (), tombstoned=task.tombstoned):
+        if prevents_deletion(outcome.value or (), tombstoned=task.tombstoned):
             self._on_kept(entry, task, outcome.value)
             return False
-        self._emitter.dropped(task, entry.bytes.get(task.tier, 0), outcome.seconds)
+        self._emitter.deleted(task, entry.bytes.get(task.tier, 0), outcome.seconds)
         entry.note_gone(task.tier)
-        self.dropped += 1
+        self.deleted_count += 1
         if announces:
-            self._hooks.group.has_dropped(task)
+            self._hooks.group.on_deleted(task)
         self._ledger.forget_if_gone(entry)
         return True
 
@@ -443,7 +443,7 @@ class Deleter:
         elif entry.state(task.tier) is CopyState.LEAVING:
             entry.note_kept(task.tier)
             entry.marks[task.tier] = marks
-            self.survey(task.tier)
+            self.plan_tier(task.tier)
 
 
 def _is_leaving(entry: LedgerEntry | None, tier: str) -> bool:

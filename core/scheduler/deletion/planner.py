@@ -85,7 +85,7 @@ class DeletionPlanner:
         that survives the same losses."""
         survives = view.tier(tier).survives
         safe_on = tuple(t.name for t in view.tiers if t.survives.covers(survives))
-        good = view.safe_on(safe_on)
+        good = view.restorable_on(safe_on)
         continued = any(c.started_from == view.restored_from for c in good)
         views = {checkpoint.id: checkpoint for checkpoint in view.checkpoints}
         deleted, kept = [], []
@@ -155,7 +155,7 @@ class AgeTimer:
         self._policies = policies
         self._due_s: dict[str, float] = {}
 
-    def note(self, view: View, tier: str) -> None:
+    def schedule(self, view: View, tier: str) -> None:
         """Note when to plan retention on a tier next, by the checkpoints there now."""
         self._due_s.pop(tier, None)
         due = self._policies.next_due_s(view, tier)
@@ -170,7 +170,7 @@ class AgeTimer:
         at = self._ledger.now_s + seconds
         self._due_s[tier] = min(self._due_s.get(tier, at), at)
 
-    def take_due(self) -> tuple[str, ...]:
+    def pop_due(self) -> tuple[str, ...]:
         """Return the tiers to plan now, each once."""
         due = tuple(tier for tier, at in self._due_s.items() if self._ledger.now_s >= at)
         for tier in due:

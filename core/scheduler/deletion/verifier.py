@@ -64,7 +64,7 @@ class _VerifyRequest:
 
     id: CheckpointId
     number: int
-    hurry_since_s: float | None
+    urgent_since_s: float | None
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class _RunningCheck:
 
     id: CheckpointId
     number: int
-    hurry: bool
+    urgent: bool
     not_before_s: float = 0.0
     reading: bool = True
     images: tuple[tuple[Image, Manifest], ...] = ()
@@ -145,9 +145,9 @@ class BackgroundVerifier:
 
     def _eviction_waits_until_s(self, tier: str) -> float | None:
         request = self._requested.get(tier)
-        if request is None or request.hurry_since_s is None:
+        if request is None or request.urgent_since_s is None:
             return None
-        return request.hurry_since_s + ROOM_WAITS_S
+        return request.urgent_since_s + ROOM_WAITS_S
 
     def _verify_on(self, tier: str, hurry: bool, id: CheckpointId | None = None) -> bool:
         request = self._requested.get(tier)
@@ -160,15 +160,15 @@ class BackgroundVerifier:
             self._requested[tier] = _VerifyRequest(chosen, self._count, since_s)
             body = _StartVerification(hurry=hurry)
             self._announce(_topic(_VERIFY, self._count, chosen, tier), body)
-        elif hurry and request.hurry_since_s is None:
-            request.hurry_since_s = self._ledger.now_s
+        elif hurry and request.urgent_since_s is None:
+            request.urgent_since_s = self._ledger.now_s
             self._announce(_topic(_HURRY, request.number, request.id, tier), None)
         return True
 
     def _announce(self, topic: Topic, body: Message | None) -> None:
         data = None if body is None else body.to_json()
         if self._council is None:
-            self.hear(DecisionAnnounced(topic=topic, body=data))
+            self.on_message(DecisionAnnounced(topic=topic, body=data))
         else:
             self._council.announce(topic, data)
 
@@ -187,7 +187,7 @@ class BackgroundVerifier:
             turn, of = list(ranks).index(topology.rank), len(ranks)
         self._hooks.dispatch(OpenCheck(tier=tier, id=id, turn=turn, of=of))
 
-    def restored(self, id: CheckpointId, tiers: tuple[str, ...]) -> None:
+    def on_restored(self, id: CheckpointId, tiers: tuple[str, ...]) -> None:
         """A restore of this rank has read its whole share of a checkpoint on these tiers, and found it good."""
         self._restores += 1  # all ranks restore together, so that their counts agree
         if self._council is None:
@@ -205,9 +205,9 @@ class BackgroundVerifier:
             return
         for key in [key for key, when in self._retry_s.items() if now_s >= when]:
             del self._retry_s[key]
-            self._deleter.survey_all()
+            self._deleter.plan_all_tiers()
         for tier, check in list(self._checks.items()):
-            if not check.reading and (check.hurry or now_s >= check.not_before_s):
+            if not check.reading and (check.urgent or now_s >= check.not_before_s):
                 self._read_on(tier, check)
 
     def next_s(self, now_s: float) -> float | None:
@@ -272,11 +272,11 @@ class BackgroundVerifier:
     # Results ---------------------------------------------------------------------------------------
 
     @staticmethod
-    def is_about(news: RankMessage) -> bool:
+    def handles(news: RankMessage) -> bool:
         """Return whether a message is for this component."""
         return news.topic[0] in _TOPICS
 
-    def hear(self, news: RankMessage) -> None:
+    def on_message(self, news: RankMessage) -> None:
         """Handle a request of rank 0, the results of all ranks, or what all have restored."""
         topic = CheckpointTopic.parse(news.topic)
         what, number, id, tier = topic.kind, topic.number, topic.id, topic.tier
@@ -285,7 +285,7 @@ class BackgroundVerifier:
                 self._begin(number, id, tier, _StartVerification.from_json(news.body, rank=0).hurry)
             case DecisionAnnounced() if what == _HURRY:
                 if tier in self._checks and self._checks[tier].number == number:
-                    self._checks[tier].hurry = True  # else this rank has read its share
+                    self._checks[tier].urgent = True  # else this rank has read its share
             case MessagesGathered(passed=False) if what == _FOUND:
                 self._announce_result(id, tier, news.bodies)
             case MessagesGathered(passed=False) if what == _READ:
@@ -325,7 +325,7 @@ class BackgroundVerifier:
             logger.warning("%s: %s could not be verified, it is retried: %s", tier, id, text)
             self._retry_s[tier, id] = self._ledger.now_s + RETRY_S
             return
-        self._deleter.survey_all()
+        self._deleter.plan_all_tiers()
 
     def _is_good(self, id: CheckpointId, tier: str) -> None:
         entry = self._ledger.entries.get(id)

@@ -85,9 +85,9 @@ class Superseder:
 
         A tier that is slower than the saves receives whole copies only because their sources are kept.
         """
-        uncertain = {e.id for e in self._ledger.open() if e.in_doubt}
+        uncertain = {e.id for e in self._ledger.open() if e.commit_unknown_on}
         copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
-        copied |= {e.id for e in self._ledger.open() if e.landed or e.parts is not None}
+        copied |= {e.id for e in self._ledger.open() if e.uploaded_to or e.shards is not None}
         return uncertain | copied | self._deleter.reserved | self._deleter.awaited
 
     def _give_up(self, entry: LedgerEntry, reason: str, saved: CheckpointId) -> None:
@@ -106,9 +106,9 @@ class Superseder:
         entry.owed.clear()
         entry.set_state(host, CopyState.LEAVING)
         if entry.handle is not None:
-            entry.handle.tell_given_up(SaveOutcome.SUPERSEDED, error)
+            entry.handle.on_given_up(SaveOutcome.SUPERSEDED, error)
         logger.warning("%s", error)
-        self._hooks.group.lost(entry.id, error, SaveOutcome.SUPERSEDED)
+        self._hooks.group.save_failed(entry.id, error, SaveOutcome.SUPERSEDED)
 
 
 class Admissions:
@@ -170,14 +170,14 @@ class Admissions:
     def busy(self) -> bool:
         return bool(self._waiting)
 
-    def is_short(self) -> bool:
+    def lacks_room(self) -> bool:
         """Return whether the last save that requested a region found no room."""
         return self._is_short
 
-    def answer_all(self, error: BaseException) -> None:
+    def fail_all(self, error: BaseException) -> None:
         """Refuse all waiting saves."""
         while self._waiting:
-            self._waiting.popleft().answer(None, error)
+            self._waiting.popleft().on_answer(None, error)
 
     def deadlines_s(self) -> list[float]:
         return [self._deadline_s(request) for request in self._waiting]
@@ -217,7 +217,7 @@ class Admissions:
                     error = self._no_room(request)
                     self._emitter.save_ended(request.id, SaveOutcome.SKIPPED, error)
             self._waiting.popleft()
-            request.answer(region, error)
+            request.on_answer(region, error)
             self._backlog.on_save_admitted(now_s)
 
     def _allocate(self, request: AdmissionRequest, *, may_plan: bool) -> HostRegion | None:
@@ -239,8 +239,8 @@ class Admissions:
             need_bytes=max(request.image_bytes + request.records_bytes, free + 1),
             free_bytes=free,
         )
-        if plan.drops:
-            self._evict(plan.drops[0])
+        if plan.deletions:
+            self._evict(plan.deletions[0])
             return True
         if self._hooks.evict_leftovers():
             return True

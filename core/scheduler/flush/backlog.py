@@ -65,7 +65,7 @@ class Backlog:
         return max(statistics.fmean(self._gaps_s), statistics.median(self._gaps_s))
 
     @property
-    def likely_every_s(self) -> float | None:
+    def estimated_every_s(self) -> float | None:
         """``save_every_s`` or, while that is unknown, an estimate from the first saves; None before the second save."""
         if self._gaps_s or not self._first_s:
             return self.save_every_s

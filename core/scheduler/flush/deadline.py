@@ -64,7 +64,7 @@ class DrainSchedule:
         """Return whether there is a deadline, on this rank or on rank 0."""
         return bool(self._until_s or self._unplanned_s)
 
-    def hurry(self, asker: object, until_s: float) -> None:
+    def set_deadline(self, asker: object, until_s: float) -> None:
         """Note a deadline that rank 0 plans for, until ``asker`` ends it or it has passed."""
         self._unplanned_s[asker] = until_s
 
@@ -74,7 +74,7 @@ class DrainSchedule:
         A rank that does not decide only stops throttling, and returns no outlook.
         """
         if not self._hooks.group.decides:
-            self.hurry(asker, until_s)
+            self.set_deadline(asker, until_s)
             return ()
         if not self.active:
             self._shares = {tier: self._throttle.shares.get(tier, 1.0) for tier in self._lanes}
@@ -107,7 +107,7 @@ class DrainSchedule:
         """Return what a tier is owed in the order of the plan, without copies that the plan holds back. Copies that the
         plan does not contain come last."""
         places = {d.checkpoint: place for place, d in enumerate(self.plan) if d.tier == tier}
-        held_back = {d.checkpoint for d in self.plan if d.tier == tier and not d.goes}
+        held_back = {d.checkpoint for d in self.plan if d.tier == tier and not d.proceeds}
         return sorted(
             (entry for entry in waiting if entry.id not in held_back),
             key=lambda entry: places.get(entry.id, len(self.plan)),
@@ -116,7 +116,7 @@ class DrainSchedule:
     def is_held_back(self, id: CheckpointId, tier: str) -> bool:
         """Return whether a copy is owed, but must not begin before the deadline."""
         return any(
-            d.checkpoint == id and d.tier == tier and not d.goes and not d.gives_way
+            d.checkpoint == id and d.tier == tier and not d.proceeds and not d.displaced
             for d in self.plan
         )
 
@@ -130,7 +130,7 @@ class DrainSchedule:
             left_s=min(self._until_s.values()) - now_s,
         )
         for decision in self.plan:
-            if decision.gives_way and not self._hooks.group.land_only:
+            if decision.displaced and not self._hooks.group.upload_only:
                 self._preempt(decision)
 
     def _bytes_per_s(self, tier: str) -> float | None:
@@ -160,7 +160,7 @@ class DrainSchedule:
         for tier, lane in self._lanes.items():
             if lane.active is not None and lane.active.entry.id == checkpoint.id:
                 arrived[tier] = lane.active.done_bytes
-            elif tier in entry.landed and entry.geometry is not None:
+            elif tier in entry.uploaded_to and entry.geometry is not None:
                 arrived[tier] = entry.geometry.image_bytes
         if not arrived:
             return checkpoint
@@ -175,7 +175,7 @@ class DrainSchedule:
 
     def _preempt(self, decision: DrainDecision) -> None:
         lane, id = self._lanes[decision.tier], decision.checkpoint
-        if lane.is_at(id) and not lane.is_ending(id):
+        if lane.is_copying(id) and not lane.is_publishing(id):
             lane.give_up(
                 PreemptedError(f"flush of {id} to {decision.tier} is preempted: {decision.reason}")
             )

@@ -122,7 +122,7 @@ class Flusher:
                 error = FlushError(
                     f"flush of {entry.id} to {lane.tier}: no tier has a good copy of it any more"
                 )
-                if not self._hooks.group.cannot(entry, lane.tier, error, for_good=True):
+                if not self._hooks.group.copy_failed(entry, lane.tier, error, for_good=True):
                     self.give_up_copy(entry, lane.tier, error)
             else:
                 decision = self._room.try_admit(lane, entry)
@@ -138,9 +138,9 @@ class Flusher:
         if part is not None:
             self._emitter.flush_begun(lane, part)
             lane.begin(part, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
-        self._hooks.group.has_begun(lane.tier, entry)
+        self._hooks.group.on_copy_begun(lane.tier, entry)
         if part is None:
-            self._hooks.group.landed(lane.tier, entry, ())
+            self._hooks.group.on_uploaded(lane.tier, entry, ())
 
     def _on_no_room(
         self, lane: FlushLane, entry: LedgerEntry, error: CapacityError, now_s: float
@@ -150,7 +150,7 @@ class Flusher:
             return
         lane.full = False
         lane.not_before_s = now_s + LONGEST_RETRY_S  # other processes may free room on the disk
-        self._deleter.survey(lane.tier)
+        self._deleter.plan_tier(lane.tier)
         self._report_failing(lane, entry, error, for_good=True)
 
     def _report_failing(
@@ -159,13 +159,13 @@ class Flusher:
         """Report that a tier does not accept copies at present; rank 0 decides about a failure ``for_good``."""
         last, self._reported_failing[lane.tier] = self._reported_failing.get(lane.tier), entry.id
         is_news = last != entry.id or lane.tier not in self._ledger.failing
-        if (for_good or is_news) and self._hooks.group.cannot(
+        if (for_good or is_news) and self._hooks.group.copy_failed(
             entry, lane.tier, error, for_good=for_good
         ):
             return
-        self.is_failing(lane.tier, error)
+        self.mark_failing(lane.tier, error)
 
-    def is_failing(self, tier: str, error: BaseException) -> None:
+    def mark_failing(self, tier: str, error: BaseException) -> None:
         """A tier does not accept copies at present, of this rank or another: every handle that waits for it reports
         the error."""
         if tier not in self._ledger.failing:
@@ -189,14 +189,14 @@ class Flusher:
 
     def _tell_failing(self, entry: LedgerEntry, tier: str) -> None:
         if entry.handle is not None:
-            entry.handle.tell_tier_failed(tier, self._ledger.failing[tier])
+            entry.handle.on_tier_failed(tier, self._ledger.failing[tier])
 
     def on_room_made(self, lane: FlushLane, now_s: float) -> None:
         lane.full = False
         lane.not_before_s = min(lane.not_before_s, now_s)
-        self.recovered(lane.tier)
+        self.on_recovered(lane.tier)
 
-    def recovered(self, tier: str) -> None:
+    def on_recovered(self, tier: str) -> None:
         """A tier accepts copies of this rank again."""
         if not self._hooks.group.is_stuck(tier):
             self._accepts_copies(tier)
@@ -214,10 +214,10 @@ class Flusher:
         entry.marks[lane.tier] = marks.union(mark.name for mark in self.marks_of(entry))
         entry.verified.add(lane.tier)
         if entry.handle is not None:
-            self._ledger.knows_what_is_good()
+            self._ledger.set_knows_good()
         entry.owed.discard(lane.tier)
         self._ledger.unfinished.pop((lane.tier, id), None)
-        entry.in_doubt.discard(lane.tier)
+        entry.commit_unknown_on.discard(lane.tier)
         for fault in (entry.failures, entry.set_aside):
             fault.pop(lane.tier, None)
         entry.overtaken.discard(lane.tier)
@@ -228,10 +228,10 @@ class Flusher:
         self.durable[id, lane.tier] = None
         if len(self.durable) > DURABLE_REMEMBERED:
             del self.durable[next(iter(self.durable))]
-        self._deleter.survey(lane.tier)
+        self._deleter.plan_tier(lane.tier)
         self._backlog.on_committed(lane.tier, id)
         if entry.handle is not None:
-            entry.handle.tell_committed(lane.tier)
+            entry.handle.on_committed(lane.tier)
         self._hooks.on_committed(lane.tier, entry)
 
     def _on_copy_failed(self, lane: FlushLane, transfer: Transfer, now_s: float) -> None:
@@ -243,7 +243,7 @@ class Flusher:
         repairs = lane.tier in entry.damage  # the damaged copy is still there
         if transfer.published and not repairs:
             self._ledger.unfinished[lane.tier, entry.id] = image_bytes_of(entry)
-            entry.in_doubt.add(lane.tier)
+            entry.commit_unknown_on.add(lane.tier)
         if lane.tier not in entry.owed:
             if entry.tombstoned:
                 lane.forget_stall()
@@ -270,10 +270,10 @@ class Flusher:
         entry = transfer.entry
         failures = entry.failures.setdefault(lane.tier, CopyFailures())
         is_retryable = getattr(error, "retryable", False) or isinstance(error, LostWriteError)
-        failures.note(lane.arrivals, lasts=not is_retryable)
+        failures.record(lane.arrivals, lasts=not is_retryable)
         tried = failures.count >= TRIES_BEFORE_REPORT
         others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
-        alone = tried and failures.others_came >= others_needed and not transfer.source_is_silent
+        alone = tried and failures.others_came >= others_needed and not transfer.source_has_stopped
         if lane.tier in entry.damage:
             if alone or (tried and failures.lasts):
                 self.give_up_for_all(entry, lane.tier, error)
@@ -306,7 +306,7 @@ class Flusher:
         if len(failed) != 1 or failed[0] is None or not failed[0].failures[lane.tier].lasts:
             return False
         others = (e for e in self._ledger.open() if e is not failed[0])
-        return any(lane.tier in e.owed and lane.tier not in e.landed for e in others)
+        return any(lane.tier in e.owed and lane.tier not in e.uploaded_to for e in others)
 
     def _set_aside(self, entry: LedgerEntry, tier: str, cause: BaseException) -> None:
         """Stop trying a copy, on all ranks, that fails again and again while the tier receives others."""
@@ -315,7 +315,7 @@ class Flusher:
             f"accepts others: {cause}. Fix what prevents it from being written there: the next start tries it again"
         )
         error.__cause__ = cause
-        if not self._hooks.group.sets_aside(entry, tier, error):
+        if not self._hooks.group.set_aside(entry, tier, error):
             self.set_aside(entry, tier, error)
 
     def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
@@ -348,15 +348,15 @@ class Flusher:
 
     def _report(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         if entry.handle is not None:
-            entry.handle.tell_tier_failed(tier, error)
+            entry.handle.on_tier_failed(tier, error)
         self.errors.append(error)
         logger.error("%s", error)
 
-    def note_fence(self, error: BaseException | None) -> None:
+    def on_task_error(self, error: BaseException | None) -> None:
         """Stop writing, on all ranks, if a task failed because its tier has a record of a newer attempt."""
         if isinstance(error, FencedError):
             self.fence(error)
-            self._hooks.group.is_fenced(error)
+            self._hooks.group.on_fenced(error)
 
     def fence(self, error: FencedError) -> None:
         """A newer attempt exists: this process writes nothing more."""
@@ -394,14 +394,14 @@ class Flusher:
             e.id
             for e in self._ledger.overtaken()
             if tier in e.overtaken
-            and e.order < entry.order
+            and e.age_order < entry.age_order
             and not (e.id in abandoned or e.tombstoned or e.state(tier) is CopyState.COMMITTED)
         )
         return tuple(sorted(found)[-OLDER_OWED_MAX:])
 
     def give_up_for_all(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         """Give up a copy that this rank can never make, on all ranks."""
-        self._hooks.group.cannot(entry, tier, error, for_good=True)
+        self._hooks.group.copy_failed(entry, tier, error, for_good=True)
         self.give_up_copy(entry, tier, error)
 
     def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
@@ -414,13 +414,13 @@ class Flusher:
         self._emitter.flush_given_up(tier, entry.id, error)
         self._report(entry, tier, error)
         self.stop_copy(entry, tier, error)
-        if not any(lane.is_at(entry.id) for lane in self._lanes.values()):
+        if not any(lane.is_copying(entry.id) for lane in self._lanes.values()):
             self._ledger.forget_if_gone(entry)
 
     def stop_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         """Abort a copy that was given up, if it is in progress."""
         lane = self._lanes[tier]
-        if lane.is_at(entry.id):
+        if lane.is_copying(entry.id):
             lane.give_up(error)
 
 

@@ -51,7 +51,7 @@ class LaneLimits:
     def runs(self, cut: Geometry) -> tuple[tuple[int, int], ...]:
         """Divide the chunks of an image into ranges: first chunk, and chunk after the last."""
         least = self.run_bytes_min
-        return cut.runs(part_bytes(cut.image_bytes, least) if least else 0)
+        return cut.chunk_ranges(part_bytes(cut.image_bytes, least) if least else 0)
 
 
 class FlushLane:
@@ -139,10 +139,10 @@ class FlushLane:
         """Return the reads from stored tiers in progress, latest first."""
         return () if self.active is None else tuple(reversed(self.active.reading.values()))
 
-    def is_at(self, id: CheckpointId) -> bool:
+    def is_copying(self, id: CheckpointId) -> bool:
         return self.active is not None and self.active.entry.id == id
 
-    def is_ending(self, id: CheckpointId) -> bool:
+    def is_publishing(self, id: CheckpointId) -> bool:
         """Return whether publishing this checkpoint's copy was begun: it may be committed already."""
         active = self.active
         if active is None or active.entry.id != id:
@@ -207,13 +207,15 @@ class FlushLane:
     def _on_opened(self, transfer: Transfer, task: OpenShard, outcome: Outcome) -> None:
         if outcome.error is not None:
             transfer.error = outcome.error
-            transfer.source_is_silent = _is_silent_source(outcome)
+            transfer.source_has_stopped = _is_silent_source(outcome)
             if outcome.side is Side.SOURCE:
                 self._exclude_source(transfer, task.source, outcome.error)
             return
         transfer.writer, manifest = outcome.value
         entry = transfer.entry
-        entry.in_doubt.discard(self.tier)  # the task has checked that it is not committed there
+        entry.commit_unknown_on.discard(
+            self.tier
+        )  # the task has checked that it is not committed there
         if manifest is not None:
             entry.manifest = manifest
             entry.geometry = geometry(manifest)
@@ -244,7 +246,7 @@ class FlushLane:
             self.stalled = outcome.error
         else:
             transfer.error = outcome.error
-            transfer.source_is_silent = _is_silent_source(outcome)
+            transfer.source_has_stopped = _is_silent_source(outcome)
 
     def _exclude_source(
         self, transfer: Transfer, source: CopySource | None, error: BaseException
@@ -286,7 +288,7 @@ class FlushLane:
             source = self._source(transfer.entry)
             for run in other_reads:
                 if (run.id, run.source) == (transfer.entry.id, source):
-                    number = transfer.waiting_within(run)
+                    number = transfer.first_waiting_within(run)
                     if number is not None:
                         return number
         return transfer.waiting[0] if transfer.waiting else None
@@ -370,7 +372,7 @@ class FlushLane:
                 commit=replace(entry.commit, owed=older_owed),
                 marks=tuple(marks),
                 name_latest=name_latest,
-                land_only=self._hooks.group.land_only,
+                upload_only=self._hooks.group.upload_only,
                 repairs=self.tier in entry.damage,
             )
         )

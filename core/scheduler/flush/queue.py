@@ -44,8 +44,8 @@ class FlushQueue:
 
     def waiting(self, tier: str) -> Iterator[LedgerEntry]:
         """Yield the copies that a tier is owed and that this rank may begin, in their order."""
-        owing = (e for e in self._ledger.open() if tier in e.owed and tier not in e.landed)
-        waiting = sorted(owing, key=lambda entry: entry.order)
+        owing = (e for e in self._ledger.open() if tier in e.owed and tier not in e.uploaded_to)
+        waiting = sorted(owing, key=lambda entry: entry.age_order)
         admitted = self._hooks.group.admitted(tier)
         if admitted is not None:
             yield from sorted(
@@ -92,7 +92,7 @@ class FlushQueue:
         )
         evicts_newer = any(
             d.checkpoint > entry.id and d.checkpoint not in abandoned
-            for d in plan.drops
+            for d in plan.deletions
             if self._ledger.entries.peek(d.checkpoint).readable_on(tier)
         )
         missing = plan.missing_bytes - self._deleted_bytes(tier)
@@ -113,12 +113,12 @@ class FlushQueue:
         if (tier, entry.id) in self._announced:
             return
         logger.log(level, "flush of %s to %s is given up: %s", entry.id, tier, reason)
-        if self._hooks.group.gives_up(tier, entry.id, reason):
+        if self._hooks.group.give_up_by_rule(tier, entry.id, reason):
             self._announced.add((tier, entry.id))
         else:
-            self.give_up_here(entry, tier, reason)
+            self.give_up_on_this_rank(entry, tier, reason)
 
-    def give_up_here(self, entry: LedgerEntry, tier: str, reason: str) -> None:
+    def give_up_on_this_rank(self, entry: LedgerEntry, tier: str, reason: str) -> None:
         """Give up a copy on this rank, as rank 0 announced."""
         self._announced.discard((tier, entry.id))
         if tier not in entry.owed:

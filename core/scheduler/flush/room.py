@@ -18,7 +18,7 @@ from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.types.errors import CapacityError
-from tierfall.core.types.text import few_of
+from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CopyState
 from tierfall.core.types.view import Decision, Eviction, View
@@ -75,10 +75,10 @@ class TierRoom:
         plan = self._policies.plan_eviction(
             view, lane.tier, need_bytes=need, free_bytes=free + sum(d.bytes for d in damaged)
         )
-        plan = replace(plan, drops=(*damaged, *plan.drops))
-        if lane.full and plan.drops:
+        plan = replace(plan, deletions=(*damaged, *plan.deletions))
+        if lane.full and plan.deletions:
             # a full disk does not say how much is missing: evict one copy, then try again
-            plan = Eviction(drops=plan.drops[:1], missing_bytes=0)
+            plan = Eviction(deletions=plan.deletions[:1], missing_bytes=0)
         return self._apply(plan, lane, entry, need=need, free=free)
 
     def _damaged_for_room(self, view: View, lane: FlushLane, short_bytes: int) -> list[Decision]:
@@ -112,15 +112,15 @@ class TierRoom:
         """Carry out an eviction plan. A copy that fits is admitted beside evictions that only respect a watermark."""
         tier, decides = lane.tier, self._hooks.group.decides
         fits = free >= need
-        if not fits and not self._hooks.group.land_only and self._collect_unfinished(lane, entry):
+        if not fits and not self._hooks.group.upload_only and self._collect_unfinished(lane, entry):
             return WAIT
-        if self._deleter.gated and plan.drops:
+        if self._deleter.rules_are_suspended and plan.deletions:
             return (
                 ADMIT if fits else WAIT
             )  # nothing is evicted before it is known which copies are good
         if decides and self._queue.give_up_for_newer(tier, entry, plan, fits=fits):
             return WAIT
-        if plan.drops and decides and plan.missing_bytes == 0:
+        if plan.deletions and decides and plan.missing_bytes == 0:
             return ADMIT if not self._evict(plan, lane) and fits else WAIT
         if fits:
             return ADMIT  # above the high watermark, and nothing more may be evicted
@@ -133,12 +133,16 @@ class TierRoom:
     def _evict(self, plan: Eviction, lane: FlushLane) -> bool:
         """Start the evictions; return False where they have to wait. A copy that is damaged on another tier is
         repaired from this one first."""
-        ids = [decision.checkpoint for decision in plan.drops]
-        if self._deleter.waits_for_marks(lane.tier) or self._hooks.verify_elsewhere(lane.tier, ids):
+        ids = [decision.checkpoint for decision in plan.deletions]
+        if self._deleter.eviction_is_delayed(lane.tier) or self._hooks.verify_elsewhere(
+            lane.tier, ids
+        ):
             return False
         lane.full = False
-        for decision in plan.drops:
-            self._deleter.drop(lane.tier, decision.checkpoint, decision.reason, beside=ids)
+        for decision in plan.deletions:
+            self._deleter.request_delete(
+                lane.tier, decision.checkpoint, decision.reason, beside=ids
+            )
         return True
 
     def _is_source_of_repairs(self, tier: str) -> bool:
@@ -164,7 +168,9 @@ class TierRoom:
         if lane.full:
             free = min(free, 0)
         if free >= need and capacity is not None:
-            free += self._ledger.leaving_bytes(lane.tier)  # a deletion that failed counts as done
+            free += self._ledger.bytes_being_deleted(
+                lane.tier
+            )  # a deletion that failed counts as done
         return need, free
 
     def _expected_bytes(self, tier: str, entry: LedgerEntry) -> int:
@@ -180,7 +186,7 @@ class TierRoom:
 
     def _raw_bytes(self, tier: str, entry: LedgerEntry) -> int:
         """Return the bytes of all images of a checkpoint that this rank sees on a tier."""
-        if entry.parts is not None:
+        if entry.shards is not None:
             return image_bytes_of(entry)
         return image_bytes_of(entry) * self._hooks.group.ranks_on(tier)
 
@@ -195,7 +201,7 @@ class TierRoom:
     def _relieve(self, lane: FlushLane, missing_bytes: int) -> bool:
         """Give up what slower tiers are owed of one checkpoint, where their rules permit it and that makes room."""
         entries = self._ledger.entries
-        settling = {e.id for e in self._ledger.open() if e.in_doubt or e.landed}
+        settling = {e.id for e in self._ledger.open() if e.commit_unknown_on or e.uploaded_to}
         settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
         settling |= self._deleter.reserved | self._deleter.awaited
         view = self._ledger.view(settling=settling, restoring=self._deleter.paused)
@@ -207,13 +213,13 @@ class TierRoom:
 
     def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
         then = f"it is tried again when room is made, and every {LONGEST_RETRY_S:g} s"
-        if self._hooks.group.land_only:
+        if self._hooks.group.upload_only:
             then = "all ranks give it up there"
         found = "the disk is full" if lane.full else f"there is room for {format_size(free)}"
         _, damaged = self._deleter.damaged_for_room(self._ledger.view(), lane.tier)
         kept = ""
         if damaged:
-            named = few_of([str(id) for id in damaged])
+            named = format_some([str(id) for id in damaged])
             kept = f" Damaged, and not deleted without a command: {named}."
         return CapacityError(
             f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, {found}, and nothing more may be "

@@ -51,17 +51,17 @@ class CaptureEvents:
         snapshot = event.snapshot
         entry = LedgerEntry(
             id=snapshot.id,
-            ordinal=snapshot.line.ordinal,
-            started_from=snapshot.line.started_from,
+            ordinal=snapshot.lineage.ordinal,
+            started_from=snapshot.lineage.started_from,
             shard=snapshot.shard,
-            attempt_id=snapshot.line.attempt_id,
+            attempt_id=snapshot.lineage.attempt_id,
             geometry=snapshot.geometry,
             region=snapshot.region,
             snapshot=snapshot,
             handle=snapshot.handle,
             share=snapshot.share,
         )
-        self._hooks.group.has_begun_save(entry.id)
+        self._hooks.group.on_save_begun(entry.id)
         entry.owed.update(name for name in event.tiers if name in self._lanes)
         entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
         self._ledger.entries[entry.id] = entry
@@ -70,11 +70,11 @@ class CaptureEvents:
         if (fenced := self._flusher.fenced) is not None:
             entry.give_up(tuple(entry.owed), fenced)
         self._flusher.save_begun(entry)
-        for tier, error in self._hooks.group.was_given_up(entry.id).items():
+        for tier, error in self._hooks.group.why_copies_given_up(entry.id).items():
             entry.give_up([tier], error)
-        if (lost := self._hooks.group.was_lost(entry.id)) is not None:
+        if (lost := self._hooks.group.why_save_failed(entry.id)) is not None:
             self.give_up(entry, *lost)
-            self._hooks.group.saved_in_vain(entry)
+            self._hooks.group.on_saved_in_vain(entry)
 
     def on_advanced(self, event: CaptureAdvanced) -> None:
         if entry := self._ledger.entries.get(event.id):
@@ -88,13 +88,13 @@ class CaptureEvents:
         entry.snapshot = None
         assert entry.geometry is not None
         entry.final_chunks = entry.geometry.chunk_count
-        if entry.lost:
+        if entry.failed:
             self._unseal(entry)
         else:
             self._emitter.captured(entry)
             self._hooks.group.sealed(entry)
 
-    def found_damaged(self, id: CheckpointId, why: str) -> None:
+    def on_damage_found(self, id: CheckpointId, why: str) -> None:
         """A reader of this rank has found that an image in memory differs from its digests. It is evicted if a tier has
         the checkpoint; otherwise it is kept, as some of its tensors may be good, and its damage is noted."""
         entry, host = self._ledger.entries.get(id), self._ledger.host
@@ -102,29 +102,29 @@ class CaptureEvents:
             return
         logger.error("%s: %s is damaged in memory: %s", host, id, why)
         has_another = any(state is CopyState.COMMITTED for state in entry.states.values())
-        if has_another and entry.parts is None:
+        if has_another and entry.shards is None:
             self._unseal(entry)
         else:
-            entry.tell_damage(host, why)
+            entry.note_damage_kept(host, why)
 
     def _unseal(self, entry: LedgerEntry) -> None:
         """Evict an image from memory, for later starts as well."""
         if entry.region is not None and entry.region.sealed:
             entry.region.unseal()
-        entry.awaits_others = False
+        entry.awaiting_ranks = False
         entry.set_state(self._ledger.host, CopyState.LEAVING)
 
     def give_up(self, entry: LedgerEntry, error: BaseException, outcome: SaveOutcome) -> None:
         """Give up a save because another rank's image of it failed."""
-        if entry.lost or entry.state(self._ledger.host) is CopyState.LEAVING:
+        if entry.failed or entry.state(self._ledger.host) is CopyState.LEAVING:
             return
-        entry.lost = True
+        entry.failed = True
         self._backlog.forget(entry.id)
         self._emitter.save_ended(entry.id, outcome, error)
         self._flusher.errors.append(error)
         logger.error("%s", error)
         if entry.handle is not None:
-            entry.handle.tell_given_up(outcome, error)
+            entry.handle.on_given_up(outcome, error)
         entry.owed.clear()
         self._stop_lanes(entry, error)
         if entry.snapshot is None:
@@ -132,8 +132,8 @@ class CaptureEvents:
 
     def on_not_begun(self, event: SaveGivenUp) -> None:
         """A save ended before its capture began."""
-        self._hooks.group.has_begun_save(event.id)
-        self._hooks.group.lost(event.id, event.error, event.outcome)
+        self._hooks.group.on_save_begun(event.id)
+        self._hooks.group.save_failed(event.id, event.error, event.outcome)
 
     def on_failed(self, event: CaptureFailed) -> None:
         id, error = event.id, event.error
@@ -143,22 +143,22 @@ class CaptureEvents:
             entry is None
         ):  # the save failed before its capture was announced, or was reported before
             event.region.release()
-            self._hooks.group.lost(id, error, SaveOutcome.FAILED)
+            self._hooks.group.save_failed(id, error, SaveOutcome.FAILED)
             return
         if entry.snapshot is None:
             return
-        if not entry.lost:
+        if not entry.failed:
             self._emitter.save_ended(id, SaveOutcome.FAILED, error)
         self._flusher.errors.append(error)
         logger.error("save: step %d is given up: %s", id.step, error)
         if entry.handle is not None:
-            entry.handle.tell_given_up(SaveOutcome.FAILED, error)
+            entry.handle.on_given_up(SaveOutcome.FAILED, error)
         entry.owed.clear()
         entry.snapshot = None
         entry.set_state(self._ledger.host, CopyState.LEAVING)
         self._stop_lanes(entry, error)
-        if not entry.lost:
-            self._hooks.group.lost(id, error, SaveOutcome.FAILED)
+        if not entry.failed:
+            self._hooks.group.save_failed(id, error, SaveOutcome.FAILED)
 
     def _stop_lanes(self, entry: LedgerEntry, error: BaseException) -> None:
         for lane in self._lanes.values():

@@ -37,7 +37,7 @@ Flushing = tuple[frozenset[str], int]
 
 class Throttle:
     """See the module. ``shares`` are the present shares of the tiers that yield to training. Any thread may read
-    ``flushing`` and call ``step_took``."""
+    ``flushing`` and call ``on_step``."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Throttle:
         }
         self._limits: dict[str, float | None] = {}
 
-    def step_took(self, seconds: float, began: Flushing) -> None:
+    def on_step(self, seconds: float, began: Flushing) -> None:
         """Report the duration of a training step; ``began`` is what ``flushing`` was when it began. A step in which a
         flush began or ended counts for neither."""
         tiers, count = self.flushing
@@ -120,7 +120,7 @@ class Throttle:
         measured = self._rates.write_bytes_per_s(name)
         while self._idle and self._idle[0][0] < self._steps - IDLE_STEPS_MAX:
             self._idle.popleft()
-        every_s = self._backlog.likely_every_s
+        every_s = self._backlog.estimated_every_s
         if measured is None or every_s is None or not busy:
             return
         decision = self._policies.plan_yield(

@@ -27,7 +27,7 @@ class Transfer:
     ``runs`` are chunk ranges (first chunk, chunk after the last), each copied by one task. ``waiting`` are the numbers
     of those that were not begun, ascending; ``outstanding`` those in progress; ``reading`` the tasks that read from a
     stored tier now. ``stalls`` counts consecutive failures after which the copy continues where it stopped.
-    ``published``: files of it may be visible on the tier, without a commit. ``source_is_silent``: it failed because a
+    ``published``: files of it may be visible on the tier, without a commit. ``source_has_stopped``: it failed because a
     source did not respond.
     """
 
@@ -45,9 +45,9 @@ class Transfer:
     stalls: int = 0
     error: BaseException | None = None
     published: bool = False
-    source_is_silent: bool = False
+    source_has_stopped: bool = False
 
-    def waiting_within(self, run: CopyRun) -> int | None:
+    def first_waiting_within(self, run: CopyRun) -> int | None:
         """Return the first waiting range that is contained in ``run``, a read for another tier."""
         at = bisect_left(self.waiting, bisect_left(self.runs, (run.first, 0)))
         if at < len(self.waiting) and self.runs[self.waiting[at]][1] <= run.stop:
@@ -78,7 +78,7 @@ class CopySources:
                 if spare_memory and self._is_stored_elsewhere(entry, bad):
                     continue
                 final = chunk is not None and chunk < entry.final_chunks
-                whole = entry.readable_on(tier) or entry.awaits_others
+                whole = entry.readable_on(tier) or entry.awaiting_ranks
                 if entry.region is not None and (final or whole):
                     return CopySource(tier=tier, region=entry.region)
             elif entry.state(tier) is CopyState.COMMITTED:

@@ -58,14 +58,14 @@ class Commands:
         self._deleted: set[CheckpointId] = set()
 
     @staticmethod
-    def is_about(news: RankMessage) -> bool:
-        """Return whether ``hear`` processes a message: with one rank, none."""
+    def handles(news: RankMessage) -> bool:
+        """Return whether ``on_message`` processes a message: with one rank, none."""
         return False
 
-    def hear(self, news: RankMessage) -> None:
+    def on_message(self, news: RankMessage) -> None:
         raise AssertionError(f"a run of one rank has no messages: {news}")
 
-    def give(self, command: Command) -> None:
+    def submit(self, command: Command) -> None:
         self._open.append(command)
         if command.kind is CommandKind.DELETE:
             self._dropper.awaited.add(command.id)
@@ -74,12 +74,14 @@ class Commands:
     def finish_deletion(self, id: CheckpointId) -> None:
         """Carry out a tombstone that was found, or the rest of a deletion."""
         logger.info("%s was deleted by a person: it is deleted from every tier", id)
-        self.give(Command(kind=CommandKind.DELETE, id=id, wall_time_s=0.0, answer=_log_failed(id)))
+        self.submit(
+            Command(kind=CommandKind.DELETE, id=id, wall_time_s=0.0, on_answer=_log_failed(id))
+        )
 
-    def answer_all(self, error: BaseException) -> None:
+    def fail_all(self, error: BaseException) -> None:
         """Answer all commands with ``error``: the coordinator has stopped."""
         for command in self._open:
-            command.answer({"tierfall": error})
+            command.on_answer({"tierfall": error})
         self._open.clear()
 
     def was_deleted(self, id: CheckpointId) -> bool:
@@ -92,16 +94,16 @@ class Commands:
     def next_s(self) -> float | None:
         return min(self._retries.values(), default=None)
 
-    def carry_out(self, now_s: float) -> None:
+    def advance(self, now_s: float) -> None:
         """Begin the commands that can begin, and answer those that are done."""
         for id in [id for id, when in self._retries.items() if now_s >= when]:
             self.finish_deletion(id)
         for command in list(self._open):
             if not command.begun:
                 self._try_to_begin(command)
-            if command.dropping and not command.waiting and self._may_drop(command):
+            if command.deletes and not command.waiting and self._may_drop(command):
                 self._drop_all(command)
-            if command.begun and not command.waiting and not command.dropping:
+            if command.begun and not command.waiting and not command.deletes:
                 self._end(command, now_s)
 
     def _end(self, command: Command, now_s: float) -> None:
@@ -116,7 +118,7 @@ class Commands:
                 self._dropper.awaited.discard(command.id)
             if command.reserving:
                 self._deleted.add(command.id)
-        command.answer(command.failed)
+        command.on_answer(command.failed)
 
     def _try_later(self, id: CheckpointId, now_s: float) -> None:
         if not self._unread:
@@ -134,7 +136,9 @@ class Commands:
             command.failed["tierfall"] = StepError(f"delete: {entry.id} is pinned; unpin it first")
         elif self._is_settling(entry):
             return
-        elif command.kind is CommandKind.PIN and not (self._ledger.whole(entry) or entry.damage):
+        elif command.kind is CommandKind.PIN and not (
+            self._ledger.has_whole_copy(entry) or entry.damage
+        ):
             command.failed["tierfall"] = StepError(f"pin: {entry.id} is just being dropped")
         else:
             self._begin(command, entry)
@@ -149,7 +153,9 @@ class Commands:
         """Return whether a copy is being sealed or committed: the command would miss it, or its marks would be old.
 
         A commit whose outcome is unknown may have succeeded: the command waits until it is known."""
-        return entry.snapshot is not None or any(lane.is_ending(entry.id) for lane in self._lanes)
+        return entry.snapshot is not None or any(
+            lane.is_publishing(entry.id) for lane in self._lanes
+        )
 
     def is_unpinning(self, id: CheckpointId) -> bool:
         return any(c.id == id and c.begun and c.kind is CommandKind.UNPIN for c in self._open)
@@ -157,18 +163,18 @@ class Commands:
     def _stop_flushes(self, entry: LedgerEntry) -> None:
         entry.give_up(tuple(entry.owed), entry.given_up(f"it was {DELETED}"))
         for lane in self._lanes:
-            if lane.is_at(entry.id):
+            if lane.is_copying(entry.id):
                 lane.give_up(StepError(f"{entry.id} was {DELETED}"))
 
     def _may_drop(self, command: Command) -> bool:
         """Return whether no task works on a checkpoint, and no restore reads the tiers."""
         entry = self._ledger.entries.get(command.id)
         if entry is None:  # the deletion of a part of it may be in progress
-            return not self._dropper.is_dropping()
+            return not self._dropper.is_deleting()
         busy = self._dropper.paused or any(count > 0 for count in entry.leases.values())
         arriving = CopyState.ARRIVING in entry.states.values()
         # The copy that is being deleted now may rely on this checkpoint.
-        return not (busy or arriving or self._dropper.is_dropping())
+        return not (busy or arriving or self._dropper.is_deleting())
 
     def _begin(self, command: Command, entry: LedgerEntry | None) -> None:
         command.reserving = True
@@ -189,8 +195,8 @@ class Commands:
             if self._owns(tier):
                 command.waiting.add(tier)
                 self._hooks.dispatch(ChangeMark(tier=tier, mark=mark, remove=removing))
-        command.dropping = command.kind is CommandKind.DELETE
-        if command.dropping and self._unread:  # one of them may have a copy without the mark
+        command.deletes = command.kind is CommandKind.DELETE
+        if command.deletes and self._unread:  # one of them may have a copy without the mark
             command.unmarked = True
             for tier in self._unread:
                 command.failed[tier] = UnreachableError(
@@ -201,7 +207,7 @@ class Commands:
     def _drop_all(self, command: Command) -> None:
         """Delete all copies, if every copy bears its tombstone. Else all are kept, and the command is tried again: the
         tombstone stands for all of them, and must not be deleted with the first."""
-        command.dropping = False
+        command.deletes = False
         if command.unmarked:
             return
         held = self._held(command.id)
@@ -212,7 +218,7 @@ class Commands:
             self._admissions.free(entry)
 
     def _release_memory(self, tier: str, id: CheckpointId) -> None:
-        self._dropper.drop(tier, id, DELETED, ordered=True)
+        self._dropper.request_delete(tier, id, DELETED, ordered=True)
 
     def _held(self, id: CheckpointId) -> list[str]:
         """Return the stored tiers that have a commit record of a checkpoint, damaged copies included."""
@@ -231,7 +237,7 @@ class Commands:
         pinning = command.kind is CommandKind.PIN
         pinned = keys.PIN_MARK in entry.marks.get(host, ())
         regions = [region for region in entry.regions if region.sealed]
-        if pinning == pinned or not (regions or entry.parts == ()):
+        if pinning == pinned or not (regions or entry.shards == ()):
             return
         name = keys.PIN_MARK if pinning else UNPIN_MARK
         mark = Mark(name=name, checkpoint=entry.id, wall_time_s=command.wall_time_s)
@@ -243,7 +249,7 @@ class Commands:
         else:
             entry.set_mark(host, keys.PIN_MARK, there=pinning)
 
-    def take_mark(self, task: ChangeMark, outcome: Outcome) -> None:
+    def on_mark_written(self, task: ChangeMark, outcome: Outcome) -> None:
         """A mark was written or removed: that ends a pin or an unpin; a deletion goes on."""
         entry = self._ledger.entries.get(task.mark.checkpoint)
         if task.remove and outcome.error is None and entry is not None:
@@ -251,9 +257,9 @@ class Commands:
         if outcome.error is not None and task.mark.name == keys.TOMBSTONE_MARK:
             for command in self._open:
                 command.unmarked |= command.id == task.mark.checkpoint and command.reserving
-        self.done(task.tier, task.mark.checkpoint, outcome.error)
+        self.on_done(task.tier, task.mark.checkpoint, outcome.error)
 
-    def done(self, tier: str, id: CheckpointId, error: BaseException | None) -> None:
+    def on_done(self, tier: str, id: CheckpointId, error: BaseException | None) -> None:
         """One tier has carried out the command for a checkpoint, or has failed to."""
         for command in self._open:
             if command.id == id and command.begun and tier in command.waiting:

@@ -52,7 +52,7 @@ _RUN_KINDS = (MessageKind.DRAIN, MessageKind.ORDINAL, MessageKind.FENCED)
 class Commits(OneRank):
     """See the module. ``shared`` holds, per stored tier, whether all ranks see the same files there."""
 
-    land_only = True
+    upload_only = True
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class Commits(OneRank):
             saves=saves,
             max_wait_s=max_wait_s,
         )
-        self.divider = self._seals.replicas
+        self.replicas = self._seals.replicas
         self.owns = self._tiers.owns
-        self.is_ending = self._tiers.is_committing
-        self.has_ended = self._tiers.has_given_up
+        self.is_committing = self._tiers.is_committing
+        self.has_given_up = self._tiers.has_given_up
 
     # What the scheduler asks, and reports ----------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Commits(OneRank):
     def admitted(self, tier: str) -> Sequence[CheckpointId] | None:
         return None if self.decides else tuple(self._tiers.admitted[tier])
 
-    def gives_up(self, tier: str, id: CheckpointId, reason: str) -> bool:
+    def give_up_by_rule(self, tier: str, id: CheckpointId, reason: str) -> bool:
         if self.decides:
             self._tiers.give_up(tier, id, reason, by_rule=True, set_aside=False)
         else:  # other ranks that have uploaded wait for this one
@@ -115,47 +115,47 @@ class Commits(OneRank):
         """Have all ranks give a copy up; for rank 0."""
         self._tiers.give_up(tier, id, reason, by_rule=False, set_aside=False)
 
-    def has_begun(self, tier: str, entry: LedgerEntry) -> None:
+    def on_copy_begun(self, tier: str, entry: LedgerEntry) -> None:
         if self.decides:
             self._messages.announce(MessageKind.ADMITTED, entry.id, tier)
 
     def is_stuck(self, tier: str) -> bool:
         return self._tiers.is_stuck(tier)
 
-    def was_lost(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
+    def why_save_failed(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
         return self._seals.why_given_up(id)
 
-    def was_given_up(self, id: CheckpointId) -> Mapping[str, BaseException]:
+    def why_copies_given_up(self, id: CheckpointId) -> Mapping[str, BaseException]:
         return self._tiers.errors_of(id)
 
-    def has_begun_save(self, id: CheckpointId) -> None:
-        self.divider.has_begun(id)
+    def on_save_begun(self, id: CheckpointId) -> None:
+        self.replicas.save_begun(id)
 
     def sealed(self, entry: LedgerEntry) -> None:
         self._seals.contribute(entry)
 
-    def landed(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
+    def on_uploaded(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
         self._tiers.contribute(tier, entry, files)
 
-    def cannot(
+    def copy_failed(
         self, entry: LedgerEntry, tier: str, error: BaseException, *, for_good: bool
     ) -> bool:
         kind = MessageKind.COPY_FAILED if for_good else MessageKind.STUCK
         self._messages.report(kind, entry.id, tier, Reason(text=str(error)))
         return for_good
 
-    def sets_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> bool:
+    def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> bool:
         self._messages.report(MessageKind.SET_ASIDE, entry.id, tier, Reason(text=str(error)))
         return True
 
-    def lost(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
+    def save_failed(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
         failure = SaveFailure(text=str(error), outcome=outcome)
         self._messages.report(MessageKind.SAVE_FAILED, id, body=failure)
 
-    def saved_in_vain(self, entry: LedgerEntry) -> None:
+    def on_saved_in_vain(self, entry: LedgerEntry) -> None:
         self._messages.report_of_run(MessageKind.ORDINAL, Ordinal(ordinal=entry.ordinal))
 
-    def is_fenced(self, error: FencedError) -> None:
+    def on_fenced(self, error: FencedError) -> None:
         self._messages.report_of_run(MessageKind.FENCED, Reason(text=str(error)))
 
     def share_deadline(self, left_s: float) -> None:
@@ -166,7 +166,7 @@ class Commits(OneRank):
         else:
             self._messages.report_of_run(MessageKind.DRAIN, body)
 
-    def has_dropped(self, task: DeleteCopy) -> None:
+    def on_deleted(self, task: DeleteCopy) -> None:
         body = DeletedCopy(
             reason=task.reason, tombstoned=task.tombstoned, next_latest=task.next_latest
         )
@@ -174,9 +174,9 @@ class Commits(OneRank):
 
     # Messages --------------------------------------------------------------------------------------
 
-    def hear(self, news: RankMessage) -> None:
-        if self.divider.is_about(news):
-            self.divider.hear(news)
+    def on_message(self, news: RankMessage) -> None:
+        if self.replicas.is_about(news):
+            self.replicas.on_message(news)
             return
         match news:
             case RankReported() if kind_of(news) in _RUN_KINDS:
@@ -211,7 +211,7 @@ class Commits(OneRank):
         match kind_of(news):
             case MessageKind.DRAIN:
                 left_s = DrainDeadline.from_json(news.body, rank=0).left_s
-                self._draining.hurry("rank 0", self._ledger.now_s + left_s)
+                self._draining.set_deadline("rank 0", self._ledger.now_s + left_s)
             case MessageKind.ORDINAL:
                 ordinal = Ordinal.from_json(news.body, rank=0).ordinal
                 self._ledger.least_ordinal = max(self._ledger.least_ordinal, ordinal)
@@ -230,11 +230,11 @@ class Commits(OneRank):
     def _on_report(self, topic: CheckpointTopic, news: RankReported) -> None:
         """Rank 0 decides, once, by what one rank cannot do."""
         id, tier, rank = topic.id, topic.tier, news.rank
-        if topic.kind in (MessageKind.LATE, MessageKind.SAVE_FAILED) and self.divider.end_naming(
+        if topic.kind in (MessageKind.LATE, MessageKind.SAVE_FAILED) and self.replicas.end_naming(
             id
         ):
             return
-        if self.has_ended(tier, id):
+        if self.has_given_up(tier, id):
             return
         match topic.kind:
             case MessageKind.LATE:
@@ -296,7 +296,7 @@ class Commits(OneRank):
             entry.note_gone(tier)
             self._ledger.forget_if_gone(entry)
             return
-        self._deleter.leave(
+        self._deleter.delete(
             DeleteCopy(
                 tier=tier,
                 id=entry.id,
@@ -308,7 +308,7 @@ class Commits(OneRank):
 
     # Tasks and time --------------------------------------------------------------------------------
 
-    def took(self, outcome: Outcome) -> None:
+    def on_outcome(self, outcome: Outcome) -> None:
         assert isinstance(outcome.task, CommitCopy)
         self._tiers.on_outcome(outcome.task, outcome)
 

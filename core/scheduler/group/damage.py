@@ -76,7 +76,7 @@ class DamageReports:
         self._marking: dict[tuple[str, CheckpointId], list[Task]] = {}
         """The copies whose mark is being written, and the tasks that wait for it."""
 
-    def found(self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True) -> None:
+    def report(self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True) -> None:
         """A reader of this rank has found a damaged copy; not ``repairable``: its commit record is missing, too."""
         entry = self._ledger.entries.get(id)
         if entry is None or entry.state(tier) is not CopyState.COMMITTED:
@@ -105,7 +105,7 @@ class DamageReports:
 
     def _may_repair(self, entry: LedgerEntry, tier: str) -> bool:
         """Return whether the ranks of this run can write the images that they have saved of it."""
-        ours = entry.parts is not None or entry.shard == self._ledger.shard
+        ours = entry.shards is not None or entry.shard == self._ledger.shard
         return (
             ours
             and tier in self._tiers
@@ -114,7 +114,7 @@ class DamageReports:
             and entry.id not in self._ledger.scattered
             and tier not in entry.owed
             and (tier, entry.id) not in self._tried
-            and not (self._commits is not None and self._commits.has_ended(tier, entry.id))
+            and not (self._commits is not None and self._commits.has_given_up(tier, entry.id))
         )
 
     def _begin(self, entry: LedgerEntry, tier: str) -> None:
@@ -126,11 +126,11 @@ class DamageReports:
             )
 
     @staticmethod
-    def is_about(news: RankMessage) -> bool:
-        """Return whether ``hear`` processes a message."""
+    def handles(news: RankMessage) -> bool:
+        """Return whether ``on_message`` processes a message."""
         return kind_of(news) in (MessageKind.DAMAGE_FOUND, MessageKind.REPAIR)
 
-    def hear(self, news: RankMessage) -> None:
+    def on_message(self, news: RankMessage) -> None:
         topic = CheckpointTopic.parse(news.topic)
         entry = self._ledger.entries.get(topic.id)
         match news:
@@ -153,7 +153,7 @@ class DamageReports:
         entry.note_damage(tier, why, repairable=repairable)
         if not repairable:
             entry.bytes.pop(tier, None)  # it is gone: no room can be made by its deletion
-        self._dropper.survey(tier)
+        self._dropper.plan_tier(tier)
         if repairable:
             self._leave_mark(entry, tier, why)
         self.plan_repairs(entry)
@@ -163,7 +163,7 @@ class DamageReports:
         if entry.commit is None or tier not in self._tiers:
             return
         if self._hooks.may_write() and (self._commits is None or self._commits.owns(tier)):
-            name = damage_mark(entry.commit.line)
+            name = damage_mark(entry.commit.lineage)
             wall_time_s = self._ledger.now_s + self._ledger.wall_offset_s
             mark = Mark(name=name, checkpoint=entry.id, wall_time_s=wall_time_s, reason=why)
             self._marking[tier, entry.id] = []
@@ -173,7 +173,7 @@ class DamageReports:
         """Return whether a task records damage, and is no person's command."""
         return keys.is_damage_mark(task.mark.name)
 
-    def holds_back(self, task: Task) -> bool:
+    def defers(self, task: Task) -> bool:
         """Hold back a task that ends a damaged copy until its mark is written; return whether it was held back."""
         if not isinstance(task, FinishCopy | CommitCopy | DeleteCopy):
             return False
@@ -183,7 +183,7 @@ class DamageReports:
         waiting.append(task)
         return True
 
-    def take_mark(self, task: ChangeMark, outcome: Outcome) -> None:
+    def on_mark_written(self, task: ChangeMark, outcome: Outcome) -> None:
         """The mark is written, or could not be: dispatch the tasks that waited for it."""
         id = task.mark.checkpoint
         if outcome.error is not None:

@@ -10,7 +10,7 @@ An assignment is used until the structure of some rank's state changes. Images a
                                   one differs: no save by this assignment is a checkpoint; which tensor is it?
     digest of each tensor      -> the save is given up by the tensor's name; from then on each rank writes all
 
-It belongs to the coordinator's thread, except ``divisions``, which saves read.
+It belongs to the coordinator's thread, except ``assignments``, which saves read.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tierfall.core.capture.snapshot import Share
+from tierfall.core.capture.snapshot import ReplicaShare
 from tierfall.core.image.dedup import (
     NOBODY,
     ReplicaAssignment,
     ReplicaDifference,
     ReplicaDigests,
     ReplicaTable,
-    are_alike,
     assign_writers,
+    digests_agree,
     find_difference,
 )
 from tierfall.core.ranks.message_tree import Bodies, MessageTree
@@ -42,7 +42,7 @@ from tierfall.core.scheduler.group.messages import (
     read_all,
 )
 from tierfall.core.scheduler.ledger.tasks import AssignmentRequest
-from tierfall.core.types.text import ranks_named
+from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId
 
 K = TypeVar("K")
@@ -105,12 +105,12 @@ class ReplicaAssigner:
         self._unnamed: dict[CheckpointId, list[_MadeAssignment]] = {}
         self._ended: dict[CheckpointId, None] = {}
         self._tables_asked: dict[CheckpointId, None] = {}
-        self.divisions: dict[str, ReplicaAssignment] = {}
+        self.assignments: dict[str, ReplicaAssignment] = {}
         """The assignment of each structure of this rank's state."""
 
     # This rank's saves -----------------------------------------------------------------------------
 
-    def ask(self, asked: AssignmentRequest) -> None:
+    def request(self, asked: AssignmentRequest) -> None:
         """Contribute a table. If it lists nothing that other ranks could write, the save does not wait, and the table
         is contributed to later saves too."""
         shareable = asked.shareable
@@ -124,23 +124,23 @@ class ReplicaAssigner:
             self._contributed = id
             self._messages.contribute(MessageKind.TABLE, id, body=table)
 
-    def has_begun(self, id: CheckpointId) -> None:
+    def save_begun(self, id: CheckpointId) -> None:
         """A save has begun, or has failed to: this rank contributes no table to it any more."""
         self._begun = id
 
-    def sealed(self, id: CheckpointId, share: Share) -> None:
+    def sealed(self, id: CheckpointId, share: ReplicaShare) -> None:
         """This rank's image is complete: keep its digests until the images of all ranks were compared."""
         if share.digests is not None:
             self._digests[id] = share.digests
             _limit(self._digests)
 
-    def ended(self, id: CheckpointId) -> None:
+    def compared(self, id: CheckpointId) -> None:
         """The images of all ranks were compared, or given up."""
         self._digests.pop(id, None)
 
-    def gone(self, id: CheckpointId) -> None:
+    def save_given_up(self, id: CheckpointId) -> None:
         """All ranks have given a save up. An assignment that was made for it, and never compared, is not used."""
-        self.ended(id)
+        self.compared(id)
         self._messages.forget(MessageKind.TABLE, id)
         self._messages.forget(MessageKind.DIGESTS, id)
         self._answer(id, None)
@@ -176,10 +176,10 @@ class ReplicaAssigner:
 
     @staticmethod
     def is_about(news: RankMessage) -> bool:
-        """Return whether ``hear`` processes a message."""
+        """Return whether ``on_message`` processes a message."""
         return kind_of(news) in _KINDS
 
-    def hear(self, news: RankMessage) -> None:
+    def on_message(self, news: RankMessage) -> None:
         topic = CheckpointTopic.parse(news.topic)
         match news:
             case MessagesGathered(passed=False):
@@ -215,7 +215,7 @@ class ReplicaAssigner:
             case MessageKind.ASSIGNED:
                 self._answer(id, ReplicaAssignment.from_json(body, rank=0))
             case MessageKind.UNASSIGNED:
-                self.divisions.clear()
+                self.assignments.clear()
                 self._answer(id, None)
             case MessageKind.UNLIKE:
                 self._messages.contribute(MessageKind.DIGESTS, id, body=self._digests.get(id))
@@ -228,9 +228,9 @@ class ReplicaAssigner:
         if self._request is not None and self._request.id == id:
             request, self._request = self._request, None
             if assignment is not None:
-                self.divisions[request.shareable.table.structure] = assignment
-                _limit(self.divisions)
-            request.answer(assignment)
+                self.assignments[request.shareable.table.structure] = assignment
+                _limit(self.assignments)
+            request.on_answer(assignment)
 
     # Rank 0 ----------------------------------------------------------------------------------------
 
@@ -241,12 +241,12 @@ class ReplicaAssigner:
         assignment = assign_writers(tables)
         known = self._made.get(assignment.id)
         if known is not None and known.unlike is not None:
-            assignment = assignment.apart()
+            assignment = assignment.unshared()
         self._made[assignment.id] = _MadeAssignment(assignment, tables, id)
         _limit(self._made)
         self._messages.announce(MessageKind.ASSIGNED, id, body=assignment)
 
-    def are_alike(self, id: CheckpointId, shares: Mapping[int, ImageShare]) -> bool:
+    def images_agree(self, id: CheckpointId, shares: Mapping[int, ImageShare]) -> bool:
         """Return whether the images of all ranks, made as ``shares`` describe, are a checkpoint; else ``refuse`` is
         called, now or later. For rank 0."""
         used = {share.assignment for share in shares.values() if share.assignment is not None}
@@ -266,7 +266,7 @@ class ReplicaAssigner:
             rank: {(share.assignment, group): d for group, d in (share.digests or {}).items()}
             for rank, share in shares.items()
         }
-        if not are_alike(by_group):
+        if not digests_agree(by_group):
             self._name(id, used)
             return False
         for made in self._made.values():
@@ -340,7 +340,7 @@ _UNNAMED = f"ranks have tensors of one name and shape that are not replicas of o
 def _as_failure(found: ReplicaDifference) -> SaveFailure:
     more = f" ({found.more} more tensors likewise)" if found.more else ""
     return SaveFailure(
-        text=f"{{}} on {ranks_named(found.ranks)} differs from that on {ranks_named(found.others)}{more}: each has a "
+        text=f"{{}} on {format_ranks(found.ranks)} differs from that on {format_ranks(found.others)}{more}: each has a "
         f"tensor of that name and shape, and they are not replicas of one. {_REMEDY}",
         tensor=found.key,
     )

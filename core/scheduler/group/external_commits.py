@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from tierfall.core.format.records import Commit, read_commit
+from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.ranks.message_tree import MessageTree
 from tierfall.core.ranks.ranks import DecisionAnnounced, RankMessage
 from tierfall.core.runtime.wait import InterruptibleEvent
@@ -48,7 +48,7 @@ class ExternalCommits:
         """Another process was asked to write a checkpoint to a tier; calls are in the order of the checkpoints."""
         self._expected[id] = tier
 
-    def look(self, done: InterruptibleEvent, *, last: bool = False) -> None:
+    def search(self, done: InterruptibleEvent, *, last: bool = False) -> None:
         """Look for what was committed since; ring ``done`` when all records have been read.
 
         ``last``: there will be no other look, so a checkpoint that is not committed is left to the next start. Then a
@@ -64,7 +64,7 @@ class ExternalCommits:
             self._under_way[id] = self._newest
             self._hooks.dispatch(ReadCommit(tier=self._expected[id], id=id))
 
-    def took(self, outcome: Outcome) -> None:
+    def on_outcome(self, outcome: Outcome) -> None:
         """One commit record was read, or is not there."""
         task = outcome.task
         assert isinstance(task, ReadCommit)
@@ -81,19 +81,19 @@ class ExternalCommits:
         self._end()
 
     @staticmethod
-    def is_about(news: RankMessage) -> bool:
-        """Return whether ``hear`` processes a message."""
+    def handles(news: RankMessage) -> bool:
+        """Return whether ``on_message`` processes a message."""
         return kind_of(news) in (MessageKind.EXTERNAL_COMMIT, MessageKind.NO_MORE_EXTERNAL_COMMITS)
 
-    def hear(self, news: RankMessage) -> None:
+    def on_message(self, news: RankMessage) -> None:
         """Rank 0 has found a commit record, or will not look again."""
         assert isinstance(news, DecisionAnnounced)
         if kind_of(news) == MessageKind.EXTERNAL_COMMIT:
             message = ExternalCommit.from_json(news.body, rank=0)
             what = f"{message.tier}: commit record that rank 0 has read"
-            commit = read_commit(message.commit.encode(), what=what)
+            commit = parse_commit(message.commit.encode(), what=what)
             self._enter(commit, message.tier)
-            found = commit.line.checkpoint
+            found = commit.lineage.checkpoint
             left = {id: tier for id, tier in self._expected.items() if id > found}
         else:
             left = {}
@@ -117,8 +117,8 @@ class ExternalCommits:
         """End the looks; ``last``: also those that no other look follows."""
         for done, of_last in self._looking:
             if last or not of_last:
-                done.ring()
-        self._looking = [(done, of_last) for done, of_last in self._looking if not done.rung]
+                done.set()
+        self._looking = [(done, of_last) for done, of_last in self._looking if not done.is_set]
 
     def _on_found(self, task: ReadCommit, commit: Commit) -> None:
         """Announce a checkpoint that is committed, and look once more for earlier ones."""
@@ -141,10 +141,10 @@ class ExternalCommits:
             self._read([task.id])
 
     def _enter(self, commit: Commit, tier: str) -> None:
-        id = commit.line.checkpoint
+        id = commit.lineage.checkpoint
         entry = entry_of(id, commit, self._ledger.shard)
         entry.set_state(tier, CopyState.COMMITTED, commit.stored_bytes)
         entry.verified.add(tier)  # it was written by this start
-        self._ledger.knows_what_is_good()
+        self._ledger.set_knows_good()
         self._ledger.entries[id] = entry
         self._hooks.on_external_commit(tier, entry)

@@ -89,8 +89,8 @@ class GroupCommands(Commands):
         self._parts: dict[CheckpointId, _OwnPart] = {}
 
     @staticmethod
-    def is_about(news: RankMessage) -> bool:
-        """Return whether ``hear`` processes a message."""
+    def handles(news: RankMessage) -> bool:
+        """Return whether ``on_message`` processes a message."""
         return kind_of(news) in _KINDS
 
     # As in a run of one rank -----------------------------------------------------------------------
@@ -103,9 +103,9 @@ class GroupCommands(Commands):
             self._deleted.add(id)
             super().finish_deletion(id)
 
-    def carry_out(self, now_s: float) -> None:
+    def advance(self, now_s: float) -> None:
         self._now_s = now_s
-        super().carry_out(now_s)
+        super().advance(now_s)
         for part in list(self._parts.values()):
             if not part.contributed and not part.command.waiting - {OTHERS}:
                 self._contribute(part)
@@ -118,7 +118,7 @@ class GroupCommands(Commands):
             super()._begin_unknown(command)
 
     def _is_settling(self, entry: LedgerEntry) -> bool:
-        if entry.awaits_others or self._commits.is_ending(entry.id):
+        if entry.awaiting_ranks or self._commits.is_committing(entry.id):
             return True
         return super()._is_settling(entry)
 
@@ -154,7 +154,7 @@ class GroupCommands(Commands):
         if (tier, id) in self._ledger.partial:
             self._ledger.partial.discard((tier, id))
             if self._owns(tier):
-                self._dropper.leave(DeleteCopy(tier=tier, id=id, reason=DELETED, tombstoned=True))
+                self._dropper.delete(DeleteCopy(tier=tier, id=id, reason=DELETED, tombstoned=True))
         elif self._owns(tier):
             super()._release_memory(tier, id)
         elif self._hooks.is_split(tier):  # else rank 0 announces it once it is deleted
@@ -174,7 +174,7 @@ class GroupCommands(Commands):
         body = CommandPart(failed=failed, unmarked=part.command.unmarked)
         self._messages.contribute(part.contributes, part.command.id, body=body, number=part.number)
 
-    def hear(self, news: RankMessage) -> None:
+    def on_message(self, news: RankMessage) -> None:
         topic = CheckpointTopic.parse(news.topic)
         part = self._parts.get(topic.id)
         if isinstance(news, RankReported):
@@ -199,10 +199,10 @@ class GroupCommands(Commands):
             kind=begun.kind,
             id=topic.id,
             wall_time_s=begun.wall_time_s,
-            answer=_ignore_failed,
+            on_answer=_ignore_failed,
             begun=True,
         )
-        self.give(command)
+        self.submit(command)
         self._begin_part(topic.number, command, self._ledger.entries.get(topic.id))
 
     def _on_all_have(
@@ -230,7 +230,7 @@ class GroupCommands(Commands):
             for tier in set(self._held(command.id)) - set(message.failed):
                 entry.set_mark(tier, keys.PIN_MARK, there=False)
         command.unmarked = message.unmarked
-        command.dropping = False
+        command.deletes = False
         command.waiting.clear()
         del self._parts[command.id]
         self._end(command, self._now_s)
@@ -264,8 +264,8 @@ class NodeMarks:
         self._going: dict[int, DeleteCopy] = {}
 
     @staticmethod
-    def is_about(news: RankMessage) -> bool:
-        """Return whether ``hear`` processes a message."""
+    def handles(news: RankMessage) -> bool:
+        """Return whether ``on_message`` processes a message."""
         return kind_of(news) in (MessageKind.READ_MARKS, MessageKind.MARKS)
 
     def read(self, task: ReadMarks) -> None:
@@ -276,7 +276,7 @@ class NodeMarks:
         else:
             self._hooks.dispatch(task)
 
-    def asks_first(self, task: DeleteCopy) -> bool:
+    def read_before_deletion(self, task: DeleteCopy) -> bool:
         """Have the marks of a copy read on all nodes before it is deleted; False where this node sees all of it."""
         if not self.is_split(task.tier):
             return False
@@ -294,7 +294,7 @@ class NodeMarks:
         body = MarksRequest(ids=task.ids, relies_on=task.relies_on)
         self._messages.announce(MessageKind.READ_MARKS, _NO_ID, task.tier, body, number=self._count)
 
-    def hear(self, news: RankMessage) -> None:
+    def on_message(self, news: RankMessage) -> None:
         topic = CheckpointTopic.parse(news.topic)
         match news:
             case DecisionAnnounced() if self._topology.is_leader:
@@ -309,13 +309,13 @@ class NodeMarks:
             case MessagesGathered(passed=False):
                 self._on_answers(topic.number, read_all(NodeMarksFound, news.bodies))
 
-    def took(self, task: ReadMarks, outcome: Outcome) -> None:
+    def on_outcome(self, task: ReadMarks, outcome: Outcome) -> None:
         """Marks were read on this node: for this rank, or for rank 0."""
         if not task.number:
-            self._dropper.take_marks(task, outcome)
+            self._dropper.on_marks_read(task, outcome)
             return
         if isinstance(outcome.error, NotWholeError):
-            self._dropper.not_whole(task.tier, outcome.error)
+            self._dropper.on_damage_found(task.tier, outcome.error)
         if outcome.error is not None:
             body = NodeMarksFound(failed=ErrorMessage.of(outcome.error))
         else:
@@ -345,9 +345,9 @@ class NodeMarks:
         outcome = Outcome(task=task, error=failed[0] if failed else None, value=value)
         going = self._going.pop(number, None)
         if going is None:
-            self._dropper.take_marks(task, outcome)
+            self._dropper.on_marks_read(task, outcome)
         else:
-            self._dropper.take_answer(going, outcome)
+            self._dropper.on_node_marks_read(going, outcome)
 
 
 def _ignore_failed(failed: Mapping[str, BaseException]) -> None:

@@ -105,7 +105,7 @@ class GroupMessages:
     def report(
         self, kind: MessageKind, id: CheckpointId, tier: str = "", body: Message | None = None
     ) -> None:
-        self._tree.tell(_topic(kind, id, tier), _to_json(body))
+        self._tree.report(_topic(kind, id, tier), _to_json(body))
 
     def announce(
         self,
@@ -120,7 +120,7 @@ class GroupMessages:
 
     def report_of_run(self, kind: MessageKind, body: Message) -> None:
         """Report what is about the run, and no checkpoint."""
-        self._tree.tell((kind.value,), body.to_json())
+        self._tree.report((kind.value,), body.to_json())
 
     def announce_of_run(self, kind: MessageKind, body: Message) -> None:
         self._tree.announce((kind.value,), body.to_json())

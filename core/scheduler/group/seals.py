@@ -30,7 +30,7 @@ from tierfall.core.scheduler.group.tier_commits import TierCommits, remember
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.errors import CapacityError, CaptureError, TierfallError
-from tierfall.core.types.text import ranks_named
+from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 
 
@@ -70,13 +70,15 @@ class GroupSeals:
 
     def contribute(self, entry: LedgerEntry) -> None:
         """This rank's image is complete."""
-        entry.awaits_others = True
+        entry.awaiting_ranks = True
         self._waits[entry.id] = _RankWait()
         share = None
         if (made := entry.share) is not None:
             self.replicas.sealed(entry.id, made)
             digests = None if made.digests is None else made.digests.by_group()
-            share = ImageShare(structure=made.structure, assignment=made.division, digests=digests)
+            share = ImageShare(
+                structure=made.structure, assignment=made.assignment, digests=digests
+            )
         body = SealedImage(ordinal=entry.ordinal, share=share)
         self._messages.contribute(MessageKind.SEALED, entry.id, body=body)
 
@@ -92,13 +94,13 @@ class GroupSeals:
         if others:  # their images would not be restored together
             self._announce_ordinal(max(ordinals.values()))
             text = (
-                f"{ranks_named(others)} saved it as checkpoint {ordinals[others[0]]} of the lineage, and rank 0 as "
+                f"{format_ranks(others)} saved it as checkpoint {ordinals[others[0]]} of the lineage, and rank 0 as "
                 f"checkpoint {ordinals[0]}: every rank saves the same steps. From the next one on the ordinals agree"
             )
             self._give_up(id, SaveFailure(text=text))
             return
         shares = {rank: image.share for rank, image in images.items() if image.share is not None}
-        if not self.replicas.are_alike(id, shares):
+        if not self.replicas.images_agree(id, shares):
             self._tier_commits.remember_given_up("", id)
         elif any(share.digests is not None for share in shares.values()):
             self._messages.announce(MessageKind.ALIKE, id)
@@ -112,7 +114,7 @@ class GroupSeals:
             return  # the last of them contributed just now
         kinds = (MessageKind.SEALED, MessageKind.COMPARED)
         missing = [other for kind in kinds for other in self._messages.missing(kind, id)]
-        late = ranks_named(missing) if missing else "another rank"
+        late = format_ranks(missing) if missing else "another rank"
         text = (
             f"{late} did not save step {id.step} within max_wait ({self._max_wait_s:g} s) of rank {rank}: every rank "
             "saves the same steps"
@@ -138,9 +140,9 @@ class GroupSeals:
     def on_alike(self, entry: LedgerEntry) -> None:
         """Seal an image that was compared, if it is not sealed yet. The checkpoint is whole once all ranks have sealed:
         a kill before could leave a newer image to some ranks and an older one to others."""
-        if entry.lost:
+        if entry.failed:
             return
-        self.replicas.ended(entry.id)
+        self.replicas.compared(entry.id)
         if entry.share is not None and entry.share.digests is not None:
             assert entry.region is not None
             assert entry.manifest is not None
@@ -148,14 +150,14 @@ class GroupSeals:
             entry.region.seal(manifest=entry.manifest.encode(), commit=entry.commit.encode())
             entry.share.digests = None
             if entry.handle is not None:
-                entry.handle.tell_captured()
+                entry.handle.on_captured()
         self._waits[entry.id] = _RankWait(MessageKind.COMPARED)
         body = SealedImage(ordinal=entry.ordinal)
         self._messages.contribute(MessageKind.COMPARED, entry.id, body=body)
 
     def on_whole(self, entry: LedgerEntry) -> None:
         self._waits.pop(entry.id, None)
-        entry.awaits_others = False
+        entry.awaiting_ranks = False
         if entry.state(self._ledger.host) is CopyState.ARRIVING:
             entry.set_state(self._ledger.host, CopyState.SEALED)
 
@@ -165,7 +167,7 @@ class GroupSeals:
         kind = CapacityError if failure.outcome is not SaveOutcome.FAILED else CaptureError
         error = kind(f"save of step {id.step} is given up by all ranks: {reason}")
         self._waits.pop(id, None)
-        self.replicas.gone(id)
+        self.replicas.save_given_up(id)
         self._messages.forget(MessageKind.SEALED, id)
         self._messages.forget(MessageKind.COMPARED, id)
         remember(self._given_up, id, (error, failure.outcome))

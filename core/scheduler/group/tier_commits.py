@@ -139,7 +139,7 @@ class TierCommits:
             return  # this rank learns it when it comes to save the checkpoint
         self._take_back(entry, tier, str(error), complete=message.complete)
         if message.by_rule:
-            self._flusher.queue.give_up_here(entry, tier, message.reason)
+            self._flusher.queue.give_up_on_this_rank(entry, tier, message.reason)
             self._flusher.stop_copy(entry, tier, error)
         elif message.set_aside and tier in entry.owed:
             self._flusher.set_aside(entry, tier, error)
@@ -174,17 +174,17 @@ class TierCommits:
             return  # the copy was there before, and its good files stay
         if not complete:
             if uploaded:
-                self._deleter.collect(tier, entry.id, reason, shard=_own_shard(entry))
+                self._deleter.collect_garbage(tier, entry.id, reason, shard=_own_shard(entry))
         elif self.owns(tier) and not in_flight:  # else once the outcome of the commit is known
             self._retract(tier, entry.id, reason)
         self._ledger.forget_if_gone(entry)
 
     def _retract(self, tier: str, id: CheckpointId, reason: str) -> None:
-        self._deleter.leave(DeleteCopy(tier=tier, id=id, reason=reason, void=True))
+        self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason, unreadable=True))
 
     def _forget(self, entry: LedgerEntry, tier: str) -> None:
-        for one in (entry, *(entry.parts or ())):
-            one.landed.discard(tier)
+        for one in (entry, *(entry.shards or ())):
+            one.uploaded_to.discard(tier)
         self._uploaded.pop((tier, entry.id), None)
         self.admitted[tier].pop(entry.id, None)
         self._of_node.pop((tier, entry.id), None)
@@ -197,13 +197,13 @@ class TierCommits:
         # Also where the tier fails on this rank: it may recover here before it does on the other.
         self._stuck[tier] = id
         error = FlushError(f"flush of {id} to {tier}: rank {message.rank}: {message.reason}")
-        self._flusher.is_failing(tier, error)
+        self._flusher.mark_failing(tier, error)
 
     def _on_resumed(self, tier: str, id: CheckpointId) -> None:
         """The copy that another rank was stuck with is not to be written any more."""
         if self._stuck.get(tier) == id:
             del self._stuck[tier]
-            self._flusher.recovered(tier)
+            self._flusher.on_recovered(tier)
 
     # Committing ------------------------------------------------------------------------------------
 
@@ -214,18 +214,20 @@ class TierCommits:
             if (
                 tier not in entry.damage
             ):  # what a repair has written stays with the rest of the copy
-                self._deleter.collect(tier, entry.id, "it was given up", shard=_own_shard(entry))
+                self._deleter.collect_garbage(
+                    tier, entry.id, "it was given up", shard=_own_shard(entry)
+                )
             self._ledger.forget_if_gone(entry)
             return
-        entry.landed.add(tier)
+        entry.uploaded_to.add(tier)
         uploaded = self._uploaded.setdefault((tier, entry.id), [])
         uploaded += files
         whole = self._ledger.entries[entry.id]
         if whole.next_part(tier) is not None:
             return
-        whole.landed.add(tier)
+        whole.uploaded_to.add(tier)
         self._ledger.unfinished.pop((tier, entry.id), None)  # it was overwritten
-        table = entry.table if self._shared[tier] and whole.parts is None else ""
+        table = entry.table if self._shared[tier] and whole.shards is None else ""
         body = UploadedFiles(files=tuple(uploaded), table=table)
         self._messages.contribute(MessageKind.UPLOADED, entry.id, tier, body)
 
@@ -341,10 +343,10 @@ class TierCommits:
         for id in older:
             entry = self._ledger.entries.get(id)
             is_owed = entry is not None and tier in entry.owed
-            if (id.attempt, id.step) < newer.order and not is_owed:
+            if (id.attempt, id.step) < newer.age_order and not is_owed:
                 self._ledger.partial.discard((tier, id))
                 reason = "only a part of it is there, and a newer one is whole"
-                self._deleter.leave(DeleteCopy(tier=tier, id=id, reason=reason))
+                self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason))
 
     def tick(self, now_s: float) -> None:
         self._pending.tick(now_s)
@@ -356,13 +358,13 @@ class TierCommits:
 def _own_shard(entry: LedgerEntry) -> Shard | None:
     """Return the shard whose files are deleted where a copy is taken back; None for all, where this rank may have
     uploaded the images of several ranks."""
-    return entry.shard if entry.parts is None else None
+    return entry.shard if entry.shards is None else None
 
 
 def _files(entry: LedgerEntry, uploads: Mapping[int, UploadedFiles]) -> tuple[NamedFile, ...]:
     """Return the uploaded files in the order of the ranks that saved them, as at any start."""
     files = [file for rank in sorted(uploads) for file in uploads[rank].files]
-    return tuple(files if entry.parts is None else sorted(files, key=_saved_by))
+    return tuple(files if entry.shards is None else sorted(files, key=_saved_by))
 
 
 def _saved_by(file: NamedFile) -> int:

@@ -30,7 +30,7 @@ class StartRecords:
     def committed(self, tier: str, commit: Commit | None) -> None:
         """A checkpoint was committed on a tier: if it is of this attempt, record the attempt's start on the others."""
         attempt = self._ledger.attempt
-        if commit is None or commit.line.checkpoint.attempt != attempt:
+        if commit is None or commit.lineage.checkpoint.attempt != attempt:
             return
         self._recorded.add((tier, attempt))
         if all((other, attempt) in self._recorded for other in self._tiers):
@@ -45,7 +45,7 @@ class StartRecords:
                 for entry in self._ledger.entries.values()
             ):
                 self._hooks.dispatch(
-                    RecordStart(tier=other, id=commit.line.checkpoint, commit=commit)
+                    RecordStart(tier=other, id=commit.lineage.checkpoint, commit=commit)
                 )
 
     def on_outcome(self, outcome: Outcome) -> None:

@@ -178,7 +178,7 @@ class EventEmitter:
             )
         )
 
-    def dropped(self, task: DeleteCopy, bytes: int, seconds: float) -> None:
+    def deleted(self, task: DeleteCopy, bytes: int, seconds: float) -> None:
         self._notify(
             events.Dropped(
                 at_s=self.now_s,
@@ -191,7 +191,7 @@ class EventEmitter:
             )
         )
 
-    def drop_failed(self, task: DeleteCopy, error: BaseException) -> None:
+    def deletion_failed(self, task: DeleteCopy, error: BaseException) -> None:
         self._notify(
             events.DropFailed(at_s=self.now_s, id=task.id, tier=task.tier, reason=_reason(error))
         )

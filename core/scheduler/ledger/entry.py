@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.capture.snapshot import HostRegion, Share, Snapshot
+from tierfall.core.capture.snapshot import HostRegion, ReplicaShare, Snapshot
 from tierfall.core.format.commit_files import plain
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
@@ -27,15 +27,15 @@ class LedgerEntry:
     ``damage`` tells what is wrong with a copy: it has no state and protects nothing, but occupies ``bytes`` and bears
     ``marks``; a ``repairable`` one is rewritten from a good copy. ``leases`` counts the tasks that read a copy.
 
-    Flushes: ``owed``; ``landed``: this rank's image is there, but the commit waits for other ranks'; ``in_doubt``: a
-    commit ended without a response; ``failures``; ``set_aside``: this start does not try the copy any more, and why;
-    ``overtaken``: a copy failed, so that newer ones may be committed before it.
+    Flushes: ``owed``; ``uploaded_to``: this rank's image is there, but the commit waits for other ranks';
+    ``commit_unknown_on``: a commit ended without a response; ``failures``; ``set_aside``: this start does not try the
+    copy any more, and why; ``overtaken``: a copy failed, so that newer ones may be committed before it.
 
     This rank's image: ``region`` in memory, of which ``final_chunks`` leading chunks do not change any more; ``share``
-    is the snapshot's. ``awaits_others``: it is sealed, other ranks' may not be. ``lost``: the save was given up during
-    capture. ``deleted``: by command in this start. ``commit`` is the record for uncompressed images.
+    is the snapshot's. ``awaiting_ranks``: it is sealed, other ranks' may not be. ``failed``: the save was given up
+    during capture. ``deleted``: by command in this start. ``commit`` is the record for uncompressed images.
 
-    ``parts``: a start with other ranks saved the checkpoint, and these are the images that this rank copies, each an
+    ``shards``: a start with other ranks saved the checkpoint, and these are the images that this rank copies, each an
     entry that shares what is known of the checkpoint; there may be none.
     """
 
@@ -50,11 +50,11 @@ class LedgerEntry:
     region: HostRegion | None = None
     snapshot: Snapshot | None = None
     handle: SaveHandle | None = None
-    share: Share | None = None
+    share: ReplicaShare | None = None
     final_chunks: int = 0
     adopted: bool = False
-    awaits_others: bool = False
-    lost: bool = False
+    awaiting_ranks: bool = False
+    failed: bool = False
     deleted: bool = False
     marks: dict[str, frozenset[str]] = field(default_factory=dict)
     states: dict[str, CopyState] = field(default_factory=dict)
@@ -64,12 +64,12 @@ class LedgerEntry:
     repairable: set[str] = field(default_factory=set)
     leases: dict[str, int] = field(default_factory=dict)
     owed: set[str] = field(default_factory=set)
-    landed: set[str] = field(default_factory=set)
-    in_doubt: set[str] = field(default_factory=set)
+    uploaded_to: set[str] = field(default_factory=set)
+    commit_unknown_on: set[str] = field(default_factory=set)
     failures: dict[str, CopyFailures] = field(default_factory=dict)
     set_aside: dict[str, BaseException] = field(default_factory=dict)
     overtaken: set[str] = field(default_factory=set)
-    parts: tuple[LedgerEntry, ...] | None = None
+    shards: tuple[LedgerEntry, ...] | None = None
     changed: set[CheckpointId] = field(default_factory=set, repr=False, compare=False)
 
     @property
@@ -78,13 +78,13 @@ class LedgerEntry:
         return not (
             self.owed
             or self.set_aside
-            or self.landed
-            or self.in_doubt
-            or self.awaits_others
-            or self.lost
+            or self.uploaded_to
+            or self.commit_unknown_on
+            or self.awaiting_ranks
+            or self.failed
             or self.snapshot is not None
             or self.region is not None
-            or self.parts is not None
+            or self.shards is not None
             or any(self.leases.values())
             or any(
                 state not in (CopyState.COMMITTED, CopyState.LEAVING)
@@ -107,7 +107,9 @@ class LedgerEntry:
             state in (CopyState.SEALED, CopyState.COMMITTED) for state in self.states.values()
         )
 
-    def part(self, shard: Shard, region: HostRegion | None, manifest: Manifest) -> LedgerEntry:
+    def from_other_rank(
+        self, shard: Shard, region: HostRegion | None, manifest: Manifest
+    ) -> LedgerEntry:
         """Return the entry of an image that another rank saved."""
         return replace(
             self,
@@ -116,22 +118,22 @@ class LedgerEntry:
             manifest=manifest,
             geometry=geometry(manifest),
             adopted=True,
-            landed=set(),
+            uploaded_to=set(),
         )
 
     def next_part(self, tier: str) -> LedgerEntry | None:
         """Return the image that this rank copies to a tier next; None where it has copied all."""
-        own = (self,) if self.parts is None else self.parts
-        return next((part for part in own if tier not in part.landed), None)
+        own = (self,) if self.shards is None else self.shards
+        return next((part for part in own if tier not in part.uploaded_to), None)
 
     @property
     def regions(self) -> tuple[HostRegion, ...]:
         """The memory regions of its images on this rank."""
-        return tuple(e.region for e in (self, *(self.parts or ())) if e.region is not None)
+        return tuple(e.region for e in (self, *(self.shards or ())) if e.region is not None)
 
     def free(self) -> None:
         """Release its memory regions."""
-        for one in (self, *(self.parts or ())):
+        for one in (self, *(self.shards or ())):
             if one.region is not None:
                 one.region.release()
                 one.region = None
@@ -181,7 +183,7 @@ class LedgerEntry:
         )
 
     @property
-    def order(self) -> tuple[int, int]:
+    def age_order(self) -> tuple[int, int]:
         """Sorts checkpoints by the time of their saves, over attempts and rewinds."""
         return (self.id.attempt, self.id.step)
 
@@ -216,7 +218,7 @@ class LedgerEntry:
             self.repairable.add(tier)
         self.set_state(tier, CopyState.ABSENT)
 
-    def tell_damage(self, tier: str, why: str) -> None:
+    def note_damage_kept(self, tier: str, why: str) -> None:
         """Note that the copy on a tier differs from what was written, but keep it: some of its tensors may be good."""
         self.changed.add(self.id)
         self.damage[tier] = why
@@ -242,7 +244,7 @@ class LedgerEntry:
         for tier in self.owed.intersection(tiers):
             self.owed.discard(tier)
             if self.handle is not None:
-                self.handle.tell_tier_failed(tier, error)
+                self.handle.on_tier_failed(tier, error)
 
     def given_up(self, why: str) -> FlushError:
         return FlushError(f"flush of {self.id} is given up: {why}")
@@ -264,7 +266,7 @@ class CopyFailures:
     others_came: int = 0
     arrivals: int = 0
 
-    def note(self, arrivals: int, *, lasts: bool) -> None:
+    def record(self, arrivals: int, *, lasts: bool) -> None:
         """Count a failure; ``arrivals`` is how many copies the tier has received by now."""
         if lasts is not self.lasts:
             self.lasts, self.count, self.others_came = lasts, 0, 0
@@ -278,10 +280,10 @@ def entry_of(id: CheckpointId, commit: Commit | None, shard: Shard) -> LedgerEnt
     many ranks saved the checkpoint."""
     return LedgerEntry(
         id=id,
-        ordinal=commit.line.ordinal if commit else 0,
-        started_from=commit.line.started_from if commit else None,
+        ordinal=commit.lineage.ordinal if commit else 0,
+        started_from=commit.lineage.started_from if commit else None,
         shard=_shard(commit, shard),
-        attempt_id=commit.line.attempt_id if commit else None,
+        attempt_id=commit.lineage.attempt_id if commit else None,
         commit=plain(commit) if commit else None,
     )
 

@@ -28,10 +28,10 @@ class Ledger:
         in ``note_partial``. ``scattered`` checkpoints are complete, but not on one tier: they can be restored, and are
         not flushed, as some rank may have no image of them. ``deleted`` ones bear a tombstone on some tier.
         ``found_pinned`` ones bear a pin that some rank found at open, perhaps where this rank sees no copy.
-        ``knows_good``: this start has restored, or committed a checkpoint; before, rules delete nothing. ``reading``
-        counts the readers of a checkpoint: meanwhile only a command deletes its copies on stored tiers. ``failing``
-        tells why tiers accept no copies at present, and why host memory does not survive the process. ``now_s`` is the
-        time of the present step."""
+        ``may_delete_by_rule``: this start has restored, or committed a checkpoint; before, rules delete nothing.
+        ``reading`` counts the readers of a checkpoint: meanwhile only a command deletes its copies on stored tiers.
+        ``failing`` tells why tiers accept no copies at present, and why host memory does not survive the process.
+        ``now_s`` is the time of the present step."""
         self.shard = shard
         self.rules = rules
         self.host = host
@@ -41,7 +41,7 @@ class Ledger:
         self.partial: set[tuple[str, CheckpointId]] = set()
         self.scattered: frozenset[CheckpointId] = frozenset()
         self.deleted: frozenset[CheckpointId] = frozenset()
-        self.knows_good = False
+        self.may_delete_by_rule = False
         self.reading: Counter[CheckpointId] = Counter()
         self.failing: dict[str, BaseException] = {}
         self.restored_from: CheckpointId | None = None
@@ -73,7 +73,7 @@ class Ledger:
             entry.overtaken.update(late.get(checkpoint.id, ()))
             self.entries[checkpoint.id] = entry
         listings = tuple(listings)
-        self._overview.lineage.know({start.key: start for start in starts_in(listings)})
+        self._overview.lineage.set_starts({start.key: start for start in starts_in(listings)})
         for listing in listings:
             for id, bytes in listing.unfinished.items():
                 self.unfinished[listing.tier, id] = bytes
@@ -103,35 +103,35 @@ class Ledger:
         entry = self.entries.get(id)
         return entry is not None and (tier in entry.states or tier in entry.damage)
 
-    def go_on_from(self, checkpoint: CheckpointId | None, *, attempt: int) -> None:
+    def continue_from(self, checkpoint: CheckpointId | None, *, attempt: int) -> None:
         """Note what was restored, and the attempt that continues from it."""
         self.restored_from, self.attempt = checkpoint, attempt
         self.least_ordinal = 0
-        self.knows_good = True
+        self.may_delete_by_rule = True
         entry = None if checkpoint is None else self.entries.get(checkpoint)
         if entry is not None and entry.attempt_id is not None:
             # of attempts that share its number, this one counts from now on
-            self._overview.lineage.goes_on_from(entry.id.attempt, entry.attempt_id)
+            self._overview.lineage.choose_attempt(entry.id.attempt, entry.attempt_id)
 
-    def knows_what_is_good(self) -> None:
+    def set_knows_good(self) -> None:
         """Permit deletions by rule from now on."""
-        self.knows_good = True
+        self.may_delete_by_rule = True
 
     def ordered(self) -> list[LedgerEntry]:
         """Return the entries by the time of their saves."""
-        return sorted(self.entries.values(), key=lambda entry: entry.order)
+        return sorted(self.entries.values(), key=lambda entry: entry.age_order)
 
     def forget_if_gone(self, entry: LedgerEntry) -> None:
         if not (entry.states or entry.owed or entry.damage or entry.snapshot):
             self.entries.pop(entry.id)
 
-    def whole(self, entry: LedgerEntry) -> bool:
+    def has_whole_copy(self, entry: LedgerEntry) -> bool:
         """Return whether some tier has all of the checkpoint."""
         return entry.is_whole
 
-    def settle(self) -> None:
+    def refresh(self) -> None:
         """Begin a step: no component refers any more to entries that it looked up before."""
-        self._overview.settle()
+        self._overview.refresh()
 
     def open(self) -> list[LedgerEntry]:
         """Return entries that are owed, are in memory, or are being saved, copied, deleted or read."""
@@ -144,13 +144,13 @@ class Ledger:
             id in self.entries and self.entries.peek(id).readable_on(tier) for id in read
         ) or any(entry.readable_on(tier) and entry.leases.get(tier, 0) > 0 for entry in self.open())
 
-    def holds_any(self, tier: str) -> bool:
+    def has_whole_copy_on(self, tier: str) -> bool:
         """Return whether a tier has a whole copy."""
         return self.count_on(tier) > 0
 
     def count_on(self, tier: str) -> int:
         """Return the number of whole copies on a tier."""
-        return self._overview.whole_on(tier)
+        return self._overview.whole_copies_on(tier)
 
     def abandoned(self) -> Set[CheckpointId]:
         """Return the abandoned checkpoints: a live set, which changes with the ledger. An attempt that has committed
@@ -212,7 +212,7 @@ class Ledger:
             tier: replace(copy, leased=copy.leased or is_held or (is_read and tier != self.host))
             for tier, copy in view.copies.items()
         }
-        return replace(view, copies=copies, settling=view.id in settling)
+        return replace(view, copies=copies, changing=view.id in settling)
 
     def _view(self, entry: LedgerEntry, abandoned: bool) -> CheckpointView:
         commit = entry.commit
@@ -234,7 +234,7 @@ class Ledger:
             },
             owed=frozenset(entry.owed),
             overtaken=frozenset(entry.overtaken),
-            at_end=entry.commit is not None and entry.commit.line.at_end,
+            at_end=entry.commit is not None and entry.commit.lineage.at_end,
             metrics=commit.metrics if commit else {},
             tags=entry.tags,
             wall_time_s=commit.wall_time_s if commit else None,
@@ -302,6 +302,6 @@ class Ledger:
             size for (name, _), size in self.unfinished.items() if name == tier
         )
 
-    def leaving_bytes(self, tier: str) -> int:
+    def bytes_being_deleted(self, tier: str) -> int:
         """Return the bytes of copies whose deletion is in progress or is retried."""
-        return self._overview.leaving_bytes(tier)
+        return self._overview.bytes_being_deleted(tier)

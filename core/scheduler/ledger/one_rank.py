@@ -19,12 +19,12 @@ from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 class OneRank:
     """A run of one rank: it decides itself, and a copy of its image is a checkpoint.
 
-    ``decides``: this rank plans copies and deletions. ``land_only``: a copy of this rank is one of several images of a
-    checkpoint, and is not committed by itself.
+    ``decides``: this rank plans copies and deletions. ``upload_only``: a copy of this rank is one of several images of
+    a checkpoint, and is not committed by itself.
     """
 
     decides = True
-    land_only = False
+    upload_only = False
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -37,33 +37,33 @@ class OneRank:
         """Return the copies that rank 0 has admitted to a tier, in their order; None on the rank that decides."""
         return None
 
-    def gives_up(self, tier: str, id: CheckpointId, reason: str) -> bool:
+    def give_up_by_rule(self, tier: str, id: CheckpointId, reason: str) -> bool:
         """A rule gives up a copy. Return True if a message will report that to all ranks, this one included."""
         return False
 
-    def has_begun(self, tier: str, entry: LedgerEntry) -> None:
+    def on_copy_begun(self, tier: str, entry: LedgerEntry) -> None:
         """A copy was admitted to a tier."""
 
-    def has_begun_save(self, id: CheckpointId) -> None:
+    def on_save_begun(self, id: CheckpointId) -> None:
         """The capture of a save has begun, or failed to begin."""
 
-    def has_dropped(self, task: DeleteCopy) -> None:
+    def on_deleted(self, task: DeleteCopy) -> None:
         """A committed copy is being deleted from a tier."""
 
     def sealed(self, entry: LedgerEntry) -> None:
         """This rank's image is sealed in memory."""
         entry.set_state(self._ledger.host, CopyState.SEALED)
 
-    def landed(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
+    def on_uploaded(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
         """This rank has uploaded an image to a tier, as ``files``; there may be none."""
 
-    def cannot(
+    def copy_failed(
         self, entry: LedgerEntry, tier: str, error: BaseException, *, for_good: bool
     ) -> bool:
         """A tier has not accepted a copy of this rank for long, or ``for_good``. Return True if all ranks give up."""
         return False
 
-    def sets_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> bool:
+    def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> bool:
         """A tier accepts other copies of this rank, but not this one. Return True if a message will report that to all
         ranks, this one included."""
         return False
@@ -72,19 +72,19 @@ class OneRank:
         """Return whether a tier accepts no copy of some other rank at present."""
         return False
 
-    def lost(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
+    def save_failed(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
         """A save failed on this rank."""
 
-    def was_lost(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
+    def why_save_failed(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
         """Return why the ranks have given up a checkpoint that this one only begins to save."""
         return None
 
-    def was_given_up(self, id: CheckpointId) -> Mapping[str, BaseException]:
+    def why_copies_given_up(self, id: CheckpointId) -> Mapping[str, BaseException]:
         """Return the tiers, with errors, where the ranks have given up a checkpoint that this rank begins to save."""
         return {}
 
-    def saved_in_vain(self, entry: LedgerEntry) -> None:
+    def on_saved_in_vain(self, entry: LedgerEntry) -> None:
         """This rank has saved what others had given up: its lineage counts that save, theirs may not."""
 
-    def is_fenced(self, error: FencedError) -> None:
+    def on_fenced(self, error: FencedError) -> None:
         """A newer attempt exists: no rank may commit any more."""

@@ -86,12 +86,12 @@ class AbandonedLines:
         self._is_left: Callable[[CheckpointId, str | None], bool] = abandoned_by(())
         self._outdated = False
 
-    def know(self, starts: Mapping[Key, AttemptStart]) -> None:
+    def set_starts(self, starts: Mapping[Key, AttemptStart]) -> None:
         """Set the starts of the attempts that have committed something."""
         self._starts = dict(starts)
         self._outdated = True
 
-    def goes_on_from(self, number: int, attempt_id: str) -> None:
+    def choose_attempt(self, number: int, attempt_id: str) -> None:
         """Of attempts that share a number, count the one with this id."""
         for key, start in self._starts.items():
             if key[0] == number:
@@ -170,7 +170,7 @@ class Overview:
         self._leaving: Counter[str] = Counter()
         self._whole: Counter[str] = Counter()
 
-    def settle(self) -> None:
+    def refresh(self) -> None:
         """Entries that were looked up until now do not change any more; update the summaries once more for them."""
         self._past |= self._recent
         self._recent.clear()
@@ -189,11 +189,11 @@ class Overview:
         self._refresh()
         return self._used[tier]
 
-    def leaving_bytes(self, tier: str) -> int:
+    def bytes_being_deleted(self, tier: str) -> int:
         self._refresh()
         return self._leaving[tier]
 
-    def whole_on(self, tier: str) -> int:
+    def whole_copies_on(self, tier: str) -> int:
         """Return the number of whole copies on a tier."""
         self._refresh()
         return self._whole[tier]

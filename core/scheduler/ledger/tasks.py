@@ -79,7 +79,7 @@ class CopyRun:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishCopy:
     """Publish the image, write the manifest and commit, unless a newer attempt exists. The outcome's value is the
-    commit record as written. ``land_only``: do not commit, as other ranks' images are needed; the value is
+    commit record as written. ``upload_only``: do not commit, as other ranks' images are needed; the value is
     ``Uploaded``. ``repairs``: it replaces a damaged copy."""
 
     tier: str
@@ -90,7 +90,7 @@ class FinishCopy:
     commit: Commit
     marks: tuple[Mark, ...]
     name_latest: bool
-    land_only: bool = False
+    upload_only: bool = False
     repairs: bool = False
 
 
@@ -138,8 +138,8 @@ class DeleteCopy:
 
     The outcome's value is the marks that were there, or the commit record of an unfinished copy that turned out to be
     committed. ``tombstoned``: all other copies are deleted, too. ``next_latest`` is what ``latest`` names afterwards if
-    it named this one. ``void``: all ranks have given it up, and no mark keeps it. ``relies_on``: other copies on the
-    tier because of which this one may be deleted; NotWholeError if one of them lacks files.
+    it named this one. ``unreadable``: all ranks have given it up, and no mark keeps it. ``relies_on``: other copies on
+    the tier because of which this one may be deleted; NotWholeError if one of them lacks files.
     """
 
     tier: str
@@ -149,7 +149,7 @@ class DeleteCopy:
     unfinished: bool = False
     shard: Shard | None = None
     next_latest: CheckpointId | None = None
-    void: bool = False
+    unreadable: bool = False
     relies_on: tuple[CheckpointId, ...] = ()
 
 
@@ -240,7 +240,7 @@ class Side(StrEnum):
 class Outcome:
     """The result of a task: a value or the exception.
 
-    ``seconds`` is the worker's time; it includes ``paced_s`` of rate-limit waits, and ``read_s`` of reading from a
+    ``seconds`` is the worker's time; it includes ``throttled_s`` of rate-limit waits, and ``read_s`` of reading from a
     stored tier without such waits.
     """
 
@@ -249,7 +249,7 @@ class Outcome:
     side: Side = Side.TARGET
     value: Any = None
     seconds: float = 0.0
-    paced_s: float = 0.0
+    throttled_s: float = 0.0
     read_s: float = 0.0
     bytes: int = 0
 
@@ -259,24 +259,24 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class AdmissionRequest:
-    """A save requests a region. ``answer`` is called once, with the region or the error. After any thread has set
-    ``cancelled``, the request is dropped, and ``answer`` may never be called."""
+    """A save requests a region. ``on_answer`` is called once, with the region or the error. After any thread has set
+    ``cancelled``, the request is dropped, and ``on_answer`` may never be called."""
 
     id: CheckpointId
     image_bytes: int
     records_bytes: int
     deadline_s: float
-    answer: Callable[[HostRegion | None, BaseException | None], None]
+    on_answer: Callable[[HostRegion | None, BaseException | None], None]
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(slots=True, kw_only=True)
 class AssignmentRequest:
-    """A save has a structure without a replica assignment. ``answer`` is called once."""
+    """A save has a structure without a replica assignment. ``on_answer`` is called once."""
 
     id: CheckpointId
     shareable: ReplicatedTensors
-    answer: Callable[[ReplicaAssignment | None], None]
+    on_answer: Callable[[ReplicaAssignment | None], None]
     since_s: float | None = None
     asked_again: bool = False
     ended: bool = False
@@ -290,15 +290,15 @@ class CommandKind(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Command:
-    """A person's command about one checkpoint. ``answer`` is called once, with the tiers that failed."""
+    """A person's command about one checkpoint. ``on_answer`` is called once, with the tiers that failed."""
 
     kind: CommandKind
     id: CheckpointId
     wall_time_s: float
-    answer: Callable[[dict[str, BaseException]], None]
+    on_answer: Callable[[dict[str, BaseException]], None]
     begun: bool = False
     reserving: bool = False
-    dropping: bool = False
+    deletes: bool = False
     unmarked: bool = False
     waiting: set[str] = field(default_factory=set)
     failed: dict[str, BaseException] = field(default_factory=dict)
@@ -309,7 +309,7 @@ class LedgerQuery:
     """Run a function on the coordinator's thread, which may read the ledger."""
 
     function: Callable[[], Any]
-    answer: Callable[[Any, BaseException | None], None]
+    on_answer: Callable[[Any, BaseException | None], None]
 
 
 Event = (

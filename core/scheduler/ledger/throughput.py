@@ -22,19 +22,19 @@ PACED = 0.05
 
 @dataclass(slots=True)
 class FlushStretch:
-    """What one lane copied. ``write_s``, ``read_s`` and ``paced_s`` (rate-limit waits) are summed over workers;
+    """What one lane copied. ``write_s``, ``read_s`` and ``throttled_s`` (rate-limit waits) are summed over workers;
     ``busy_s`` is the time during which any was busy."""
 
     bytes: int = 0
     busy_s: float = 0.0
     write_s: float = 0.0
-    paced_s: float = 0.0
+    throttled_s: float = 0.0
     read_bytes: dict[str, int] = field(default_factory=dict)
     read_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_paced(self) -> bool:
-        return self.paced_s > PACED * (self.write_s + self.paced_s)
+        return self.throttled_s > PACED * (self.write_s + self.throttled_s)
 
 
 class Throughput:
@@ -43,7 +43,7 @@ class Throughput:
     def __init__(self) -> None:
         self._last: deque[tuple[int, float]] = deque(maxlen=STRETCHES)
 
-    def note(self, count: int, seconds: float) -> None:
+    def add(self, count: int, seconds: float) -> None:
         if count > 0 and seconds > 0:
             self._last.append((count, seconds))
 
@@ -69,7 +69,7 @@ class Throughput:
 class _LaneActivity:
     """The tasks in progress to one tier, since when, and the present stretch."""
 
-    out: int = 0
+    in_flight: int = 0
     since_s: float = 0.0
     stretch: FlushStretch = field(default_factory=FlushStretch)
 
@@ -100,7 +100,7 @@ class TierThroughput:
         """Return the delivered rate including the stretch in progress, for display; None where no worker writes to the
         tier, or before the first byte."""
         lane = self._lanes.get(tier)
-        if lane is None or not lane.out:
+        if lane is None or not lane.in_flight:
             return None
         busy_s = lane.stretch.busy_s + max(0.0, now_s - lane.since_s)
         return self._delivered.get(tier, Throughput()).per_s_with(lane.stretch.bytes, busy_s)
@@ -116,35 +116,35 @@ class TierThroughput:
 
     def flushing(self) -> tuple[frozenset[str], int]:
         """Return the tiers that workers write to now, and the number of tasks begun so far."""
-        return frozenset(tier for tier, lane in self._lanes.items() if lane.out), self._begun
+        return frozenset(tier for tier, lane in self._lanes.items() if lane.in_flight), self._begun
 
     # Measurements ----------------------------------------------------------------------------------
 
-    def began(self, task: Task, now_s: float) -> None:
+    def on_begun(self, task: Task, now_s: float) -> None:
         """A task was dispatched."""
         if not isinstance(task, OpenShard | CopyRun | FinishCopy):
             return
         lane = self._lanes.setdefault(task.tier, _LaneActivity())
-        if lane.out == 0:
+        if lane.in_flight == 0:
             lane.since_s = now_s
-        lane.out += 1
+        lane.in_flight += 1
         self._begun += 1
 
-    def ended(self, outcome: Outcome, now_s: float) -> None:
+    def on_ended(self, outcome: Outcome, now_s: float) -> None:
         """A task has ended. After a failure the stretch is discarded: it does not show the tier's rate."""
         task = outcome.task
         if not isinstance(task, OpenShard | CopyRun | FinishCopy):
             return
         lane = self._lanes[task.tier]
-        lane.out -= 1
+        lane.in_flight -= 1
         lane.stretch.busy_s += max(0.0, now_s - lane.since_s)
         lane.since_s = now_s
         if outcome.error is not None:
             lane.stretch = FlushStretch()
             return
         stretch = lane.stretch
-        stretch.write_s += outcome.seconds - outcome.read_s - outcome.paced_s
-        stretch.paced_s += outcome.paced_s
+        stretch.write_s += outcome.seconds - outcome.read_s - outcome.throttled_s
+        stretch.throttled_s += outcome.throttled_s
         if isinstance(task, CopyRun):
             length = task.end - task.start
             stretch.bytes += length
@@ -157,21 +157,21 @@ class TierThroughput:
             lane.stretch = FlushStretch()
             self._note(task.tier, stretch)
 
-    def was_read(self, tier: str, count: int, seconds: float) -> None:
+    def note_read(self, tier: str, count: int, seconds: float) -> None:
         """A restore has read ``count`` bytes of a tier in ``seconds``."""
-        self._reads.setdefault(tier, Throughput()).note(count, seconds)
+        self._reads.setdefault(tier, Throughput()).add(count, seconds)
 
     def _note(self, tier: str, stretch: FlushStretch) -> None:
         paced, free = (of.setdefault(tier, Throughput()) for of in (self._paced, self._free))
         written_s = min(stretch.busy_s, stretch.write_s)
         if stretch.is_paced:
-            paced.note(stretch.bytes, written_s)
+            paced.add(stretch.bytes, written_s)
         else:
-            free.note(stretch.bytes, written_s)
+            free.add(stretch.bytes, written_s)
             paced.forget_oldest()  # measured under a limit, perhaps long ago
-        self._delivered.setdefault(tier, Throughput()).note(stretch.bytes, stretch.busy_s)
+        self._delivered.setdefault(tier, Throughput()).add(stretch.bytes, stretch.busy_s)
         for source, count in stretch.read_bytes.items():
-            self.was_read(source, count, min(stretch.busy_s, stretch.read_s[source]))
+            self.note_read(source, count, min(stretch.busy_s, stretch.read_s[source]))
 
 
 def _rate(of: dict[str, Throughput], tier: str) -> float | None:

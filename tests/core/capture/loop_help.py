@@ -41,9 +41,9 @@ class OnHost:
 class _Yielding(FakeStream):
     """Copies once the caller's work is made to wait for that, and not before."""
 
-    def hold_caller(self) -> None:
+    def make_caller_wait(self) -> None:
         self.free.set()
-        super().hold_caller()
+        super().make_caller_wait()
 
 
 class OnDevice:

@@ -205,7 +205,7 @@ def test_a_blocking_capture_and_wait_captured_return_when_all_is_read(
         assert snapshot is not None
         threading.Timer(0.2, stream.free.set).start()
         ckpt.wait_captured()
-        assert snapshot.filling.is_read
+        assert snapshot.copier.is_read
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.zero_()
@@ -620,11 +620,11 @@ def test_a_device_without_so_much_room_is_said_and_left_out(
 
 def test_blocks_of_a_slab_do_not_overlap_and_come_back() -> None:
     slab = DeviceSlab(torch.zeros(8 * 512, dtype=torch.uint8))
-    blocks = [slab.take(700) for _ in range(4)]
+    blocks = [slab.reserve(700) for _ in range(4)]
     assert all(block is not None and block.tensor.numel() == 700 for block in blocks)
     starts = sorted(block.tensor.storage_offset() for block in blocks if block)
     assert starts == [0, 1024, 2048, 3072]
-    assert slab.take(1) is None
+    assert slab.reserve(1) is None
     assert slab.free_bytes == 0
     for block in (blocks[1], blocks[2]):
         assert block is not None

@@ -49,7 +49,7 @@ def save_and_damage(
     handle = lazy_save(ckpt, trainer, step)
     snapshot = ckpt._capturer._current
     assert snapshot is not None
-    assert not snapshot.filling.copied, "the rest is left to the capture"
+    assert not snapshot.copier.copied, "the rest is left to the capture"
     damage(tensors)
     held.free.set()
     trainer.step()
@@ -92,7 +92,7 @@ def test_a_write_that_only_the_edge_of_one_chunk_has_met_is_found(
         held.free.set()
         snapshot = ckpt._capturer._current
         assert snapshot is not None
-        wait_until(lambda: snapshot.filling.copied, "all is copied")
+        wait_until(lambda: snapshot.copier.copied, "all is copied")
         edge.copy_(kept)
         trainer.step()
         assert isinstance(failed(handle), StateChangedError)

@@ -477,7 +477,7 @@ def memory_is_free(ckpt: tierfall.Checkpointer) -> None:
     entries = ckpt._session.coordinator.ledger.entries
 
     def only_sealed() -> bool:
-        held = ckpt._session.ask(lambda: sum(e.region is not None for e in entries.values()))
+        held = ckpt._session.call(lambda: sum(e.region is not None for e in entries.values()))
         arena = ckpt._session.host._arena
         assert arena is not None
         return held == len(arena.regions()) == len(ckpt._session.host.images())
@@ -648,7 +648,7 @@ def test_waiting_for_an_older_save_is_no_barrier_of_a_newer_one(
         second.wait(timeout=PATIENCE_S)
         assert ckpt._capturer._current is filling
         assert filling is not None
-        assert not filling.filling.copied
+        assert not filling.copier.copied
         held.free.set()
 
 
@@ -674,22 +674,22 @@ def test_a_save_that_had_begun_before_a_failure_was_known_is_no_second_failure()
     """The two of a row are counted from what was done about the first."""
     barrier = Barrier(lambda: None, recorded=lambda: None)
     evidence = LazyEvidence(barrier, checked=True)
-    barrier.bracketed_by_hand()
+    barrier.on_explicit_wait()
 
     def fails(step: int) -> str | None:
-        evidence.failed(CheckpointId(step, 1), StateChangedError("changed", ("w",)))
-        return evidence.why_blocking(elsewhere=(), first=False)
+        evidence.on_failed(CheckpointId(step, 1), StateChangedError("changed", ("w",)))
+        return evidence.reason_to_block(elsewhere=(), first=False)
 
     try:
         for step in (1, 2):
-            evidence.begun(CheckpointId(step, 1))
+            evidence.on_begun(CheckpointId(step, 1))
         assert fails(1) is None
         assert fails(2) is None
         assert fails(2) is None  # the thread at the barrier says it, and the capture thread too
-        evidence.begun(CheckpointId(3, 1))
+        evidence.on_begun(CheckpointId(3, 1))
         said = fails(3)
         assert "2 saves in a row" in str(said)
-        evidence.failed(CheckpointId(4, 1), StateChangedError("changed", ("other",)))
-        assert evidence.why_blocking(elsewhere=(), first=False) == said, "said once, in one way"
+        evidence.on_failed(CheckpointId(4, 1), StateChangedError("changed", ("other",)))
+        assert evidence.reason_to_block(elsewhere=(), first=False) == said, "said once, in one way"
     finally:
         barrier.close()

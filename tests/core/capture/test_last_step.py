@@ -299,4 +299,4 @@ def test_a_fingerprint_keeps_no_tensor_alive_and_refers_to_none() -> None:
     del weight
     gc.collect()
     assert alive() is None
-    assert not taken.take(trainer.state)
+    assert not taken.refresh(trainer.state)

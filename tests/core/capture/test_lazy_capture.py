@@ -191,7 +191,7 @@ def test_accumulated_gradients_need_no_barrier_between_their_backwards(
         for _ in range(3):
             trainer.backward()
         assert ckpt._capturer._current is not None
-        assert not ckpt._capturer._current.filling.copied
+        assert not ckpt._capturer._current.copier.copied
         trainer.optimizer.step()
         held.free.set()
         handle.wait(timeout=PATIENCE_S)

@@ -146,7 +146,7 @@ def test_the_barrier_of_a_capture_thread_that_died_lets_the_update_run(
 
         monkeypatch.setattr(ImageCopier, "hash_ready", dies)
         still.go()
-        wait_until(lambda: snapshot.filling.failure is not None, "the thread has died of it")
+        wait_until(lambda: snapshot.copier.failure is not None, "the thread has died of it")
         before = trainer.now()
         trainer.step()
         assert any(not torch.equal(before[n], after) for n, after in trainer.now().items())

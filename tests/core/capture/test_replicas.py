@@ -13,8 +13,8 @@ from tests.core.fake_device import FakeStream, FakeStreams, OnDevice
 from tierfall.core.image.dedup import (
     ReplicaDigests,
     ReplicatedTensors,
-    are_alike,
     assign_writers,
+    digests_agree,
     find_difference,
 )
 from tierfall.core.image.layout import plan_layout
@@ -67,7 +67,7 @@ class Ranks:
         return {rank: reading.digests() for rank, reading in enumerate(readings)}
 
     def alike(self, ordinal: int) -> bool:
-        return are_alike({r: digests.by_group() for r, digests in self.read(ordinal).items()})
+        return digests_agree({r: digests.by_group() for r, digests in self.read(ordinal).items()})
 
     def found(self, ordinal: int) -> str | None:
         found = find_difference(self.read(ordinal))
@@ -171,7 +171,7 @@ def test_what_changes_after_it_was_read_does_not_count() -> None:
     ]
     for value in values.values():
         value.add_(1.0)
-    assert are_alike({rank: one.digests().by_group() for rank, one in enumerate(readings)})
+    assert digests_agree({rank: one.digests().by_group() for rank, one in enumerate(readings)})
 
 
 def in_channels_last(seed: int) -> State:
@@ -278,7 +278,7 @@ def test_what_a_device_cannot_sum_up_is_no_difference(stream: FakeStream) -> Non
     less = ranks.read(1)
     assert whole[0].by_group()
     assert not less[1].by_group()
-    assert are_alike({0: whole[0].by_group(), 1: less[1].by_group()})
+    assert digests_agree({0: whole[0].by_group(), 1: less[1].by_group()})
 
 
 def test_what_no_stream_serves_is_no_difference() -> None:

@@ -55,7 +55,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def is_copied(ckpt: tierfall.Checkpointer) -> bool:
     """Say whether nothing of the save under way is left to be read."""
     snapshot = ckpt._capturer._current
-    return snapshot is None or snapshot.filling.copied
+    return snapshot is None or snapshot.copier.copied
 
 
 def free(trainer: Trainer) -> Callable[[], None]:

@@ -18,8 +18,8 @@ from tierfall.core.image.dedup import (
     ReplicaAssignment,
     ReplicaTable,
     ReplicatedTensors,
-    are_alike,
     assign_writers,
+    digests_agree,
     find_difference,
 )
 from tierfall.core.image.layout import plan_layout
@@ -112,7 +112,7 @@ def test_what_may_change_at_any_time_or_is_of_one_rank_is_not_shared() -> None:
 def test_equal_states_share_all_and_other_shapes_nothing() -> None:
     one, other = shareable(training(1)), shareable(training(2))
     division = assign_writers([one.table, other.table])
-    left = [one.left_out(division, 0), other.left_out(division, 1)]
+    left = [one.written_by_others(division, 0), other.written_by_others(division, 1)]
     assert set(left[0]) | set(left[1]) == set(one.numbers)
     assert not set(left[0]) & set(left[1])
     wide, narrow = (shareable({"model": nn.Linear(n, 8)}) for n in (9, 8))
@@ -128,13 +128,13 @@ def test_what_is_not_alike_is_named_with_its_ranks() -> None:
     tables = [share.table for share in shares]
     division = assign_writers(tables)
     digests = {rank: share.digests(division) for rank, share in enumerate(shares)}
-    assert not are_alike({rank: one.by_group() for rank, one in digests.items()})
+    assert not digests_agree({rank: one.by_group() for rank, one in digests.items()})
     found = find_difference(digests)
     assert found is not None
     assert (found.ranks, found.others, found.more) == ((0, 2), (1,), 0)
     assert shares[0].names()[found.key] == "model.2.weight"
     alike = digests | {1: digests[0]}
-    assert are_alike({rank: one.by_group() for rank, one in alike.items()})
+    assert digests_agree({rank: one.by_group() for rank, one in alike.items()})
     assert find_difference(alike) is None
 
 
@@ -166,11 +166,11 @@ def test_tensors_that_the_same_ranks_hold_have_one_digest_together() -> None:
     by_group = {r: share.digests(division).by_group() for r, share in enumerate(shares)}
     assert [len(groups) for groups in by_group.values()] == [2, 2, 2, 2]
     assert len(set().union(*by_group.values())) == 3
-    assert are_alike(by_group)
+    assert digests_agree(by_group)
     with torch.no_grad():
         states[3]["stage1"].bias.add_(1)
     digests = {r: share.digests(division) for r, share in enumerate(shares)}
-    assert not are_alike({r: one.by_group() for r, one in digests.items()})
+    assert not digests_agree({r: one.by_group() for r, one in digests.items()})
     found = find_difference(digests)
     assert found is not None
     assert (shares[3].names()[found.key], found.ranks, found.others) == ("stage1.bias", (2,), (3,))

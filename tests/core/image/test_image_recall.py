@@ -324,11 +324,11 @@ def test_tied_weights_are_recalled_as_one() -> None:
     run, recall = Run(), WalkCache()
     run.model.norm.bias = run.model.first.bias
     walk_state(run.state, recall)
-    part = recall.part("model")
+    part = recall.find("model")
     assert isinstance(part, CachedPart)
     assert "model.norm.bias" not in part.columns.names
     view = walk_state(run.state, recall)
-    assert recall.part("model") is part
+    assert recall.find("model") is part
     assert seen(view) == seen(walk_state(run.state))
 
 
@@ -357,8 +357,8 @@ def test_what_left_the_state_is_forgotten() -> None:
     walk_state(run.state, recall)
     del run.state["optimizer"]
     walk_state(run.state, recall)
-    assert recall.part("model") is not None
-    assert recall.part("optimizer.state") is None
+    assert recall.find("model") is not None
+    assert recall.find("optimizer.state") is None
 
 
 def test_a_class_that_is_given_a_state_dict_of_its_own_is_asked_by_it(

@@ -54,7 +54,8 @@ def test_stages_of_a_pipeline_add_up() -> None:
     optimizer = torch.optim.SGD(both.parameters(), lr=0.5, momentum=0.9)
     plan = plan_fill({"model": both, "optimizer": optimizer, "rng": None}, found.header)
     ranks = {
-        found.header.tensors[want.slot].name: found.blocks[want.slot][0].rank for want in plan.wants
+        found.header.tensors[want.slot].name: found.blocks[want.slot][0].rank
+        for want in plan.targets
     }
     assert ranks["model.0.weight"] == 0
     assert ranks["model.1.weight"] == 1
@@ -74,7 +75,7 @@ def test_blocks_make_a_whole_tensor() -> None:
         (0, (0, 0), (2, 3)),
         (1, (2, 0), (1, 3)),
     ]
-    assert plan_fill({"w": torch.zeros(3, 3), "rng": None}, found.header).wants
+    assert plan_fill({"w": torch.zeros(3, 3), "rng": None}, found.header).targets
 
 
 def test_a_block_that_is_nowhere_is_said() -> None:
@@ -118,7 +119,7 @@ def test_the_tensors_of_one_rank_count_whatever_shape_others_have() -> None:
     for rank in range(2):
         found = merged(*states, own=rank)
         plan = plan_fill(states[rank], found.header)
-        blocks = [found.blocks[want.slot] for want in plan.wants]
+        blocks = [found.blocks[want.slot] for want in plan.targets]
         assert [[block.rank for block in those] for those in blocks] == [[rank], [rank]]
 
 
@@ -171,7 +172,7 @@ def test_item_says_what_becomes_of_an_entry_on_another_number_of_ranks() -> None
         rules = resize_rules(state)
         found = merge_headers(headers, what="test", own=None, rank=rank, rules=rules)
         plan = plan_fill(state, found.header)
-        sources = {found.blocks[want.slot][0].rank for want in plan.wants}
+        sources = {found.blocks[want.slot][0].rank for want in plan.targets}
         plan.finish()
         assert sources == ({rank} if rank < 2 else set())
         assert state["loader"].value["at"] == (10 + rank if rank < 2 else 0), (
@@ -205,6 +206,6 @@ def test_what_is_in_conflict_does_not_keep_the_rest_from_being_restored() -> Non
     names = {slot: found.header.tensors[slot].name for slot in found.replicas}
     assert set(names.values()) == {"other"}
     live = {"x": torch.zeros(2), "other": torch.zeros(4), "rng": None}
-    assert plan_fill(live, found.header, Choices.of(only=["other"])).wants
+    assert plan_fill(live, found.header, Choices.of(only=["other"])).targets
     with pytest.raises(RestoreError, match=r"x: is torch.float32"):
         plan_fill(live, found.header)

@@ -9,7 +9,7 @@ import torch
 
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.merge import merge_headers
-from tierfall.core.image.per_rank import TensorPair, set_aside
+from tierfall.core.image.per_rank import TensorPair, separate_per_rank
 from tierfall.core.image.tree import (
     CodecNode,
     MapNode,
@@ -60,7 +60,7 @@ def test_a_tensor_whose_bytes_another_rank_has_is_read_there() -> None:
         0: header([floats("thing.w", 0)], [1], thing=thing()),
         1: header([absent], [2], thing=thing()),
     }
-    aside, name = set_aside(headers, all_differ)
+    aside, name = separate_per_rank(headers, all_differ)
     merged = merge_headers(aside, what="merged", own=0)
     own = dict(merged.header.tree.entries)[name]
     assert isinstance(own, MapNode)
@@ -76,7 +76,7 @@ def test_a_tensor_whose_bytes_another_rank_has_is_read_there() -> None:
 def test_blocks_of_one_tensor_are_no_difference() -> None:
     pieces = [TensorPiece((4,), (2 * rank,), (2,)) for rank in range(2)]
     headers = {r: header([floats("w", 0, p)], [], w=TensorNode(0)) for r, p in enumerate(pieces)}
-    aside, _ = set_aside(headers, all_differ)
+    aside, _ = separate_per_rank(headers, all_differ)
     assert aside == headers
 
 
@@ -110,14 +110,14 @@ def test_every_kind_of_node_is_set_aside_whole() -> None:
         )
         for rank in range(2)
     }
-    aside, name = set_aside(headers, all_differ)
+    aside, name = separate_per_rank(headers, all_differ)
     entries = dict(aside[1].tree.entries)
     moved = tree(range(6))
     assert [t.name for t in aside[1].tensors[6:]] == [f"{name}.1.t{n}" for n in range(6)]
     expected = tree(range(6, 12))
     assert dict(dict(entries[name].entries)["1"].entries) == expected  # type: ignore[union-attr]
     assert {key: entries[key] for key in moved} == moved
-    same, _ = set_aside({0: headers[0], 1: headers[0]}, nothing_differs)
+    same, _ = separate_per_rank({0: headers[0], 1: headers[0]}, nothing_differs)
     assert same[1] == headers[0]
 
 
@@ -131,6 +131,6 @@ def test_a_name_that_begins_another_keeps_its_own_place() -> None:
         )
         for rank in range(2)
     }
-    aside, name = set_aside(headers, nothing_differs)
+    aside, name = separate_per_rank(headers, nothing_differs)
     own = dict(dict(aside[1].tree.entries)[name].entries)["1"]  # type: ignore[union-attr]
     assert set(dict(own.entries)) == {"m", "m.a.b"}

@@ -65,7 +65,7 @@ def test_blocks_of_all_ranks_are_one_tensor(own: int | None) -> None:
     found = merged(images, own)
     assert sorted(t.name for t in found.header.tensors) == ["l.0", "l.1", "m.w"]
     plan = plan_load(found.header)
-    for want in plan.wants:
+    for want in plan.targets:
         read(found, images, want)
     result = plan.result()
     assert torch.equal(result["m"]["w"], WHOLE)

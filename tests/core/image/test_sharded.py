@@ -84,7 +84,7 @@ def test_a_later_walk_recalls_it(mesh: DeviceMesh) -> None:
     first = walk_state({"m": module}, recall)
     again = walk_state({"m": module}, recall)
     assert again.structure == first.structure
-    assert recall.part("m") is not None
+    assert recall.find("m") is not None
     assert plan_layout(first).matches(again)
 
 

@@ -63,7 +63,7 @@ def image_of(
     sizes = (len(raw), header_bytes, chunk_bytes)
     chunks = [raw[slice(*chunk_range(i, *sizes))] for i in range(chunk_count(*sizes))]
     manifest = Manifest(
-        line=Lineage(
+        lineage=Lineage(
             run="gpt",
             checkpoint=CheckpointId(400, 7),
             attempt_id="0f" * 16,

@@ -116,7 +116,7 @@ def test_all_ranks_hear_announcements_in_their_order(network: Network) -> None:
 
 def test_what_one_rank_tells_reaches_rank_0_alone(network: Network) -> None:
     for rank in shuffled(network):
-        network.councils[rank].tell(("t", rank), [rank])
+        network.councils[rank].report(("t", rank), [rank])
     network.deliver()
     told = sorted(heard(network, 0, "told"))
     assert told == [(("t", rank), [rank], rank) for rank in everybody(network)]

@@ -20,7 +20,12 @@ PATIENCE_S = 20.0
 def test_a_rank_alone_agrees_with_itself_and_sends_nothing() -> None:
     ranks = Ranks.alone()
     assert ranks.agree("open", 3, lambda bodies: sum(bodies.values()), int) == 3
-    assert (ranks.shard.rank, ranks.shard.world_size, ranks.slot, ranks.many) == (0, 1, 0, False)
+    assert (ranks.shard.rank, ranks.shard.world_size, ranks.local_index, ranks.many) == (
+        0,
+        1,
+        0,
+        False,
+    )
     ranks.check()
     ranks.close(1.0)
     ranks.leave()
@@ -29,10 +34,10 @@ def test_a_rank_alone_agrees_with_itself_and_sends_nothing() -> None:
 def test_what_was_said_before_anybody_listened_is_heard_first() -> None:
     ranks = Ranks.alone()
     heard: list[RankMessage] = []
-    ranks.council.contribute(("save", 1), "a")
-    ranks.council.tell(("room",), 5)
-    ranks.listen(heard.append)
-    ranks.council.announce(("save", 1), "go")
+    ranks.message_tree.contribute(("save", 1), "a")
+    ranks.message_tree.report(("room",), 5)
+    ranks.set_listener(heard.append)
+    ranks.message_tree.announce(("save", 1), "go")
     assert heard == [
         MessagesGathered(topic=("save", 1), bodies={0: "a"}),
         RankReported(topic=("room",), body=5, rank=0),
@@ -46,11 +51,11 @@ def test_a_listener_may_answer_and_hears_what_it_causes_afterwards() -> None:
 
     def listen(news: RankMessage) -> None:
         if isinstance(news, MessagesGathered):
-            ranks.council.announce(news.topic, "go")
+            ranks.message_tree.announce(news.topic, "go")
         heard.append(news)
 
-    ranks.listen(listen)
-    ranks.council.contribute(("save", 1), "a")
+    ranks.set_listener(listen)
+    ranks.message_tree.contribute(("save", 1), "a")
     assert [type(news) for news in heard] == [MessagesGathered, DecisionAnnounced]
 
 
@@ -65,17 +70,19 @@ def test_a_listener_that_answers_does_not_block_another_thread_for_ever() -> Non
         if isinstance(news, MessagesGathered):
             listening.set()
             assert announced.wait(PATIENCE_S)
-            ranks.council.announce(("b",), 2)
+            ranks.message_tree.announce(("b",), 2)
 
     def announce() -> None:
         assert listening.wait(PATIENCE_S)
-        ranks.council.announce(("a",), 1)  # returns, though the listener is busy
+        ranks.message_tree.announce(("a",), 1)  # returns, though the listener is busy
         announced.set()
 
-    ranks.listen(listen)
+    ranks.set_listener(listen)
     threads = [
         threading.Thread(target=announce, daemon=True),
-        threading.Thread(target=ranks.council.contribute, args=(("save", 1), "a"), daemon=True),
+        threading.Thread(
+            target=ranks.message_tree.contribute, args=(("save", 1), "a"), daemon=True
+        ),
     ]
     for thread in threads:
         thread.start()
@@ -94,8 +101,8 @@ def test_news_after_a_listener_that_failed_are_heard() -> None:
         if len(heard) == 1:
             raise ZeroDivisionError
 
-    ranks.listen(listen)
+    ranks.set_listener(listen)
     with pytest.raises(ZeroDivisionError):
-        ranks.council.tell(("a",), 1)
-    ranks.council.tell(("b",), 2)
+        ranks.message_tree.report(("a",), 1)
+    ranks.message_tree.report(("b",), 2)
     assert [news.topic for news in heard] == [("a",), ("b",)]

@@ -110,5 +110,5 @@ def _record(bodies: dict[int, Any]) -> bytes:
         for name, size, digest, raw in body
     )
     return Commit(
-        line=line, world_size=len(bodies), files=files, nodes=(), wall_time_s=1.0
+        lineage=line, world_size=len(bodies), files=files, nodes=(), wall_time_s=1.0
     ).encode()

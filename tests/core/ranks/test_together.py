@@ -261,7 +261,7 @@ def test_who_waits_when_the_others_are_lost_is_told_at_once(world: World) -> Non
     def lose(together: Agreement) -> Any:
         while not together._events:
             time.sleep(0.001)
-        together.lose(gone)
+        together.fail_waiting(gone)
 
     rank = world.ranks[2].together
     began = time.monotonic()
@@ -281,7 +281,7 @@ def test_an_answer_that_came_before_the_loss_counts(world: World) -> None:
     root = world.ranks[0].together
 
     def lose_then_decide(bodies: Bodies) -> Any:
-        root.lose(ConnectionError("hung up"))
+        root.fail_waiting(ConnectionError("hung up"))
         return total(bodies)
 
     results = world.run({**calls, 0: agree(decide=lose_then_decide), 6: agree()})

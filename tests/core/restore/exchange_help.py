@@ -118,11 +118,11 @@ class Peer:
     def put(self, tier: str, *parts: Made) -> list[DictImage]:
         """Lay copies on a tier; its record names all that were laid there."""
         for made in parts:
-            id, shard = made.commit.line.checkpoint, made.manifest.shard
+            id, shard = made.commit.lineage.checkpoint, made.manifest.shard
             copy = Made(bytearray(made.image), made.manifest, made.commit)
             self.images[tier, id, shard] = DictImage(tier, copy, in_memory=tier == "host")
             self.found.setdefault((tier, id), []).append(made)
-        return [self.images[tier, m.commit.line.checkpoint, m.manifest.shard] for m in parts]
+        return [self.images[tier, m.commit.lineage.checkpoint, m.manifest.shard] for m in parts]
 
     def listings(self) -> tuple[Listing, ...]:
         return tuple(

@@ -70,7 +70,7 @@ def checkpoint(
         started_from=started_from,
     )
     manifest = Manifest(
-        line=line,
+        lineage=line,
         shard=SHARD,
         image_bytes=layout.image_bytes,
         data_start=layout.data_start,
@@ -81,7 +81,7 @@ def checkpoint(
     )
     data = manifest.encode()
     commit = Commit(
-        line=line,
+        lineage=line,
         world_size=1,
         files=(
             NamedFile(name=f"{STEM}.safetensors", bytes=layout.image_bytes, digest=None),
@@ -137,7 +137,7 @@ class Tiers:
 
     def put(self, tier: str, made: Made, **members: Any) -> DictImage:
         """Lay a copy of its own on a tier."""
-        id = made.commit.line.checkpoint
+        id = made.commit.lineage.checkpoint
         copy = Made(bytearray(made.image), made.manifest, made.commit)
         image = DictImage(tier, copy, in_memory=tier == "host")
         self.images[tier, id] = image

@@ -21,7 +21,7 @@ from several_help import (
 
 from tierfall.core.copies.chunk_reader import Fallback
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
-from tierfall.core.format.records import read_commit
+from tierfall.core.format.records import parse_commit
 from tierfall.core.restore.agreement import (
     Candidates,
     agree_to_restore,
@@ -173,8 +173,8 @@ def test_the_newest_whole_checkpoint_is_chosen_and_the_others_are_passed_over_by
     lost(ranks[1])
     decision = chosen(ranks)
     assert steps(decision) == ["4@1", "3@1"]
-    records = [read_commit(said.encode(), what="said") for said in decision.commits]
-    assert [record.line.attempt_id for record in records] == [f"{1:032x}"] * 2
+    records = [parse_commit(said.encode(), what="said") for said in decision.commits]
+    assert [record.lineage.attempt_id for record in records] == [f"{1:032x}"] * 2
     assert decision.fallbacks == (
         Fallback(what="step 5@1", reason="rank 1 of 2 is on no tier that answered"),
     )
@@ -281,7 +281,7 @@ def test_a_checkpoint_that_this_rank_sees_nowhere_is_a_candidate_without_copies(
     (known,) = agreed(two)[1]
     assert (known.id, known.copies) == (CheckpointId(5, 1), {})
     assert known.commit is not None
-    assert known.commit.line == sharded(5, 0, 2).commit.line
+    assert known.commit.line == sharded(5, 0, 2).commit.lineage
     assert known.commit.world_size == 2
 
 
@@ -291,15 +291,15 @@ def test_a_rank_takes_no_shard_from_another_life_of_the_run(two: list[Rank]) -> 
     parts = []
     for rank in range(2):
         made = sharded(5, rank, 2)
-        line = replace(made.commit.line, attempt_id="f" * 32)
-        commit = replace(made.commit, line=line, wall_time_s=9.0)
-        parts.append(Made(made.image, replace(made.manifest, line=line), commit))
+        line = replace(made.commit.lineage, attempt_id="f" * 32)
+        commit = replace(made.commit, lineage=line, wall_time_s=9.0)
+        parts.append(Made(made.image, replace(made.manifest, lineage=line), commit))
     tiers[0].put("store", replace(parts[0], commit=all_named(parts)))
     tiers[1].put("nvme", sharded(5, 1, 2))
     first, second = agreed(two)
     assert first[0].commit is not None
     assert second[0].commit is not None
-    assert second[0].commit.line == parts[0].commit.line
+    assert second[0].commit.line == parts[0].commit.lineage
     assert second[0].copies["nvme"].commit is None
     assert "another life" in str(second[0].copies["nvme"].damage)
 

@@ -40,7 +40,9 @@ def carried(asks: Sequence[ExchangeRequest]) -> dict[int, ExchangeRequest]:
 
 def own(rank: int, sees: Mapping[int, Iterable[int]] | None) -> ExchangeRequest:
     wants = {rank: RequestedRanges(64, (0, 100))}
-    return ExchangeRequest(wants=wants, alone=True, sees=None if sees is None else ranges(sees))
+    return ExchangeRequest(
+        requested=wants, alone=True, readable=None if sees is None else ranges(sees)
+    )
 
 
 def ranges(sees: Mapping[int, Iterable[int]]) -> dict[int, NumberRanges]:
@@ -81,23 +83,25 @@ def test_a_second_copy_on_another_node_calls_for_one_too() -> None:
 
 def test_headers_come_before_what_others_have_planned_already() -> None:
     planning = ExchangeRequest(
-        wants={i: RequestedRanges(0) for i in range(2)}, planning=True, sees=ranges(SEES_ALL)
+        requested={i: RequestedRanges(0) for i in range(2)},
+        planning=True,
+        readable=ranges(SEES_ALL),
     )
     said = answer(own(0, SEES_ALL), planning)
     assert said.next is NextPhase.HEADERS
-    assert [(g.ranks, dict(g.wants)) for g in said.rank_groups()] == [
+    assert [(g.ranks, dict(g.requested)) for g in said.rank_groups()] == [
         ((1,), {0: RequestedRanges(0), 1: RequestedRanges(0)})
     ]
 
 
 def test_what_many_want_alike_is_said_once() -> None:
     wants = {i: RequestedRanges(1 << 24, (0, 1 << 34)) for i in range(512)}
-    asks = [ExchangeRequest(wants=wants, sees=ranges({2: range(512)})) for _ in range(512)]
+    asks = [ExchangeRequest(requested=wants, readable=ranges({2: range(512)})) for _ in range(512)]
     decision = decide(carried(asks), place_of, "name")
     assert len(json.dumps(decision.to_json())) < 30_000
     (group,) = decision.rank_groups()
     assert group.ranks == tuple(range(512))
-    assert group.wants == wants
+    assert group.requested == wants
 
 
 def test_nothing_is_left_to_do_once_nobody_wants_any() -> None:
@@ -114,6 +118,6 @@ def test_what_one_rank_failed_at_all_hear() -> None:
 
 
 def test_a_rank_that_stops_ends_it_for_all() -> None:
-    said = answer(own(0, SEES_ALL), ExchangeRequest(stopped="no more", sees=ranges(SEES_ALL)))
+    said = answer(own(0, SEES_ALL), ExchangeRequest(stopped="no more", readable=ranges(SEES_ALL)))
     assert said.next is NextPhase.DONE
     assert said.stopped == (1, "no more")

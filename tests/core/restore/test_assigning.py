@@ -36,7 +36,8 @@ def fill(start: int, end: int) -> Fill:
 def group(*ranks: int, **wants: tuple[int, ...]) -> RankGroup:
     """``group(0, 1, i3=(0, 25))``: ranks 0 and 1 want bytes 0 to 25 of rank 3's image."""
     return RankGroup(
-        ranks=ranks, wants={int(i[1:]): RequestedRanges(CHUNK, runs) for i, runs in wants.items()}
+        ranks=ranks,
+        requested={int(i[1:]): RequestedRanges(CHUNK, runs) for i, runs in wants.items()},
     )
 
 
@@ -67,7 +68,7 @@ def test_what_all_want_is_read_in_equal_shares() -> None:
 
 
 def test_headers_are_read_in_equal_shares_too() -> None:
-    groups = [RankGroup(ranks=(0, 1), wants={image: RequestedRanges(0) for image in range(6)})]
+    groups = [RankGroup(ranks=(0, 1), requested={image: RequestedRanges(0) for image in range(6)})]
     items = assign(groups, {image: [(1, (0, 1))] for image in range(6)})
     assert [item.chunk for item in items] == [HEADER] * 6
     assert [len(reads_of(items, rank)) for rank in range(2)] == [3, 3]
@@ -109,7 +110,7 @@ def jobs(draw: Any) -> tuple[int, list[RankGroup], dict[int, Any], set[tuple[int
             spans = [fill(a, b) for a, b in itertools.pairwise(cuts)][::2]
             wants[image] = requested_ranges(spans, CHUNK)
         members = tuple(rank for rank in range(count) if owners[rank] == number)
-        groups.append(RankGroup(ranks=members, wants=wants))
+        groups.append(RankGroup(ranks=members, requested=wants))
     holders = {}
     for image in range(images):
         tiers = draw(st.lists(st.tuples(st.integers(0, 2), ranks), min_size=1, max_size=3))
@@ -186,14 +187,16 @@ def test_all_ranks_come_to_the_same(job: Any, order: Any) -> None:
     _, groups, holders, excluded = job
     shuffled = list(holders.items())
     order.shuffle(shuffled)
-    again = [RankGroup(ranks=g.ranks, wants=dict(reversed(list(g.wants.items())))) for g in groups]
+    again = [
+        RankGroup(ranks=g.ranks, requested=dict(reversed(list(g.wants.items())))) for g in groups
+    ]
     assert assign(again, dict(shuffled), set(excluded)) == assign(groups, holders, excluded)
 
 
 def test_ten_thousand_chunks_for_a_thousand_ranks_are_assigned_soon() -> None:
     ranks = tuple(range(1000))
     groups = [
-        RankGroup(ranks=ranks, wants={i: RequestedRanges(CHUNK, (0, 100)) for i in range(1000)})
+        RankGroup(ranks=ranks, requested={i: RequestedRanges(CHUNK, (0, 100)) for i in range(1000)})
     ]
     began = time.thread_time()
     items = assign(groups, {image: [(1, ranks)] for image in range(1000)})

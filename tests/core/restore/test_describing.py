@@ -133,7 +133,7 @@ def test_records_of_several_nodes_become_one_that_names_all_shards() -> None:
     copy = only(merged(found(part(0), marks=frozenset({"pin"})), found(part(1), bytes=70)))
     assert copy.commit is not None
     assert copy.commit.files == part(0).files + part(1).files
-    assert copy.commit.line == part(0).line
+    assert copy.commit.lineage == part(0).lineage
     assert copy.bytes == 170
     assert copy.marks == {"pin"}
     assert copy.damage is None
@@ -162,7 +162,7 @@ def test_two_records_that_name_different_files_of_one_name_are_damage() -> None:
 def test_two_records_of_one_life_that_contradict_each_other_are_damage(change: str) -> None:
     record = part(1)
     if change == "ordinal":
-        record = replace(record, line=replace(record.line, ordinal=99))
+        record = replace(record, lineage=replace(record.lineage, ordinal=99))
     else:
         record = replace(record, world_size=3)
     copy = only(merged(found(part(0)), found(record)))
@@ -171,8 +171,8 @@ def test_two_records_of_one_life_that_contradict_each_other_are_damage(change: s
 
 
 def test_of_two_lives_under_one_name_the_one_that_was_saved_last_is_kept() -> None:
-    line = replace(part(1).line, attempt_id="f" * 32)
-    newer = part(1, line=line, wall_time_s=2.0)
+    line = replace(part(1).lineage, attempt_id="f" * 32)
+    newer = part(1, lineage=line, wall_time_s=2.0)
     listing = merged(found(part(0), marks=frozenset({"tombstone"})), found(newer))
     copy = only(listing)
     assert copy.commit == newer

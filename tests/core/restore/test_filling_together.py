@@ -287,7 +287,7 @@ def raising(error: BaseException) -> Callable[[], RankFailure | None]:
 def test_each_candidate_is_told_of_once() -> None:
     alone = Alone()
     alone.damage(5)
-    answers = iter([RankFailure(rank=0, message="x", for_good=False), None])
+    answers = iter([RankFailure(rank=0, message="x", permanent=False), None])
     alone.fill(lambda: next(answers))
     assert alone.told == [("5@1", IntegrityError), ("4@1", None)]
 
@@ -320,7 +320,7 @@ def test_an_older_step_that_does_not_fit_says_so_in_the_plan_s_own_words() -> No
     with pytest.raises(RestoreError) as caught:
         alone.fill(
             lambda: (
-                None if len(alone.told) == 2 else RankFailure(rank=0, message="x", for_good=False)
+                None if len(alone.told) == 2 else RankFailure(rank=0, message="x", permanent=False)
             )
         )
     assert isinstance(caught.value.__cause__, RestoreError)

@@ -130,8 +130,8 @@ def test_copies_of_one_name_with_different_content_are_never_mixed(state: dict[s
     tiers = Tiers("nvme", "store")
     fast = tiers.put("nvme", checkpoint(5))
     stranger = checkpoint(6)
-    line = dataclasses.replace(stranger.commit.line, checkpoint=CheckpointId(5, 1))
-    stranger.manifest = dataclasses.replace(stranger.manifest, line=line)
+    line = dataclasses.replace(stranger.commit.lineage, checkpoint=CheckpointId(5, 1))
+    stranger.manifest = dataclasses.replace(stranger.manifest, lineage=line)
     data = stranger.manifest.encode()
     from tierfall.core.format.documents import sha256
 
@@ -139,7 +139,7 @@ def test_copies_of_one_name_with_different_content_are_never_mixed(state: dict[s
         stranger.commit.files[0],
         dataclasses.replace(stranger.commit.files[1], bytes=len(data), digest=sha256(data)),
     )
-    stranger.commit = dataclasses.replace(stranger.commit, line=line, files=files)
+    stranger.commit = dataclasses.replace(stranger.commit, lineage=line, files=files)
     slow = tiers.put("store", stranger)
     restored = tiers.restore(state)
     assert restored is not None

@@ -85,12 +85,12 @@ def test_the_step_of_a_rule_without_time_waits_for_nothing() -> None:
 
 def test_while_a_restore_reads_nothing_goes_and_after_it_it_does() -> None:
     world = aged()
-    world.coordinator.dropper.paused = True
+    world.coordinator.deleter.paused = True
     world.now_s = HOUR_S + 1
     assert world.step() is None
     world.run_all()
     assert world.steps_on("nvme") == [1, 2, 3, 4]
-    world.coordinator.dropper.paused = False
+    world.coordinator.deleter.paused = False
     world.step()
     world.run_all()
     assert world.steps_on("nvme") == [2, 3, 4]
@@ -139,7 +139,7 @@ def test_what_lies_there_at_a_start_ages_by_when_it_was_saved() -> None:
     world.step()
     world.run_all()
     assert world.steps_on("nvme") == [1, 2, 3, 4], "it goes before this start knows what is good"
-    world.coordinator.ledger.go_on_from(CheckpointId(4, 1), attempt=2)
+    world.coordinator.ledger.continue_from(CheckpointId(4, 1), attempt=2)
     world.settle(limit_s=1.0)
     assert world.steps_on("nvme") == [3, 4]
 

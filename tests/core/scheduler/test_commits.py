@@ -127,7 +127,9 @@ def test_a_copy_under_way_that_a_rule_of_rank_0_gives_up_is_stopped_and_is_no_fa
     talk(run)
     work(run, follows, CopyRun)
     assert decides.coordinator.commits is not None
-    decides.coordinator.commits.gives_up(SHARED_TIER, CheckpointId(1, 1), "newer ones came first")
+    decides.coordinator.commits.give_up_by_rule(
+        SHARED_TIER, CheckpointId(1, 1), "newer ones came first"
+    )
     talk(run)
     while follows.run_one(DRAW):
         assert not any(isinstance(task, FinishCopy) for task in follows.tasks), "it was brought"
@@ -190,7 +192,7 @@ def test_others_are_told_of_a_tier_that_does_not_answer_one_rank_and_train_on() 
         for rank in run.ranks:
             assert rank.handles[CheckpointId(step, 1)].outcome is SaveOutcome.FAILED
             assert not rank.coordinator.busy()
-    bad.troubles[SHARED_TIER].heal()
+    bad.troubles[SHARED_TIER].stop()
     run.settle()
     assert run.committed(SHARED_TIER) == {CheckpointId(4, 1), CheckpointId(5, 1)}
     for rank in run.ranks:
@@ -211,7 +213,7 @@ def test_what_one_rank_lets_go_of_no_rank_goes_on_to_bring() -> None:
     assert error is None, error
     assert CheckpointId(1, 1) not in ahead.sealed()
     region.release()
-    bad.troubles[SHARED_TIER].heal()
+    bad.troubles[SHARED_TIER].stop()
     run.settle()
     assert run.committed(SHARED_TIER) == {CheckpointId(2, 1)}
     assert not any(rank.coordinator.busy() for rank in run.ranks)
@@ -225,8 +227,8 @@ def test_room_made_on_one_rank_does_not_help_another_that_is_stuck() -> None:
     for rank in run.ranks:
         rank.save(1)
     run.settle(limit_s=100.0)
-    dropper = run.ranks[0].coordinator.dropper
-    dropper.leave(DeleteCopy(tier=NODE_TIER, id=CheckpointId(9, 1), reason="x", unfinished=True))
+    dropper = run.ranks[0].coordinator.deleter
+    dropper.delete(DeleteCopy(tier=NODE_TIER, id=CheckpointId(9, 1), reason="x", unfinished=True))
     run.settle(limit_s=10.0)
     assert not run.ranks[0].coordinator.busy()
 
@@ -240,10 +242,10 @@ def test_a_rank_that_recovers_before_another_does_not_wait_for_that_one(early: i
     run.settle(limit_s=60.0)
     first, second = run.ranks[early], run.ranks[1 - early]
     assert all(NODE_TIER in rank.coordinator.ledger.failing for rank in run.ranks)
-    first.troubles[NODE_TIER].heal()
+    first.troubles[NODE_TIER].stop()
     run.settle(limit_s=60.0)
     assert not first.coordinator.busy(), "the other is still stuck"
-    second.troubles[NODE_TIER].heal()
+    second.troubles[NODE_TIER].stop()
     run.settle()
     assert all(rank.committed(NODE_TIER) == {CheckpointId(1, 1)} for rank in run.ranks)
     assert not any(rank.coordinator.ledger.failing for rank in run.ranks)
@@ -260,7 +262,7 @@ def test_a_commit_that_does_not_get_through_is_said() -> None:
         with pytest.raises(FlushError, match=r"rank 0: .*failed before"):
             rank.handles[CheckpointId(1, 1)].wait(SHARED_TIER, timeout=0)
         assert not rank.coordinator.busy()
-    trouble.heal()
+    trouble.stop()
     run.settle(limit_s=100.0)
     assert all(r.handles[CheckpointId(1, 1)].outcome is SaveOutcome.SAVED for r in run.ranks)
 
@@ -395,9 +397,9 @@ def test_a_tombstone_that_a_pin_contradicts_ends_the_flush_of_no_rank_alone() ->
     store = StoredTier(name=SHARED_TIER, run="run", backend=run.disk(SHARED_TIER, 0))
     for name in (names.TOMBSTONE_MARK, names.PIN_MARK):
         store.add_mark(Mark(name=name, checkpoint=one, wall_time_s=0.0))
-        first.coordinator.dropper.survey_all()
+        first.coordinator.deleter.plan_all_tiers()
         run.settle(limit_s=5.0)
-    first.troubles[NODE_TIER].heal()
+    first.troubles[NODE_TIER].stop()
     run.settle()
     assert all(rank.committed(NODE_TIER) == {one} for rank in run.ranks)
     assert not any(rank.coordinator.busy() for rank in run.ranks)
@@ -414,7 +416,7 @@ def test_a_part_whose_deletion_is_tried_again_is_not_forgotten_meanwhile(under_w
     store = StoredTier(name=NODE_TIER, run="run", backend=run.disk(NODE_TIER, 0))
     store.add_mark(Mark(name=names.TOMBSTONE_MARK, checkpoint=one, wall_time_s=0.0))
     other = StoredTier(name=NODE_TIER, run="run", backend=run.disk(NODE_TIER, 1))
-    other.drop(one, attempt=None)
+    other.delete(one, attempt=None)
     run.crash(nodes_lost=[0, 1])
     run.start()
     trouble = run.ranks[0].troubles[NODE_TIER]
@@ -423,11 +425,11 @@ def test_a_part_whose_deletion_is_tried_again_is_not_forgotten_meanwhile(under_w
         rank.save(2)
     run.settle(limit_s=5.0)
     assert set(run.records(NODE_TIER, 0)) == {one, CheckpointId(2, 2)}
-    trouble.heal()
+    trouble.stop()
     held: list[Task] = []
     if under_way:
         rank = run.ranks[0]
-        rank.coordinator.dropper.leave(DeleteCopy(tier=NODE_TIER, id=one, reason="a part of it"))
+        rank.coordinator.deleter.delete(DeleteCopy(tier=NODE_TIER, id=one, reason="a part of it"))
         held, rank.tasks[:] = rank.tasks[:], []
     pass_time(run, RETRY_S)
     while any(rank.run_one(DRAW) for rank in run.ranks):

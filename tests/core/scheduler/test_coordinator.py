@@ -476,7 +476,7 @@ def test_faults_by_seed_never_lose_what_was_committed() -> None:
                 world.seal(snapshot)
                 saved = step
             world.settle(limit_s=30)
-        backends[0].heal()
+        backends[0].stop()
         world.settle(limit_s=2000)
         world.check("nvme")
         assert world.steps_on("nvme")[-1] == saved
@@ -496,7 +496,7 @@ def test_what_a_line_leaves_behind_stays_so_when_the_tier_that_had_the_line_is_l
     world.memory.regions.clear()
     world.rules = (world.rules[0], world.rules[1], replace(world.rules[2], flush_every=100))
     world.start()
-    world.coordinator.ledger.go_on_from(goes_back_to, attempt=2)
+    world.coordinator.ledger.continue_from(goes_back_to, attempt=2)
     world.started_from = goes_back_to
     world.save(3)
     world.settle()

@@ -13,7 +13,7 @@ from tests.simulation.rank import Troubled
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Operation
-from tierfall.core.format.records import read_manifest
+from tierfall.core.format.records import parse_manifest
 from tierfall.core.scheduler.ledger.tasks import (
     ChangeMark,
     CheckChunk,
@@ -96,7 +96,7 @@ def test_what_another_tier_holds_is_read_before_it_is_the_reason_to_drop_a_copy(
     for step in (1, 2):
         flip(world.disks["large"], step)
     world.start()
-    world.coordinator.ledger.go_on_from(CheckpointId(3, 1), attempt=2)
+    world.coordinator.ledger.continue_from(CheckpointId(3, 1), attempt=2)
     for step in (4, 5, 6):
         world.save(step)
         world.settle()
@@ -108,7 +108,7 @@ def test_what_another_tier_holds_is_read_before_it_is_the_reason_to_drop_a_copy(
 def test_room_does_not_wait_for_a_tier_that_answers_no_read() -> None:
     world = full_of_older_ones()
     world.start()
-    world.coordinator.ledger.go_on_from(CheckpointId(3, 1), attempt=2)
+    world.coordinator.ledger.continue_from(CheckpointId(3, 1), attempt=2)
     world.save(4)
     for second in range(120):
         world.now_s = float(second)
@@ -187,7 +187,7 @@ def test_what_a_reader_finds_damaged_counts_for_nothing_and_is_written_anew(code
     world.start()
     world.settle()
     flip(world.disks["nvme"], at=200)
-    world.coordinator.damages.found("nvme", FIRST, "chunk 0 does not match its digest")
+    world.coordinator.damage_reports.report("nvme", FIRST, "chunk 0 does not match its digest")
     assert state(world, "nvme") is CopyState.ABSENT
     assert damage(world, "nvme") == "chunk 0 does not match its digest"
     view = world.coordinator.ledger.view()
@@ -199,7 +199,7 @@ def test_what_a_reader_finds_damaged_counts_for_nothing_and_is_written_anew(code
 
 def find_and_mark_last(world: World) -> None:
     """The first step on nvme is found damaged: whatever is waited for, its mark is written after all else."""
-    world.coordinator.damages.found("nvme", FIRST, "does not match")
+    world.coordinator.damage_reports.report("nvme", FIRST, "does not match")
     world.step()
 
     def others() -> list[Task]:
@@ -232,7 +232,7 @@ def test_a_mark_that_is_written_late_is_not_left_over_where_the_copy_has_gone() 
     world.settle()
     answer: list[dict[str, BaseException]] = []
     world.coordinator.post(
-        Command(kind=CommandKind.DELETE, id=FIRST, wall_time_s=0.0, answer=answer.append)
+        Command(kind=CommandKind.DELETE, id=FIRST, wall_time_s=0.0, on_answer=answer.append)
     )
     find_and_mark_last(world)
     assert answer == [{}]
@@ -268,7 +268,7 @@ def test_a_copy_that_is_repaired_later_when_another_tier_has_it() -> None:
     while state(world, "nvme") is not CopyState.COMMITTED:
         assert world.run_one()
     flip(world.disks["nvme"], at=200)
-    world.coordinator.damages.found("nvme", FIRST, "does not match")
+    world.coordinator.damage_reports.report("nvme", FIRST, "does not match")
     world.settle()
     world.check("nvme")
     assert damage(world, "nvme") is None
@@ -279,9 +279,9 @@ def test_damage_that_is_reported_twice_is_repaired_once_and_a_copy_that_left_is_
     world.start()
     world.settle()
     for _ in range(2):
-        world.coordinator.damages.found("nvme", FIRST, "does not match")
-    world.coordinator.damages.found("pfs", FIRST, "retention took it")
-    world.coordinator.damages.found("pfs", CheckpointId(9, 9), "nobody knows it")
+        world.coordinator.damage_reports.report("nvme", FIRST, "does not match")
+    world.coordinator.damage_reports.report("pfs", FIRST, "retention took it")
+    world.coordinator.damage_reports.report("pfs", CheckpointId(9, 9), "nobody knows it")
     assert damage(world, "pfs") is None
     assert len(world.coordinator.ledger.entries) == 3
 
@@ -294,14 +294,14 @@ def test_a_repair_evicts_nothing() -> None:
     world = saved((1,), file_rules("nvme", capacity_bytes=int(2.5 * IMAGE)), file_rules("pfs"))
     purge(world.disks["nvme"])
     world.start()
-    world.coordinator.damages._tried.add(("nvme", FIRST))  # until the room is taken
+    world.coordinator.damage_reports._tried.add(("nvme", FIRST))  # until the room is taken
     world.coordinator.ledger.entries[FIRST].owed.clear()
     for step in (2, 3):
         world.save(step)
         world.settle()
-    world.coordinator.damages._tried.clear()
+    world.coordinator.damage_reports._tried.clear()
     asked = drops(world)
-    world.coordinator.damages.plan_repairs()
+    world.coordinator.damage_reports.plan_repairs()
     world.settle()
     assert not asked
     assert damage(world, "nvme") is not None
@@ -315,7 +315,7 @@ def test_a_full_tier_takes_a_repair_in_the_room_of_the_damaged_copy() -> None:
     world.settle()
     flip(world.disks["nvme"], at=200)
     asked = drops(world)
-    world.coordinator.damages.found("nvme", FIRST, "does not match")
+    world.coordinator.damage_reports.report("nvme", FIRST, "does not match")
     world.settle()
     assert world.steps_on("nvme") == [1, 2]
     world.check("nvme")
@@ -335,7 +335,7 @@ def test_newer_copies_come_before_repairs() -> None:
     world.sees = note
     for step in (2, 3):
         world.save(step)
-    world.coordinator.damages.found("pfs", FIRST, "does not match")
+    world.coordinator.damage_reports.report("pfs", FIRST, "does not match")
     world.settle()
     assert finished == [CheckpointId(2, 2), CheckpointId(3, 2), FIRST]
 
@@ -345,8 +345,8 @@ def test_another_checkpoint_of_that_name_is_never_written_over() -> None:
     world = saved((1,), file_rules("nvme"), file_rules("pfs"))
     folder = "run/step-00000001-a0001/"
     disk = world.disks["pfs"]
-    manifest = read_manifest(bytes(disk._objects[f"{folder}{STEM}.json"]), what="it")
-    manifest = replace(manifest, line=replace(manifest.line, attempt_id="f" * 32))
+    manifest = parse_manifest(bytes(disk._objects[f"{folder}{STEM}.json"]), what="it")
+    manifest = replace(manifest, lineage=replace(manifest.lineage, attempt_id="f" * 32))
     disk._objects[f"{folder}{STEM}.json"] = memoryview(manifest.encode())
     flip(disk, at=40, name="commit.json")
     before = dict(disk._objects)
@@ -381,7 +381,7 @@ def test_a_repair_that_fails_leaves_the_copy_damaged_and_the_next_start_repairs_
     assert state(world, "pfs") is CopyState.ABSENT
     assert not world.coordinator.busy()
     assert world.steps_on("pfs") == [1], "its record is where it was"
-    backends["pfs"].heal()
+    backends["pfs"].stop()
     world.save(2)
     world.settle()
     world.crash()
@@ -428,7 +428,7 @@ def test_a_damaged_copy_that_is_pinned_stays_and_one_that_is_deleted_goes() -> N
         if CheckpointId(step, 1) in world.coordinator.ledger.entries:
             world.order(CommandKind.PIN, CheckpointId(step, 1))
     pinned = CheckpointId(2, 1)
-    world.coordinator.damages.found("pfs", pinned, "does not match")
+    world.coordinator.damage_reports.report("pfs", pinned, "does not match")
     for step in (3, 4):
         world.save(step)
         world.settle()
@@ -442,7 +442,7 @@ def test_a_damaged_copy_does_not_stand_for_a_good_one_in_retention() -> None:
     """Of the last two one is damaged: the two that are good stay."""
     world = saved((1, 2), file_rules("pfs", retain_last=2))
     world.start()
-    world.coordinator.damages.found("pfs", CheckpointId(2, 1), "does not match")
+    world.coordinator.damage_reports.report("pfs", CheckpointId(2, 1), "does not match")
     world.save(3)
     world.settle()
     assert world.steps_on("pfs") == [1, 2, 3]
@@ -543,9 +543,9 @@ def two_with_damage(restored: CheckpointId = FIRST, **members: Any) -> World:
     world.started_from = restored
     world.start()
     ledger = world.coordinator.ledger
-    ledger.go_on_from(restored, attempt=2)
+    ledger.continue_from(restored, attempt=2)
     ledger.entries[FIRST].verified.add("pfs")
-    world.coordinator.damages.found("pfs", SECOND, "does not match")
+    world.coordinator.damage_reports.report("pfs", SECOND, "does not match")
     return world
 
 
@@ -567,9 +567,9 @@ def test_a_full_disk_gives_up_the_damaged_copy_first() -> None:
     world.started_from = FIRST
     world.start()
     ledger = world.coordinator.ledger
-    ledger.go_on_from(FIRST, attempt=2)
+    ledger.continue_from(FIRST, attempt=2)
     ledger.entries[FIRST].verified.add("pfs")
-    world.coordinator.damages.found("pfs", SECOND, "does not match")
+    world.coordinator.damage_reports.report("pfs", SECOND, "does not match")
     world.coordinator.lanes["pfs"].full = True
     world.save(3)
     world.settle()
@@ -584,10 +584,10 @@ def test_a_capacity_that_was_lowered_is_kept_with_damaged_copies_there() -> None
     world.started_from = SECOND
     world.start()
     ledger = world.coordinator.ledger
-    ledger.go_on_from(SECOND, attempt=2)
+    ledger.continue_from(SECOND, attempt=2)
     ledger.entries[SECOND].verified.add("pfs")
     for step in (3, 4):
-        world.coordinator.damages.found("pfs", CheckpointId(step, 1), "does not match")
+        world.coordinator.damage_reports.report("pfs", CheckpointId(step, 1), "does not match")
     world.save(5)
     world.settle()
     assert world.steps_on("pfs") == [2, 5]
@@ -620,9 +620,9 @@ def test_a_copy_that_is_being_written_anew_does_not_go_for_room() -> None:
     world = saved((1, 2), file_rules("nvme", capacity_bytes=int(2.5 * IMAGE)), file_rules("pfs"))
     flip(world.disks["nvme"], 2)
     world.start()
-    world.coordinator.ledger.go_on_from(SECOND, attempt=2)
+    world.coordinator.ledger.continue_from(SECOND, attempt=2)
     asked = drops(world)
-    world.coordinator.damages.found("nvme", SECOND, "does not match")
+    world.coordinator.damage_reports.report("nvme", SECOND, "does not match")
     world.save(3)
     world.settle()
     assert SECOND not in [task.id for task in asked]
@@ -659,7 +659,7 @@ def test_what_one_rank_finds_damaged_counts_for_nothing_on_all_and_is_written_an
     for key in images(run.disk(tier, 1)):
         if "rank-00001" in key:
             del run.disk(tier, 1)._objects[key]
-    run.ranks[1].coordinator.damages.found(tier, FIRST, "chunk 3")
+    run.ranks[1].coordinator.damage_reports.report(tier, FIRST, "chunk 3")
     heard: list[list[str | None]] = []
 
     def note() -> None:

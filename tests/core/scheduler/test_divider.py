@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.core.ranks.network import Network
-from tierfall.core.capture.snapshot import Share
+from tierfall.core.capture.snapshot import ReplicaShare
 from tierfall.core.image.dedup import ReplicaAssignment, ReplicatedTensors
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankReported
@@ -44,7 +44,7 @@ class Job:
         ]
         self.answers: list[Any] = [UNANSWERED for _ in nodes]
         for divider, council in zip(self.dividers, self.network.councils, strict=True):
-            hear = divider.hear
+            hear = divider.on_message
             council.on_gathered = lambda t, b, hear=hear: hear(MessagesGathered(topic=t, bodies=b))  # type: ignore[misc]
             council.on_announced = lambda t, b, hear=hear: hear(DecisionAnnounced(topic=t, body=b))  # type: ignore[misc]
             council.on_reported = lambda t, b, r, hear=hear: hear(
@@ -56,11 +56,11 @@ class Job:
             self.answers[rank] = division
 
         self.answers[rank] = UNANSWERED
-        asked = AssignmentRequest(id=CheckpointId(step, 1), shareable=share, answer=answer)
-        self.dividers[rank].ask(asked)
+        asked = AssignmentRequest(id=CheckpointId(step, 1), shareable=share, on_answer=answer)
+        self.dividers[rank].request(asked)
 
     def begin(self, rank: int, step: int) -> None:
-        self.dividers[rank].has_begun(CheckpointId(step, 1))
+        self.dividers[rank].save_begun(CheckpointId(step, 1))
 
     def wait(self, until_s: float, *, since_s: float = 0.0) -> None:
         self.network.deliver()
@@ -77,7 +77,7 @@ def test_all_that_ask_get_one_division(seed: int) -> None:
         job.ask(rank, 1, shareable(4))
     job.network.deliver()
     assert len({answer.id for answer in job.answers}) == 1
-    assert [list(d.divisions) for d in job.dividers] == [list(job.dividers[0].divisions)] * 5
+    assert [list(d.assignments) for d in job.dividers] == [list(job.dividers[0].assignments)] * 5
 
 
 def test_a_rank_that_has_nothing_to_share_waits_for_nobody_and_is_waited_for_by_nobody() -> None:
@@ -111,7 +111,7 @@ def test_a_rank_that_has_begun_without_asking_leaves_the_others_undivided() -> N
     assert job.answers[0] == UNANSWERED
     job.wait(ASK_AGAIN_S + 1)
     assert job.answers[0] is None
-    assert not any(divider.divisions for divider in job.dividers)
+    assert not any(divider.assignments for divider in job.dividers)
     for rank in range(3):  # now all have to ask
         job.ask(rank, 3, shareable(5))
     job.network.deliver()
@@ -133,7 +133,7 @@ def test_who_never_comes_is_waited_for_no_longer_than_max_wait() -> None:
 def test_a_save_that_all_give_up_is_not_waited_for() -> None:
     job = Job(["a", "b"])
     job.ask(0, 1, shareable(4))
-    job.dividers[0].gone(CheckpointId(1, 1))
+    job.dividers[0].save_given_up(CheckpointId(1, 1))
     assert job.answers[0] is None
 
 
@@ -161,26 +161,28 @@ def test_whatever_ranks_do_each_that_asks_is_answered_soon_and_alike(seed: int) 
             job.begin(rank, step)
 
 
-def shares_of(job: Job, shares: list[ReplicatedTensors], *, digests: bool) -> dict[int, Share]:
+def shares_of(
+    job: Job, shares: list[ReplicatedTensors], *, digests: bool
+) -> dict[int, ReplicaShare]:
     (division,) = {answer.id: answer for answer in job.answers}.values()
     return {
-        rank: Share(
+        rank: ReplicaShare(
             structure=share.table.structure,
-            division=division.id,
+            assignment=division.id,
             digests=share.digests(division) if digests else None,
         )
         for rank, share in enumerate(shares)
     }
 
 
-def summary(share: Share) -> ImageShare:
+def summary(share: ReplicaShare) -> ImageShare:
     """As the rank's image is contributed with."""
     digests = None if share.digests is None else share.digests.by_group()
-    return ImageShare(structure=share.structure, assignment=share.division, digests=digests)
+    return ImageShare(structure=share.structure, assignment=share.assignment, digests=digests)
 
 
 def why_not(
-    job: Job, step: int, shares: dict[int, Share | None], *, deaf: int | None = None
+    job: Job, step: int, shares: dict[int, ReplicaShare | None], *, deaf: int | None = None
 ) -> str | None:
     """Let all ranks seal an image of a step; return why they are no checkpoint, as the last rank reads it."""
     id = CheckpointId(step, 1)
@@ -189,7 +191,7 @@ def why_not(
         if share is not None and rank != deaf:
             job.dividers[rank].sealed(id, share)
     said = {rank: summary(share) for rank, share in shares.items() if share is not None}
-    if job.dividers[0].are_alike(id, said):
+    if job.dividers[0].images_agree(id, said):
         assert id not in job.refused
         return None
     job.network.deliver()
@@ -205,22 +207,25 @@ def test_images_count_only_where_each_rank_wrote_what_others_left_to_it() -> Non
     job.network.deliver()
     unread = shares_of(job, shares, digests=False)
     assert "not compared" in str(why_not(job, 2, unread)), "the first save must be compared whole"
-    assert not any(divider.divisions for divider in job.dividers)
+    assert not any(divider.assignments for divider in job.dividers)
     assert why_not(job, 1, shares_of(job, shares, digests=True)) is None
     assert why_not(job, 2, unread) is None
-    other = Share(structure="another structure")
+    other = ReplicaShare(structure="another structure")
     # rank 0 writes the one tensor for both
     assert "rank 0 saved other tensors" in str(why_not(job, 3, {**unread, 0: other}))
     assert why_not(job, 4, {**unread, 1: other}) is None
-    undivided = Share(structure=shares[0].table.structure)
+    undivided = ReplicaShare(structure=shares[0].table.structure)
     assert "not compared" in str(why_not(job, 5, {**unread, 0: undivided}))
-    unknown = {rank: Share(structure=s.structure, division="unknown") for rank, s in unread.items()}
+    unknown = {
+        rank: ReplicaShare(structure=s.structure, assignment="unknown")
+        for rank, s in unread.items()
+    }
     for rank in range(2):
         job.ask(rank, 6, shares[rank])
     job.network.deliver()
-    assert all(divider.divisions for divider in job.dividers)
+    assert all(divider.assignments for divider in job.dividers)
     assert "not known" in str(why_not(job, 6, unknown))
-    assert not any(divider.divisions for divider in job.dividers), "all divide anew"
+    assert not any(divider.assignments for divider in job.dividers), "all divide anew"
     assert why_not(job, 7, {0: None, 1: None}) is None
 
 
@@ -233,7 +238,10 @@ def test_a_rank_that_was_not_divided_with_the_others_is_not_compared_with_them()
     divided = shares_of(job, shares, digests=True)
     (owner,) = {int(owner) for owner in job.answers[0].owners}
     other = (owner + 1) % 3
-    late = {**divided, other: Share(structure=divided[other].structure)}  # it waited too long
+    late = {
+        **divided,
+        other: ReplicaShare(structure=divided[other].structure),
+    }  # it waited too long
     assert "not compared" in str(why_not(job, 1, late))
 
 
@@ -254,12 +262,12 @@ def test_a_difference_ends_every_save_by_that_division_and_then_all_write_all() 
     assert first is not None
     assert first.startswith("model.weight on rank 0 differs from that on rank 1: ")
     assert why_not(job, 3, shares_of(job, shares, digests=False)) == first, "it was under way"
-    assert not any(divider.divisions for divider in job.dividers)
+    assert not any(divider.assignments for divider in job.dividers)
     for rank in range(2):
         job.ask(rank, 4, shares[rank])
     job.network.deliver()
     for rank, share in enumerate(shares):
-        assert share.left_out(job.answers[rank], rank) == {}
+        assert share.written_by_others(job.answers[rank], rank) == {}
     apart = shares_of(job, shares, digests=False)
     assert why_not(job, 4, apart) is None
     assert why_not(job, 5, apart) is None
@@ -276,7 +284,11 @@ def test_a_difference_of_the_first_save_ends_that_and_then_all_write_all() -> No
     for rank in range(2):
         job.ask(rank, 2, shares[rank])
     job.network.deliver()
-    assert shares[0].left_out(job.answers[0], 0) == shares[1].left_out(job.answers[1], 1) == {}
+    assert (
+        shares[0].written_by_others(job.answers[0], 0)
+        == shares[1].written_by_others(job.answers[1], 1)
+        == {}
+    )
     assert why_not(job, 2, shares_of(job, shares, digests=False)) is None
 
 
@@ -292,7 +304,7 @@ def test_a_rank_that_does_not_answer_holds_the_refusal_up_no_longer_than_others_
     root, id = job.dividers[0], CheckpointId(2, 1)
     assert not root.end_naming(id), "nothing is asked for yet"
     both = shares_of(job, shares, digests=True)
-    assert not root.are_alike(id, {rank: summary(share) for rank, share in both.items()})
+    assert not root.images_agree(id, {rank: summary(share) for rank, share in both.items()})
     assert id not in job.refused
     assert root.end_naming(id)
     assert "not replicas" in job.refused[id].text
@@ -307,5 +319,5 @@ def test_other_structures_are_shared_as_before() -> None:
     for rank in range(2):
         job.ask(rank, 3, wide[rank])
     job.network.deliver()
-    left = [share.left_out(job.answers[rank], rank) for rank, share in enumerate(wide)]
+    left = [share.written_by_others(job.answers[rank], rank) for rank, share in enumerate(wide)]
     assert sorted(map(len, left)) == [0, 1]

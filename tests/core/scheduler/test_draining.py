@@ -14,7 +14,7 @@ from tests.simulation.world import CHUNK, IMAGE, file_rules
 from tierfall.core.scheduler.ledger.tasks import CopyRun, LedgerQuery
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import ArrivalOutlook
-from tierfall.policies.drain import drain_in_words
+from tierfall.policies.drain import describe_drain
 
 RATE = IMAGE / 10.0
 """An image takes ten seconds."""
@@ -27,7 +27,7 @@ def drained(world: Throttled, seconds: float, asker: object = "test") -> Any:
     world.coordinator.post(
         LedgerQuery(
             function=lambda: world.coordinator.begin_drain(asker, until_s),
-            answer=lambda value, error: answer.extend((value, error)),
+            on_answer=lambda value, error: answer.extend((value, error)),
         )
     )
     world.step()
@@ -54,7 +54,7 @@ def test_the_half_done_copy_goes_first_then_the_newest_and_what_cannot_arrive_is
         world.save(step)
     world.go_on(5.0)  # step 2 is half done
     forecast = drained(world, 30.0)
-    said = [(d.checkpoint.step, d.prospect) for d in forecast]
+    said = [(d.checkpoint.step, d.outlook) for d in forecast]
     assert said == [
         (2, ArrivalOutlook.ARRIVES),
         (5, ArrivalOutlook.ARRIVES),
@@ -69,7 +69,7 @@ def test_the_half_done_copy_goes_first_then_the_newest_and_what_cannot_arrive_is
     assert world.steps_on("store") == [1, 2, 4, 5]
     assert 3 not in began
     lost = "step 3@1 will not be on store: 15.9 KiB are left, 2.5 s at 1.6 kB/s carry 4 KiB"
-    assert lost in drain_in_words(forecast)
+    assert lost in describe_drain(forecast)
     world.settle()  # the deadline is over: what was held back comes
     assert world.steps_on("store") == [1, 2, 3, 4, 5]
 
@@ -83,10 +83,10 @@ def test_nothing_is_waited_for_once_all_that_can_arrive_has() -> None:
     world.go_on(10.5)
     assert world.steps_on("store") == [1, 2], "it was begun before the drain"
     assert not world.coordinator.busy()
-    assert world.coordinator.left_undone() == ((CheckpointId(3, 1), "store"),)
+    assert world.coordinator.owed_copies() == ((CheckpointId(3, 1), "store"),)
     world.go_on(5.0)
     assert world.coordinator.busy()
-    assert world.coordinator.draining.next_s() is None
+    assert world.coordinator.drain_schedule.next_s() is None
 
 
 def test_a_copy_that_cannot_arrive_gives_way_and_comes_after_the_drain(
@@ -102,7 +102,7 @@ def test_a_copy_that_cannot_arrive_gives_way_and_comes_after_the_drain(
     with caplog.at_level(logging.INFO, logger="tierfall"):
         forecast = drained(world, 20.0)
         world.go_on(18.0)
-    assert [(d.checkpoint.step, d.prospect, d.gives_way) for d in forecast] == [
+    assert [(d.checkpoint.step, d.outlook, d.displaced) for d in forecast] == [
         (2, ArrivalOutlook.TOO_LATE, True),
         (3, ArrivalOutlook.ARRIVES, False),
     ]
@@ -121,7 +121,7 @@ def test_a_copy_that_was_begun_goes_on_where_nothing_else_could_arrive() -> None
         world.save(step)
     world.go_on(1.0)
     forecast = drained(world, 5.0)
-    assert [(d.checkpoint.step, d.prospect, d.goes) for d in forecast] == [
+    assert [(d.checkpoint.step, d.outlook, d.proceeds) for d in forecast] == [
         (2, ArrivalOutlook.TOO_LATE, True),
         (3, ArrivalOutlook.TOO_LATE, False),
     ]
@@ -136,11 +136,11 @@ def test_rates_that_turn_out_otherwise_change_the_plan() -> None:
     world = throttled("store")
     for step in (2, 3, 4, 5):
         world.save(step)
-    assert [d.prospect for d in drained(world, 40.0)] == [ArrivalOutlook.ARRIVES] * 4
+    assert [d.outlook for d in drained(world, 40.0)] == [ArrivalOutlook.ARRIVES] * 4
     world.bytes_per_s["store"] = RATE / 3
     world.go_on(39.0)
     assert world.steps_on("store") == [1, 2], "what was begun came, three times as slowly"
-    late = [d.checkpoint.step for d in world.coordinator.draining.plan if not d.goes]
+    late = [d.checkpoint.step for d in world.coordinator.drain_schedule.plan if not d.proceeds]
     assert late == [5, 4, 3]
     world.bytes_per_s["store"] = RATE * 100
 
@@ -161,10 +161,10 @@ def test_a_tier_that_nothing_is_known_of_is_tried_and_planned_for_once_it_is_kno
     for step in (1, 2, 3):
         world.save(step)
     forecast = drained(world, 25.0)
-    assert [(d.prospect, d.goes) for d in forecast] == [(ArrivalOutlook.UNKNOWN, True)] * 3
-    assert "nobody knows yet" in drain_in_words(forecast)[0]
+    assert [(d.outlook, d.proceeds) for d in forecast] == [(ArrivalOutlook.UNKNOWN, True)] * 3
+    assert "nobody knows yet" in describe_drain(forecast)[0]
     world.go_on(11.0)
-    assert [d.prospect for d in world.coordinator.draining.plan] == [
+    assert [d.outlook for d in world.coordinator.drain_schedule.plan] == [
         ArrivalOutlook.ARRIVES,
         ArrivalOutlook.TOO_LATE,
     ]
@@ -182,10 +182,10 @@ def test_tiers_are_planned_side_by_side_and_the_slow_one_tells_what_it_will_lack
     world.go_on(2.0)
     forecast = drained(world, 30.0)
     world.go_on(29.9)
-    there = {(d.checkpoint.step, d.tier) for d in forecast if d.prospect is ArrivalOutlook.ARRIVES}
+    there = {(d.checkpoint.step, d.tier) for d in forecast if d.outlook is ArrivalOutlook.ARRIVES}
     arrived = {(s, t) for t in ("nvme", "store") for s in world.steps_on(t) if s > 2}
     assert arrived == there == {(3, "nvme"), (4, "nvme"), (3, "store")}
-    assert drain_in_words(forecast)[0].startswith("step 4@1 will be on nvme, not on store: ")
+    assert describe_drain(forecast)[0].startswith("step 4@1 will be on nvme, not on store: ")
 
 
 def test_a_tier_that_takes_nothing_is_not_waited_for_and_no_promise_is_made() -> None:
@@ -193,7 +193,7 @@ def test_a_tier_that_takes_nothing_is_not_waited_for_and_no_promise_is_made() ->
     world.save(2)
     world.coordinator.ledger.failing["store"] = OSError("away")
     forecast = drained(world, 30.0)
-    assert [d.prospect for d in forecast] == [ArrivalOutlook.UNKNOWN]
+    assert [d.outlook for d in forecast] == [ArrivalOutlook.UNKNOWN]
     assert "store does not take copies at present" in forecast[0].reason
 
 
@@ -202,13 +202,15 @@ def test_of_two_drains_the_earlier_deadline_counts_until_it_is_over() -> None:
     for step in (2, 3, 4):
         world.save(step)
     drained(world, 100.0, "patient")
-    assert [d.prospect for d in drained(world, 15.0, "hasty")].count(ArrivalOutlook.ARRIVES) == 1
-    world.coordinator.draining.end("hasty")
+    assert [d.outlook for d in drained(world, 15.0, "hasty")].count(ArrivalOutlook.ARRIVES) == 1
+    world.coordinator.drain_schedule.end("hasty")
     world.go_on(1.0)
-    assert [d.prospect for d in world.coordinator.draining.plan] == [ArrivalOutlook.ARRIVES] * 3
-    world.coordinator.draining.end("patient")
-    assert not world.coordinator.draining.active
-    assert world.coordinator.draining.plan == ()
+    assert [d.outlook for d in world.coordinator.drain_schedule.plan] == [
+        ArrivalOutlook.ARRIVES
+    ] * 3
+    world.coordinator.drain_schedule.end("patient")
+    assert not world.coordinator.drain_schedule.active
+    assert world.coordinator.drain_schedule.plan == ()
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
@@ -216,12 +218,12 @@ def test_a_deadline_that_one_rank_knows_of_lets_the_flushes_of_all_yield_to_nobo
     signalled: int,
 ) -> None:
     run = Many((0, 1), [file_rules(SHARED_TIER, shared=True, yields=True)], max_wait_s=10.0)
-    run.ranks[signalled].coordinator.ask_rank_0_to_drain(30.0)
+    run.ranks[signalled].coordinator.share_deadline(30.0)
     if signalled == 0:  # it plans for itself as well
         run.ranks[0].coordinator.begin_drain("signal", run.now_s + 30.0)
     talk(run)
     assert [rank.coordinator.is_urgent() for rank in run.ranks] == [True, True]
-    assert [rank.coordinator.draining.active for rank in run.ranks] == [True, False]
+    assert [rank.coordinator.drain_schedule.active for rank in run.ranks] == [True, False]
     run.now_s += 31.0
     run.step()
     assert [rank.coordinator.is_urgent() for rank in run.ranks] == [False, False]
@@ -232,7 +234,7 @@ def test_a_rank_that_does_not_decide_hurries_until_its_drain_has_ended() -> None
     follower = run.ranks[1].coordinator
     assert follower.begin_drain("test", run.now_s + 30.0) == ()
     assert follower.is_urgent()
-    follower.draining.end("test")
+    follower.drain_schedule.end("test")
     assert not follower.is_urgent()
 
 
@@ -252,7 +254,7 @@ def test_an_image_that_is_just_captured_is_part_of_the_plan() -> None:
     snapshot = world.begin(2, region)
     world.advance(snapshot, 1)
     forecast = drained(world, 30.0)
-    assert [(d.checkpoint.step, d.prospect) for d in forecast] == [(2, ArrivalOutlook.ARRIVES)]
+    assert [(d.checkpoint.step, d.outlook) for d in forecast] == [(2, ArrivalOutlook.ARRIVES)]
     world.seal(snapshot)
     world.go_on(11.0)
     assert world.steps_on("store") == [1, 2]
@@ -264,11 +266,11 @@ def test_a_tier_that_yielded_to_training_is_planned_for_at_its_full_rate() -> No
     world.save(2)
     world.settle()
     world.paces.clear()
-    world.coordinator.pacing.shares["store"] = 0.25
+    world.coordinator.throttle.shares["store"] = 0.25
     for step in (3, 4):
         world.save(step)
     forecast = drained(world, 21.0)
-    assert [d.prospect for d in forecast] == [ArrivalOutlook.ARRIVES] * 2
+    assert [d.outlook for d in forecast] == [ArrivalOutlook.ARRIVES] * 2
     assert world.coordinator.is_urgent(), "a drain yields to nobody"
     world.go_on(20.5)
     assert world.steps_on("store") == [1, 2, 3, 4]

@@ -35,7 +35,7 @@ def change(
     ledger: Ledger, id: CheckpointId, what: str, tier: str, state: CopyState, number: int
 ) -> None:
     if what == "step":
-        ledger.settle()
+        ledger.refresh()
         return
     if what == "look":
         ledger.view()
@@ -96,14 +96,14 @@ def test_what_is_kept_is_what_all_entries_say(
         assert kept.used_bytes(tier) == sum(e.bytes.get(tier, 0) for e in entries)
         assert kept.count_on(tier) == sum(e.readable_on(tier) for e in entries)
         leaving = [e for e in entries if e.state(tier) is CopyState.LEAVING]
-        assert kept.leaving_bytes(tier) == sum(e.bytes.get(tier, 0) for e in leaving)
+        assert kept.bytes_being_deleted(tier) == sum(e.bytes.get(tier, 0) for e in leaving)
     assert {e.id for e in kept.overtaken()} == {e.id for e in entries if e.overtaken}
     assert kept.all_live == (not left and not any(e.tombstoned for e in entries))
     assert kept.has_unverified == any(e.is_unverified for e in entries)
     assert {e.id for e in kept.open()} >= {e.id for e in entries if not e.is_settled}
     assert list(kept.entries.ids()) == sorted(e.id for e in entries)
     view = kept.view()
-    anew._overview.lineage.know(committed)
+    anew._overview.lineage.set_starts(committed)
     for entry in entries:
         anew.entries[entry.id] = entry
     assert view == anew.view()

@@ -36,7 +36,7 @@ def test_every_save_that_waits_for_a_failing_tier_is_told_and_later_ones_at_once
         with pytest.raises(FlushError, match="nvme failed and is still being tried"):
             handle.wait(timeout=0)
     assert len(world.coordinator.errors) == 1, "one outage is one error"
-    backends[0].heal()
+    backends[0].stop()
     world.settle()
     assert {h.outcome for h in (first, second, third)} == {SaveOutcome.SAVED}
     assert world.steps_on("nvme") == [1, 2, 3]
@@ -103,7 +103,7 @@ def test_a_full_disk_beside_a_deletion_that_waits_is_not_tried_over_and_over() -
             kind=CommandKind.DELETE,
             id=CheckpointId(1, 1),
             wall_time_s=0.0,
-            answer=lambda failed: None,
+            on_answer=lambda failed: None,
         )
     )
     world.step()  # its tombstones are on their way, and the far one takes long
@@ -159,7 +159,9 @@ def test_a_tier_whose_marks_hang_keeps_no_copy_from_another_tier() -> None:
         world.step()
     for kind in (CommandKind.PIN, CommandKind.UNPIN):
         world.coordinator.post(
-            Command(kind=kind, id=CheckpointId(1, 1), wall_time_s=0.0, answer=lambda failed: None)
+            Command(
+                kind=kind, id=CheckpointId(1, 1), wall_time_s=0.0, on_answer=lambda failed: None
+            )
         )
     world.step()
     for step in (2, 3):

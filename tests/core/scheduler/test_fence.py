@@ -28,7 +28,7 @@ def newer_attempt(world: World, tier: str = "nvme", *, number: int | None = None
     """Another process starts the same run, and takes the next number, or one further on, as a start does that cannot
     ask a tier."""
     number = world.attempt.number + 1 if number is None else number
-    StoredTier(name=tier, run="run", backend=world.disks[tier]).take_attempt(
+    StoredTier(name=tier, run="run", backend=world.disks[tier]).create_attempt(
         Attempt(run="run", number=number, id="f" * 32, node="other", pid=77, wall_time_s=0.0)
     )
 
@@ -122,7 +122,7 @@ def test_after_the_fence_all_comes_to_rest_though_a_drop_had_failed() -> None:
     assert world.coordinator.fenced is not None
     assert not world.coordinator.busy()
     assert world.step() is None
-    world.coordinator.dropper.survey_all()
+    world.coordinator.deleter.plan_all_tiers()
     world.settle()
     assert not any(isinstance(task, DeleteCopy) for task in world.tasks)
     assert not world.coordinator.busy()
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_the_same_name_is_never_taken_for_ones_own() -> None:
     )
     world.settle(limit_s=5)
     assert not handle.done("nvme")
-    assert world.stores["nvme"].read_commit(CheckpointId(1, 1)).line.attempt_id != attempt.id
+    assert world.stores["nvme"].read_commit(CheckpointId(1, 1)).lineage.attempt_id != attempt.id
     old.check("nvme")
     world.settle()
     error = handle.exception()
@@ -324,7 +324,7 @@ class BegunMeanwhile(Wrapper):
     def _count(self, call: str, key: str) -> None:
         self.made.append((call, key))
         if len(self.made) == self._at:
-            StoredTier(name="nvme", run="run", backend=self._inner).take_attempt(
+            StoredTier(name="nvme", run="run", backend=self._inner).create_attempt(
                 Attempt(
                     run="run", number=self._number, id="f" * 32, node="n", pid=2, wall_time_s=0.0
                 )

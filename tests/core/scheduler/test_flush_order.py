@@ -74,14 +74,14 @@ def test_what_retention_would_drop_at_once_is_given_up_and_said_and_a_pinned_one
 ):
     world = slow(retain_last=2)
     save_quickly(world, 1, 2, 3, 4, 5)
-    pin = Command(kind=CommandKind.PIN, id=CheckpointId(2, 1), wall_time_s=0.0, answer=print)
+    pin = Command(kind=CommandKind.PIN, id=CheckpointId(2, 1), wall_time_s=0.0, on_answer=print)
     world.coordinator.post(pin)
     assert arrivals(world, copies=8) == [1, 5, 4, 2]
     assert world.steps_on("store") == [2, 4, 5]
     given_up = world.handles[CheckpointId(3, 1)]
     with pytest.raises(FlushError, match=r"3@1 is given up: store: newer ones came first, and re"):
         given_up.wait("store", timeout=0)
-    assert world.coordinator.turns.given_up == {"store": 1}
+    assert world.coordinator.flush_queue.given_up == {"store": 1}
     said = [e for e in world.lives[-1].events if isinstance(e, FlushGivenUp)]
     assert [(e.id, e.tier) for e in said] == [(CheckpointId(3, 1), "store")]
     assert "retention would drop it at once" in said[0].reason
@@ -135,10 +135,10 @@ def test_what_was_left_behind_is_not_newer_than_the_present_line() -> None:
         world.order(CommandKind.PIN, CheckpointId(step, 1))
     world.crash()
     world.start()
-    world.coordinator.ledger.go_on_from(None, attempt=2)
+    world.coordinator.ledger.continue_from(None, attempt=2)
     save_quickly(world, 1)
     arrivals(world, copies=2)
-    assert world.coordinator.left_undone() == ((CheckpointId(1, 2), "store"),)
+    assert world.coordinator.owed_copies() == ((CheckpointId(1, 2), "store"),)
     assert "store" in world.coordinator.ledger.failing, "it is said that there is no room"
     world.order(CommandKind.UNPIN, CheckpointId(10, 1))
     world.order(CommandKind.DELETE, CheckpointId(10, 1))
@@ -183,4 +183,4 @@ def test_all_ranks_bring_what_rank_0_takes_first(
     for rank in run.ranks:
         assert rank.coordinator.errors == []
         assert not rank.coordinator.busy()
-    assert late or (rules.name in run.ranks[1].coordinator.turns.given_up) == gives_up
+    assert late or (rules.name in run.ranks[1].coordinator.flush_queue.given_up) == gives_up

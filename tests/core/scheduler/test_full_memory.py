@@ -62,7 +62,7 @@ def test_nothing_is_given_up_where_that_would_not_make_room(
         region, _ = world.ask_for_region(step, records_bytes=RECORDS)
         world.seal(world.begin(step, region))
     id = CheckpointId(pinned, 1)
-    pin = Command(kind=CommandKind.PIN, id=id, wall_time_s=0.0, answer=lambda failed: None)
+    pin = Command(kind=CommandKind.PIN, id=id, wall_time_s=0.0, on_answer=lambda failed: None)
     world.coordinator.post(pin)
     answer = world.ask_for_region(5, image_bytes=image_bytes, records_bytes=records_bytes)
     lost = [id.step for id, h in world.handles.items() if h.outcome is SaveOutcome.SUPERSEDED]
@@ -77,20 +77,20 @@ def test_nothing_is_given_up_where_that_would_not_make_room(
 def test_a_save_that_was_interrupted_supersedes_nothing() -> None:
     world = rest(superseding())
     first, _ = world.save(1), world.save(2)
-    world.coordinator.dropper.paused = True
+    world.coordinator.deleter.paused = True
     answer: list[Any] = []
     request = AdmissionRequest(
         id=CheckpointId(3, 1),
         image_bytes=IMAGE,
         records_bytes=0,
         deadline_s=world.now_s + 5.0,
-        answer=lambda *told: answer.extend(told),
+        on_answer=lambda *told: answer.extend(told),
     )
     world.coordinator.post(request)
     world.step()
     assert answer == []
     request.cancelled.set()
-    world.coordinator.dropper.paused = False
+    world.coordinator.deleter.paused = False
     world.step()
     assert (first.outcome, answer) == (SaveOutcome.PENDING, [])
     world.settle()

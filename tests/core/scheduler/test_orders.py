@@ -29,7 +29,7 @@ Answer = list[dict[str, BaseException]]
 def give(world: World, kind: CommandKind, id: CheckpointId) -> Answer:
     """Give an order, and carry out no task yet."""
     answer: Answer = []
-    world.coordinator.post(Command(kind=kind, id=id, wall_time_s=0.0, answer=answer.append))
+    world.coordinator.post(Command(kind=kind, id=id, wall_time_s=0.0, on_answer=answer.append))
     world.step()
     return answer
 
@@ -246,7 +246,7 @@ def test_a_tombstone_from_outside_empties_memory_and_the_other_tiers_too() -> No
         world.save(step)
         world.settle()
     leave_tombstone(world, "nvme")
-    world.coordinator.dropper.survey_all()
+    world.coordinator.deleter.plan_all_tiers()
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
     assert [id.step for id, _ in images_of(world.memory)] == [2]
@@ -264,7 +264,7 @@ def test_a_tombstone_stops_a_copy_that_is_on_its_way() -> None:
     leave_tombstone(world, "nvme")
     world.save(2)
     world.settle()
-    world.coordinator.dropper.survey_all()
+    world.coordinator.deleter.plan_all_tiers()
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
     assert not world.coordinator.busy()
@@ -315,7 +315,7 @@ def test_a_tombstone_that_cannot_be_spread_holds_all_copies_until_it_can() -> No
         world.save(step)
         world.settle()
     leave_tombstone(world, "nvme")
-    world.coordinator.dropper.survey_all()
+    world.coordinator.deleter.plan_all_tiers()
     rounds = 0
     world.step()
     while world.run_one():
@@ -466,11 +466,11 @@ def test_while_a_restore_reads_a_drop_that_is_due_again_does_not_make_the_clock_
     for step in (1, 2):
         world.save(step)
         world.run_all()
-    world.coordinator.dropper.paused = True
+    world.coordinator.deleter.paused = True
     assert world.step() is None
     world.now_s = 100.0
     assert world.step() is None
-    world.coordinator.dropper.paused = False
+    world.coordinator.deleter.paused = False
     world.settle()
     assert world.steps_on("nvme") == [2]
 
@@ -510,11 +510,11 @@ def test_a_found_deletion_that_a_pin_held_back_goes_on_whole_after_the_unpin() -
         world.settle()
     leave_tombstone(world, "nvme")
     world.stores["nvme"].add_mark(Mark(name="pin", checkpoint=FIRST, wall_time_s=0.0))
-    world.coordinator.dropper.survey_all()
+    world.coordinator.deleter.plan_all_tiers()
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [1, 2]
     world.stores["nvme"].remove_mark(FIRST, "pin")
-    world.coordinator.dropper.survey_all()
+    world.coordinator.deleter.plan_all_tiers()
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
     assert [id.step for id, _ in images_of(world.memory)] == [2]
@@ -542,14 +542,14 @@ def test_no_deletion_takes_anything_away_while_a_restore_reads() -> None:
     for step in (1, 2):
         world.save(step)
         world.settle()
-    world.coordinator.dropper.paused = True
+    world.coordinator.deleter.paused = True
     answer = give(world, CommandKind.DELETE, FIRST)
     world.settle()
     assert answer == []
     assert world.stores["nvme"].marks(FIRST) == {"tombstone"}
     assert world.steps_on("nvme") == [1, 2]
     assert len(world.memory.regions) == 2
-    world.coordinator.dropper.paused = False
+    world.coordinator.deleter.paused = False
     world.settle()
     assert answer == [{}]
     assert world.steps_on("nvme") == [2]

@@ -39,7 +39,7 @@ class Trained:
 
     @property
     def pacing(self) -> Throttle:
-        return self.world.coordinator.pacing
+        return self.world.coordinator.throttle
 
     def train(self, steps: int, *, save_every: int) -> None:
         for _ in range(steps):
@@ -52,7 +52,7 @@ class Trained:
             longer = self.slowed(share) if began[0] else 0.0
             seconds = STEP_S * (1.0 + longer) * self.draw.gauss(1.0, self.noise)
             self.world.go_on(seconds)
-            self.pacing.step_took(seconds, began)
+            self.pacing.on_step(seconds, began)
             self.seen.append(self.pacing.shares.get("store", 1.0))
 
 
@@ -77,16 +77,16 @@ def test_a_flush_never_yields_so_much_that_its_tier_falls_behind() -> None:
     trained = Trained(lambda share: 0.5)
     trained.train(1200, save_every=20)  # a copy takes ten seconds, of the thirty between two
     assert min(trained.seen) == pytest.approx(1.1 / 3, abs=0.03)
-    assert trained.world.coordinator.pressure.behind["store"] == 0.0
+    assert trained.world.coordinator.backlog.behind["store"] == 0.0
     trained.world.go_on(60.0)
-    assert trained.world.coordinator.left_undone() == ()
+    assert trained.world.coordinator.owed_copies() == ()
 
 
 def test_a_flush_never_yields_so_much_that_it_breaks_a_promise_in_time() -> None:
     trained = Trained(lambda share: 0.5, within_s=25.0)
     trained.train(1500, save_every=100)
     assert min(trained.seen) == pytest.approx(0.44, abs=0.03)
-    assert trained.world.coordinator.pressure.late == {}
+    assert trained.world.coordinator.backlog.late == {}
 
 
 def test_a_flush_that_always_costs_something_goes_on_at_a_tenth() -> None:
@@ -135,7 +135,7 @@ def test_until_a_deadline_steps_that_take_longer_slow_no_flush_for_a_moment(
     changes = [r.getMessage() for r in caplog.records if "flush to store uses" in r.message]
     assert len(changes) == 1, changes
     assert "there is a deadline" in changes[0]
-    trained.world.coordinator.draining.end("test")
+    trained.world.coordinator.drain_schedule.end("test")
     trained.train(200, save_every=20)
     assert trained.pacing.shares["store"] < 1.0
 
@@ -165,7 +165,7 @@ class Told:
         self.flushing: Flushing = (frozenset(), 0)
         self.steps: list[float] = []
 
-    def step_took(self, seconds: float, began: Flushing) -> None:
+    def on_step(self, seconds: float, began: Flushing) -> None:
         self.steps.append(seconds)
 
 
@@ -176,14 +176,14 @@ def test_a_step_is_from_one_step_of_an_optimizer_to_its_next_without_saves() -> 
     main, other = torch.optim.SGD([torch.zeros(1)], lr=1), torch.optim.SGD([torch.zeros(1)], lr=1)
     for number in range(10):
         if number == 5:
-            clock.saving()
-        clock.stepped(main)
+            clock.on_save()
+        clock.on_step(main)
         now_s[0] += 0.25
-        clock.stepped(other)
+        clock.on_step(other)
         now_s[0] += 0.75
     assert told.steps == [1.0] * 7
     for _ in range(PATIENCE + 2):  # the first one steps no more
-        clock.stepped(other)
+        clock.on_step(other)
         now_s[0] += 2.0
     assert told.steps[7:] == [2.0] * 3
 
@@ -191,17 +191,17 @@ def test_a_step_is_from_one_step_of_an_optimizer_to_its_next_without_saves() -> 
 def test_a_pace_that_changes_holds_from_then_on() -> None:
     now_s, slept = [0.0], list[float]()
     pace = RateLimiter(100.0, clock=lambda: now_s[0], sleep=slept.append)
-    pace.wait_turn(100)  # the next may go after a second
-    pace.change(50.0)
-    pace.wait_turn(100)
+    pace.acquire(100)  # the next may go after a second
+    pace.set_rate(50.0)
+    pace.acquire(100)
     assert slept == [2.0]
-    pace.change(None)
-    pace.wait_turn(10**9)
-    pace.wait_turn(10**9)
+    pace.set_rate(None)
+    pace.acquire(10**9)
+    pace.acquire(10**9)
     assert slept == [2.0]
-    pace.change(10.0)
-    pace.wait_turn(10)
-    pace.wait_turn(10)
+    pace.set_rate(10.0)
+    pace.acquire(10)
+    pace.acquire(10)
     assert slept == [2.0, 1.0]
 
 
@@ -219,15 +219,15 @@ def test_steps_of_a_torch_optimizer_are_told_and_a_pace_reaches_the_tier(tmp_pat
             model(torch.ones(4)).sum().backward()
             optimizer.step()
         coordinator = ckpt._session.coordinator
-        ckpt._session.ask(lambda: coordinator.pacing.adjust(0.0))
-        assert coordinator.pacing._steps >= 4
+        ckpt._session.call(lambda: coordinator.throttle.adjust(0.0))
+        assert coordinator.throttle._steps >= 4
         store = ckpt._session.stores["nvme"]
         assert store._pace is not None
-        coordinator.pacing._set_pace("nvme", 1e6)
+        coordinator.throttle._set_pace("nvme", 1e6)
         assert store._pace.bytes_per_second == 1e6
-        coordinator.pacing._set_pace("nvme", 1e9)
+        coordinator.throttle._set_pace("nvme", 1e9)
         assert store._pace.bytes_per_second == 80e6, "never more than what was set"
-        coordinator.pacing._set_pace("nvme", None)
+        coordinator.throttle._set_pace("nvme", None)
         assert store._pace.bytes_per_second == 80e6
 
 

@@ -95,12 +95,12 @@ def test_a_tier_that_refuses_the_second_part_keeps_nothing_of_the_first(
 ) -> None:
     run = killed_with_all_in_memory([[0, 1], []] if bringer == 0 else [[], [0, 1]], (0, 0), tier)
     rank = run.ranks[bringer]
-    parts = rank.coordinator.ledger.entries[ONE].parts
+    parts = rank.coordinator.ledger.entries[ONE].shards
     assert parts is not None
-    while not any(part.landed for part in parts):
+    while not any(part.uploaded_to for part in parts):
         talk(run)
         assert rank.run_one(run.random)
-    assert not all(part.landed for part in parts)
+    assert not all(part.uploaded_to for part in parts)
     rank.troubles[tier].strike(failing(Operation.WRITE, StorageFullError))
     run.settle()
     assert folder_is_empty(run, tier)
@@ -165,15 +165,15 @@ def test_a_pin_that_another_rank_found_counts_for_what_is_owed_where_this_one_ha
         alone.save(step)
         alone.settle()
     assert alone.steps_on("nvme") == [2]
-    alone.stores["nvme"].drop(CheckpointId(2, 1), attempt=None)
+    alone.stores["nvme"].delete(CheckpointId(2, 1), attempt=None)
     alone.memory.regions.clear()
     alone.crash()
     alone.start()
-    nvme = {id for id, tier in alone.coordinator.left_undone() if tier == "nvme"}
+    nvme = {id for id, tier in alone.coordinator.owed_copies() if tier == "nvme"}
     assert nvme == {CheckpointId(2, 1)}
     alone.coordinator.ledger.note_marks({"host": {ONE: frozenset({keys.PIN_MARK})}})
     alone.coordinator._note_owed()
-    assert (ONE, "nvme") in alone.coordinator.left_undone()
+    assert (ONE, "nvme") in alone.coordinator.owed_copies()
 
 
 def test_what_is_pinned_in_memory_and_nowhere_else_stays_when_a_newer_one_is_durable() -> None:
@@ -183,7 +183,7 @@ def test_what_is_pinned_in_memory_and_nowhere_else_stays_when_a_newer_one_is_dur
     trouble.strike(failing(Operation.WRITE, StorageFullError))
     run.settle()
     assert pinned == [{}]
-    trouble.heal()
+    trouble.stop()
     for rank in run.ranks:
         rank.ordinal = 1
         rank.save(2)
@@ -219,12 +219,12 @@ def test_what_was_left_behind_is_given_up_by_all_where_some_have_brought_their_p
     first, second = run.ranks
     first.troubles[SHARED_TIER].strike(failing(Operation.CREATE, UnreachableError))
     run.settle(limit_s=5.0)
-    assert SHARED_TIER in second.coordinator.ledger.entries[ONE].landed
+    assert SHARED_TIER in second.coordinator.ledger.entries[ONE].uploaded_to
     run.started_from = None
     for rank in run.ranks:
         rank.go_on_from(None)
         rank.save(1)
-    first.troubles[SHARED_TIER].heal()
+    first.troubles[SHARED_TIER].stop()
     run.settle()
     assert [rank.coordinator.busy() for rank in run.ranks] == [False, False]
     assert not images_on(run, SHARED_TIER), "nothing of it is left"

@@ -44,7 +44,7 @@ def test_a_tier_that_falls_behind_is_said_once_and_early(caplog: pytest.LogCaptu
     assert said_at is not None
     assert said_at <= 10, "it comes early: memory for twelve images is not full before the sixtieth"
     assert [m for m in warnings(caplog) if "at this cadence" in m] == [warnings(caplog)[0]]
-    behind = world.coordinator.pressure.behind["store"]
+    behind = world.coordinator.backlog.behind["store"]
     assert behind == pytest.approx(3600 / EVERY_S - 3600 / 12.5, rel=0.02)
     assert f"store is {behind:.1f} checkpoints behind in an hour" in warnings(caplog)[0]
 
@@ -67,7 +67,7 @@ def test_saves_that_wait_for_room_do_not_make_the_cadence_look_slower() -> None:
     for step in range(1, 10):
         world.save_soon(step)
         world.go_on(EVERY_S)
-    behind = world.coordinator.pressure.behind["store"]
+    behind = world.coordinator.backlog.behind["store"]
     assert behind == pytest.approx(3600 / EVERY_S - 3600 / 30.0, rel=0.05)
 
 
@@ -86,7 +86,7 @@ def test_a_tier_that_is_too_far_behind_is_said_once_for_as_long_as_it_lasts(
     world.go_on(2.0)
     (said,) = warnings(caplog)
     assert said.startswith("store is 1 min 00 s behind, and was to be no further than 1 min 00 s")
-    pressure = world.coordinator.pressure
+    pressure = world.coordinator.backlog
     assert pressure.late == {"store": 1}
     assert pressure.behind_s("store", world.now_s) == pytest.approx(world.now_s - 1.0)
     world.go_on(100.0)
@@ -109,7 +109,7 @@ def test_with_the_newest_first_what_is_older_does_not_make_a_tier_late() -> None
     assert world.steps_on("store") == [1, 4]
     world.go_on(100.0)
     assert world.steps_on("store") == [1, 2, 3, 4]
-    assert world.coordinator.pressure.late == {}
+    assert world.coordinator.backlog.late == {}
 
 
 def test_what_was_given_up_is_still_missed() -> None:
@@ -117,7 +117,7 @@ def test_what_was_given_up_is_still_missed() -> None:
     for step in range(1, 6):
         world.save_soon(step)
         world.go_on(1.0)
-    assert world.coordinator.pressure.behind_s("store", world.now_s) == pytest.approx(5.0, abs=0.1)
+    assert world.coordinator.backlog.behind_s("store", world.now_s) == pytest.approx(5.0, abs=0.1)
 
 
 def test_a_capture_that_fails_and_what_a_person_deletes_is_not_missed() -> None:
@@ -126,11 +126,13 @@ def test_a_capture_that_fails_and_what_a_person_deletes_is_not_missed() -> None:
     world.fail_capture(world.begin(1, region), CaptureError("on purpose"))
     world.go_on(1.0)
     world.save_soon(2)
-    delete = Command(kind=CommandKind.DELETE, id=CheckpointId(2, 1), wall_time_s=0.0, answer=print)
+    delete = Command(
+        kind=CommandKind.DELETE, id=CheckpointId(2, 1), wall_time_s=0.0, on_answer=print
+    )
     world.coordinator.post(delete)
     world.go_on(100.0)
-    assert world.coordinator.pressure.late == {}
-    assert world.coordinator.pressure.behind_s("store", world.now_s) == 0.0
+    assert world.coordinator.backlog.late == {}
+    assert world.coordinator.backlog.behind_s("store", world.now_s) == 0.0
 
 
 @pytest.mark.parametrize("comes_first", [True, False])
@@ -148,8 +150,8 @@ def test_a_save_that_another_rank_lost_is_not_missed(comes_first: bool) -> None:
     run.now_s += 61.0
     run.step()
     for rank in run.ranks:
-        assert rank.coordinator.pressure.behind_s(SHARED_TIER, run.now_s) == 0.0
-        assert rank.coordinator.pressure.late == {}
+        assert rank.coordinator.backlog.behind_s(SHARED_TIER, run.now_s) == 0.0
+        assert rank.coordinator.backlog.late == {}
 
 
 def test_what_an_earlier_start_left_counts_from_the_start() -> None:
@@ -159,9 +161,9 @@ def test_what_an_earlier_start_left_counts_from_the_start() -> None:
     world.crash()
     world.start()
     world.go_on(50.0)
-    assert world.coordinator.pressure.behind_s("store", world.now_s) == pytest.approx(50.0)
+    assert world.coordinator.backlog.behind_s("store", world.now_s) == pytest.approx(50.0)
     world.go_on(20.0)
-    assert world.coordinator.pressure.late == {"store": 1}
+    assert world.coordinator.backlog.late == {"store": 1}
 
 
 def test_of_several_ranks_rank_0_alone_says_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -172,5 +174,5 @@ def test_of_several_ranks_rank_0_alone_says_it(caplog: pytest.LogCaptureFixture)
     talk(run)
     run.now_s += 61.0
     run.step()
-    assert [rank.coordinator.pressure.late for rank in run.ranks] == [{SHARED_TIER: 1}] * 2
+    assert [rank.coordinator.backlog.late for rank in run.ranks] == [{SHARED_TIER: 1}] * 2
     assert len([m for m in warnings(caplog) if "flush.within" in m]) == 1

@@ -68,12 +68,12 @@ def bring(
     """Bring a run by each of so many workers at once, and end the copy."""
     runs = [run_of(number, source="nvme" if read_s else "host") for number in range(workers)]
     for run in runs:
-        rates.began(run, at_s)
+        rates.on_begun(run, at_s)
     for run in runs:
-        told = Outcome(task=run, seconds=seconds, paced_s=paced_s, read_s=read_s)
-        rates.ended(told, at_s + seconds)
-    rates.began(finish(), at_s + seconds)
-    rates.ended(Outcome(task=finish()), at_s + seconds)
+        told = Outcome(task=run, seconds=seconds, throttled_s=paced_s, read_s=read_s)
+        rates.on_ended(told, at_s + seconds)
+    rates.on_begun(finish(), at_s + seconds)
+    rates.on_ended(Outcome(task=finish()), at_s + seconds)
 
 
 def test_what_a_throttled_tier_brings_is_measured_on_the_virtual_clock() -> None:
@@ -125,19 +125,19 @@ def test_reads_of_a_stored_tier_and_restores_are_measured_apart() -> None:
     bring(rates, 0.0, workers=1, seconds=3.0, read_s=1.0)
     assert rates.read_rates()["nvme"] == pytest.approx(MIB)
     assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB / 2)
-    rates.was_read("nvme", 3 * MIB, 1.0)
+    rates.note_read("nvme", 3 * MIB, 1.0)
     assert rates.read_rates()["nvme"] == pytest.approx(2 * MIB)
 
 
 def test_what_failed_says_nothing_and_is_not_counted_on() -> None:
     rates = TierThroughput()
     run = run_of(0)
-    rates.began(run, 0.0)
-    rates.ended(Outcome(task=run, error=UnreachableError("on purpose")), 60.0)
+    rates.on_begun(run, 0.0)
+    rates.on_ended(Outcome(task=run, error=UnreachableError("on purpose")), 60.0)
     assert rates.write_bytes_per_s("pfs") is None
     abort = AbortShard(tier=TO_PFS, id=CheckpointId(1, 1), writer=None)  # type: ignore[arg-type]
-    rates.began(abort, 60.0)
-    rates.ended(Outcome(task=abort, seconds=5.0), 65.0)
+    rates.on_begun(abort, 60.0)
+    rates.on_ended(Outcome(task=abort, seconds=5.0), 65.0)
     bring(rates, 100.0, workers=1, seconds=1.0)
     assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
     assert rates.delivered_bytes_per_s("pfs") == pytest.approx(MIB)
@@ -156,13 +156,13 @@ def test_only_the_last_stretches_count() -> None:
 def test_what_arrives_is_told_while_it_does_and_less_where_it_takes_longer() -> None:
     rates = TierThroughput()
     first, second = run_of(0), run_of(1)
-    rates.began(first, 0.0)
+    rates.on_begun(first, 0.0)
     assert rates.arriving_bytes_per_s("pfs", 1.0) is None, "nothing has come yet"
-    rates.began(second, 0.0)
-    rates.ended(Outcome(task=first, seconds=2.0), 2.0)
+    rates.on_begun(second, 0.0)
+    rates.on_ended(Outcome(task=first, seconds=2.0), 2.0)
     assert rates.arriving_bytes_per_s("pfs", 2.0) == pytest.approx(MIB / 2)
     assert rates.arriving_bytes_per_s("pfs", 100.0) == pytest.approx(MIB / 100)
-    rates.ended(Outcome(task=second, seconds=4.0), 4.0)
+    rates.on_ended(Outcome(task=second, seconds=4.0), 4.0)
     assert rates.arriving_bytes_per_s("pfs", 4.0) is None, "nobody writes"
 
 

@@ -65,7 +65,7 @@ def set_aside_in(world: World) -> list[SetAside]:
 
 
 def owed_in(world: World) -> list[tuple[int, str]]:
-    return [(id.step, tier) for id, tier in world.coordinator.left_undone()]
+    return [(id.step, tier) for id, tier in world.coordinator.owed_copies()]
 
 
 def test_the_next_ones_go_on_and_it_is_said_once_with_what_to_do(
@@ -131,7 +131,7 @@ def test_nothing_is_set_aside_while_the_tier_takes_nothing(error: type[BackendEr
     world.settle(limit_s=2000)
     assert owed_in(world) == [(1, "nvme"), (2, "nvme"), (3, "nvme")]
     assert world.coordinator.ledger.failing.keys() == {"nvme"}
-    faulty.heal()
+    faulty.stop()
     world.settle(limit_s=200)
     assert set_aside_in(world) == []
     assert {handle.outcome for handle in handles} == {SaveOutcome.SAVED}
@@ -146,7 +146,7 @@ def test_a_tier_that_is_mended_before_another_copy_is_tried_takes_both(
     world.save(1)
     world.settle(limit_s=100)
     world.save(2)
-    faulty.heal()
+    faulty.stop()
     world.settle(limit_s=200)
     assert world.steps_on("nvme") == [1, 2]
     assert set_aside_in(world) == []
@@ -198,7 +198,7 @@ def test_the_next_start_tries_it_again_and_the_one_after_it_too() -> None:
     world.save(4)
     world.settle(limit_s=20)
     assert len(set_aside_in(world)) == 2
-    faulty.heal()
+    faulty.stop()
     start_again(world, 4)
     world.settle(limit_s=20)
     assert world.steps_on("nvme") == [1, 2, 3, 4]
@@ -211,7 +211,7 @@ def test_what_was_mended_and_dropped_by_retention_is_not_sent_again() -> None:
         world.save(step)
     world.settle(limit_s=20)
     assert world.steps_on("nvme") == [2]
-    faulty.heal()
+    faulty.stop()
     start_again(world, 2)
     world.settle(limit_s=20)
     assert world.steps_on("nvme") == [1, 2]
@@ -227,7 +227,7 @@ def test_an_old_one_is_not_brought_in_place_of_newer_ones() -> None:
     for step in (1, 2, 3):
         world.save(step)
     world.settle(limit_s=20)
-    faulty.heal()
+    faulty.stop()
     start_again(world, 3)
     world.settle(limit_s=20)
     assert world.steps_on("nvme") == [2, 3]
@@ -240,7 +240,7 @@ def test_an_old_one_is_brought_where_a_deletion_makes_room() -> None:
     for step in (1, 2, 3):
         world.save(step)
     world.settle(limit_s=20)
-    faulty.heal()
+    faulty.stop()
     tombstone = Mark(name=keys.TOMBSTONE_MARK, checkpoint=CheckpointId(2, 1), wall_time_s=0.0)
     world.stores["nvme"].add_mark(tombstone)
     start_again(world, 3)
@@ -314,7 +314,7 @@ def test_ranks_keep_their_debts_while_one_can_write_nothing(rank: int) -> None:
     for one in run.ranks:
         assert one.coordinator.counters.set_aside_copies == 0
         assert one.coordinator.ledger.failing.keys() == {SHARED_TIER}
-        assert len(one.coordinator.left_undone()) == 2
+        assert len(one.coordinator.owed_copies()) == 2
     assert not any(
         "commit.json" in key for d in run.disks(SHARED_TIER).values() for key in d._objects
     )

@@ -38,7 +38,7 @@ def manifest_of(image: bytes) -> Manifest:
         started_from=None,
     )
     return Manifest(
-        line=line,
+        lineage=line,
         shard=Shard(0, 1),
         image_bytes=len(image),
         data_start=CHUNK,

@@ -33,7 +33,7 @@ def until_end_is_open(world: World) -> None:
 
 def give(world: World, kind: CommandKind) -> list[dict[str, BaseException]]:
     answer: list[dict[str, BaseException]] = []
-    world.coordinator.post(Command(kind=kind, id=FIRST, wall_time_s=0.0, answer=answer.append))
+    world.coordinator.post(Command(kind=kind, id=FIRST, wall_time_s=0.0, on_answer=answer.append))
     world.step()
     return answer
 
@@ -43,7 +43,7 @@ def test_a_deletion_during_an_open_end_waits_and_is_then_true(codec: Codec) -> N
     world, _ = world_with(LOST_COMMIT, codec=codec)
     world.save(1)
     until_end_is_open(world)
-    assert world.stores["nvme"].holds(FIRST), "committed, though nobody was told"
+    assert world.stores["nvme"].is_committed(FIRST), "committed, though nobody was told"
     answer = give(world, CommandKind.DELETE)
     assert answer == [], "not before it is known what is there"
     world.settle()
@@ -88,7 +88,7 @@ def test_what_is_found_committed_after_its_deletion_goes_too() -> None:
         if "step-00000001" in key:
             world.disks["nvme"]._objects[key] = data
     task = DeleteCopy(tier="nvme", id=FIRST, reason="test", unfinished=True)
-    world.coordinator.dropper.leave(task)
+    world.coordinator.deleter.delete(task)
     world.settle()
     assert world.steps_on("nvme") == [2]
 
@@ -99,7 +99,7 @@ def test_an_outage_of_days_ends_like_one_of_minutes(operation: Operation) -> Non
     handle = world.save(1)
     world.settle(limit_s=2 * 24 * 3600)
     assert world.now_s > 24 * 3600
-    faulty.heal()
+    faulty.stop()
     world.settle()
     assert handle.outcome is SaveOutcome.SAVED
     assert world.steps_on("nvme") == [1]
@@ -127,7 +127,7 @@ def test_the_copy_after_one_that_was_deleted_while_it_stalled_does_not_wait() ->
     world.settle(limit_s=200)
     lane = world.coordinator.lanes["nvme"]
     assert lane.not_before_s > world.now_s - LONGEST_RETRY_S
-    faulty.heal()
+    faulty.stop()
     began_s = world.now_s
     assert world.order(CommandKind.DELETE, FIRST) == {}
     world.save(2)
@@ -151,7 +151,7 @@ def test_a_stalled_copy_that_memory_gives_up_leaves_the_tier_in_trouble_until_th
     world.run_all()
     assert FIRST not in coordinator.ledger.entries, "memory was full"
     assert (lane.failing_since_s, lane.not_before_s) == (since_s, not_before_s)
-    faulty.heal()
+    faulty.stop()
     while not (lane.active is not None and lane.active.done):
         world.now_s = max(world.now_s, world.step() or 0.0)
         world.run_one()
@@ -182,7 +182,7 @@ def test_a_lost_answer_to_a_small_object_does_not_send_the_image_again(keys: str
     world.seal(world.begin(1, region))
     id = CheckpointId(1, world.attempt.number)
     world.coordinator.post(
-        Command(kind=CommandKind.PIN, id=id, wall_time_s=0.0, answer=lambda failed: None)
+        Command(kind=CommandKind.PIN, id=id, wall_time_s=0.0, on_answer=lambda failed: None)
     )
     world.settle()
     assert world.steps_on("nvme") == [1]
@@ -196,7 +196,7 @@ def test_what_an_earlier_start_left_in_another_form_goes_first() -> None:
     world.save(1)
     until_end_is_open(world)
     assert any(f.key.endswith(".safetensors") for f in world.stores["nvme"].files(FIRST))
-    faulty.heal()
+    faulty.stop()
     world.codecs = {"nvme": Codec.ZSTD}
     world.crash()
     world.start()

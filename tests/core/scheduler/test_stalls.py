@@ -110,7 +110,7 @@ def test_an_outage_is_said_once_and_its_end_too(caplog: pytest.LogCaptureFixture
     for handle in (first, second):
         with pytest.raises(FlushError, match="nvme failed and is still being tried"):
             handle.wait(timeout=0)
-    faulty.heal()
+    faulty.stop()
     world.settle()
     assert {h.outcome for h in (first, second)} == {SaveOutcome.SAVED}
     assert any("continues where it stopped" in r.message for r in caplog.records)
@@ -136,7 +136,7 @@ def test_tries_of_a_stalled_copy_grow_apart(monkeypatch: pytest.MonkeyPatch) -> 
     assert waits == sorted(waits)
     assert waits[0] == lane_module.FIRST_RETRY_S
     assert waits[-1] == lane_module.LONGEST_RETRY_S
-    faulty.heal()
+    faulty.stop()
 
 
 def test_a_stalled_copy_is_given_up_with_its_line() -> None:
@@ -215,7 +215,7 @@ def test_a_source_that_does_not_answer_is_no_stall_of_the_target() -> None:
     world.settle(limit_s=10)
     world.crash()
     world.memory.regions.clear()
-    faults["slow"].heal()
+    faults["slow"].stop()
     world.trace.clear()
     world.start()
     world.settle()

@@ -44,14 +44,14 @@ def test_what_is_asked_before_and_after_is_answered() -> None:
 
     def ask() -> None:
         world.coordinator.post(
-            LedgerQuery(function=int, answer=lambda *words: answers.append(words))
+            LedgerQuery(function=int, on_answer=lambda *words: answers.append(words))
         )
         world.coordinator.post(
             Command(
                 kind=CommandKind.DELETE,
                 id=CheckpointId(1, 1),
                 wall_time_s=0.0,
-                answer=lambda failed: answers.append(failed),
+                on_answer=lambda failed: answers.append(failed),
             )
         )
 
@@ -73,7 +73,9 @@ def test_an_order_that_waits_is_answered() -> None:
     world.begin(1, region)
     answers: list[Any] = []
     world.coordinator.post(
-        Command(kind=CommandKind.PIN, id=CheckpointId(1, 1), wall_time_s=0.0, answer=answers.append)
+        Command(
+            kind=CommandKind.PIN, id=CheckpointId(1, 1), wall_time_s=0.0, on_answer=answers.append
+        )
     )
     world.step()
     assert answers == []

@@ -393,7 +393,7 @@ def test_the_newest_in_memory_stays_and_the_save_waits_as_wait_does() -> None:
 def test_a_pinned_one_stays_and_the_next_oldest_goes() -> None:
     world = rest(superseding(images=3))
     handles = [world.save(step) for step in (1, 2, 3)]
-    pin = Command(kind=CommandKind.PIN, id=FIRST, wall_time_s=0.0, answer=lambda failed: None)
+    pin = Command(kind=CommandKind.PIN, id=FIRST, wall_time_s=0.0, on_answer=lambda failed: None)
     world.coordinator.post(pin)
     give_way(world, 4)
     outcomes = [handle.outcome for handle in handles]
@@ -403,10 +403,10 @@ def test_a_pinned_one_stays_and_the_next_oldest_goes() -> None:
 def test_nothing_goes_while_a_restore_reads() -> None:
     world = rest(superseding())
     first, _ = world.save(1), world.save(2)
-    world.coordinator.dropper.paused = True
+    world.coordinator.deleter.paused = True
     assert "1@1: a restore is reading" in keeps_waiting(world, 3)
     rest(world)
-    world.coordinator.dropper.paused = False
+    world.coordinator.deleter.paused = False
     give_way(world, 3)
     assert first.outcome is SaveOutcome.SUPERSEDED
 

@@ -18,10 +18,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World([file_rules("nvme"), file_rules("store")])
     world.save(1)
     world.settle()
-    world.stores["store"].drop(ID, attempt=None)
+    world.stores["store"].delete(ID, attempt=None)
     world.save(2)
     world.crash()
-    monkeypatch.setattr(Coordinator, "start", Coordinator.start_tending)
+    monkeypatch.setattr(Coordinator, "start", Coordinator.start_for_commands)
     world.start()
     return world
 
@@ -30,7 +30,7 @@ def test_nothing_is_copied_though_it_is_owed(world: World) -> None:
     world.settle()
     assert (world.steps_on("nvme"), world.steps_on("store")) == ([1], [])
     assert not world.coordinator.busy()
-    owed = {(id.step, tier) for id, tier in world.coordinator.left_undone()}
+    owed = {(id.step, tier) for id, tier in world.coordinator.owed_copies()}
     assert owed == {(1, "store"), (2, "nvme"), (2, "store")}
     assert world.coordinator.counters.flush_failures == 0
 

@@ -105,7 +105,7 @@ def test_a_disk_that_is_full_of_what_a_slow_store_is_owed_goes_on_where_the_stor
         assert save_every_second(world, 20) == 0.0
     assert world.steps_on("nvme")[-1] == 20, "the disk has the newest, whatever the store does"
     assert not world.coordinator.ledger.failing
-    assert world.coordinator.turns.given_up["store"] > 5
+    assert world.coordinator.flush_queue.given_up["store"] > 5
     assert "nvme is full of what store is owed" in caplog.text
     assert world.coordinator.errors == []
     world.go_on(100.0)
@@ -123,7 +123,7 @@ def test_without_a_rule_such_a_disk_is_full_and_says_so() -> None:
         world.save_soon(step)
         world.go_on(1.0)
     assert "nvme" in world.coordinator.ledger.failing
-    assert world.coordinator.turns.given_up == {}
+    assert world.coordinator.flush_queue.given_up == {}
 
 
 def test_a_save_waits_no_longer_for_a_tier_than_its_own_max_wait() -> None:
@@ -186,7 +186,7 @@ def test_all_ranks_give_up_what_rank_0_gives_up_for_a_full_disk() -> None:
                     rank.coordinator.post(rank.runner.run(rank.tasks.pop(0)))
                     rank.step()
             talk(run)
-    lost = [dict(rank.coordinator.turns.given_up) for rank in run.ranks]
+    lost = [dict(rank.coordinator.flush_queue.given_up) for rank in run.ranks]
     assert lost[0] == lost[1]
     assert lost[0][SHARED_TIER] > 0
     assert {id.step for id in run.committed(NODE_TIER)} >= {6}

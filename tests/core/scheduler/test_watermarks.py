@@ -99,9 +99,9 @@ def test_what_a_failed_try_left_of_a_later_copy_does_not_keep_an_earlier_one_off
     world.disks["nvme"].delete("run/step-00000002-a0001/commit.json")
     world.crash()
     world.start()
-    world.coordinator.ledger.knows_what_is_good()
+    world.coordinator.ledger.set_knows_good()
     assert world.steps_on("nvme") == []
-    owed = {(id.step, tier) for id, tier in world.coordinator.left_undone()}
+    owed = {(id.step, tier) for id, tier in world.coordinator.owed_copies()}
     assert owed == {(1, "nvme"), (2, "nvme")}
     world.settle()
     assert world.steps_on("nvme") == [2]
@@ -116,7 +116,7 @@ def test_what_a_failed_try_left_and_cannot_be_removed_is_said_to_keep_the_tier_f
     world.disks["nvme"].delete("run/step-00000002-a0001/commit.json")
     world.crash()
     world.start()
-    world.coordinator.ledger.knows_what_is_good()
+    world.coordinator.ledger.set_knows_good()
     with mock.patch.object(MemoryBackend, "delete_some", side_effect=AccessDeniedError("kept")):
         world.settle(limit_s=1.0)
         assert isinstance(world.coordinator.ledger.failing["nvme"], CapacityError)
@@ -145,8 +145,8 @@ def test_what_is_quickly_read_back_from_elsewhere_goes_first_as_far_as_that_was_
     pfs = file_rules("pfs", shared=True, flush_every=2)
     world = World([nvme, pfs, file_rules("store", shared=True)])
     for tier, bytes_per_s in read.items():
-        world.coordinator.rates.was_read(tier, bytes_per_s, 1.0)
-    with mock.patch.object(world.coordinator.rates, "ended"):  # what this machine shows
+        world.coordinator.rates.note_read(tier, bytes_per_s, 1.0)
+    with mock.patch.object(world.coordinator.rates, "on_ended"):  # what this machine shows
         saved(world, range(1, 6))
     assert world.steps_on("nvme") == [step for step in range(1, 6) if step != goes]
 
@@ -168,10 +168,10 @@ def test_the_best_outlives_older_and_newer_ones_where_room_is_short() -> None:
     world = saved(World([rules]), range(chosen, chosen + 3))
     world.crash()
     world.rules = (world.rules[0], replace(rules, retain=(best("loss"), tagged("no such tag"))))
-    with mock.patch.object(Deleter, "survey"):  # eviction comes first
+    with mock.patch.object(Deleter, "plan_tier"):  # eviction comes first
         world.start()
         world.started_from, world.ordinal = CheckpointId(chosen + 2, 1), 3
-        world.coordinator.ledger.go_on_from(world.started_from, attempt=2)
+        world.coordinator.ledger.continue_from(world.started_from, attempt=2)
         saved(world, range(chosen + 3, chosen + 6))
     held = world.steps_on("nvme")
     assert held[0] == chosen
@@ -198,7 +198,7 @@ def test_a_copy_that_cannot_be_deleted_is_not_paid_for_with_others() -> None:
     world = saved(World([rules], memory_images=4), range(1, 7))
     assert world.steps_on("nvme") == [1, 2, 3, 4, 5, 6]
     broken = UnreachableError("on purpose")
-    with mock.patch.object(StoredTier, "drop", side_effect=broken) as drop:
+    with mock.patch.object(StoredTier, "delete", side_effect=broken) as drop:
         saved(world, range(7, 9))
     assert {call.args[0].step for call in drop.call_args_list} == {1, 2}
     assert world.steps_on("nvme") == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -49,7 +49,7 @@ class DirectWrite:
     run: str
     tier: str
     attempt: Attempt
-    line: Lineage
+    lineage: Lineage
     shard: Shard
     node: str
     metrics: Mapping[str, float]
@@ -81,13 +81,15 @@ def direct_write(
         lineage.check(step)
         place = lineage.next(step, above=session.coordinator.ledger.least_ordinal)
         lineage.advance(place)
-    session.tell(lambda: _expect(session.coordinator.finder, place.checkpoint, tier.name))
+    session.call_soon(
+        lambda: _expect(session.coordinator.external_commits, place.checkpoint, tier.name)
+    )
     return DirectWrite(
         config=run.config,
         run=session.run,
         tier=tier.name,
         attempt=lineage.attempt,
-        line=place,
+        lineage=place,
         shard=session.ranks.shard,
         node=session.node,
         metrics={name: float(value) for name, value in checked_metrics(metrics).items()},
@@ -96,7 +98,7 @@ def direct_write(
 
 
 def _expect(finder: ExternalCommits, id: CheckpointId, tier: str) -> None:
-    finder.look(InterruptibleEvent())  # for those before it
+    finder.search(InterruptibleEvent())  # for those before it
     finder.expect(id, tier)
 
 
@@ -145,7 +147,7 @@ class DirectWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the step; FlushError where one rank's image or an item of the plan is missing."""
         orders = self._orders
-        step, world_size = orders.line.checkpoint.step, orders.shard.world_size
+        step, world_size = orders.lineage.checkpoint.step, orders.shard.world_size
         found = [r for of_rank in results for r in of_rank if isinstance(r, ImageFiles)]
         files = tuple(file for result in found for file in result.storage_data)
         if len({result.index for result in found}) != world_size:
@@ -156,7 +158,7 @@ class DirectWriter(StorageWriter):
         count_outcomes(metadata, results, step)
         with open_store(orders.config, orders.run, orders.tier) as store:
             store.commit(_commit(orders, files), attempt=orders.attempt)
-            store.name_latest(orders.line.checkpoint)
+            store.write_latest(orders.lineage.checkpoint)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -166,7 +168,7 @@ class DirectWriter(StorageWriter):
 
 def _commit(orders: DirectWrite, files: tuple[NamedFile, ...]) -> Commit:
     return Commit(
-        line=orders.line,
+        lineage=orders.lineage,
         world_size=orders.shard.world_size,
         files=files,
         nodes=(orders.node,),
@@ -181,7 +183,7 @@ def _write_image(store: StoredTier, orders: DirectWrite, view: StateView) -> tup
     layout = plan_layout(view)
     header = layout.header(view)
     assert header is not None, "a layout has room for the values that it was planned with"
-    id, shard = orders.line.checkpoint, orders.shard
+    id, shard = orders.lineage.checkpoint, orders.shard
     cut = Geometry(
         image_bytes=layout.image_bytes,
         data_start=layout.data_start,
@@ -189,7 +191,7 @@ def _write_image(store: StoredTier, orders: DirectWrite, view: StateView) -> tup
     )
     with begun_image(store, id, shard, cut, layout.pieces) as writer:
         manifest = Manifest(
-            line=orders.line,
+            lineage=orders.lineage,
             shard=shard,
             image_bytes=cut.image_bytes,
             data_start=cut.data_start,
@@ -211,8 +213,8 @@ def _write_chunks(writer: ImageUpload, cut: Geometry, source: _ImageBytes) -> tu
         chunk = buffer[: end - start]
         source.read(start, torch.frombuffer(chunk, dtype=torch.uint8))
         digests.append(chunk_digest(chunk))
-        writer.put(index, start, chunk)
-    writer.send()
+        writer.write_chunks(index, start, chunk)
+    writer.flush()
     return tuple(digests)
 
 

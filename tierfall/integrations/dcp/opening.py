@@ -17,10 +17,10 @@ from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.restore.agreement import make_barrier
 from tierfall.core.restore.candidates import RestoreRequest, step_instead
 from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.reshard import ResizeRules, merge_parts
+from tierfall.core.restore.reshard import ResizeRules, merge_images
 from tierfall.core.tensor_index.as_header import merge_with_index
 from tierfall.core.tensor_index.index import Index
-from tierfall.core.tensor_index.store import named_index
+from tierfall.core.tensor_index.store import read_named_index
 from tierfall.core.types import keys
 from tierfall.core.types.errors import NotSupportedError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -49,7 +49,7 @@ def open_checkpoint(
 
     Raises RestoreError where none is there, none can be read, or the newest is out of reach for now.
     """
-    listings, tally = run.session.list_now(), run.session.tally()
+    listings, tally = run.session.list_now(), run.session.new_tally()
     candidates = run.restorer.candidates(listings, request, tally)
     ranks = run.session.ranks
     tell = make_barrier(ranks, timeout_s=run.restorer.patience_s) if ranks.many else None
@@ -74,9 +74,9 @@ def open_checkpoint(
         if opened is not None and elsewhere is None:
             return opened
         said = error if elsewhere is None else f"rank {elsewhere.rank}: {elsewhere.message}"
-        if request.step is not None or (elsewhere is not None and elsewhere.for_good):
+        if request.step is not None or (elsewhere is not None and elsewhere.permanent):
             raise RestoreError(f"{request.operation} of {checkpoint.id}: {said}") from error
-        tally.passed_over(f"step {checkpoint.id}", said)
+        tally.add_skipped(f"step {checkpoint.id}", said)
         logger.error("%s: step %s is passed over: %s", request.operation, checkpoint.id, said)
     raise RestoreError(
         f"{request.operation}: run {run.session.run} holds no checkpoint that can be read"
@@ -88,7 +88,7 @@ def hold(run: OpenRun, id: CheckpointId, *, owner: object) -> Callable[[], objec
     """Keep a checkpoint's copies below memory from retention and eviction; return what lets go of them, as the end of
     ``owner`` does."""
     session = run.session
-    session.ask(lambda: session.coordinator.ledger.reading.update([id]))
+    session.call(lambda: session.coordinator.ledger.reading.update([id]))
     let_go = weakref.finalize(owner, _release, session, id)
     let_go.atexit = False
     return let_go
@@ -99,9 +99,9 @@ def _release(session: Session, id: CheckpointId) -> None:
 
     def end() -> None:
         coordinator.ledger.reading -= Counter([id])
-        coordinator.dropper.look_again()
+        coordinator.deleter.survey_changed()
 
-    session.tell(end)
+    session.call_soon(end)
 
 
 def _judge(error: Exception, checkpoint: KnownCheckpoint, request: RestoreRequest) -> Exception:
@@ -136,7 +136,7 @@ def _parts(
         None,
         run.restorer.nowhere,
     )
-    return CheckpointReader(*made) if exchange is None else exchange.parts(*made)
+    return CheckpointReader(*made) if exchange is None else exchange.reader(*made)
 
 
 def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> OpenedCheckpoint:
@@ -147,7 +147,9 @@ def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> Opene
     if own is not None and world_size > 1:
         entries = _by_index(run, parts, Shard(own, world_size))
     if entries is None:
-        entries = DcpEntries(merge_parts(parts, world_size, shard.rank, ResizeRules(values_of=own)))
+        entries = DcpEntries(
+            merge_images(parts, world_size, shard.rank, ResizeRules(values_of=own))
+        )
     return OpenedCheckpoint(
         checkpoint=parts.checkpoint, parts=parts, entries=entries, world_size=world_size
     )
@@ -191,5 +193,5 @@ def _read_index(run: OpenRun, parts: CheckpointReader) -> Index | None:
     for tier in parts.tiers:
         commit, store = parts.checkpoint.copies[tier].commit, run.session.stores.get(tier)
         if store is not None and commit is not None and commit.file(keys.INDEX_NAME) is not None:
-            return named_index(store, commit)
+            return read_named_index(store, commit)
     return None

@@ -104,7 +104,7 @@ class TierReader(StorageReader):
         assert self._opened is not None, "read_data without read_metadata"
         reads = _Reads(self._opened, planner)
         try:
-            self._together(lambda: reads.carry_out(plan))
+            self._together(lambda: reads.execute(plan))
         finally:
             self._opened = None  # what ranks exchange bytes over ends with it
             self._let_go()
@@ -200,14 +200,14 @@ class _Reads:
         self._wants: list[BlockTarget] = []
         self._after: list[Callable[[], None]] = []
 
-    def carry_out(self, plan: LoadPlan) -> None:
+    def execute(self, plan: LoadPlan) -> None:
         """Read everything into its place, then hand the planner what it is to commit, and the values."""
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 self._value(item)
             else:
                 self._tensor(item)
-        wants = (*self._builder.wants(), *self._wants)
+        wants = (*self._builder.targets(), *self._wants)
         opened = self._opened
         plan_reads(opened.parts, opened.entries.merged, opened.world_size, wants)()
         for do in self._after:

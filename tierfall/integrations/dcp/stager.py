@@ -55,7 +55,7 @@ class LazyStager(AsyncStager):
     def _capture(
         self, flat: Mapping[str, Any], paths: Mapping[str, planning.Path], writer: TierWriter
     ) -> Staged:
-        memory = self._run.capturer.barrier.memory()
+        memory = self._run.capturer.barrier.evident_memory()
 
         def walk(cache: WalkCache) -> StateView:
             leaves = {name: _leaf(name, value, memory) for name, value in flat.items()}
