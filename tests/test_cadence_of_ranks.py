@@ -128,7 +128,7 @@ def test_a_rank_that_hears_too_late_gives_the_step_up_for_all_at_once_and_hears_
             both[0]._cadence.ask("SIGTERM")
         for rank, at in ((0, step), (1, step + 30)):
             if rank == 1 and step in (2, 40):
-                wait_until(lambda: len(heard._heard) > 0, "rank 1 has heard")
+                wait_until(lambda: len(heard._messages) > 0, "rank 1 has heard")
             handle = both[rank].maybe_save(at, state_of(at))
             if handle is not None:
                 saved[rank][at] = handle
@@ -152,7 +152,7 @@ def test_a_step_that_a_rank_saved_anyway_is_not_given_up_for_hearing_late(opener
         both[1].maybe_save(step, state_of(step))
     both[0].maybe_save(19, state_of(19))
     both[0]._cadence._add(20)
-    wait_until(lambda: len(heard._heard) > 0, "rank 1 has heard")
+    wait_until(lambda: len(heard._messages) > 0, "rank 1 has heard")
     handle = both[0].maybe_save(20, state_of(20))
     assert handle is not None
     both[1].maybe_save(31, state_of(31))
@@ -165,7 +165,7 @@ def test_a_rank_that_never_hears_saves_nothing_alone_and_nobody_hangs(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = opener.all_open(interval={"every": 10**6}, max_wait="1s")
-    monkeypatch.setattr(both[1]._cadence._others, "_heard", _Deaf())
+    monkeypatch.setattr(both[1]._cadence._others, "_messages", _Deaf())
     training = Training(both, last=160)
     training.before_step[0, 10] = lambda: both[0]._cadence.ask("SIGTERM")
     training.run()
@@ -211,7 +211,7 @@ def test_what_was_announced_before_a_restore_is_not_saved_after_it(
     assert both[0]._cadence.report().next_step == 53
     heard = both[1]._cadence._others
     assert heard is not None
-    wait_until(lambda: len(heard._heard) > 0, "it was announced")
+    wait_until(lambda: len(heard._messages) > 0, "it was announced")
     restore_all(both, [state_of(-1) for _ in both])
     for step in range(2, 120):
         for ckpt in both:

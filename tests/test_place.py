@@ -171,7 +171,7 @@ LIVES = """
 import os, sys
 from tierfall.config import Config
 from tierfall.setup.launcher import _bootstrap, find_ranks
-stale = os.environ["RANK"] == "0" and _bootstrap().check(["tierfall/run/door"])
+stale = os.environ["RANK"] == "0" and _bootstrap().check(["tierfall/run/address"])
 config = Config.model_validate({"run": "run", "max_wait": "30s", "tiers": "./checkpoints"})
 ranks = find_ranks(config, run="run")
 life = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -185,7 +185,7 @@ ranks.close(30.0)
 
 
 def test_ranks_of_torchrun_meet_and_meet_again_after_a_restart(tmp_path: Path) -> None:
-    """In their second life they find the first one's door in the agent's store, which has outlived them."""
+    """In their second life they find the first one's address in the agent's store, which has outlived them."""
     script = tmp_path / "lives.py"
     script.write_text(LIVES)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

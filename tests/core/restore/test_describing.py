@@ -177,7 +177,7 @@ def test_of_two_lives_under_one_name_the_one_that_was_saved_last_is_kept() -> No
     copy = only(listing)
     assert copy.commit == newer
     assert copy.marks == set(), "the mark is of the other life"
-    assert ["another life" in str(damage) for damage in listing.damaged] == [True]
+    assert ["another attempt" in str(damage) for damage in listing.damaged] == [True]
 
 
 def test_a_damaged_record_of_one_node_leaves_what_the_others_hold() -> None:
