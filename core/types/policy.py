@@ -25,8 +25,8 @@ class Policy:
 
     ``decide`` is a pure function (view, rules, now) -> answer. ``rules`` is the type of the YAML value of that name: a
     pydantic model, or another type that pydantic validates (None: no value). ``due`` returns, for the same arguments,
-    the wall time in seconds at which the answer may change by time alone (None: never). ``describe`` formats rules for
-    people. ``same_on_all_ranks``: the answer depends on steps and attempts alone, so that all ranks get the same one.
+    the wall time in seconds at which the answer may change by time alone (None: never). ``words`` formats rules for
+    people. ``alike``: the answer depends on steps and attempts alone, so that all ranks get the same one.
     """
 
     kind: PolicyKind
