@@ -160,7 +160,7 @@ class Objects:
 
         def check() -> None:
             found = verifier.check_stored(reader.stores[STORE], CheckpointId(step, attempt))
-            assert found.intact
+            assert found.good
             assert found.bytes == size
 
         with reader, CopyVerifier() as verifier:

@@ -59,7 +59,7 @@ def assert_good(root: Path, id: CheckpointId = ONE) -> None:
     with CopyVerifier() as verifier:
         checked = verifier.check_stored(store, id)
     store.close()
-    assert checked.intact, checked
+    assert checked.good, checked
     assert checked.foreign == ()
     assert step_in(tierfall.load(step_folder(root, id.step))) == id.step
 

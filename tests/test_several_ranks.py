@@ -387,7 +387,7 @@ def test_a_save_that_fails_on_one_rank_keeps_its_line_level_with_what_others_hav
     opener: Opener,
 ) -> None:
     both = opener.all_open()
-    both[0]._session.ranks.council.announce(("ordinal",), Ordinal(ordinal=5).to_json())
+    both[0]._session.ranks.message_tree.announce(("ordinal",), Ordinal(ordinal=5).to_json())
     wait_until(
         lambda: all(c._session.coordinator.ledger.least_ordinal == 5 for c in both),
         "all have heard it",

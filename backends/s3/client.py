@@ -80,7 +80,7 @@ class S3Client:
 
     durable = True
     atomic_replace = True
-    knows_condition = True
+    supports_if_absent = True
     keys_max = 1000
 
     def __init__(

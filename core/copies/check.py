@@ -80,7 +80,7 @@ class CheckedCopy:
     """What became of the check of one copy.
 
     ``bytes`` and ``chunks`` were read and are as they were written. ``error`` says why the rest could not be read;
-    ``missing`` that the copy was dropped meanwhile. ``foreign`` are files that its commit record does not name.
+    ``gone`` that the copy was dropped meanwhile. ``foreign`` are files that its commit record does not name.
     """
 
     id: CheckpointId
@@ -90,12 +90,12 @@ class CheckedCopy:
     commit: Commit | None = None
     damage: tuple[Damage, ...] = ()
     error: TierfallError | None = None
-    missing: bool = False
+    gone: bool = False
     foreign: tuple[str, ...] = ()
 
     @property
-    def intact(self) -> bool:
-        return not self.damage and self.error is None and not self.missing
+    def good(self) -> bool:
+        return not self.damage and self.error is None and not self.gone
 
 
 class VerifyResources(Protocol):

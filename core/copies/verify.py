@@ -38,7 +38,7 @@ class CopyVerifier:
         except BackendError as failure:
             error = failure
         if (check.damage or isinstance(error, KeyNotFoundError)) and _is_gone(store, id):
-            return CheckedCopy(id=id, tier=store.name, missing=True)
+            return CheckedCopy(id=id, tier=store.name, gone=True)
         return check.result(error=error)
 
     def check_region(self, tier: str, id: CheckpointId, region: HostRegion) -> CheckedCopy:

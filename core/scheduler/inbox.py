@@ -91,10 +91,10 @@ def _refuse_save(event: CaptureBegun, error: BaseException) -> None:
 
 _REFUSALS: dict[type[Any], Callable[[Any, BaseException], None]] = {
     CaptureBegun: _refuse_save,
-    AdmissionRequest: lambda request, error: request.answer(None, error),
-    LedgerQuery: lambda query, error: query.answer(None, error),
-    Command: lambda command, error: command.answer({"tierfall": error}),
-    AssignmentRequest: lambda request, error: request.answer(None),
+    AdmissionRequest: lambda request, error: request.on_answer(None, error),
+    LedgerQuery: lambda query, error: query.on_answer(None, error),
+    Command: lambda command, error: command.on_answer({"tierfall": error}),
+    AssignmentRequest: lambda request, error: request.on_answer(None),
     Outcome: _refuse_outcome,
 }
 """What is done with an event that is refused. Nobody waits for an answer to any other."""

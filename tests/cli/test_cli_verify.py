@@ -259,7 +259,7 @@ def test_a_copy_that_is_dropped_meanwhile_is_not_called_damaged(
     with CopyVerifier() as verifier:
         found = verifier.check_stored(store, CheckpointId(1, 1))
     store.close()
-    assert (found.missing, found.error, found.damage, found.intact) == (True, None, (), False)
+    assert (found.gone, found.error, found.damage, found.good) == (True, None, (), False)
 
 
 # Memory ----------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_every_golden_file_is_as_it_was_written(golden: Path) -> None:
     with CopyVerifier() as verifier:
         for copy in listing.copies:
             checked = verifier.check_stored(store, copy.id)
-            assert checked.intact, checked.damage
+            assert checked.good, checked.damage
             assert checked.foreign == ()
     store.close()
 

@@ -103,7 +103,7 @@ def _answer_verify(
         answer.problem(f"{place} could not be read: {why}")
     for finding in report.findings:
         answer.problem(_describe_finding(finding))
-    good = [copy for copy in report.copies if copy.intact]
+    good = [copy for copy in report.copies if copy.good]
     answer.document = {
         "run": settings.run,
         "copies": [members(copy, *_OF_COPY) for copy in report.copies],
@@ -138,7 +138,7 @@ def _place(found: RepairResult | Finding) -> str:
 
 
 def _verdict(copy: CheckedCopy) -> str:
-    if copy.missing:
+    if copy.gone:
         return "deleted meanwhile"
     if any(not damage.newer for damage in copy.damage):
         return "DAMAGED"

@@ -77,7 +77,7 @@ def _advice(
         return f"it is effective nevertheless; to rewrite it: {repair}"
     if damage.file == keys.INDEX_NAME:
         return f"restores use the manifests instead; to rebuild it: {repair}"
-    good = [c.tier for c in same if c.intact]
+    good = [c.tier for c in same if c.good]
     if good and copy.tier in reader.stores:
         return f"restores read {good[0]} instead; to repair it: {repair}"
     if good:

@@ -98,7 +98,7 @@ class Repairer:
             self._note(copy.tier, copy.id, "", str(error), done=False)
             return copy
         again = verifier.check_stored(self._reader.stores[copy.tier], copy.id)
-        if again.missing or again.error or any(not damage.newer for damage in again.damage):
+        if again.gone or again.error or any(not damage.newer for damage in again.damage):
             self._note(copy.tier, copy.id, "", "rewritten, and damaged again", done=False)
         else:
             self._note(copy.tier, copy.id, "", why, done=True)

@@ -145,7 +145,7 @@ def record_damage(
         copies = [copy for copy in report.copies if copy.tier == tier]
         damaged = [copy for copy in copies if copy.commit is not None and _spoils(copy.damage)]
         mended = [
-            copy for copy in copies if copy.intact and known[tier, copy.id].damage is not None
+            copy for copy in copies if copy.good and known[tier, copy.id].damage is not None
         ]
         if not damaged and not mended:
             continue
@@ -217,7 +217,7 @@ def _look_at_memory(
 
 
 def _deleted(copy: CheckedCopy) -> CheckedCopy:
-    return CheckedCopy(id=copy.id, tier=copy.tier, missing=True)
+    return CheckedCopy(id=copy.id, tier=copy.tier, gone=True)
 
 
 # A tier as a whole -----------------------------------------------------------------------------------
@@ -298,6 +298,6 @@ def _notes(listing: Listing, scope: VerifyScope) -> list[str]:
 
 
 def _notes_of(copy: CheckedCopy) -> list[str]:
-    if copy.missing:
+    if copy.gone:
         return [f"{copy.tier} {copy.id}: was deleted while it was read"]
     return [f"{copy.tier} {copy.id}: {name} is not part of the checkpoint" for name in copy.foreign]
