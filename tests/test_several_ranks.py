@@ -206,7 +206,7 @@ def _rank_of(self: Any, *args: Any) -> int:
     [
         (HostTier, "attach"),
         (OpenedTiers, "_write_record"),
-        (HostTier, "create_now"),
+        (HostTier, "allocate_now"),
         (Session, "__init__"),
         (Saver, "__init__"),
     ],

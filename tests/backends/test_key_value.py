@@ -306,7 +306,7 @@ class Tiny(Wrong):
     [
         (object(), "object is no KeyValueStore; derive the class from it"),
         (Undecided(), "Undecided does not set durable; expected durable = True or"),
-        (Short(), r"Short.put: it takes \(.*\); expected \(key, value, if_absent\)"),
+        (Short(), r"Short.put: its parameters are \(.*\); expected \(key, value, if_absent\)"),
         (Tiny(), "Tiny.value_bytes is 10; expected 4096 or more, or None"),
     ],
 )

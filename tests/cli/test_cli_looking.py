@@ -63,7 +63,7 @@ def test_ls_for_people_has_a_line_for_every_step(make_cli: MakeCli) -> None:
     lines = {words[0]: words for line in cli("ls").out.splitlines() if (words := line.split())}
     assert lines["STEP"] == ["STEP", "AGE", "SIZE", "host", "disk", "far", "loss"]
     assert lines["2@1"][-6:] == ["-", "committed", "committed", "0.5", "#best,", "pinned"]
-    assert lines["4@1"][-6:] == ["-", "-", "committed", "0.25", "left", "behind"]
+    assert lines["4@1"][-5:] == ["-", "-", "committed", "0.25", "abandoned"]
     assert lines["run"][:4] == ["run", "run:", "4", "checkpoints"]
 
 

@@ -21,7 +21,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from tierfall.core.runtime.run_lock import RunLock
-lock = RunLock.take(Path(sys.argv[1]), run="gpt")
+lock = RunLock.acquire(Path(sys.argv[1]), run="gpt")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -31,7 +31,7 @@ HOLD_AND_FORK = """
 import os, sys
 from pathlib import Path
 from tierfall.core.runtime.run_lock import RunLock
-lock = RunLock.take(Path(sys.argv[1]), run="gpt")
+lock = RunLock.acquire(Path(sys.argv[1]), run="gpt")
 child = os.fork()
 if child:
     print(child, flush=True)
@@ -44,7 +44,7 @@ from pathlib import Path
 from tierfall.core.types.errors import LockError
 from tierfall.core.runtime.run_lock import RunLock
 try:
-    RunLock.take(Path(sys.argv[1]), run="gpt")
+    RunLock.acquire(Path(sys.argv[1]), run="gpt")
 except LockError:
     sys.exit(3)
 """
@@ -55,14 +55,14 @@ from pathlib import Path
 from tierfall.core.types.errors import LockError
 from tierfall.core.runtime.run_lock import RunLock
 path = Path(sys.argv[1])
-lock = RunLock.take(path, run="gpt")
+lock = RunLock.acquire(path, run="gpt")
 child = os.fork()
 if child == 0:
     problems = 0
     if lock.held:
         problems |= 1
     try:
-        RunLock.take(path, run="gpt")
+        RunLock.acquire(path, run="gpt")
         problems |= 2
     except LockError as error:
         if str(os.getppid()) not in str(error):

@@ -280,7 +280,7 @@ def test_a_metric_that_is_not_a_number_survives() -> None:
 
 
 def _fields(commit: Commit) -> dict[str, Any]:
-    names = ("line", "world_size", "files", "nodes", "wall_time_s", "tags")
+    names = ("lineage", "world_size", "files", "nodes", "wall_time_s", "tags")
     return {name: getattr(commit, name) for name in names}
 
 

@@ -34,7 +34,7 @@ POINTS = {
     "capture": Point(ImageCopier, "__init__", after=True),
     "seal": Point(Region, "seal"),
     "sealed": Point(Region, "seal", after=True),
-    "flush": Point(RawImageWriter, "put", after=True),
+    "flush": Point(RawImageWriter, "write_chunks", after=True),
     "published": Point(RawImageWriter, "finish", after=True),
     "landed": Point(StoredTier, "write_manifest", after=True),
     "commit": Point(StoredTier, "commit", committer=True),

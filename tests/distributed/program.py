@@ -220,7 +220,9 @@ def cost(folder: str, saves: int, **changes: Any) -> Any:
 
     watch(StoreTransport, "send", count)
     watch(
-        Commits, "landed", lambda _, tier, entry, files: landed.update({entry.id.step: time.time()})
+        Commits,
+        "on_uploaded",
+        lambda _, tier, entry, files: landed.update({entry.id.step: time.time()}),
     )
     watch(Flusher, "committed", lambda _, tier, id, size: there.update({id.step: time.time()}))
     seconds = []

@@ -148,7 +148,7 @@ class Many:
         """Let all ranks take one attempt, without the tiers that one of them cannot reach."""
         root = self.ranks[0]
         session = SimpleNamespace(
-            take_number=self._take_number,
+            claim_from=self._take_number,
             found_read_only={},
             config=SimpleNamespace(host=SimpleNamespace(name="host")),
             ranks=SimpleNamespace(topology=self.network.councils[0].topology),

@@ -144,9 +144,7 @@ def record_damage(
     for tier in (tier.name for tier in config.stored):
         copies = [copy for copy in report.copies if copy.tier == tier]
         damaged = [copy for copy in copies if copy.commit is not None and _spoils(copy.damage)]
-        mended = [
-            copy for copy in copies if copy.good and known[tier, copy.id].damage is not None
-        ]
+        mended = [copy for copy in copies if copy.good and known[tier, copy.id].damage is not None]
         if not damaged and not mended:
             continue
         try:

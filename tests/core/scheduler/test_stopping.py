@@ -94,7 +94,7 @@ def test_a_writer_that_was_opened_meanwhile_is_taken_back() -> None:
     world.coordinator.post(outcome)
     assert world.disks["nvme"].discard_unfinished("") == 0
     with pytest.raises(BackendError, match="this writer is dead"):
-        outcome.value[0].put(0, 0, memoryview(b"x"))
+        outcome.value[0].write_chunks(0, 0, memoryview(b"x"))
 
 
 def test_a_capture_that_is_said_to_have_failed_twice_fails_once() -> None:
