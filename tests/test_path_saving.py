@@ -195,7 +195,7 @@ def test_a_line_that_has_not_begun_goes_on_on_all_ranks_from_what_rank_0_loaded(
         known = {c.id: c for c in both[0]._session.known()}
         first = next(c for id, c in known.items() if id.step == 10)
         assert first.commit is not None
-        zero.note_loaded(first.id, first.commit.line.ordinal)
+        zero.note_loaded(first.id, first.commit.lineage.ordinal)
         with pytest.raises(StepError, match="goes on from step 10"):
             zero.begin(10)
         commit(zero, 15)

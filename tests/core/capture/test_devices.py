@@ -631,8 +631,8 @@ def test_blocks_of_a_slab_do_not_overlap_and_come_back() -> None:
         block.release()
         block.release()
     assert slab.free_bytes == 2048
-    assert slab.take(2049) is None
-    between = slab.take(2048)
+    assert slab.reserve(2049) is None
+    between = slab.reserve(2048)
     assert between is not None
     assert between.tensor.storage_offset() == 1024
 
@@ -681,15 +681,15 @@ def test_a_number_is_read_at_once_only_where_nothing_captured_comes_after_it() -
     places: Any = module_places.CaptureDevices(Streams())  # type: ignore[arg-type]
     places._has_devices = True
     here, there, other = (Number(name) for name in ("cuda:0", "cuda:1", "mps"))
-    at = places.of([here, torch.ones(1), here])
+    at = places.places_of([here, torch.ones(1), here])
     assert at == (0, HOST, 0)
-    assert places.fixed(here, at) == "a copy in the caller's order"
-    assert places.fixed(there, at) == 2.5
-    assert places.fixed(other, at) == 2.5
+    assert places.present_value(here, at) == "a copy in the caller's order"
+    assert places.present_value(there, at) == 2.5
+    assert places.present_value(other, at) == 2.5
     assert (here.read, there.read, other.read) == (False, True, True)
-    assert places.fixed(torch.ones(1), at) == 1
-    assert places.of([other]) == (HOST,)
-    assert places.elsewhere == {"mps"}
-    assert places.of([torch.ones(1)]) == ()
+    assert places.present_value(torch.ones(1), at) == 1
+    assert places.places_of([other]) == (HOST,)
+    assert places.without_stream == {"mps"}
+    assert places.places_of([torch.ones(1)]) == ()
     for stream in places.streams.values():
         stream.close()

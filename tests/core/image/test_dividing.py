@@ -192,7 +192,7 @@ def test_an_image_names_who_writes_what_it_leaves_out() -> None:
     whole, _ = image_of(state, {})
     assert layout.image_bytes == whole.image_bytes - 64
     assert layout.structure != whole.structure
-    (found,) = header.elsewhere
+    (found,) = header.written_by_others
     assert (found.name, found.shape, found.written_by) == ("model.2.weight", (2, 8), 5)
     assert found.start == header.data_bytes
     assert header.writers == {5}

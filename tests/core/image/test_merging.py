@@ -107,7 +107,7 @@ def test_the_values_of_one_rank_count_where_it_is_named() -> None:
     plan = plan_fill(live, found.header)
     plan.finish()
     assert live["rank"] == 1
-    assert [block.rank for block in found.blocks[plan.wants[0].slot]] == [1]
+    assert [block.rank for block in found.blocks[plan.targets[0].slot]] == [1]
     assert not found.replicas
 
 

@@ -281,7 +281,7 @@ def test_a_checkpoint_that_this_rank_sees_nowhere_is_a_candidate_without_copies(
     (known,) = agreed(two)[1]
     assert (known.id, known.copies) == (CheckpointId(5, 1), {})
     assert known.commit is not None
-    assert known.commit.line == sharded(5, 0, 2).commit.lineage
+    assert known.commit.lineage == sharded(5, 0, 2).commit.lineage
     assert known.commit.world_size == 2
 
 
@@ -299,7 +299,7 @@ def test_a_rank_takes_no_shard_from_another_life_of_the_run(two: list[Rank]) -> 
     first, second = agreed(two)
     assert first[0].commit is not None
     assert second[0].commit is not None
-    assert second[0].commit.line == parts[0].commit.lineage
+    assert second[0].commit.lineage == parts[0].commit.lineage
     assert second[0].copies["nvme"].commit is None
     assert "another life" in str(second[0].copies["nvme"].damage)
 

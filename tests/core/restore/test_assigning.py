@@ -142,7 +142,7 @@ def test_every_wanted_byte_comes_to_whoever_wants_it_from_one_reader(job: Any) -
     for rank in range(count):
         own = reads_of(items, rank)
         assert [item.number for item in own] == list(range(len(own)))
-        wants = {i: w for g in groups if rank in g.ranks for i, w in g.wants.items()}
+        wants = {i: w for g in groups if rank in g.ranks for i, w in g.requested.items()}
         wanted = {
             (image, at)
             for image, want in wants.items()
@@ -188,7 +188,7 @@ def test_all_ranks_come_to_the_same(job: Any, order: Any) -> None:
     shuffled = list(holders.items())
     order.shuffle(shuffled)
     again = [
-        RankGroup(ranks=g.ranks, requested=dict(reversed(list(g.wants.items())))) for g in groups
+        RankGroup(ranks=g.ranks, requested=dict(reversed(list(g.requested.items())))) for g in groups
     ]
     assert assign(again, dict(shuffled), set(excluded)) == assign(groups, holders, excluded)
 

@@ -133,7 +133,7 @@ def test_a_rank_that_sees_nothing_gets_all_from_others(job: Job) -> None:
     outcomes = restored(job)
     assert hold(job, 5)
     assert job.peers[2].read() == 0
-    assert outcomes[2].checkpoint.commit.line == outcomes[0].checkpoint.commit.line
+    assert outcomes[2].checkpoint.commit.lineage == outcomes[0].checkpoint.commit.lineage
 
 
 def test_the_fastest_tier_of_any_rank_is_read(job: Job) -> None:
@@ -243,7 +243,7 @@ def test_a_state_that_does_not_fit_on_one_rank_touches_nobody_s(job: Job) -> Non
 
 
 @pytest.mark.parametrize("error", [MemoryError("no more"), KeyboardInterrupt()])
-@pytest.mark.parametrize("phase", ["plan", "load", "keep", "take"])
+@pytest.mark.parametrize("phase", ["plan", "load", "on_read", "on_received"])
 def test_whatever_ends_one_rank_ends_all_by_its_name_and_soon(
     job: Job, monkeypatch: pytest.MonkeyPatch, phase: str, error: BaseException
 ) -> None:
