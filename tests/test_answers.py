@@ -19,7 +19,7 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.copies import shard_reader as restoring
-from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.scheduler.ledger.throughput import TierThroughput
 from tierfall.core.types.errors import (
     AccessDeniedError,
     ConfigError,
@@ -79,10 +79,10 @@ def test_when_the_coordinator_breaks_down_whoever_waits_is_told(
     handle = ckpt.save(1, state_of(1))
     assert held.arrived.wait(PATIENCE_S)
 
-    def broken(self: Coordinator, *words: Any) -> None:
+    def broken(self: TierThroughput, *words: Any) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(Coordinator, "_on_outcome", broken)
+    monkeypatch.setattr(TierThroughput, "on_ended", broken)
     held.opened.set()
     with pytest.raises(TierfallError, match=r"coordinator stopped.*a defect"):
         handle.wait(timeout=PATIENCE_S)

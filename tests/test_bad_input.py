@@ -397,7 +397,7 @@ def test_a_failing_close_is_noted_on_the_exception_on_its_way(
         with pytest.raises(LoopFailed) as caught:
             loop()
     assert any("closing failed too: the disk is on fire" in n for n in caught.value.__notes__)
-    assert "closing failed while another exception was on its way" in caplog.text
+    assert "closing failed while another exception was being raised" in caplog.text
     assert steps_on(tmp_path / "disk") == [1]
     with tierfall.open(make_config()) as again:  # the lock was given back
         state = blank()

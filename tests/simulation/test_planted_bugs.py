@@ -45,7 +45,7 @@ def evict_before_the_successors_commit(patch: pytest.MonkeyPatch) -> None:
         return safe(view, checkpoint, tier) or real(checkpoint, tier) is CopyState.ARRIVING
 
     real, safe = CheckpointView.state, View.is_safe
-    held = protection._held
+    held = protection._survives_newer
 
     def held_soon(*arguments: Any, **more: Any) -> bool:
         with pytest.MonkeyPatch.context() as inside:
@@ -53,7 +53,7 @@ def evict_before_the_successors_commit(patch: pytest.MonkeyPatch) -> None:
             inside.setattr(View, "is_safe", is_safe)
             return held(*arguments, **more)
 
-    patch.setattr(protection, "_held", held_soon)
+    patch.setattr(protection, "_survives_newer", held_soon)
 
 
 def forget_a_pin(patch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,8 @@ def test_all_ranks_come_to_the_same(job: Any, order: Any) -> None:
     shuffled = list(holders.items())
     order.shuffle(shuffled)
     again = [
-        RankGroup(ranks=g.ranks, requested=dict(reversed(list(g.requested.items())))) for g in groups
+        RankGroup(ranks=g.ranks, requested=dict(reversed(list(g.requested.items()))))
+        for g in groups
     ]
     assert assign(again, dict(shuffled), set(excluded)) == assign(groups, holders, excluded)
 
