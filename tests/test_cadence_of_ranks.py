@@ -102,7 +102,7 @@ def test_a_signal_to_any_rank_saves_one_step_of_all(
     both = opener.all_open(interval={"every": 10**6})
     training = Training(both, last=160)
     for rank in signalled:
-        training.before_step[rank, 10] = lambda r=rank: both[r]._cadence.ask("SIGTERM")  # type: ignore[misc]
+        training.before_step[rank, 10] = lambda r=rank: both[r]._cadence.request("SIGTERM")  # type: ignore[misc]
     training.run()
     mine, others = training.saved
     assert len(mine) == 1
@@ -125,7 +125,7 @@ def test_a_rank_that_hears_too_late_gives_the_step_up_for_all_at_once_and_hears_
     saved: list[dict[int, SaveHandle]] = [{}, {}]
     for step in range(1, 120):
         if step in (2, 40):
-            both[0]._cadence.ask("SIGTERM")
+            both[0]._cadence.request("SIGTERM")
         for rank, at in ((0, step), (1, step + 30)):
             if rank == 1 and step in (2, 40):
                 wait_until(lambda: len(heard._messages) > 0, "rank 1 has heard")
@@ -167,7 +167,7 @@ def test_a_rank_that_never_hears_saves_nothing_alone_and_nobody_hangs(
     both = opener.all_open(interval={"every": 10**6}, max_wait="1s")
     monkeypatch.setattr(both[1]._cadence._others, "_messages", _Deaf())
     training = Training(both, last=160)
-    training.before_step[0, 10] = lambda: both[0]._cadence.ask("SIGTERM")
+    training.before_step[0, 10] = lambda: both[0]._cadence.request("SIGTERM")
     training.run()
     assert not training.saved[1]
     (handle,) = training.saved[0].values()
@@ -205,7 +205,7 @@ def test_what_was_announced_before_a_restore_is_not_saved_after_it(
     )
     for ckpt in both:
         ckpt.maybe_save(2, state_of(2))
-    both[0]._cadence.ask("SIGTERM")
+    both[0]._cadence.request("SIGTERM")
     for step in (3, 4):
         assert both[0].maybe_save(step, state_of(step)) is None
     assert both[0]._cadence.report().next_step == 53

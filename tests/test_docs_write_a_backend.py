@@ -295,7 +295,7 @@ class Unstored(MemoryStore):
         (NoScan(), r"NoScan, which is no backend: it has no method scan\(prefix\) \(docs/write-a"),
         (
             OldCreate(),
-            r"create: it takes \(key.*\); expected \(key, \*, length, length_max, publish",
+            r"create: its parameters are \(key.*\); expected \(key, \*, length, length_max, publish",
         ),
         (NoTraits(), "its traits are 'durable'; expected a Traits"),
         (Nameless(), "its place is ''; expected a text"),
@@ -312,7 +312,7 @@ def test_what_is_no_backend_is_refused_with_what_it_lacks(answer: Any, message: 
 def test_a_function_that_takes_other_arguments_is_refused_where_it_is_registered() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^register: kv://: .*: it takes \(url\); expected \(url, \*, options, read",
+        match=r"^register: kv://: .*: its parameters are \(url\); expected \(url, \*, options, read",
     ):
 
         @register("kv")
