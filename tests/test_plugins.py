@@ -97,14 +97,14 @@ def takes_two(tier: TierView, now_s: float) -> dict[Any, str]:
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        ("retain", {}, r"takes_two: it takes \(tier, now_s\); expected \(tier, rules, now_s\)"),
-        ("interval", {}, r"it takes \(tier, now_s\); expected \(measured, rules, now_s\)"),
+        ("retain", {}, r"takes_two: its parameters are \(tier, now_s\); expected \(tier, rules, now_s\)"),
+        ("interval", {}, r"its parameters are \(tier, now_s\); expected \(measured, rules, now_s\)"),
         (
             "retain",
             {"due": takes_two},
-            r"takes_two: it takes \(tier, now_s\); expected \(tier, rules",
+            r"takes_two: its parameters are \(tier, now_s\); expected \(tier, rules",
         ),
-        ("evict", {"words": takes_two}, r"it takes \(tier, now_s\); expected \(rules\)"),
+        ("evict", {"words": takes_two}, r"its parameters are \(tier, now_s\); expected \(rules\)"),
     ],
 )
 def test_a_function_that_takes_other_arguments_is_refused_where_it_is_registered(
