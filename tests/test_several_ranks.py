@@ -415,7 +415,7 @@ def test_a_rank_whose_coordinator_has_stopped_holds_up_no_close(
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(broken.coordinator, "step", step)
-    broken.tell(int)
+    broken.call_soon(int)
     wait_until(lambda: broken.workers.failure is not None, "the coordinator to stop")
     began = time.monotonic()
     outcomes = on_all([one.close for one in ckpts])

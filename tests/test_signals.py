@@ -73,7 +73,7 @@ def test_a_work_runs_while_the_main_thread_is_in_c_and_the_process_then_ends_by_
 ):
     done = run(
         """
-signals.listen({signal.SIGTERM}, what="test", work=lambda number: (time.sleep(0.2), say("worked on", number.name)))
+signals.add_listener({signal.SIGTERM}, what="test", work=lambda number: (time.sleep(0.2), say("worked on", number.name)))
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 began = time.monotonic()
 busy(20)
@@ -177,7 +177,7 @@ def test_a_flag_is_called_on_the_main_thread_each_time_before_the_previous_handl
 def test_a_process_lives_on_where_flags_alone_listen_to_what_would_end_it() -> None:
     done = run(
         """
-listener = signals.listen({signal.SIGTERM}, what="test", flag=lambda number: say("flag", number.name))
+listener = signals.add_listener({signal.SIGTERM}, what="test", flag=lambda number: say("flag", number.name))
 os.kill(os.getpid(), signal.SIGTERM)
 say("lives")
 signals.stop(listener)
@@ -193,8 +193,8 @@ def test_a_flag_and_a_work_stand_on_one_signal() -> None:
     done = run(
         """
 flagged = threading.Event()
-signals.listen({signal.SIGTERM}, what="test", flag=lambda number: (say("flag"), flagged.set()))
-signals.listen({signal.SIGTERM}, what="test", work=lambda number: (flagged.wait(30), say("work")))
+signals.add_listener({signal.SIGTERM}, what="test", flag=lambda number: (say("flag"), flagged.set()))
+signals.add_listener({signal.SIGTERM}, what="test", work=lambda number: (flagged.wait(30), say("work")))
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(30)
 say("was not ended")
@@ -224,7 +224,7 @@ def test_an_ignored_signal_is_ignored_after_the_work() -> None:
         """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 ended = threading.Event()
-listener = signals.listen({signal.SIGTERM}, what="test", work=lambda number: (say("work"), ended.set()))
+listener = signals.add_listener({signal.SIGTERM}, what="test", work=lambda number: (say("work"), ended.set()))
 os.kill(os.getpid(), signal.SIGTERM)
 ended.wait(30)
 os.kill(os.getpid(), signal.SIGTERM)
@@ -246,7 +246,7 @@ called = threading.Event()
 for previous in (signal.SIG_IGN, lambda number, frame: (say("user's"), called.set()), signal.SIG_DFL):
     signal.signal(signal.SIGTERM, previous)
     begun, gate, worked = threading.Event(), threading.Event(), threading.Event()
-    listener = signals.listen(
+    listener = signals.add_listener(
         {signal.SIGTERM}, what="test", work=lambda number: (begun.set(), gate.wait(30), say("work"), worked.set())
     )
     os.kill(os.getpid(), signal.SIGTERM)
@@ -268,7 +268,7 @@ def test_a_forked_child_ends_by_the_signal_and_its_parent_hears_nothing(thread: 
     fork = "t = threading.Thread(target=fork); t.start(); t.join()" if thread else "fork()"
     done = run(
         f"""
-listener = signals.listen({{signal.SIGTERM}}, what="test", work=lambda number: say("work"))
+listener = signals.add_listener({{signal.SIGTERM}}, what="test", work=lambda number: say("work"))
 def fork():
     child = os.fork()
     if child == 0:

@@ -62,7 +62,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         fit = [r for r in self.living if r.sealed == sealed and not r.is_discarded]
         return data.draw(st.sampled_from(fit))  # type: ignore[no-any-return]
 
-    @precondition(lambda self: any(not (r.sealed or r.given_up) for r in self.living))
+    @precondition(lambda self: any(not (r.sealed or r.is_discarded) for r in self.living))
     @rule(data=st.data(), share=st.floats(0, 1))
     def seal(self, data: Any, share: float) -> None:
         region = self.some(data, sealed=False)

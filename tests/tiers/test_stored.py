@@ -683,7 +683,7 @@ class TakenMeanwhile(Wrapper):
         return super().discard_unfinished(prefix)
 
 
-@pytest.mark.parametrize("act", ["drop", "discard", "discard_unfinished"])
+@pytest.mark.parametrize("act", ["delete", "discard", "discard_unfinished"])
 def test_an_attempt_that_was_followed_deletes_nothing(disk: MemoryBackend, act: str) -> None:
     """A newer attempt that begins at any moment of a deletion ends it: the next request is not made any more."""
     moments = 0
@@ -696,7 +696,7 @@ def test_an_attempt_that_was_followed_deletes_nothing(disk: MemoryBackend, act: 
             disk.delete(f"run/step-00000001-a0001/{COMMIT_NAME}")
         taken = TakenMeanwhile(disk, at)
         calls = {
-            "drop": lambda tier: tier.drop(CheckpointId(1, 1), attempt=attempt()),
+            "delete": lambda tier: tier.delete(CheckpointId(1, 1), attempt=attempt()),
             "discard": lambda tier: tier.discard(CheckpointId(1, 1), attempt=attempt()),
             "discard_unfinished": lambda tier: tier.discard_unfinished(attempt=attempt()),
         }
