@@ -97,8 +97,16 @@ def takes_two(tier: TierView, now_s: float) -> dict[Any, str]:
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        ("retain", {}, r"takes_two: its parameters are \(tier, now_s\); expected \(tier, rules, now_s\)"),
-        ("interval", {}, r"its parameters are \(tier, now_s\); expected \(measured, rules, now_s\)"),
+        (
+            "retain",
+            {},
+            r"takes_two: its parameters are \(tier, now_s\); expected \(tier, rules, now_s\)",
+        ),
+        (
+            "interval",
+            {},
+            r"its parameters are \(tier, now_s\); expected \(measured, rules, now_s\)",
+        ),
         (
             "retain",
             {"due": takes_two},

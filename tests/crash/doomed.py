@@ -217,11 +217,11 @@ COMMIT = {
     ),
     "commit-first": Point(owner=StoredTier, method="commit", after=True, fits=_on("nvme")),
     "commit-latest": Point(
-        owner=StoredTier, method="name_latest", after=True, fits=_on("slow"), calls=(1, 3)
+        owner=StoredTier, method="write_latest", after=True, fits=_on("slow"), calls=(1, 3)
     ),
 }
 PRUNE = {
-    "prune-begin": Point(owner=StoredTier, method="drop", fits=_on("nvme"), calls=(1, 3)),
+    "prune-begin": Point(owner=StoredTier, method="delete", fits=_on("nvme"), calls=(1, 3)),
     "prune-commit": Point(
         owner=PosixBackend, method="delete", fits=_deletes("nvme", _COMMIT), calls=(1, 3)
     ),
@@ -265,8 +265,8 @@ PRUNE = {
 }
 ADOPTION = {
     "adopt-attached": Point(owner=Arena, method="_adopt", after=True),
-    "adopt-attempt": Point(owner=OpenedTiers, method="take_number"),
-    "adopt-took": Point(owner=StoredTier, method="take_attempt", after=True, fits=_on("slow")),
+    "adopt-attempt": Point(owner=OpenedTiers, method="claim_from"),
+    "adopt-took": Point(owner=StoredTier, method="create_attempt", after=True, fits=_on("slow")),
     "adopt-started": Point(owner=Coordinator, method="start", after=True),
     "adopt-collect": Point(owner=StoredTier, method="discard_unfinished", after=True),
     "adopt-flush": Point(
