@@ -73,7 +73,7 @@ def test_a_work_runs_while_the_main_thread_is_in_c_and_the_process_then_ends_by_
 ):
     done = run(
         """
-signals.add_listener({signal.SIGTERM}, what="test", work=lambda number: (time.sleep(0.2), say("worked on", number.name)))
+signals.add_listener({signal.SIGTERM}, what="test", work=lambda n: (time.sleep(0.2), say("worked on", n.name)))
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 began = time.monotonic()
 busy(20)
