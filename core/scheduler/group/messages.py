@@ -164,7 +164,7 @@ class ImageShare(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SealedImage(Message):
+class ShardSealed(Message):
     ordinal: int
     share: ImageShare | None = None
 

@@ -23,7 +23,7 @@ from tierfall.core.scheduler.group.messages import (
     MessageKind,
     Ordinal,
     SaveFailure,
-    SealedImage,
+    ShardSealed,
     read_all,
 )
 from tierfall.core.scheduler.group.tier_commits import TierCommits, remember
@@ -79,7 +79,7 @@ class GroupSeals:
             share = ImageShare(
                 structure=made.structure, assignment=made.assignment, digests=digests
             )
-        body = SealedImage(ordinal=entry.ordinal, share=share)
+        body = ShardSealed(ordinal=entry.ordinal, share=share)
         self._messages.contribute(MessageKind.SEALED, entry.id, body=body)
 
     # Rank 0 ----------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class GroupSeals:
         """All ranks' images are complete, or sealed after the comparison."""
         if self._tier_commits.has_given_up("", id):
             return
-        images = read_all(SealedImage, bodies)
+        images = read_all(ShardSealed, bodies)
         ordinals = {rank: image.ordinal for rank, image in images.items()}
         others = [rank for rank, ordinal in ordinals.items() if ordinal != ordinals[0]]
         if others:  # their images would not be restored together
@@ -152,7 +152,7 @@ class GroupSeals:
             if entry.handle is not None:
                 entry.handle.on_captured()
         self._waits[entry.id] = _RankWait(MessageKind.COMPARED)
-        body = SealedImage(ordinal=entry.ordinal)
+        body = ShardSealed(ordinal=entry.ordinal)
         self._messages.contribute(MessageKind.COMPARED, entry.id, body=body)
 
     def on_whole(self, entry: LedgerEntry) -> None:
