@@ -72,7 +72,7 @@ def loss_bounds(
     step: int | None = None,
     step_s: float | None = None,
 ) -> dict[LossClass, LossBound]:
-    """Return for each loss class which step survives, what is lost, and from which tier it is restored in which time.
+    """Return for each loss class the newest step that survives, its cost, and the tier and time of its restore.
 
     ``step`` is the current one of training (None: unknown), ``step_s`` its duration in seconds.
     """

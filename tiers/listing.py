@@ -139,7 +139,7 @@ class TierCatalog:
         self._synced.add(checkpoint)
 
     def forget(self, checkpoint: CheckpointId) -> None:
-        """Clear what is cached of a checkpoint that is about to be deleted."""
+        """Remove a checkpoint from the cache before it is deleted."""
         self._synced.discard(checkpoint)
         self._cache.pop(checkpoint, None)
 

@@ -144,7 +144,7 @@ class MessageTree:
             return tuple(sorted(gathering.awaited - gathering.bodies.keys()))
 
     def forget(self, topic: Topic) -> None:
-        """Drop what was contributed to a topic, and ignore what still arrives."""
+        """Discard the contributions to a topic, and ignore later ones."""
         with self._lock:
             self._gatherings.pop(topic, None)
             self._forgotten.add(topic)

@@ -28,7 +28,7 @@ class CopyStream(Protocol):
     """A queue of copies to and from one device. Thread-safe; "the caller" is the calling thread."""
 
     def wait_for_caller(self) -> None:
-        """Run what is enqueued here from now on after all work that the caller has enqueued on the device so far."""
+        """Order all work enqueued on this stream from now on after the work enqueued by the caller so far."""
         ...
 
     def enqueue(self, work: Work) -> StreamEvent:

@@ -76,7 +76,7 @@ class EventEmitter:
         )
 
     def save_ended(self, id: CheckpointId, outcome: SaveOutcome, error: BaseException) -> None:
-        """Emit it once, whichever component reports it first."""
+        """Emit the end of a save once: at the first report of any component."""
         self._saves.pop(id, None)
         if id in self._ended:
             return
