@@ -14,8 +14,7 @@ import pytest
 import xxhash
 
 import tierfall
-from tests.steps import blank, step_in
-from tests.strangers import (
+from tests.crafted_records import (
     COMMIT,
     IMAGE,
     MANIFEST,
@@ -29,6 +28,7 @@ from tests.strangers import (
     reseal,
     vouch_for,
 )
+from tests.steps import blank, step_in
 from tierfall.core.format import documents
 from tierfall.core.types.errors import RestoreError
 

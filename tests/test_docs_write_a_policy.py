@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 import tierfall
-from tests.policies.pictures import Picture
+from tests.policies.views import Picture
 from tierfall import policies
 from tierfall.cli import app
 from tierfall.config import load_config

@@ -21,8 +21,7 @@ import torch
 import xxhash
 
 import tierfall
-from tests.steps import blank, state_of, step_in
-from tests.strangers import (
+from tests.crafted_records import (
     COMMIT,
     IMAGE,
     MANIFEST,
@@ -32,6 +31,7 @@ from tests.strangers import (
     must_be_refused,
     reseal,
 )
+from tests.steps import blank, state_of, step_in
 from tierfall.core.types.errors import RestoreError
 
 # Files that are cut, emptied, exchanged or gone --------------------------------------------------

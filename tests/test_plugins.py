@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel
 
 import tierfall
-from tests.policies.pictures import Picture, _checkpoint, _tier
+from tests.policies.views import Picture, _checkpoint, _tier
 from tierfall.config import Config, load_config, plugins
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.policy import PolicyKind

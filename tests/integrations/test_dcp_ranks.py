@@ -22,8 +22,8 @@ from tests.core.capture.lazy_help import Trainer
 from tests.core.ranks.threads import PATIENCE_S, network, on_all
 from tests.integrations.dcp_help import QUIET, Renaming, emptied, nested, same
 from tests.integrations.dcp_ranks import Group, let_threads_meet
-from tests.test_dividing_ranks import close_all, open_all
 from tests.test_path_saving import commit, write
+from tests.test_replicated_tensors import close_all, open_all
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.tensor_index.index import Index

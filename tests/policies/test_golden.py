@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.policies.pictures import answered
+from tests.policies.views import answered
 
 FOLDER = Path(__file__).parent / "golden"
 

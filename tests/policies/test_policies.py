@@ -10,7 +10,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.policies.pictures import COPY_BYTES, by_bytes, survivors, without
+from tests.policies.views import COPY_BYTES, by_bytes, survivors, without
 from tests.rules import (
     NEWEST_FIRST,
     best,

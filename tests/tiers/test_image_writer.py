@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from tests.core.packing.packing_help import image_of
+from tests.core.compression.compression_help import image_of
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.codec import Unpacker

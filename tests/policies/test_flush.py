@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.policies.pictures import COPY_BYTES
 from tests.policies.test_policies import views
-from tests.policies.test_retaining import count_looks, saved
+from tests.policies.test_retention import count_looks, saved
+from tests.policies.views import COPY_BYTES
 from tests.rules import NEWEST_FIRST
 from tests.simulation.world import file_rules
 from tierfall.core.types.values import LOSS_CLASSES, CopyState, LossClass, TierKind, WhenFull

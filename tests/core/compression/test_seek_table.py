@@ -10,9 +10,9 @@ import subprocess
 
 import pytest
 import zstandard
+from compression_help import image_of, packed_file
 from hypothesis import given
 from hypothesis import strategies as st
-from packing_help import image_of, packed_file
 
 from tierfall.core.compression.seek_table import (
     FOOTER_BYTES,

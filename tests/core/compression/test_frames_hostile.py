@@ -8,9 +8,9 @@ import tracemalloc
 
 import pytest
 import zstandard
+from compression_help import CODECS, like_floats, pack, scratch, unpack
 from hypothesis import given
 from hypothesis import strategies as st
-from packing_help import CODECS, like_floats, pack, scratch, unpack
 
 from tierfall.core.compression.codec import Unpacker
 from tierfall.core.types.errors import IntegrityError

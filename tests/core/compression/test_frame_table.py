@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from packing_help import CODECS, image_of, packed_file, unpacker
+from compression_help import CODECS, image_of, packed_file, unpacker
 
 from tierfall.core.compression.frame_table import (
     FrameTable,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from compression_help import CODECS, like_floats, pack, packer, scratch, unpack, unpacker
 from hypothesis import given
 from hypothesis import strategies as st
-from packing_help import CODECS, like_floats, pack, packer, scratch, unpack, unpacker
 
 from tierfall.core.compression import byte_planes
 from tierfall.core.compression.byte_planes import WIDTHS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from filling_help import JUNK, KIB, PATIENCE_S, check, in_threads, make, raw, wanted
+from copier_help import JUNK, KIB, PATIENCE_S, check, in_threads, make, raw, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.policies.pictures import without
 from tests.policies.test_policies import a_rule, of, rules, views
+from tests.policies.views import without
 from tests.rules import last
 from tests.simulation.world import file_rules
 from tierfall.core.types.policy import Rule
