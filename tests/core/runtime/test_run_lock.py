@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+from tests.forked import Forked, server_of
 from tierfall.core.runtime import run_lock as lock_module
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types.errors import BackendError, ConfigError, LockError
@@ -78,7 +79,7 @@ sys.stdin.read()
 sys.exit(code)
 """
 
-Start = Callable[[str, Path], "subprocess.Popen[str]"]
+Start = Callable[[str, Path], Forked]
 
 
 @pytest.fixture
@@ -89,31 +90,26 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Start a helper process and read its first line into ``first_line``; it is killed at the end."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Forked] = []
 
-    def start(script: str, path: Path) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
+    def start(script: str, path: Path) -> Forked:
+        command = ["-c", script, str(path)]
+        started.append(Forked(server_of(), command, os.environ, sys.__stderr__, has_stdin=True))
+        return started[-1]
 
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.close()
 
 
-def first_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+def first_line(process: Forked) -> str:
+    return process.stdout.readline().decode().strip()
 
 
 def another_process_can_take(path: Path) -> bool:
-    code = subprocess.run([sys.executable, "-c", TRY, str(path)], check=False).returncode
+    code = forked.run(["-c", TRY, str(path)]).returncode
     assert code in (0, 3)
     return code == 0
 
