@@ -95,14 +95,14 @@ class _BlockReadPlanner:
         self._checked: set[int] = set()
 
     def add(self, want: BlockTarget) -> None:
-        stored = self._merged.header.tensors[want.slot]
+        stored = self._merged.header.tensors[want.position]
         offset = want.offset or (0,) * len(stored.shape)
         lengths = stored.shape if want.lengths is None else want.lengths
-        for block in self._merged.blocks[want.slot]:
+        for block in self._merged.blocks[want.position]:
             self._box(stored, block, want.target, offset, lengths)
-        if want.slot not in self._checked and want.slot in self._merged.replicas:
-            self._checked.add(want.slot)
-            self._check(stored, want.slot)
+        if want.position not in self._checked and want.position in self._merged.replicas:
+            self._checked.add(want.position)
+            self._check(stored, want.position)
 
     def done(self) -> BlockReads:
         """Return the reads in image order. Ranges that overlap are read together, into a buffer."""
@@ -170,10 +170,10 @@ class _BlockReadPlanner:
         whole = target.view(*lengths, item)
         self._reads._copies.append(_RowCopy(_cut(whole, in_wanted, size), source))
 
-    def _check(self, stored: StoredTensor, slot: int) -> None:
+    def _check(self, stored: StoredTensor, position: int) -> None:
         """Read the replicas that are not known to be equal, to compare them."""
-        (first,) = self._merged.blocks[slot]
-        others = [b for b in self._merged.replicas[slot] if (first, b) not in self._same]
+        (first,) = self._merged.blocks[position]
+        others = [b for b in self._merged.replicas[position] if (first, b) not in self._same]
         if not others:
             return
         one = torch.empty(first.end - first.start, dtype=torch.uint8)

@@ -138,7 +138,9 @@ class Trainer:
         """Let it stand still, all of its threads."""
         self._process.send_signal(signal.SIGSTOP)
         stat = Path(f"/proc/{self.pid}/stat")
-        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the trainer stops")
+        wait_until(
+            lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the trainer stops"
+        )
 
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)

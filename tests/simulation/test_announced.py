@@ -54,9 +54,9 @@ class Rank:
         self.saved: list[int] = []
         self.left_out: list[int] = []
         self.job = job
-        council: Any = Council(rank, wires)
+        message_tree: Any = Council(rank, wires)
         self.steps = AnnouncedSteps(
-            council,
+            message_tree,
             tell=lambda call: call(),
             leave_out=lambda step, error: self.left_out.append(step),
         )

@@ -24,7 +24,7 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.image.merge import merge_headers
-from tierfall.core.image.raw_files import are_files, file_slots
+from tierfall.core.image.raw_files import are_files, file_positions
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
@@ -194,8 +194,8 @@ class CheckpointFiles:
             return {}
         merged = merge_headers(headers, what=str(self._checkpoint.id), own=None)
         found = {}
-        for name, slot in file_slots(merged).items():
-            for block in merged.blocks[slot]:
+        for name, position in file_positions(merged).items():
+            for block in merged.blocks[position]:
                 start = headers[block.rank].data_start
                 shard = Shard(block.rank, self._world_size)
                 found[name] = StoredFile(shard, start + block.start, start + block.end)

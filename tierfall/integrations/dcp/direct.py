@@ -223,9 +223,11 @@ class _ImageBytes:
 
     def __init__(self, layout: Layout, view: StateView, header: bytes) -> None:
         self._sources = view.sources
-        self._slots = [slot for slot in layout.slots if slot.end > slot.start]
+        self._placements = [
+            placement for placement in layout.placements if placement.end > placement.start
+        ]
         self._data_start = layout.data_start
-        self._parts = iter(self._slots)
+        self._parts = iter(self._placements)
         self._start, self._flat = 0, torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
     def read(self, start: int, target: torch.Tensor) -> None:
@@ -241,10 +243,10 @@ class _ImageBytes:
             done += count
 
     def _next(self) -> None:
-        slot = next(self._parts)
-        source = self._sources[slot.index]
+        placement = next(self._parts)
+        source = self._sources[placement.index]
         flat = as_bytes(source)
         if flat is None:
-            flat = torch.empty(slot.end - slot.start, dtype=torch.uint8)
+            flat = torch.empty(placement.end - placement.start, dtype=torch.uint8)
             copy_whole(flat, source)
-        self._start, self._flat = self._data_start + slot.start, flat
+        self._start, self._flat = self._data_start + placement.start, flat

@@ -91,13 +91,13 @@ class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         node = self.leaf(name).node
         if not isinstance(node, TensorNode):
             return BytesStorageMetadata()
-        stored = self.merged.header.tensors[node.slot]
+        stored = self.merged.header.tensors[node.position]
         return TensorStorageMetadata(
             properties=TensorProperties(dtype=stored.dtype),
             size=torch.Size(stored.shape),
             chunks=[
                 ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.lengths))
-                for block in self.merged.blocks[node.slot]
+                for block in self.merged.blocks[node.position]
             ],
         )
 

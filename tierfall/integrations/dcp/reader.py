@@ -219,7 +219,7 @@ class _Reads:
         if isinstance(node, ConflictNode):  # known only once the headers of all ranks were read
             raise RestoreError(f"dcp.load: {item.storage_index.fqn}: {node.reason}")
         assert isinstance(node, TensorNode), "a plan of a tensor where a value was described"
-        stored = self._entries.merged.header.tensors[node.slot]
+        stored = self._entries.merged.header.tensors[node.position]
         given = self._planner.resolve_tensor(item)
         target = given.detach()
         lengths = tuple(item.lengths)
@@ -235,7 +235,9 @@ class _Reads:
             flat = torch.empty(count, dtype=torch.uint8)
             source = flat.view(stored.dtype).view(lengths)
             self._after.append(lambda: _copy(target, source))
-        self._wants.append(BlockTarget(slot=node.slot, target=flat, offset=offset, lengths=lengths))
+        self._wants.append(
+            BlockTarget(position=node.position, target=flat, offset=offset, lengths=lengths)
+        )
         self._after.append(lambda: self._planner.commit_tensor(item, given))
 
     def _value(self, item: ReadItem) -> None:
