@@ -543,7 +543,9 @@ def test_unknown_part_is_refused_with_the_nearest_names() -> None:
         plan_fill({}, header, Choices.of(only=["modle"]))
     with pytest.raises(RestoreError, match=r"'model\.weigh'.*model\.weight"):
         plan_fill({}, header, Choices.of(only=["model.weigh"]))
-    with pytest.raises(RestoreError, match=r"a part of 'extra', which can only be restored as a whole"):
+    with pytest.raises(
+        RestoreError, match=r"a part of 'extra', which can only be restored as a whole"
+    ):
         plan_fill({}, header, Choices.of(only=["extra.epoch"]))
 
 

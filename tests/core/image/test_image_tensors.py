@@ -342,7 +342,9 @@ def test_target_whose_elements_share_memory_is_refused_before_anything_is_writte
     target: torch.Tensor,
 ) -> None:
     image, _ = make_image({"a": torch.ones(2), "t": torch.ones(3, 2), "rng": None})
-    with pytest.raises(RestoreError, match=r"t: cannot be restored into: its elements share memory; clone it first"):
+    with pytest.raises(
+        RestoreError, match=r"t: cannot be restored into: its elements share memory; clone it first"
+    ):
         plan_fill({"a": torch.zeros(2), "t": target, "rng": None}, header_of(image))
 
 

@@ -149,7 +149,7 @@ def test_the_oldest_that_waits_is_given_up_and_said(caplog: pytest.LogCaptureFix
     assert second.outcome is SaveOutcome.SUPERSEDED
     error = second.exception()
     assert isinstance(error, CapacityError)
-    for part in ("step 2 is superseded by step 4", "oldest on its way", "owed to nvme, store"):
+    for part in ("step 2 is superseded by step 4", "oldest unflushed one", "owed to nvme, store"):
         assert part in str(error)
     for wait in (
         second.captured,
