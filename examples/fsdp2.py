@@ -1,4 +1,4 @@
-"""Train a model that several ranks hold together, and that may be killed at any moment; go on with any number of ranks.
+"""Train a sharded model that may be killed at any moment; continue with any number of ranks.
 
 torchrun --nproc-per-node 4 examples/fsdp2.py    # kill it, and start it again, with 2 say
 """
@@ -32,7 +32,7 @@ def make_model() -> nn.Module:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's share of the data of a step."""
+    """Return this rank's share of the data of a step: (64, 2) inputs and (64, 1) targets."""
     seed = step * dist.get_world_size() + dist.get_rank()
     x = torch.rand(64, 2, generator=torch.Generator().manual_seed(seed)) * 4 - 2
     return x, torch.sin(x[:, :1]) * torch.cos(x[:, 1:])
@@ -55,7 +55,7 @@ def main() -> None:
 
     with tierfall.open(options.config, run=options.run) as ckpt:
         state = {"model": model, "optimizer": optimizer}
-        report = ckpt.restore(state)  # what any number of ranks saved; None at the first start
+        report = ckpt.restore(state)  # saved by any number of ranks; None at the first start
         if report and dist.get_rank() == 0:
             print(f"restored step {report.step} in {report.seconds:.3f} s", flush=True)
         for step in range(report.step + 1 if report else 1, options.steps + 1):
@@ -64,9 +64,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()  # waits only for what a save has not copied yet
             optimizer.zero_grad()
-            ckpt.maybe_save(
-                step, state
-            )  # asks the interval; returns at once; no rank waits for another
+            # saves if the interval is due; returns at once; no rank waits for another
+            ckpt.maybe_save(step, state)
             if step % 100 == 0 and dist.get_rank() == 0:
                 print(f"step {step}: loss {loss.item():.6f}", flush=True)
     dist.destroy_process_group()

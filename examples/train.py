@@ -1,4 +1,4 @@
-"""Train a small model that may be killed at any moment: start it again, and it goes on where it was.
+"""Train a small model that may be killed at any moment: the next start continues from the last checkpoint.
 
 python examples/train.py            # press Ctrl-C, or kill -9 it, and start it again
 """
@@ -13,7 +13,8 @@ import tierfall
 
 
 class Data:
-    """A loader that knows where it is: anything with state_dict and load_state_dict can be part of a checkpoint."""
+    """A loader that records its position: any object with state_dict and load_state_dict can be part of a
+    checkpoint."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -57,7 +58,7 @@ def main() -> None:
             optimizer.step()  # waits only for what a save has not copied yet
             optimizer.zero_grad()
             scheduler.step()
-            # asks the interval; returns at once
+            # saves if the interval is due; returns at once
             ckpt.maybe_save(step, state, metrics={"loss": loss})
             print(f"step {step} loss {loss.item()}", flush=True)
 

@@ -124,14 +124,14 @@ def merge_images(
 
 
 def plan_reads(
-    parts: CheckpointReader, merged: MergedHeader, world_size: int, wants: Iterable[BlockTarget]
+    parts: CheckpointReader, merged: MergedHeader, world_size: int, targets: Iterable[BlockTarget]
 ) -> Callable[[], None]:
     """Return a function that reads what is wanted of whole tensors, once their headers are merged."""
     compared = {
         block.rank for position in merged.replicas for block in _find_replicas(merged, position)
     }
     manifests = parts.manifests(compared, world_size)
-    reads = plan_block_reads(merged, wants, same=_known_equal(merged, manifests))
+    reads = plan_block_reads(merged, targets, same=_known_equal(merged, manifests))
 
     def fill() -> None:
         parts.manifests(reads.fills, world_size)  # of images whose headers were not read before

@@ -57,7 +57,7 @@ class Rank:
         message_tree: Any = Council(rank, wires)
         self.steps = AnnouncedSteps(
             message_tree,
-            tell=lambda call: call(),
+            run_aside=lambda call: call(),
             leave_out=lambda step, error: self.left_out.append(step),
         )
         self.cadence = CadenceClock(

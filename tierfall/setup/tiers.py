@@ -243,11 +243,11 @@ def _store(
 ) -> StoredTier:
     limit = tier.bandwidth_bytes_per_s
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
-    heard = LastAnswer(backend)
+    answering = LastAnswer(backend)
     return StoredTier(
         name=tier.name,
         run=run,
-        backend=wrap(heard, bandwidth=limit, writes=pace),
+        backend=wrap(answering, bandwidth=limit, writes=pace),
         packing=_packing(tier, config),
         pace=pace,
         set_identity_check=backend.set_identity_check
@@ -255,7 +255,7 @@ def _store(
         else None,
         links=backend.links if isinstance(backend, PosixBackend) else lambda folder: (),
         read_only=read_only,
-        last_answer_s=lambda: heard.last_answer_s,
+        last_answer_s=lambda: answering.last_answer_s,
     )
 
 

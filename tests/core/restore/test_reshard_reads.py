@@ -126,11 +126,11 @@ def test_ranges_that_overlap_are_read_once() -> None:
     whole = torch.arange(20, dtype=torch.int64)
     images = Images(whole, ((),))
     one, other = torch.empty(12, dtype=torch.int64), torch.empty(15, dtype=torch.int64)
-    wants = [
+    requested = [
         BlockTarget(position=0, target=flat(one), offset=(0,), lengths=(12,)),
         BlockTarget(position=0, target=flat(other), offset=(5,), lengths=(15,)),
     ]
-    assert images.read(plan_block_reads(images.merged, wants, same=())) == whole.nbytes
+    assert images.read(plan_block_reads(images.merged, requested, same=())) == whole.nbytes
     assert torch.equal(one, whole[:12])
     assert torch.equal(other, whole[5:])
 

@@ -80,7 +80,7 @@ class TierReader(StorageReader):
         run = self._run
         self._release()
         run.check_usable()
-        run.prepare_restore(goes_on=self._resume)
+        run.prepare_restore(continues=self._resume)
         with run.restorer.deletions_paused():
             self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
             self._release = hold(run, self._opened.checkpoint.id, owner=self)
