@@ -188,7 +188,7 @@ class CheckpointFiles:
         return _PathStream(reader, manifest, file)
 
     def _among(self, ranks: Iterable[int]) -> dict[str, StoredFile]:
-        # A rank that wrote no file has nothing here that could be laid over the others'.
+        # A rank that wrote no file has no entries to merge.
         headers = {rank: x for rank in ranks if (x := self._header(rank)).tensors}
         if not headers:
             return {}
@@ -221,7 +221,7 @@ class CheckpointFiles:
         if not self._is_seen(rank):
             raise UnreachableError(
                 f"rank {rank}'s part of {self._checkpoint.id} is on no tier that this process sees: it is in the "
-                "memory of that rank, or on the disk of its node. Have it flushed to a tier that all see"
+                "memory of that rank, or on the disk of its node. Flush it to a tier that all nodes see"
             )
 
     def _is_seen(self, rank: int) -> bool:

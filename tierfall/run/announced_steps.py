@@ -54,8 +54,8 @@ class AnnouncedSteps:
         run_aside: Callable[[Callable[[], object]], None],
         leave_out: LeaveOut,
     ) -> None:
-        """``run_aside`` runs a call on another thread than the training's. ``leave_out`` reports a step that this rank does
-        not save."""
+        """``run_aside`` runs a call on another thread than the training's. ``leave_out`` reports a step that this rank
+        does not save."""
         self._message_tree = message_tree
         self.decides = message_tree.topology.is_root
         self._run_aside = run_aside
