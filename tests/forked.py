@@ -6,6 +6,7 @@ several servers to fork from, since the children of one iterate over sets of tex
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -37,6 +38,12 @@ IMPORTED = [
 _servers: dict[int, Server] = {}
 
 
+@atexit.register
+def _close_servers() -> None:
+    for server in _servers.values():
+        server.close()
+
+
 class Server:
     """Forks on request. It ends with the process that started it."""
 
@@ -51,6 +58,10 @@ class Server:
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
 
     def ask(self, request: Any, *handles: int) -> Any:
         socket.send_fds(self._socket, [json.dumps(request).encode()], handles)
@@ -128,6 +139,12 @@ class Forked:
         self.stdout.close()
         return found.decode(), None
 
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.communicate()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
@@ -141,6 +158,12 @@ class Forked:
         if self.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # what was written last was never read
                 self.stdin.close()
+
+
+def start(command: Sequence[str]) -> Forked:
+    """Start a process with a pipe to its standard input, and standard error as here."""
+    assert sys.__stderr__ is not None
+    return Forked(server_of(), command, os.environ, sys.__stderr__, has_stdin=True)
 
 
 def run(

@@ -13,7 +13,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from tests.forked import Forked, server_of
+from tests import forked
 from tests.steps import wait_until
 from tierfall.cli import app
 
@@ -99,13 +99,7 @@ class Trainer:
     """A training process that does what it is told, one line at a time."""
 
     def __init__(self, config: Path) -> None:
-        self._process = Forked(
-            server_of(),
-            [str(TRAINER), str(config)],
-            {**os.environ, "PYTHONPATH": str(ROOT)},
-            sys.__stderr__,
-            has_stdin=True,
-        )
+        self._process = forked.start([str(TRAINER), str(config)])
         self.pid = self._process.pid
         try:
             self.restored = self._read()

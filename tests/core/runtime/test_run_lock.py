@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.forked import Forked, server_of
+from tests.forked import Forked
 from tierfall.core.runtime import run_lock as lock_module
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types.errors import BackendError, ConfigError, LockError
@@ -93,8 +92,7 @@ def start() -> Iterator[Start]:
     started: list[Forked] = []
 
     def start(script: str, path: Path) -> Forked:
-        command = ["-c", script, str(path)]
-        started.append(Forked(server_of(), command, os.environ, sys.__stderr__, has_stdin=True))
+        started.append(forked.start(["-c", script, str(path)]))
         return started[-1]
 
     yield start
