@@ -163,7 +163,7 @@ class ManyHour(ManyHistory):
     def _training(self, rank: Rank) -> Training:
         others = AnnouncedSteps(
             self.world.network.councils[rank.number],
-            tell=lambda call: call(),
+            run_aside=lambda call: call(),
             leave_out=partial(self._leave_out, rank),
         )
         rank.listeners[TOPIC] = others.on_message

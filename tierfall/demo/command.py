@@ -224,16 +224,16 @@ def _play(stage: Stage, parameters: int, picture: Path) -> dict[str, Any]:
 
 
 def _print_next_steps(screen: Screen, kept: Path | None, *, s3: bool) -> None:
-    say = screen.print
-    say()
+    print_line = screen.print
+    print_line()
     if kept is None:
-        say("Keep the files and look at them: [bold]tierfall demo ./demo[/bold], then")
-        say("    tierfall ls --config ./demo/tiers.yaml")
+        print_line("Keep the files and look at them: [bold]tierfall demo ./demo[/bold], then")
+        print_line("    tierfall ls --config ./demo/tiers.yaml")
     elif s3:
-        say(
+        print_line(
             f"Everything is in {escape(str(kept))}; the S3 server is stopped, and its data is in s3/data"
         )
     else:
-        say(f"Everything is in {escape(str(kept))}:")
-        say(f"    tierfall ls --config {escape(str(kept / 'tiers.yaml'))}")
-    say("Your own training: examples/train.py; every key of the file: docs/configuration.md")
+        print_line(f"Everything is in {escape(str(kept))}:")
+        print_line(f"    tierfall ls --config {escape(str(kept / 'tiers.yaml'))}")
+    print_line("Your own training: examples/train.py; every key of the file: docs/configuration.md")

@@ -243,17 +243,19 @@ def _store(
 ) -> StoredTier:
     limit = tier.bandwidth_bytes_per_s
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
-    heard = LastAnswer(backend)
+    answering = LastAnswer(backend)
     return StoredTier(
         name=tier.name,
         run=run,
-        backend=wrap(heard, bandwidth=limit, writes=pace),
+        backend=wrap(answering, bandwidth=limit, writes=pace),
         packing=_packing(tier, config),
         pace=pace,
-        recognise=backend.set_identity_check if isinstance(backend, PosixBackend) else None,
+        set_identity_check=backend.set_identity_check
+        if isinstance(backend, PosixBackend)
+        else None,
         links=backend.links if isinstance(backend, PosixBackend) else lambda folder: (),
         read_only=read_only,
-        last_answer_s=lambda: heard.last_answer_s,
+        last_answer_s=lambda: answering.last_answer_s,
     )
 
 
@@ -336,7 +338,7 @@ def list_all(
         {name: partial(ask, name) for name in names if name not in errors},
         {host.name: math.inf, **bounds_s(config)},
         doing="list",
-        heard_s=lambda name: stores[name].heard_s() if name in stores else -math.inf,
+        last_answer_s=lambda name: stores[name].last_answer_s() if name in stores else -math.inf,
     )
 
     def listing(name: str) -> Listing:
@@ -356,7 +358,10 @@ def bounded(store: StoredTier, config: Config) -> BoundedStore:
     limit = next((t.bandwidth_bytes_per_s for t in config.stored if t.name == store.name), None)
     slowest = READ_BYTES_PER_S_MIN if limit is None else min(READ_BYTES_PER_S_MIN, limit / SHARES)
     return BoundedStore(
-        store, bound_s=bounds_s(config)[store.name], bytes_per_s_min=slowest, heard_s=store.heard_s
+        store,
+        bound_s=bounds_s(config)[store.name],
+        bytes_per_s_min=slowest,
+        last_answer_s=store.last_answer_s,
     )
 
 

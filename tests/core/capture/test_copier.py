@@ -477,8 +477,8 @@ def test_digests_come_round_to_every_byte() -> None:
     cut = segments.Segmentation(layout, view, 1 << 20)
     ranges = CheckPlan(cut, view).ranges
     data = memoryview(bytearray(layout.data_bytes))
-    for slot in layout.slots:
-        data[slot.start : slot.end] = raw(view.sources[slot.index])
+    for placement in layout.placements:
+        data[placement.start : placement.end] = raw(view.sources[placement.index])
     source.data[2_000_000] += 1
     saves = 0
     while not ranges.changed_in(data, ranges.digest(view.pointers, 1e-4)):

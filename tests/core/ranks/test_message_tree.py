@@ -61,8 +61,8 @@ def test_what_all_say_comes_together_at_rank_0_once(network: Network) -> None:
 def test_each_other_leader_learns_what_passed_through_it(network: Network) -> None:
     contribute(network, *shuffled(network))
     network.deliver()
-    for council in network.councils[1:]:
-        topology = council.topology
+    for message_tree in network.councils[1:]:
+        topology = message_tree.topology
         passed = [(X, of(*topology.below))] if topology.is_leader else []
         assert heard(network, topology.rank, "passed") == passed
         assert not heard(network, topology.rank, "gathered")
@@ -75,13 +75,17 @@ def test_of_every_node_only_the_leader_is_asked(network: Network) -> None:
     network.deliver()
     assert heard(network, 0, "gathered") == [(X, of(*leaders))]
     assert network.counts().messages == len(leaders) - 1
-    assert not any(council._gatherings for council in network.councils)
+    assert not any(message_tree._gatherings for message_tree in network.councils)
 
 
 def test_a_contribution_may_come_before_that_of_the_rank_it_comes_through(network: Network) -> None:
     """Also where only leaders are asked: a leader far down speaks first."""
     for topic, leaders_only in ((X, False), (("y",), True)):
-        last = [council.topology.rank for council in network.councils if council.topology.children]
+        last = [
+            message_tree.topology.rank
+            for message_tree in network.councils
+            if message_tree.topology.children
+        ]
         first = [rank for rank in everybody(network) if rank not in last]
         contribute(network, *first, topic=topic, leaders_only=leaders_only)
         network.deliver()
@@ -166,14 +170,14 @@ def test_what_is_forgotten_is_never_told_of_nor_kept(network: Network) -> None:
     last = len(network.councils) - 1
     contribute(network, *range(last))
     network.deliver()
-    for council in network.councils:
-        council.forget(X)
+    for message_tree in network.councils:
+        message_tree.forget(X)
     contribute(network, last)
     contribute(network, *everybody(network))
     network.councils[0].flush_partial(X)
     network.deliver()
     assert not heard(network, 0, "gathered") or last == 0
-    assert all(not council.missing(X) for council in network.councils)
+    assert all(not message_tree.missing(X) for message_tree in network.councils)
     contribute(network, *everybody(network), topic=("y",))
     network.deliver()
     assert (("y",), of(*everybody(network))) in heard(network, 0, "gathered")
@@ -193,13 +197,13 @@ def test_the_memory_of_what_is_over_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 def test_a_callback_may_call_the_council_again() -> None:
     """Rank 0 announces what was gathered; each rank answers what is announced by its next contribution."""
     network = Network(["a", "b", "a", "b"], seed=5)
-    for council in network.councils:
+    for message_tree in network.councils:
 
-        def next_round(topic: Topic, body: Any, council: Any = council) -> None:
+        def next_round(topic: Topic, body: Any, message_tree: Any = message_tree) -> None:
             if body < 3:
-                council.contribute(("round", body + 1), body + 1)
+                message_tree.contribute(("round", body + 1), body + 1)
 
-        council.on_announced = next_round
+        message_tree.on_announced = next_round
     root = network.councils[0]
     decided: list[dict[int, int]] = []
 
@@ -208,8 +212,8 @@ def test_a_callback_may_call_the_council_again() -> None:
         root.announce(topic, bodies[3])
 
     root.on_gathered = decide
-    for council in network.councils:
-        council.contribute(("round", 0), 0)
+    for message_tree in network.councils:
+        message_tree.contribute(("round", 0), 0)
     network.deliver()
     assert decided == [dict.fromkeys(range(4), number) for number in range(4)]
 

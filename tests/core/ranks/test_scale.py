@@ -83,13 +83,15 @@ def test_a_commit_of_ten_thousand_ranks_is_decided_and_heard_within_a_second() -
         root.announce(("there", 400, 7, "store"), {"0": 1})
 
     root.on_gathered = commit
-    for rank, council in enumerate(clocks.councils):
+    for rank, message_tree in enumerate(clocks.councils):
         shard = Shard(rank, ranks)
         body = [
             [keys.shard_name(shard), 10**10, None, None],
             [keys.manifest_name(shard), 10**5, "sha256:" + "0" * 64, None],
         ]
-        clocks.timed(rank, lambda council=council, body=body: council.contribute(LANDED, body))
+        clocks.timed(
+            rank, lambda message_tree=message_tree, body=body: message_tree.contribute(LANDED, body)
+        )
     seconds = clocks.run()
     most = max(clocks.received.values())
     print(

@@ -43,11 +43,15 @@ class Job:
             for c in self.network.councils
         ]
         self.answers: list[Any] = [UNANSWERED for _ in nodes]
-        for divider, council in zip(self.dividers, self.network.councils, strict=True):
+        for divider, message_tree in zip(self.dividers, self.network.councils, strict=True):
             hear = divider.on_message
-            council.on_gathered = lambda t, b, hear=hear: hear(MessagesGathered(topic=t, bodies=b))  # type: ignore[misc]
-            council.on_announced = lambda t, b, hear=hear: hear(DecisionAnnounced(topic=t, body=b))  # type: ignore[misc]
-            council.on_reported = lambda t, b, r, hear=hear: hear(
+            message_tree.on_gathered = lambda t, b, hear=hear: hear(
+                MessagesGathered(topic=t, bodies=b)
+            )  # type: ignore[misc]
+            message_tree.on_announced = lambda t, b, hear=hear: hear(
+                DecisionAnnounced(topic=t, body=b)
+            )  # type: ignore[misc]
+            message_tree.on_reported = lambda t, b, r, hear=hear: hear(
                 RankReported(topic=t, body=b, rank=r)
             )  # type: ignore[misc]
 
