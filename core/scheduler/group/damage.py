@@ -51,8 +51,7 @@ logger = logging.getLogger("tierfall")
 
 
 class DamageReports:
-    """See the module. ``tiers`` are those that copies are flushed to. ``council`` and ``commits`` are those of a run of
-    several ranks."""
+    """See the module. ``tiers`` are those that copies are flushed to."""
 
     def __init__(
         self,
@@ -62,15 +61,15 @@ class DamageReports:
         policies: Policies,
         dropper: Deleter,
         hooks: Hooks,
-        council: MessageTree | None = None,
-        commits: Commits | None = None,
+        council: MessageTree,
+        commits: Commits,
     ) -> None:
         self._ledger = ledger
         self._tiers = frozenset(tiers)
         self._policies = policies
         self._dropper = dropper
         self._hooks = hooks
-        self._messages = None if council is None else GroupMessages(council)
+        self._messages = GroupMessages(council)
         self._commits = commits
         self._tried: set[tuple[str, CheckpointId]] = set()
         self._marking: dict[tuple[str, CheckpointId], list[Task]] = {}
@@ -81,16 +80,13 @@ class DamageReports:
         entry = self._ledger.entries.get(id)
         if entry is None or entry.state(tier) is not CopyState.COMMITTED:
             return  # it is known, or the copy was deleted meanwhile
-        if self._messages is None:
-            self._record(entry, tier, why, repairable)
-        else:
-            body = FoundDamage(text=why, repairable=repairable)
-            self._messages.report(MessageKind.DAMAGE_FOUND, id, tier, body)
+        body = FoundDamage(text=why, repairable=repairable)
+        self._messages.report(MessageKind.DAMAGE_FOUND, id, tier, body)
 
     def plan_repairs(self, only: LedgerEntry | None = None) -> None:
         """Begin the repairs that are possible now, of all checkpoints or of one; for rank 0. A repair that failed is
         not tried again by this process."""
-        if not self._hooks.may_write() or not (self._commits is None or self._commits.decides):
+        if not (self._hooks.may_write() and self._commits.decides):
             return
         entries = self._ledger.repairable() if only is None else (only,)
         wanted = [(e, tier) for e in entries for tier in e.repairable if self._may_repair(e, tier)]
@@ -101,7 +97,8 @@ class DamageReports:
         for entry, tier in sorted(wanted, key=lambda one: (one[0].id, one[1])):
             if self._policies.needs_repair(view, views[entry.id], tier):
                 self._tried.add((tier, entry.id))
-                self._begin(entry, tier)
+                body = Reason(text=entry.damage[tier])
+                self._messages.announce(MessageKind.REPAIR, entry.id, tier, body)
 
     def _may_repair(self, entry: LedgerEntry, tier: str) -> bool:
         """Return whether the ranks of this run can write the images that they have saved of it."""
@@ -114,16 +111,8 @@ class DamageReports:
             and entry.id not in self._ledger.scattered
             and tier not in entry.owed
             and (tier, entry.id) not in self._tried
-            and not (self._commits is not None and self._commits.has_given_up(tier, entry.id))
+            and not self._commits.has_given_up(tier, entry.id)
         )
-
-    def _begin(self, entry: LedgerEntry, tier: str) -> None:
-        if self._messages is None:
-            self._owe(entry, tier)
-        else:
-            self._messages.announce(
-                MessageKind.REPAIR, entry.id, tier, Reason(text=entry.damage[tier])
-            )
 
     @staticmethod
     def handles(news: RankMessage) -> bool:
@@ -140,9 +129,9 @@ class DamageReports:
             case _ if entry is None or entry.state(topic.tier) is not CopyState.COMMITTED:
                 return
             case RankReported():
-                assert self._messages is not None
                 damage = FoundDamage.from_json(news.body, rank=news.rank)
-                body = replace(damage, text=f"rank {news.rank}: {damage.text}")
+                text = self._commits.name_rank(news.rank, damage.text)
+                body = replace(damage, text=text)
                 self._messages.announce(MessageKind.DAMAGE_FOUND, topic.id, topic.tier, body)
             case DecisionAnnounced():
                 damage = FoundDamage.from_json(news.body, rank=0)
@@ -162,7 +151,7 @@ class DamageReports:
         """Record the damage on the tier, for later listings; a repair removes the mark."""
         if entry.commit is None or tier not in self._tiers:
             return
-        if self._hooks.may_write() and (self._commits is None or self._commits.owns(tier)):
+        if self._hooks.may_write() and self._commits.owns(tier):
             name = damage_mark(entry.commit.lineage)
             wall_time_s = self._ledger.now_s + self._ledger.wall_offset_s
             mark = Mark(name=name, checkpoint=entry.id, wall_time_s=wall_time_s, reason=why)
@@ -197,15 +186,11 @@ class DamageReports:
         self, entry: LedgerEntry | None, id: CheckpointId, tier: str, why: str
     ) -> None:
         """Write this rank's images, though they may be good: a copy is committed when all ranks have uploaded."""
-        assert self._messages is not None
         if entry is None or entry.commit is None:
             reason = Reason(text="it does not know the checkpoint")
             self._messages.report(MessageKind.COPY_FAILED, id, tier, reason)
             return
         if tier not in entry.damage:
             entry.note_damage(tier, why, repairable=True)
-        self._owe(entry, tier)
-
-    def _owe(self, entry: LedgerEntry, tier: str) -> None:
         logger.info("%s: %s is damaged, and is written anew", tier, entry.id)
         entry.owed.add(tier)
