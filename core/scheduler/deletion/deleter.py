@@ -191,7 +191,7 @@ class Deleter:
         plan = self._plan(task.tier)
         drops = {d.checkpoint: d.reason for d in plan if d.checkpoint in read}
         newest = self._ledger.newest_on(task.tier, without=drops) if drops else None
-        relied = self._planner.relied_on(self._view(task.tier), task.tier, drops)
+        relied = self._planner.relied_on(self._view(task.tier), task.tier, drops) if drops else ()
         for id, reason in drops.items():
             self._delete(
                 DeleteCopy(

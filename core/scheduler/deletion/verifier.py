@@ -282,7 +282,7 @@ class BackgroundVerifier:
         """Announce the worst result of any rank; for rank 0."""
         found = {r: _Verified.from_json(body, rank=r) for r, body in bodies.items()}
         failed = [
-            _Verified(text=self._hooks.group.name_rank(rank, one.text), damaged=one.damaged)
+            _Verified(text=self._council.topology.name_rank(rank, one.text), damaged=one.damaged)
             for rank, one in found.items()
             if one.text
         ]

@@ -94,9 +94,6 @@ class Commits(Group):
 
     # What the scheduler asks, and reports ----------------------------------------------------------
 
-    def name_rank(self, rank: int, text: str) -> str:
-        return text if self._topology.world_size == 1 else f"rank {rank}: {text}"
-
     def ranks_on(self, tier: str) -> int:
         return self._topology.world_size if self._shared[tier] else len(self._topology.local_ranks)
 
@@ -206,7 +203,8 @@ class Commits(Group):
             case MessageKind.FENCED:
                 reason = Reason.from_json(news.body, rank=news.rank)
                 self._messages.announce_of_run(
-                    MessageKind.FENCED, Reason(text=self.name_rank(news.rank, reason.text))
+                    MessageKind.FENCED,
+                    Reason(text=self._topology.name_rank(news.rank, reason.text)),
                 )
 
     def _on_run_decision(self, news: DecisionAnnounced) -> None:
@@ -245,7 +243,7 @@ class Commits(Group):
                 self._seals.on_late(id, late.ordinal, rank)
             case MessageKind.SAVE_FAILED:
                 failure = SaveFailure.from_json(news.body, rank=rank)
-                text = self.name_rank(rank, failure.text)
+                text = self._topology.name_rank(rank, failure.text)
                 self._seals.give_up(id, replace(failure, text=text))
             case MessageKind.STUCK:
                 reason = Reason.from_json(news.body, rank=rank).text
@@ -256,7 +254,7 @@ class Commits(Group):
                 reason = Reason.from_json(news.body, rank=rank).text
                 self._tiers.give_up(tier, id, reason, by_rule=True, set_aside=False)
             case MessageKind.COPY_FAILED | MessageKind.SET_ASIDE:
-                reason = self.name_rank(rank, Reason.from_json(news.body, rank=rank).text)
+                reason = self._topology.name_rank(rank, Reason.from_json(news.body, rank=rank).text)
                 set_aside = topic.kind == MessageKind.SET_ASIDE
                 self._tiers.give_up(tier, id, reason, by_rule=False, set_aside=set_aside)
 

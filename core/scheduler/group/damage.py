@@ -70,6 +70,7 @@ class DamageReports:
         self._dropper = dropper
         self._hooks = hooks
         self._messages = GroupMessages(council)
+        self._topology = council.topology
         self._commits = commits
         self._tried: set[tuple[str, CheckpointId]] = set()
         self._marking: dict[tuple[str, CheckpointId], list[Task]] = {}
@@ -130,7 +131,7 @@ class DamageReports:
                 return
             case RankReported():
                 damage = FoundDamage.from_json(news.body, rank=news.rank)
-                text = self._commits.name_rank(news.rank, damage.text)
+                text = self._topology.name_rank(news.rank, damage.text)
                 body = replace(damage, text=text)
                 self._messages.announce(MessageKind.DAMAGE_FOUND, topic.id, topic.tier, body)
             case DecisionAnnounced():

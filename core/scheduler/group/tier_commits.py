@@ -268,7 +268,7 @@ class TierCommits:
         self._complete.add((tier, id))
         if self._shared[tier]:
             tables = tuple(uploads[rank].table for rank in sorted(uploads))
-            if not self._ledger.many_ranks:
+            if entry.commit.world_size == 1:
                 tables = ()  # an image needs no index of its own
             commit = replace(entry.commit, files=_files(entry, uploads))
             self._commit(entry, tier, commit, tables)

@@ -25,9 +25,6 @@ class Group(Protocol):
 
     decides: bool
 
-    def name_rank(self, rank: int, text: str) -> str:
-        """Return the text of what a rank reports, with its name where there are others."""
-
     def ranks_on(self, tier: str) -> int:
         """Return how many ranks' images this rank sees on a tier."""
 

@@ -52,7 +52,7 @@ def open_checkpoint(
     listings, tally = run.session.list_now(), run.session.new_tally()
     candidates = run.restorer.candidates(listings, request, tally)
     ranks = run.session.ranks
-    tell = make_barrier(ranks, timeout_s=run.restorer.patience_s) if ranks.many else None
+    tell = make_barrier(ranks, timeout_s=run.restorer.patience_s)
 
     def instead() -> str:
         return step_instead(candidates, listings, request, run.restorer.opener(), ranks.shard)
@@ -68,13 +68,14 @@ def open_checkpoint(
             error = _judge(failure, checkpoint, request)
             if (unheard := parts.give_up(failure)) is not None:
                 raise unheard from failure
-        elsewhere = None if tell is None else tell(checkpoint, error)
+        failed = tell(checkpoint, error)
         if error is not None and not isinstance(error, (*PASSABLE, LostError)):
             raise error
-        if opened is not None and elsewhere is None:
+        if failed is None:
+            assert opened is not None
             return opened
-        said = error if elsewhere is None else f"rank {elsewhere.rank}: {elsewhere.message}"
-        if request.step is not None or (elsewhere is not None and elsewhere.permanent):
+        said = ranks.topology.name_rank(failed.rank, failed.message)
+        if request.step is not None or failed.permanent:
             raise RestoreError(f"{request.operation} of {checkpoint.id}: {said}") from error
         tally.add_skipped(f"step {checkpoint.id}", said)
         logger.error("%s: step %s is passed over: %s", request.operation, checkpoint.id, said)
