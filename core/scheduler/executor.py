@@ -30,7 +30,6 @@ from tierfall.core.format.records import (
 )
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import waited_s
-from tierfall.core.scheduler.index_writer import IndexWriter
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
     ChangeMark,
@@ -53,6 +52,7 @@ from tierfall.core.scheduler.ledger.tasks import (
 )
 from tierfall.core.scheduler.shared_reads import SharedReads
 from tierfall.core.scheduler.task_store import TaskStore
+from tierfall.core.tensor_index.store import IndexWriter
 from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
