@@ -71,6 +71,19 @@ def test_an_unpin_during_an_open_end_is_not_undone_by_it() -> None:
     assert not world.coordinator.ledger.entries[FIRST].pinned
 
 
+def test_no_copy_begins_while_the_commit_of_another_is_refused() -> None:
+    """A rule would plan without the other, and count the room that it takes as free."""
+    world, _ = world_with(failing(Operation.PUBLISH, keys="*/commit.json", times=2))
+    world.save(1)
+    world.save(2)
+    until_end_is_open(world)
+    assert not world.tasks
+    world.settle()
+    assert world.steps_on("nvme") == [1, 2]
+    committed = world.trace.index("CommitCopy 1@1 on nvme: done")
+    assert committed < world.trace.index("OpenShard 2@1 on nvme: done")
+
+
 def test_what_is_found_committed_after_its_deletion_goes_too() -> None:
     world, _ = world_with()
     world.save(1)
