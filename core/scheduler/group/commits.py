@@ -91,6 +91,7 @@ class Commits(Group):
         self.replicas = self._seals.replicas
         self.owns = self._tiers.owns
         self.is_committing = self._tiers.is_committing
+        self.has_given_up = self._tiers.has_given_up
 
     # What the scheduler asks, and reports ----------------------------------------------------------
 
@@ -108,9 +109,6 @@ class Commits(Group):
             self._tiers.give_up(tier, id, reason, by_rule=True, set_aside=False)
         else:  # other ranks that have uploaded wait for this one
             self._messages.report(MessageKind.GIVE_UP, id, tier, Reason(text=reason))
-
-    def has_given_up(self, tier: str, id: CheckpointId) -> bool:
-        return self._tiers.has_given_up(tier, id)
 
     def give_up(self, tier: str, id: CheckpointId, reason: str) -> None:
         """Have all ranks give a copy up; for rank 0."""
