@@ -173,7 +173,7 @@ def test_page_that_leaves_the_cache_while_it_is_read_is_not_waited_for(stored: P
         before = bytes_from_disk()
         with pytest.raises(BlockingIOError):
             system.read_without_waiting(file.fileno(), view, 0)
-        assert bytes_from_disk() == before
+        assert bytes_from_disk() - before < BYTES // 8
         half = view[: BYTES // 2]
         assert system.read_without_waiting(file.fileno(), half, BYTES // 2) == BYTES // 2
 

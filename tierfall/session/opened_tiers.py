@@ -48,6 +48,7 @@ from tierfall.setup.attempts import next_number
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     bounded,
+    bounded_records,
     bounds_s,
     check_written,
     has_files,
@@ -130,7 +131,10 @@ class OpenedTiers:
             for name, problem in self.errors.items():
                 _log_excluded(name, problem)
             self.listings = self.list_now()
-            self.identities = TierIdentities(self.config, self.stores, self.folder, self.listings)
+            read = bounded_records(config, self._calls)
+            self.identities = TierIdentities(
+                self.config, self.stores, self.folder, self.listings, read=read
+            )
             self._check_identities()
             self.agrees = (adopts or draining) and (self.ranks.many or self._has_images_of_others())
             check_memory(

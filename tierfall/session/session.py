@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from tierfall.config import Config
@@ -17,6 +18,7 @@ from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.ranks import RankMessage
+from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.executor import TaskRunner
@@ -34,7 +36,7 @@ from tierfall.session.memory_files import MemoryFiles
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.start import Start, begin_attempt
 from tierfall.session.status_writer import StatusWriter
-from tierfall.setup.tiers import is_shared, lane_limits, lane_pools, tier_rules
+from tierfall.setup.tiers import bounds_s, is_shared, lane_limits, lane_pools, tier_rules
 from tierfall.telemetry.journal import Journal
 from tierfall.telemetry.step_timer import StepTimer
 
@@ -245,8 +247,10 @@ class Session:
     def report_damaged(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
         """Report to the ledger that a copy was found damaged; for any thread."""
         store = self.stores.get(tier)
+        look = {} if store is None else {tier: partial(store.is_committed, id)}
+        found = BoundedCalls().call_all(look, bounds_s(self.config), doing="look")
         try:
-            there = store is None or store.is_committed(id)
+            there = all(answer.get() for answer in found.values())
         except TierfallError as failure:
             logger.warning("%s: %s may be damaged (%s): %s", tier, id, error, failure)
             return

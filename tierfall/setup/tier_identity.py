@@ -28,7 +28,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.setup.tiers import shared_setting
+from tierfall.setup.tiers import ReadRecords, read_records, shared_setting
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -46,8 +46,10 @@ class TierIdentities:
         stores: Mapping[str, StoredTier],
         folder: Path,
         listings: Iterable[Listing] = (),
+        *,
+        read: ReadRecords = read_records,
     ) -> None:
-        """Read the records of ``stores``, except those with an error in ``listings``: these may never answer.
+        """``read`` the records of ``stores``, except those with an error in ``listings``: these may never answer.
         ``folder`` is that of the run's host memory."""
         self._config = config
         self._opened = stores
@@ -57,19 +59,16 @@ class TierIdentities:
         self.records: dict[str, TierRecord] = {}
         self._anew: set[str] = set()
         self._unread: dict[str, TierfallError] = {}
-        for name, store in self._stores.items():
-            try:
-                record = store.read_tier()
-            except TierfallError as error:
-                if isinstance(error, IntegrityError):
+        for name, answer in read(self._stores).items():
+            match answer.error:
+                case IntegrityError() as error:
                     logger.warning("tier %s: which tier it is cannot be read: %s", name, error)
                     self._anew.add(name)
-                else:  # the listing has the same error, and that is logged
-                    logger.debug("tier %s: which tier it is was not read", name, exc_info=True)
+                case TierfallError() as error:  # the listing has the same error, and that is logged
+                    logger.debug("tier %s: which tier it is was not read: %s", name, error)
                     self._unread[name] = error
-                continue
-            if record is not None:
-                self.records[name] = record
+                case _ if (record := answer.get()) is not None:
+                    self.records[name] = record
         self._remembered = self._read_memory()
         self._written: TierRecord | None = None
 
