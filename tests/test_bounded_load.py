@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,61 +14,35 @@ import torch
 import yaml
 
 import tierfall
+from tests.stuck_tier import LONG_S, StuckTier
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.errors import RestoreError
 from tierfall.ops import reader
 from tierfall.setup import tiers
 
-LONG_S = 60.0
 STEP = "r/step-00000001-a0001"
-STEPS_OF_A_LOAD = ["open", "list", "tier.json", "commit.json", "rank-00000-of-00001.json", ".safetensors"]
-
-
-class Stuck:
-    """Calls about one folder hang until the gate is opened: those about keys that have ``word`` in them."""
-
-    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
-        self.gate, self.hung = threading.Event(), threading.Event()
-        self._root, self._patch = str(root), patch
-
-    def at(self, word: str) -> None:
-        match word:
-            case "open":
-                self._hang(os, "stat", lambda path, *_: str(path).startswith(self._root))
-            case "list":
-                self._hang(PosixBackend, "scan", lambda backend, *_: backend.place == self._root)
-            case "close":
-                self._hang(PosixBackend, "close", lambda backend: backend.place == self._root)
-            case _:
-                self._hang(
-                    PosixBackend,
-                    "read_into",
-                    lambda backend, key, *_: backend.place == self._root and word in key,
-                )
-
-    def _hang(self, where: Any, name: str, concerns: Any) -> None:
-        real = getattr(where, name)
-
-        def late(*args: Any, **keys: Any) -> Any:
-            if concerns(*args):
-                self.hung.set()
-                assert self.gate.wait(LONG_S)
-            return real(*args, **keys)
-
-        self._patch.setattr(where, name, late)
+READS = ["tier.json", "commit.json", "rank-00000-of-00001.json", ".safetensors"]
 
 
 @pytest.fixture
-def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckTier]:
     """The tier ``near`` of the run, before it hangs. The least time that tiers have to answer is short."""
     for where, name in ((tiers, "ANSWER_S"), (reader, "ANSWER_S"), (reader, "PATH_ANSWER_S")):
         monkeypatch.setattr(where, name, 0.2)
     with tierfall.open(config(tmp_path)) as ckpt:
         ckpt.restore(state(0))
         ckpt.save(1, state(1), block=True)
-    stuck = Stuck(tmp_path / "near", monkeypatch)
+    stuck = StuckTier(tmp_path / "near", monkeypatch)
     yield stuck
     stuck.gate.set()
+
+
+def hang(stuck: StuckTier, word: str) -> None:
+    """Let a step of a load hang: a read of a file is named by its name."""
+    if word in READS:
+        stuck.hang_in("read_into", key=word)
+    else:
+        stuck.hang_in(word)
 
 
 def config(root: Path) -> dict[str, Any]:
@@ -96,31 +69,31 @@ def soon() -> Iterator[None]:
     assert time.monotonic() - began_s < LONG_S / 2
 
 
-@pytest.mark.parametrize("word", STEPS_OF_A_LOAD)
+@pytest.mark.parametrize("word", ["open", "scan", *READS])
 def test_a_step_that_another_tier_has_is_loaded_from_there(
-    stuck: Stuck, tmp_path: Path, soon: None, word: str
+    stuck: StuckTier, tmp_path: Path, soon: None, word: str
 ) -> None:
     file = tmp_path / "tiers.yaml"
     file.write_text(yaml.safe_dump(config(tmp_path)))
-    stuck.at(word)
+    hang(stuck, word)
     assert bool((tierfall.load(file, step=1)["x"] == 1).all())
     assert stuck.hung.is_set()
 
 
 def test_a_tier_that_could_not_be_listed_may_hold_something_newer(
-    stuck: Stuck, tmp_path: Path, soon: None
+    stuck: StuckTier, tmp_path: Path, soon: None
 ) -> None:
-    stuck.at("list")
+    stuck.hang_in("scan")
     with pytest.raises(RestoreError, match=r"tier near could not be read .* name a step \(step="):
         tierfall.load(config(tmp_path))
 
 
 @pytest.mark.parametrize("path", ["near", "near/r", f"near/{STEP}"])
-@pytest.mark.parametrize("word", [w for w in STEPS_OF_A_LOAD if w != "tier.json"])
+@pytest.mark.parametrize("word", ["open", "scan", *READS[1:]])
 def test_a_path_whose_file_system_hangs_is_named(
-    stuck: Stuck, tmp_path: Path, soon: None, word: str, path: str
+    stuck: StuckTier, tmp_path: Path, soon: None, word: str, path: str
 ) -> None:
-    stuck.at(word)
+    hang(stuck, word)
     with pytest.raises(RestoreError, match=f"{tmp_path}/near.* has not answered") as caught:
         tierfall.load(tmp_path / path)
     assert stuck.hung.is_set()
@@ -129,19 +102,19 @@ def test_a_path_whose_file_system_hangs_is_named(
 
 @pytest.mark.parametrize("from_path", [True, False])
 def test_what_was_read_is_returned_where_closing_hangs(
-    stuck: Stuck, tmp_path: Path, soon: None, from_path: bool
+    stuck: StuckTier, tmp_path: Path, soon: None, from_path: bool
 ) -> None:
-    stuck.at("close")
+    stuck.hang_in("close")
     loaded = tierfall.load(tmp_path / "near" if from_path else config(tmp_path))
     assert bool((loaded["x"] == 1).all())
     assert stuck.hung.is_set()
 
 
 def test_ctrl_c_ends_a_load_that_waits_for_a_tier(
-    stuck: Stuck, tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch
+    stuck: StuckTier, tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "PATH_ANSWER_S", 10 * LONG_S)
-    stuck.at(".safetensors")
+    stuck.hang_in("read_into", key=".safetensors")
     real, reads = PosixBackend.read_into, []
 
     def first(backend: PosixBackend, key: str, offset: int, view: memoryview) -> None:

@@ -210,7 +210,14 @@ def _start_call(
             _dispose(name, result, too_late)
         call.returned = True
 
-    threading.Thread(target=run, name=f"tierfall-call-{name}", daemon=True).start()
+    try:
+        threading.Thread(target=run, name=f"tierfall-call-{name}", daemon=True).start()
+    except RuntimeError as error:  # none can be started any more, as at the end of the interpreter
+        call.start_token.clear()
+        call.end_token.clear()
+        call.result = CallResult(error=UnreachableError(f"tier {name} was not asked: {error}"))
+        call.returned = True
+        finished.put(name)
 
 
 def _dispose(name: str, result: CallResult[T], too_late: Callable[[T], None]) -> None:

@@ -335,6 +335,9 @@ class OpenRun:
                 session.find_external_commits(left_s(), last=True)
                 confirmed = confirm_copies(session, left_s() / 2)
                 report = group_commands.drain_here(session, left_s(), doing="close", goes_on=False)
+            except BaseException:  # Ctrl-C, say: the rest takes LAST_S each
+                deadline_s = time.monotonic()
+                raise
             finally:
                 self.capturer.stop_waiting()
                 together = group_commands.finish_commands(session, left_s)

@@ -47,10 +47,12 @@ from tierfall.session.leftovers import (
 from tierfall.setup.attempts import next_number
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
+    ANSWER_S,
     bounded,
     bounded_records,
     bounds_s,
     check_written,
+    close_stores,
     has_files,
     is_owner,
     list_all,
@@ -176,7 +178,7 @@ class OpenedTiers:
 
     def exclude(self, name: str, error: TierfallError) -> None:
         """Go on without a tier."""
-        self.stores.pop(name).close()
+        close_stores({name: self.stores.pop(name)}, ANSWER_S)
         self.errors[name] = error
         self.listings = tuple(
             Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
@@ -413,14 +415,14 @@ class OpenedTiers:
 
     # The end -----------------------------------------------------------------------------------------
 
-    def close(self, *, keep: bool) -> None:
-        """Close all tiers and release the run's lock; may be called twice. ``keep``: host memory stays as it is."""
+    def close(self, *, keep: bool, timeout_s: float = ANSWER_S) -> None:
+        """Close all tiers within ``timeout_s`` seconds, and release the run's lock; may be called twice. ``keep``: host
+        memory stays as it is."""
         if self._closed:
             return
         self._closed = True
         try:
-            for store in self.stores.values():
-                store.close()
+            close_stores(self.stores, timeout_s)
             self.host.close(keep=keep)
             for slot in self.adopted:
                 slot.close(keep=keep)

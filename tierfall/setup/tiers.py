@@ -385,10 +385,10 @@ def close_stores(stores: Mapping[str, StoredTier], timeout_s: float) -> None:
     """Close tiers, side by side. What does not end within ``timeout_s`` seconds is logged, and left to its thread."""
     bounds = dict.fromkeys(stores, timeout_s)
     calls = {name: store.close for name, store in stores.items()}
-    for answer in BoundedCalls().call_all(calls, bounds, doing="close").values():
+    for name, answer in BoundedCalls().call_all(calls, bounds, doing="close").items():
         match answer.error:
             case TierfallError() as error:
-                logger.warning("close: %s", error)
+                logger.warning("tier %s was not closed: %s", name, error)
             case _:
                 answer.get()
 
