@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tierfall
+from tests.stuck_tier import StuckTier
 from tierfall.backends.posix import system
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import load_config
@@ -341,3 +342,20 @@ def test_memory_that_a_late_read_fills_is_not_lent_again() -> None:
         assert other.obj is not view.obj
     end_filling(view)
     pool.release()
+
+
+@pytest.mark.parametrize("call", ["create", "publish", "read_into", "scan", "sync"])
+def test_a_tier_that_is_there_and_does_not_answer_a_call_of_open_does_not_hold_it(
+    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """As a store does that lists its objects, and accepts writes that it never answers."""
+    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "0.2s"}
+    stuck = StuckTier(tmp_path / "pfs", monkeypatch)
+    stuck.hang_in(call)
+    try:
+        began_s = time.monotonic()
+        with tierfall.open(config(tmp_path, pfs, max_wait="0.5s"), fresh=True) as ckpt:
+            ckpt.save(1, state(1)).wait("disk", LONG_S)
+        assert time.monotonic() - began_s < LONG_S / 2
+    finally:
+        stuck.gate.set()

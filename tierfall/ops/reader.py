@@ -26,14 +26,12 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.session.leftovers import regions_in
+from tierfall.setup.bounded_tiers import ask_within_bound, bounded, close_stores
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
     READ_BYTES_PER_S_MIN,
     SLOT,
-    bounded,
-    bounded_records,
-    close_stores,
     list_all,
     open_stores,
     run_folder,
@@ -152,8 +150,8 @@ class RunReader:
         return self._identities(listings).missing(listings)
 
     def _identities(self, listings: tuple[Listing, ...]) -> TierIdentities:
-        read = bounded_records(self.config, self._calls)
-        return TierIdentities(self.config, self.stores, self._folder, listings, read=read)
+        ask = ask_within_bound(self.config, self.stores, self._calls)
+        return TierIdentities(self.config, self.stores, self._folder, listings, ask=ask)
 
     def memory(self) -> Listing:
         """List host memory, without the other tiers."""

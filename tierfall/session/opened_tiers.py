@@ -45,14 +45,12 @@ from tierfall.session.leftovers import (
     regions_in,
 )
 from tierfall.setup.attempts import next_number
+from tierfall.setup.bounded_tiers import ask_within_bound, bounded, close_stores
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
-    bounded,
-    bounded_records,
     bounds_s,
     check_written,
-    close_stores,
     has_files,
     is_owner,
     list_all,
@@ -133,9 +131,9 @@ class OpenedTiers:
             for name, problem in self.errors.items():
                 _log_excluded(name, problem)
             self.listings = self.list_now()
-            read = bounded_records(config, self._calls)
+            ask = ask_within_bound(config, self.stores, self._calls)
             self.identities = TierIdentities(
-                self.config, self.stores, self.folder, self.listings, read=read
+                self.config, self.stores, self.folder, self.listings, ask=ask
             )
             self._check_identities()
             self.agrees = (adopts or draining) and (self.ranks.many or self._has_images_of_others())

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,11 +20,9 @@ from tierfall.backends.wrappers.retry import wrap
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig, Tier
 from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
-from tierfall.core.copies.bounded_store import BoundedStore
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.records import TierRecord
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.runtime.bounded_calls import BoundedCalls, CallResult, run_in_parallel
+from tierfall.core.runtime.bounded_calls import BoundedCalls, run_in_parallel
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.scheduler.flush.lane import LaneLimits
@@ -349,58 +347,6 @@ def list_all(
         return answers[name].get()
 
     return tuple(map(listing, names))
-
-
-ReadRecords = Callable[[Mapping[str, StoredTier]], dict[str, CallResult[TierRecord | None]]]
-"""Reads the tier record of each tier."""
-
-
-def read_records(stores: Mapping[str, StoredTier]) -> dict[str, CallResult[TierRecord | None]]:
-    """Read the tier records one after the other, without a bound."""
-
-    def read(store: StoredTier) -> CallResult[TierRecord | None]:
-        try:
-            return CallResult(value=store.read_tier())
-        except TierfallError as error:
-            return CallResult(error=error)
-
-    return {name: read(store) for name, store in stores.items()}
-
-
-def bounded_records(config: Config, calls: BoundedCalls) -> ReadRecords:
-    """Return what reads tier records side by side, each within its tier's bound."""
-
-    def read(stores: Mapping[str, StoredTier]) -> dict[str, CallResult[TierRecord | None]]:
-        return calls.call_all(
-            {name: store.read_tier for name, store in stores.items()},
-            bounds_s(config),
-            doing="read",
-            heard_s=lambda name: stores[name].heard_s(),
-        )
-
-    return read
-
-
-def close_stores(stores: Mapping[str, StoredTier], timeout_s: float) -> None:
-    """Close tiers, side by side. What does not end within ``timeout_s`` seconds is logged, and left to its thread."""
-    bounds = dict.fromkeys(stores, timeout_s)
-    calls = {name: store.close for name, store in stores.items()}
-    for name, answer in BoundedCalls().call_all(calls, bounds, doing="close").items():
-        match answer.error:
-            case TierfallError() as error:
-                logger.warning("tier %s was not closed: %s", name, error)
-            case _:
-                answer.get()
-
-
-def bounded(store: StoredTier, config: Config) -> BoundedStore:
-    """Return a tier for reading, whose reads have a bound. With a configured rate, a read has as much longer as all
-    reads in flight take at that rate."""
-    limit = next((t.bandwidth_bytes_per_s for t in config.stored if t.name == store.name), None)
-    slowest = READ_BYTES_PER_S_MIN if limit is None else min(READ_BYTES_PER_S_MIN, limit / SHARES)
-    return BoundedStore(
-        store, bound_s=bounds_s(config)[store.name], bytes_per_s_min=slowest, heard_s=store.heard_s
-    )
 
 
 def make_durable(store: StoredTier, listing: Listing) -> Listing:
