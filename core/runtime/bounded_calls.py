@@ -60,6 +60,10 @@ class _Call:
     returned: bool = False
 
 
+class NotAskedError(UnreachableError):
+    """No thread could be started for a call."""
+
+
 class BoundedCalls:
     """Calls by tier name. Not thread-safe."""
 
@@ -215,7 +219,7 @@ def _start_call(
     except RuntimeError as error:  # none can be started any more, as at the end of the interpreter
         call.start_token.clear()
         call.end_token.clear()
-        call.result = CallResult(error=UnreachableError(f"tier {name} was not asked: {error}"))
+        call.result = CallResult(error=NotAskedError(f"tier {name} was not asked: {error}"))
         call.returned = True
         finished.put(name)
 

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from tierfall.config import Config
 from tierfall.core.copies.bounded_store import BoundedStore
-from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.bounded_calls import BoundedCalls, NotAskedError
 from tierfall.core.types.errors import TierfallError
 from tierfall.setup.tiers import READ_BYTES_PER_S_MIN, SHARES, bounds_s
 from tierfall.tiers.stored import StoredTier
@@ -56,6 +56,8 @@ def close_stores(stores: Mapping[str, StoredTier], timeout_s: float) -> None:
     calls = {name: store.close for name, store in stores.items()}
     for name, answer in BoundedCalls().call_all(calls, bounds, doing="close").items():
         match answer.error:
+            case NotAskedError() as error:  # the interpreter ends, and closes what is open
+                logger.debug("tier %s is not closed: %s", name, error)
             case TierfallError() as error:
                 logger.warning("tier %s was not closed: %s", name, error)
             case _:
