@@ -1,6 +1,6 @@
-"""Train a model that several ranks hold together, and that may be killed at any moment; go on with any number of ranks.
+"""Train a model that is sharded over several ranks and may be killed at any moment; continue with any number of ranks.
 
-torchrun --nproc-per-node 4 examples/fsdp2.py    # kill it, and start it again, with 2 say
+torchrun --nproc-per-node 4 examples/fsdp2.py    # kill it, and start it again, for example with 2
 """
 
 import argparse
@@ -55,18 +55,16 @@ def main() -> None:
 
     with tierfall.open(options.config, run=options.run) as ckpt:
         state = {"model": model, "optimizer": optimizer}
-        report = ckpt.restore(state)  # what any number of ranks saved; None at the first start
+        report = ckpt.restore(state)  # saved by any number of ranks; None at the first start
         if report and dist.get_rank() == 0:
             print(f"restored step {report.step} in {report.seconds:.3f} s", flush=True)
         for step in range(report.step + 1 if report else 1, options.steps + 1):
             x, y = (tensor.to(device) for tensor in batch(step))
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
-            optimizer.step()  # waits only for what a save has not copied yet
+            optimizer.step()  # waits only for what is not yet captured
             optimizer.zero_grad()
-            ckpt.maybe_save(
-                step, state
-            )  # asks the interval; returns at once; no rank waits for another
+            ckpt.maybe_save(step, state)  # saves if due; returns at once; no rank waits for another
             if step % 100 == 0 and dist.get_rank() == 0:
                 print(f"step {step}: loss {loss.item():.6f}", flush=True)
     dist.destroy_process_group()

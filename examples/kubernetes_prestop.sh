@@ -1,7 +1,7 @@
 #!/bin/sh
-# A preStop hook for the container that trains. It tells the trainer, whose pid 1 may be a shell that hands no signal on,
-# that the end is near, waits until it has drained (drain: {deadline: 100s} in the file) and ended, and brings what may
-# still lie in host memory to the tiers: /dev/shm goes with the pod.
+# A preStop hook for the container that trains. It sends SIGTERM to the trainer itself, since pid 1 may be a shell that
+# forwards no signals. It waits until the trainer has drained (drain: {deadline: 100s} in the file) and ended. Then it
+# flushes what is still in host memory to the tiers: /dev/shm is deleted with the pod.
 #
 #     terminationGracePeriodSeconds: 120
 #     containers:
@@ -9,7 +9,7 @@
 #         env: [{name: TIERFALL_CONFIG, value: /etc/run/tiers.yaml}]
 #         lifecycle: {preStop: {exec: {command: [/bin/sh, /opt/run/kubernetes_prestop.sh]}}}
 #
-# The notice, in seconds: a little less than terminationGracePeriodSeconds, of which the hook's time is taken.
+# The notice, in seconds: a little less than terminationGracePeriodSeconds, which includes the time of the hook.
 notice=${TIERFALL_NOTICE:-110}
 ends=$(($(date +%s) + notice))
 

@@ -1,11 +1,11 @@
 #!/bin/sh
-# A SLURM epilog (slurm.conf: Epilog=/etc/slurm/epilog.d/tierfall.sh): when a job has ended on this node, however it
-# ended, what its trainer left in host memory goes to the tiers, for five minutes at most.
+# A SLURM epilog (slurm.conf: Epilog=/etc/slurm/epilog.d/tierfall.sh). When a job has ended on this node, however it
+# ended, it flushes what the trainer left in host memory to the tiers, for five minutes at most.
 #
-# SLURM runs it as root on every node of the job. Let PrologEpilogTimeout be longer than the deadline. With a private
-# /dev/shm per job (job_container/tmpfs) set the host tier's folder to one outside of it.
+# SLURM runs it as root on every node of the job. PrologEpilogTimeout must be longer than the deadline. With a private
+# /dev/shm per job (job_container/tmpfs), set the host tier's folder to one outside of it.
 #
-# Change the two lines below to what holds on your machines.
+# Change the two lines below for your machines.
 tierfall=${TIERFALL:-/opt/tierfall/bin/tierfall}
 config=${TIERFALL_CONFIG:-/shared/runs/${SLURM_JOB_USER}/tiers.yaml}
 

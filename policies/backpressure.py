@@ -28,9 +28,9 @@ Fits = Callable[[frozenset[CheckpointId]], bool]
 def plan_superseding(view: View, tier_name: str, *, fits: Fits) -> tuple[Decision, ...]:
     """Decide on the images of a host tier, up to the first that is superseded; at most one is.
 
-    Images that may be superseded are first, the oldest first; then, the newest first, those that are owed only to tiers
-    with ``when_full: skip``. None is superseded if room becomes free anyway, or if all that may go would not free
-    enough. ``fits`` returns whether the save has room once those images are deleted.
+    First the images that any tier may do without, oldest first; then, newest first, those that are owed only to tiers
+    with ``when_full: skip``. None is superseded if room becomes free anyway, or if all that may be superseded would not
+    free enough. ``fits`` returns whether the save has room once those images are deleted.
     """
     tier = view.tier(tier_name)
     held = _superseding_order(view, tier)
@@ -42,9 +42,9 @@ def plan_superseding(view: View, tier_name: str, *, fits: Fits) -> tuple[Decisio
     for checkpoint in held:
         reason = reasons[checkpoint.id]
         if reason is None and room_becomes_free:
-            reason = "what is just leaving memory makes room enough"
+            reason = "images that are leaving memory free enough room"
         if reason is None and not_enough:
-            reason = "to give up all that may go would not make room enough"
+            reason = "superseding all that may be superseded would not free enough room"
         verdict = Verdict.DROP if reason is None else Verdict.KEEP
         decisions.append(
             Decision(
@@ -93,8 +93,8 @@ def _rules_of(
 def _reason_to_supersede(view: View, checkpoint: CheckpointView, tier: TierRules) -> str:
     if when_full_of(view, checkpoint, tier) is WhenFull.SKIP:
         waiting = ", ".join(only_source_for(view, checkpoint, tier))
-        return f"it is the newest on its way that nothing hangs on, and {waiting} skips it"
-    return "it is the oldest on its way that nothing hangs on"
+        return f"it is the newest unflushed one that no promise depends on, and {waiting} skips it"
+    return "it is the oldest unflushed one that no promise depends on"
 
 
 def reason_to_hold(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
@@ -116,30 +116,34 @@ def _reason_nothing_is_owed(view: View, checkpoint: CheckpointView, tier: TierRu
     if checkpoint.tombstoned:
         return "deleted by a person already"
     if checkpoint.changing:
-        return "a copy of it, or an order about it, is under way"
+        return "a copy of it, or a command about it, is in progress"
     if leaving := [t.name for t in view.tiers if t != tier and _is_leaving(checkpoint, t)]:
-        return f"{', '.join(leaving)} has it until it is dropped there, and a pin may keep it"
+        return f"{', '.join(leaving)} has it until it is deleted there, which a pin may prevent"
     if below := [t.name for t in view.tiers if t != tier and checkpoint.readable_on(t.name)]:
         return f"not lost by leaving memory: {', '.join(below)} has it"
-    return None if checkpoint.owed else "on its way to no tier"
+    return None if checkpoint.owed else "no tier is owed it"
 
 
 def _reason_to_wait(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
     if when_full_of(view, checkpoint, tier) is not WhenFull.WAIT:
         return None
     waiting = [n for n, rule in _rules_of(view, checkpoint, tier) if rule is WhenFull.WAIT]
-    return f"{', '.join(waiting)} is waited for (when_full: wait)"
+    return f"saves wait for {', '.join(waiting)} (when_full: wait)"
 
 
 def _reason_it_is_needed(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
     """Invariant 3, for an image that only memory has."""
     if not checkpoint.live:
         safe = lineage_is_safe_without(view, checkpoint, tier)
-        return None if safe else "its line was left behind, but the new one is not as safe yet"
+        return (
+            None
+            if safe
+            else "its lineage was abandoned, but the new one has no copy that is as safe yet"
+        )
     if checkpoint.id == max(c.id for c in view.on(tier.name) if c.live):
         return "the newest in memory"
     if lost := newest_on_its_way(view, checkpoint):
-        return f"the newest on its way to where it survives the loss of a {lost}"
+        return f"the newest that will survive the loss of a {lost}"
     return None
 
 
@@ -168,11 +172,11 @@ def plan_relief(view: View, tier_name: str, *, missing_bytes: int) -> tuple[Deci
     """Give up the copies of one checkpoint that slower tiers are owed, so that a full tier may delete it; each decision
     is of one of those tiers. Empty if all checkpoints that may be given up do not free ``missing_bytes``."""
     tier = view.tier(tier_name)
-    may_go = [c for c in view.on(tier_name) if _may_go(view, c, tier)]
-    if sum(c.copies[tier_name].bytes for c in may_go) < missing_bytes:
+    candidates = [c for c in view.on(tier_name) if _may_be_given_up(view, c, tier)]
+    if sum(c.copies[tier_name].bytes for c in candidates) < missing_bytes:
         return ()
-    skipped = [c for c in may_go if _rules(view, c, tier) == {WhenFull.SKIP}]
-    superseded = [c for c in may_go if c not in skipped]
+    skipped = [c for c in candidates if _rules(view, c, tier) == {WhenFull.SKIP}]
+    superseded = [c for c in candidates if c not in skipped]
     for checkpoint in (*superseded, *reversed(skipped)):
         which = "newest" if checkpoint in skipped else "oldest"
         return tuple(
@@ -180,8 +184,8 @@ def plan_relief(view: View, tier_name: str, *, missing_bytes: int) -> tuple[Deci
                 checkpoint=checkpoint.id,
                 tier=behind,
                 verdict=Verdict.DROP,
-                reason=f"{tier_name} is full of what {behind} is owed, and of that it is the {which} that nothing "
-                "hangs on",
+                reason=f"{tier_name} is full of copies that {behind} is owed; it is the {which} of them that no "
+                "promise depends on",
                 bytes=checkpoint.copies[tier_name].bytes,
             )
             for behind in only_source_for(view, checkpoint, tier)
@@ -194,7 +198,7 @@ def _rules(view: View, checkpoint: CheckpointView, tier: TierRules) -> set[WhenF
     return {view.tier(name).when_full or WhenFull.WAIT for name in waiting}
 
 
-def _may_go(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
+def _may_be_given_up(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
     waiting = only_source_for(view, checkpoint, tier)
     if not waiting or not _rules(view, checkpoint, tier) <= set(_GIVES_UP):
         return False

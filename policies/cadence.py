@@ -107,7 +107,7 @@ def choose_interval(
         reason = f"interval.every: {rules.every_s:g} s, at the first step from then on"
         return IntervalChoice(interval_steps=steps, bound=IntervalBound.EVERY, reason=reason)
     if not measured.step_s:
-        which = "steps without a copy under way" if measured.saved else "steps"
+        which = "steps without a copy in progress" if measured.saved else "steps"
         next_one = "next" if measured.saved else "first"
         return _measuring(None, f"{PROFILE_STEPS} {which} are measured before the {next_one} save")
     if not measured.saved:

@@ -92,18 +92,20 @@ def _decide(view: View, copy: _WaitingCopy, rate: float | None, rest_s: float) -
 
     left = f"{format_size(copy.left_bytes)} {'is' if copy.left_bytes == 1 else 'are'} left"
     if rest_s <= 0:
-        return answer(ArrivalOutlook.TOO_LATE, f"{left}, and no time is")
+        return answer(ArrivalOutlook.TOO_LATE, f"{left}, and no time is left")
     if copy.tier in view.failing:
         return answer(
-            ArrivalOutlook.UNKNOWN, f"{left}, and {copy.tier} does not take copies at present"
+            ArrivalOutlook.UNKNOWN, f"{left}, and {copy.tier} does not accept copies at present"
         )
     if rate is None:
         return answer(
-            ArrivalOutlook.UNKNOWN, f"{left}, and how fast {copy.tier} is nobody knows yet"
+            ArrivalOutlook.UNKNOWN, f"{left}, and the rate of {copy.tier} is not known yet"
         )
     if copy.left_bytes <= rest_s * rate:
-        takes = format_duration(copy.left_bytes / rate)
-        return answer(ArrivalOutlook.ARRIVES, f"{left}, which take {takes} at {format_rate(rate)}")
+        duration = format_duration(copy.left_bytes / rate)
+        return answer(
+            ArrivalOutlook.ARRIVES, f"{left}, which take {duration} at {format_rate(rate)}"
+        )
     carried = f"{format_duration(rest_s)} at {format_rate(rate)} carry {format_size(rest_s * rate)}"
     return answer(ArrivalOutlook.TOO_LATE, f"{left}, {carried}")
 
@@ -145,7 +147,7 @@ def _sentence(id: CheckpointId, decisions: Sequence[DrainDecision]) -> str:
             f"{'' if arriving else 'will '}not {'' if arriving else 'be '}on {_names(late)}"
         )
     if unknown:
-        parts.append(f"may come to be on {_names(unknown)}")
+        parts.append(f"may arrive on {_names(unknown)}")
     why = "; ".join(dict.fromkeys(d.reason for d in (*late, *unknown)))
     return f"step {id} {', '.join(parts)}" + (f": {why}" if why else "")
 

@@ -78,7 +78,7 @@ def _in_order(
     for checkpoint in sorted(
         held, key=lambda c: (c.id in wanted, places.get(c.id, len(places)), c.live, c.id)
     ):
-        why = reasons.get(checkpoint.id, "it is the oldest that may go")
+        why = reasons.get(checkpoint.id, "it is the oldest that may be deleted")
         kept = wanted.get(checkpoint.id)
         yield checkpoint, f"{why}, though a rule would keep it ({kept})" if kept else why
 
@@ -124,7 +124,7 @@ def reason_to_leave_memory(
     if checkpoint.tombstoned or not waiting:
         return "oldest in memory that no lower tier still needs"
     if all(name in view.failing for name in waiting):
-        return f"memory is full, and {', '.join(waiting)} does not take copies at present"
+        return f"memory is full, and {', '.join(waiting)} does not accept copies at present"
     return None
 
 
@@ -185,9 +185,9 @@ def _elsewhere(checkpoint: CheckpointView, tier: TierView) -> TierRules | None:
 
 def _describe(checkpoint: CheckpointView, elsewhere: TierRules | None, view: View) -> str:
     if not checkpoint.live:
-        return "it is of an abandoned line" if checkpoint.abandoned else "deleted by a person"
+        return "it is of an abandoned lineage" if checkpoint.abandoned else "deleted by a person"
     if elsewhere is not None:
         rate = view.read_bytes_per_s.get(elsewhere.name)
         read = "" if rate is None else f", read at {format_rate(rate)}"
         return f"{elsewhere.name} holds it as safely{read}"
-    return "it is the oldest that may go"
+    return "it is the oldest that may be deleted"

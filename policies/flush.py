@@ -88,10 +88,10 @@ def plan_flush(view: View, tier_name: str) -> tuple[Decision, ...]:
             left.append(checkpoint)
         else:
             given_up.append(_decided(checkpoint, tier, reason, Verdict.DROP))
-    goes = (
+    copied = (
         _decided(c, tier, reason, Verdict.KEEP) for c, reason in _in_order_of_tier(view, tier, left)
     )
-    return (*reversed(given_up), *goes)
+    return (*reversed(given_up), *copied)
 
 
 def _in_order_of_tier(
@@ -104,7 +104,7 @@ def _in_order_of_tier(
     for checkpoint in sorted(waiting, key=lambda c: (places.get(c.id, len(places)), c.id)):
         yield (
             checkpoint,
-            reasons.get(checkpoint.id, "its turn comes after what the order speaks of"),
+            reasons.get(checkpoint.id, "the order leaves it out, so it is last"),
         )
 
 
@@ -156,7 +156,9 @@ def _reason_not_needed(
     decision = decide_on_one(view, arrived, tier, beside=held)
     if decision.verdict is Verdict.KEEP:
         return None
-    return f"newer ones came first, and retention would drop it at once ({decision.reason})"
+    return (
+        f"newer ones were copied first, and retention would delete it at once ({decision.reason})"
+    )
 
 
 def _would_be_deleted(view: View, tier: TierRules, checkpoint: CheckpointView) -> bool:
@@ -234,6 +236,6 @@ def lateness(tier: TierRules, behind_s: float) -> str | None:
     if tier.within_s is None or behind_s <= tier.within_s:
         return None
     return (
-        f"{tier.name} is {format_duration(behind_s)} behind, and was to be no further than "
-        f"{format_duration(tier.within_s)} (flush.within)"
+        f"{tier.name} is {format_duration(behind_s)} behind, more than the {format_duration(tier.within_s)} of "
+        "flush.within"
     )

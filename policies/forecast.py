@@ -61,8 +61,8 @@ def forecast(
         warning=f"at this cadence {tier.name} is {behind:.1f} checkpoints behind in an hour: one of "
         f"{format_size(bytes)} comes every {format_duration(due_s)}, which takes "
         f"{format_rate(needed_bytes_per_s)}, and {tier.name} takes {format_rate(bytes_per_s)}. Save less often, "
-        "flush fewer to it (flush.every), or raise its bandwidth; once memory is full of what it is owed, when_full "
-        "says what becomes of saves",
+        "flush fewer to it (flush.every), or raise its bandwidth; once memory is full of copies that it is owed, "
+        "when_full decides what saves do",
     )
 
 

@@ -91,7 +91,7 @@ def kept_by_rules(
             reasons.setdefault(id, []).append(reason)
     if any(rule.policy.due is not None for rule in tier.retain):
         for id in _last_verified(view, tier_view):
-            reasons.setdefault(id, [f"age drops none of the last {KEPT_BY_AGE} verified"])
+            reasons.setdefault(id, [f"age deletes none of the last {KEPT_BY_AGE} verified"])
     return {id: "; ".join(found) for id, found in reasons.items()}
 
 
@@ -144,10 +144,16 @@ def _decide(
         return answer(Verdict.DROP, "deleted by a person")
     if checkpoint.abandoned:
         if lineage_is_safe_without(view, checkpoint, tier):
-            return answer(Verdict.DROP, "its line was left behind, and the new one is as safe")
-        return answer(Verdict.KEEP, "its line was left behind, but the new one is not as safe yet")
+            return answer(
+                Verdict.DROP,
+                "its lineage was abandoned, and the new one has a copy that is as safe",
+            )
+        return answer(
+            Verdict.KEEP,
+            "its lineage was abandoned, but the new one has no copy that is as safe yet",
+        )
     if not tier.retain:
-        return answer(Verdict.KEEP, "no rule asks to drop it")
+        return answer(Verdict.KEEP, "no rule deletes it")
     if checkpoint.id in wanted:
         return answer(Verdict.KEEP, wanted[checkpoint.id])
     return answer(Verdict.DROP, f"no rule keeps it ({'; '.join(map(str, tier.retain))})")
@@ -293,7 +299,7 @@ def keep_for(tier: TierView, seconds: float, now_s: float) -> Kept:
     kept = {}
     for checkpoint in tier.checkpoints:
         if checkpoint.wall_time_s is None:
-            kept[checkpoint.id] = "it does not say when it was saved"
+            kept[checkpoint.id] = "its time of saving is unknown"
         elif now_s < checkpoint.wall_time_s + seconds:
             kept[checkpoint.id] = f"younger than {format_period(seconds)}"
     return kept

@@ -110,7 +110,7 @@ def test_steps_beside_copies_that_an_earlier_start_left_are_not_what_a_step_take
     assert loop.run(100) == [3 + PROFILE_STEPS], "the first save waits for no copies, the next does"
     report = loop.cadence.report()
     assert report.bound == "measuring"
-    assert "10 steps without a copy under way are measured before the next save" in report.reason
+    assert "10 steps without a copy in progress are measured before the next save" in report.reason
     loop.copies_others = False
     loop.run(200)
     report = loop.cadence.report()

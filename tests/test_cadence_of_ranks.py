@@ -282,5 +282,7 @@ def test_steps_are_announced_a_second_ahead_and_one_step_at_least(
 ) -> None:
     monkeypatch.setattr(announced_steps, "AHEAD_S", 1.0)
     with network(["a"]) as (alone,):
-        steps = AnnouncedSteps(alone.message_tree, tell=lambda f: f(), leave_out=lambda s, e: None)
+        steps = AnnouncedSteps(
+            alone.message_tree, run_aside=lambda f: f(), leave_out=lambda s, e: None
+        )
         assert [steps.lead_steps(pace_s) for pace_s in (0.0, 0.01, 0.4, 30.0)] == [1, 100, 3, 1]

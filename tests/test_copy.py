@@ -195,7 +195,7 @@ def test_each_chunk_comes_from_a_copy_that_is_good(
     flip(step_folder(tmp_path / "disk") / IMAGE, -1)
     done = run_copy(config)
     assert set(done.sources) == {"host", "disk"}
-    assert any("passed over: chunk 1" in note for note in done.notes)
+    assert any("skipped: chunk 1" in note for note in done.notes)
     assert_good(tmp_path / "far")
 
 

@@ -75,12 +75,12 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
 
 def test_demo_kills_in_mid_flush_and_finishes_it_by_adoption(shown: Shown) -> None:
     told, document = shown.told, shown.document
-    killed = re.search(r"checkpoint (\d+) has been on its way to store for .* SIGKILL", told)
+    killed = re.search(r"checkpoint (\d+) has been arriving on store for .* SIGKILL", told)
     assert killed, told
     cut = int(killed[1])
-    assert re.search(rf"^  {cut} .* cut off$", told, re.MULTILINE)
+    assert re.search(rf"^  {cut} .* interrupted$", told, re.MULTILINE)
     assert re.search(r"rank-00000-of-00001\.safetensors: .* from host", told)
-    assert f"the dead process still owes checkpoint {cut}@1 to store" in told
+    assert f"store is still owed checkpoint {cut}@1 by the dead process" in told
     assert f"finished by adoption: checkpoint {cut}@1 is committed on store" in told
     assert document["ok"]
     assert document["steps"] == STEPS
@@ -107,7 +107,7 @@ def test_demo_goes_on_with_the_same_losses(shown: Shown) -> None:
 
 def test_demo_reads_what_is_damaged_from_the_next_tier(shown: Shown) -> None:
     fall = shown.told.partition("is flipped")[2]
-    assert re.search(rf"passed over: chunk \d+ of {STEPS}@2 on fast", fall)
+    assert re.search(rf"skipped: chunk \d+ of {STEPS}@2 on fast", fall)
     assert "the same bytes as were saved" in fall
     assert {tier for _, tier, _ in shown.document["beside_damage"]["sources"]} == {"fast", "store"}
 

@@ -141,26 +141,32 @@ def test_one_loss_that_differs_in_its_last_bit_is_found() -> None:
 
 
 def test_a_restore_from_another_tier_than_expected_is_found() -> None:
-    story.check_came_from(restored_from("store"), "store")
-    story.check_came_from(restored_from("fast", "store"), "fast", "store")
+    story.check_sources(restored_from("store"), "store")
+    story.check_sources(restored_from("fast", "store"), "fast", "store")
     for tiers in (("host",), ("fast", "store")):
         with pytest.raises(DemoError, match="expected store alone"):
-            story.check_came_from(restored_from(*tiers), "store")
+            story.check_sources(restored_from(*tiers), "store")
 
 
 def test_a_restore_that_did_not_fall_is_found() -> None:
     with pytest.raises(DemoError, match="was restored from fast; expected fast and store"):
-        story.check_came_from(restored_from("fast"), "fast", "store")
+        story.check_sources(restored_from("fast"), "fast", "store")
     with pytest.raises(DemoError, match="and the reason"):
-        story.check_came_from(restored_from("store", "fast"), "fast", "store")
+        story.check_sources(restored_from("store", "fast"), "fast", "store")
 
 
 @pytest.mark.parametrize(
     ("restored", "said"),
     [
-        (None, "restored nothing, though checkpoint 2@1 was there"),
-        (restored_from("fast", step=1), "restored step 1 of attempt 1, not 2@1"),
-        (restored_from("fast", attempt=2), "restored step 2 of attempt 2, not 2@1"),
+        (None, "restored nothing, although checkpoint 2@1 exists"),
+        (
+            restored_from("fast", step=1),
+            "restored step 1 of attempt 1, not the newest checkpoint, 2@1",
+        ),
+        (
+            restored_from("fast", attempt=2),
+            "restored step 2 of attempt 2, not the newest checkpoint, 2@1",
+        ),
     ],
 )
 def test_a_start_that_restored_something_else_is_found(restored: Line | None, said: str) -> None:

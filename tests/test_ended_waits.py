@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 import tierfall
+from tests import forked
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.capture.capturer import Capturer
@@ -429,13 +428,7 @@ def test_a_script_that_ends_without_close_loses_nothing(
         "ckpt = tierfall.open(json.loads(sys.argv[1]))\n"
         "ckpt.save(1, state_of(1))\n"
     ) + ("1 / 0\n" if how == "raises" else "")
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(make_config())],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = forked.run(["-c", script, json.dumps(make_config())], timeout=120)
     assert done.returncode == (how == "raises")
     assert "run run: the program ends and did not close it: closing" in done.stderr
     assert steps_on(tmp_path / "disk") == [1]

@@ -397,7 +397,7 @@ def test_a_checkpoint_that_is_dropped_meanwhile_is_not_called_damaged(
         store.delete(CheckpointId(1, 1), attempt=None)
         store.close()
 
-    with pytest.raises(IntegrityError, match=r"1@1 was dropped while it was read") as caught:
+    with pytest.raises(IntegrityError, match=r"1@1 was deleted while it was read") as caught:
         export_from(config, tier, to=out, watch=drop)
     assert "damaged" not in str(caught.value)
 

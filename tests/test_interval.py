@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 import tierfall
+from tests import forked
 from tests.core.ranks.threads import on_all
 from tests.steps import blank, state_of, step_in, steps_on
 from tierfall.core.types.errors import CaptureError, ConfigError, UnreachableError
@@ -156,8 +155,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 def test_a_forked_child_ends_by_the_signal_and_so_does_the_program_after_close(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = forked.run(["-c", CHILD, str(tmp_path)])
     assert done.stdout.splitlines() == [f"child {signal.SIGTERM:d}", "still here"], done.stderr
     assert done.returncode == -signal.SIGTERM
 

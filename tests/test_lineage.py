@@ -315,7 +315,7 @@ def test_what_was_left_behind_stays_so_when_the_line_that_left_it_is_gone(
             assert listed(ckpt)["400@1"]
     with tierfall.open(config) as ckpt:
         assert listed(ckpt) == {"100@1": False, "400@1": True, "600@3": False, "700@3": False}
-        with pytest.raises(RestoreError, match=r"400@1: its line was left behind"):
+        with pytest.raises(RestoreError, match=r"400@1: its lineage was abandoned"):
             ckpt.restore(blank(), step=400)
     assert restored(config) == ("700@3", 700)
     assert restored(config, step=400, attempt=1) == ("400@1", -400)

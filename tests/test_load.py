@@ -156,7 +156,7 @@ def test_an_abandoned_step_is_loaded_by_step_and_attempt_only(
     assert step_in(tierfall.load(config)) == 3
     assert step_in(tierfall.load(config, step=4, attempt=1)) == 4
     assert step_in(tierfall.load(step_folder(tmp_path / "far", 4))) == 4
-    with pytest.raises(RestoreError, match="left behind"):
+    with pytest.raises(RestoreError, match="lineage was abandoned"):
         tierfall.load(config, step=4)
 
 

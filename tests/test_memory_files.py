@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 import tierfall
+from tests import forked
 from tests.core.ranks.threads import network
 from tests.open_ranks import Opener, close_all, kill_all, wait_sealed
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
@@ -206,8 +205,7 @@ def test_a_second_start_is_refused_although_the_lock_was_removed(
         ckpt.save(1, state_of(1)).captured()
         lock(memory).unlink()
         wait_until(lambda: bool(warnings("slot-0.lock was removed")), "that is said")
-        command = [sys.executable, "-c", HOLD, str(lock(memory))]
-        assert subprocess.run(command, capture_output=True, check=True).stdout == b"refused\n"
+        assert forked.run(["-c", HOLD, str(lock(memory))]).stdout == "refused\n"
         ckpt.save(2, state_of(2), block=True)
         assert survives(ckpt) == 2
     assert not arena(memory).exists()
@@ -222,10 +220,8 @@ def test_another_process_that_took_the_place_keeps_its_files(
     ckpt = tierfall.open(config)
     ckpt.save(1, state_of(1)).captured()
     remove(memory / "run")
-    command = [sys.executable, "-c", HOLD, str(lock(memory)), "with an arena"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as two:
-        assert two.stdout is not None
-        assert two.stdout.readline() == "held\n"
+    with forked.start(["-c", HOLD, str(lock(memory)), "with an arena"]) as two:
+        assert two.stdout.readline() == b"held\n"
         assert not ckpt._session.memory.repair(10.0)
         assert survives(ckpt) is None
         assert len(warnings("was removed")) == 1
@@ -244,10 +240,8 @@ def test_a_file_that_another_process_has_the_lock_of_is_not_deleted(
     ckpt = tierfall.open(make_config())
     ckpt.save(1, state_of(1), block=True)
     lock(memory).unlink()
-    command = [sys.executable, "-c", HOLD, str(lock(memory))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as two:
-        assert two.stdout is not None
-        assert two.stdout.readline() == "held\n"
+    with forked.start(["-c", HOLD, str(lock(memory))]) as two:
+        assert two.stdout.readline() == b"held\n"
         ckpt.close()
         assert arena(memory).exists()
     assert steps_on(tmp_path / "disk") == [1]

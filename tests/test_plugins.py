@@ -397,7 +397,7 @@ def test_an_order_that_fails_leaves_the_oldest_first(
     with caplog.at_level(logging.ERROR):
         plan = plan_eviction(view, "disk", need_bytes=200, free_bytes=0)
     assert [(d.checkpoint.step, d.reason) for d in plan.deletions] == [
-        (step, "room is needed and it is the oldest that may go") for step in (1, 2)
+        (step, "room is needed and it is the oldest that may be deleted") for step in (1, 2)
     ]
     assert "the evict policy mine failed" in caplog.text
 

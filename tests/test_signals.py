@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tierfall.core.types.errors import ConfigError
 from tierfall.setup import signal_hub
 
@@ -35,13 +35,7 @@ def busy(seconds):
 
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM + body],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return forked.run(["-c", PROGRAM + body], timeout=120)
 
 
 def wait_for(done: Callable[[], object]) -> None:

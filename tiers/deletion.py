@@ -55,10 +55,10 @@ class TierDeletions:
         attempt: Attempt | None,
         tombstoned: bool,
         next_latest: CheckpointId | None,
-        void: bool,
+        ignore_marks: bool,
     ) -> frozenset[str]:
         """Delete a checkpoint unless its marks forbid it; see ``StoredTier.delete``."""
-        marks = frozenset() if void else self._marks.of(checkpoint)
+        marks = frozenset() if ignore_marks else self._marks.of(checkpoint)
         if prevents_deletion(marks, tombstoned=tombstoned):
             return marks
         doing = f"drop of {checkpoint}"
@@ -70,7 +70,7 @@ class TierDeletions:
                 self._latest.delete()
             elif not self._latest.write_or_delete(next_latest):
                 postponed = next_latest
-        if not void:
+        if not ignore_marks:
             self._record_lineage(checkpoint)
         self._fence.check_newest(attempt, doing=doing)
         self._catalog.forget(checkpoint)

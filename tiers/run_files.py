@@ -23,15 +23,15 @@ from tierfall.tiers.documents import Documents
 
 logger = logging.getLogger("tierfall")
 
-Recognise = Callable[[str, Callable[[bytes], bool]], None]
+SetIdentityCheck = Callable[[str, Callable[[bytes], bool]], None]
 
 
 class TierMarker:
     """The tier record of one run on one tier."""
 
-    def __init__(self, documents: Documents, recognise: Recognise | None) -> None:
+    def __init__(self, documents: Documents, set_identity_check: SetIdentityCheck | None) -> None:
         self._documents = documents
-        self._recognise = recognise
+        self._set_identity_check = set_identity_check
         self._key = f"{documents.run}/{keys.TIER_NAME}"
 
     def read(self) -> TierRecord | None:
@@ -61,9 +61,11 @@ class TierMarker:
 
     def expect(self, id: str) -> None:
         """Let a backend whose folder is mounted anew continue with a folder whose tier record has this id."""
-        if self._recognise is not None:
+        if self._set_identity_check is not None:
             what = self._documents.what(self._key)
-            self._recognise(self._key, lambda data: parse_tier_record(data, what=what).id == id)
+            self._set_identity_check(
+                self._key, lambda data: parse_tier_record(data, what=what).id == id
+            )
 
     def is_visible_to(self, other: Backend) -> bool:
         """Write a probe, and check whether another backend sees it. Equal ids do not prove one place: one may be a copy

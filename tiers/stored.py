@@ -32,7 +32,7 @@ from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
 from tierfall.tiers.listing import TierCatalog
 from tierfall.tiers.marks import Marks
-from tierfall.tiers.run_files import LatestHint, Recognise, TierMarker
+from tierfall.tiers.run_files import LatestHint, SetIdentityCheck, TierMarker
 
 logger = logging.getLogger("tierfall")
 
@@ -55,20 +55,21 @@ class StoredTier:
         backend: Backend,
         packing: Packing | None = None,
         pace: RateLimiter | None = None,
-        recognise: Recognise | None = None,
+        set_identity_check: SetIdentityCheck | None = None,
         links: Callable[[str], Iterable[str]] = lambda folder: (),
         read_only: str = "",
         last_answer_s: Callable[[], float] = lambda: -math.inf,
     ) -> None:
         """With ``packing``, images are written packed; images of any codec are read.
 
-        ``pace`` limits the rate of writes to ``backend``. ``recognise`` is the method of that name of a backend whose
-        folder can be mounted anew. ``links`` returns the names of the symbolic links in a folder, which scans leave
-        out. ``read_only`` is the reason why ``backend`` was opened for reading only, '' where it was not.
-        ``last_answer_s`` returns when the medium last answered, on the monotonic clock."""
+        ``pace`` limits the rate of writes to ``backend``. ``set_identity_check`` is the method of that name of a
+        backend whose folder can be mounted anew. ``links`` returns the names of the symbolic links in a folder, which
+        scans leave out. ``read_only`` is the reason why ``backend`` was opened for reading only, '' where it was not.
+        ``last_answer_s`` returns when the medium last answered, on the monotonic clock.
+        """
         self.name = name
         self.read_only = read_only
-        self.heard_s = last_answer_s
+        self.last_answer_s = last_answer_s
         self.backend = backend
         self._run = run
         self._packing = packing
@@ -78,7 +79,7 @@ class StoredTier:
         documents = Documents(name, run, backend)
         self._documents = documents
         self._marks = Marks(documents, parallel=parallel)
-        self._marker = TierMarker(documents, recognise)
+        self._marker = TierMarker(documents, set_identity_check)
         self._latest = LatestHint(documents)
         self._fence = Fence(documents)
         self._lineage = LineageRecords(documents, self._fence)
@@ -399,10 +400,10 @@ class StoredTier:
         attempt: Attempt | None,
         tombstoned: bool = False,
         next_latest: CheckpointId | None = None,
-        void: bool = False,
+        ignore_marks: bool = False,
     ) -> frozenset[str]:
         """Delete a checkpoint, the commit record first, unless its marks forbid it (``prevents_deletion``); return
-        them. ``void``: delete it whatever its marks, because its commit was taken back.
+        them. ``ignore_marks``: delete it whatever its marks, because its commit was revoked.
 
         ``attempt`` is that of the process that asks, None for a person's command. Raises FencedError, and deletes
         nothing from then on, where a newer attempt exists: the fence is checked before each request that deletes.
@@ -417,7 +418,7 @@ class StoredTier:
             attempt=attempt,
             tombstoned=tombstoned,
             next_latest=next_latest,
-            void=void,
+            ignore_marks=ignore_marks,
         )
 
     def discard(

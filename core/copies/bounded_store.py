@@ -66,9 +66,12 @@ class LentViews:
 
 
 class BoundedStore:
-    """See the module. Raises UnreachableError where ``store`` has answered nothing for ``bound_s`` seconds, and as long
-    as the bytes that are asked for take at ``bytes_per_s_min``; from then on at once, until it answers anything.
-    ``heard_s`` says when it last did, on the monotonic clock. May be used by several threads."""
+    """A stored tier whose reads end within a bound. May be used by several threads.
+
+    A read raises UnreachableError if ``store`` has answered nothing for ``bound_s`` seconds plus the time that the
+    requested bytes take at ``bytes_per_s_min``. From then on each read raises it at once, until the store has answered
+    something: ``last_answer_s`` returns when it last did, on the monotonic clock.
+    """
 
     def __init__(
         self,
@@ -76,12 +79,12 @@ class BoundedStore:
         *,
         bound_s: float,
         bytes_per_s_min: float,
-        heard_s: Callable[[], float],
+        last_answer_s: Callable[[], float],
     ) -> None:
         self._store = store
         self._bound_s = bound_s
         self._bytes_per_s_min = bytes_per_s_min
-        self._heard_s = heard_s
+        self._last_answer_s = last_answer_s
         self._silent: tuple[float, UnreachableError] | None = None
 
     @property
@@ -146,7 +149,7 @@ class BoundedStore:
             lent.take_back()
 
     def _check_answers(self) -> None:
-        if self._silent is not None and self._heard_s() <= self._silent[0]:
+        if self._silent is not None and self._last_answer_s() <= self._silent[0]:
             raise self._silent[1]
 
     def _call(self, read: Callable[[], T], *, bytes: int = 0) -> T:
@@ -163,7 +166,7 @@ class BoundedStore:
             {self.name: call},
             {self.name: bound_s},
             doing="read",
-            heard_s=lambda name: self._heard_s(),
+            last_answer_s=lambda name: self._last_answer_s(),
         )[self.name]
         if not returned and isinstance(answer.error, UnreachableError):
             self._silent = time.monotonic(), answer.error

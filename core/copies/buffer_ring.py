@@ -1,4 +1,4 @@
-"""What the chunks of restores go through: reused buffers, and the streams that empty them onto devices."""
+"""The resources of a restore's reads: reused buffers, and the copy streams of devices."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tierfall.core.runtime.streams import Streams
 
 
 class BufferRing:
-    """Buffers for chunks of one size, packed ones too, and copy streams. Keep it from one restore to the next: first
-    touches cost more than reads, and page-locking more than copying."""
+    """Buffers for chunks of one size, raw or packed, and copy streams. Keep it between restores: first touches cost
+    more than reads, and page-locking more than copying."""
 
     def __init__(
         self, chunk_bytes: int, *, count_max: int = READ_THREADS + 1, streams: Streams | None = None
     ) -> None:
-        """By default one buffer more than is read into at once: a device reads that one. Their chunks take
-        BUFFER_BYTES together at most, unless one takes more."""
+        """By default there is one buffer more than parallel reads, which a device copies from meanwhile. All buffers
+        together have at most BUFFER_BYTES, unless one chunk needs more."""
         count = max(1, min(count_max, BUFFER_BYTES // chunk_bytes))
         self.count = count
         self.pool = BufferPool(bytes=frame_bytes_max(chunk_bytes), count=count)
         self.streams = streams or Streams()
 
     def release(self) -> None:
-        """Unlock the buffers and let their memory go. No restore is under way."""
+        """Unlock the buffers and free their memory. No restore may be in progress."""
         self.pool.release()

@@ -1,7 +1,8 @@
-"""Where the bytes of an image go in host memory: straight into their targets, in pieces that a core's cache holds.
+"""The targets of an image's bytes in host memory: reading directly into them, in blocks that fit a core's cache.
 
-What comes out of the page cache is read to where it belongs and hashed there, while it is still in a cache: it crosses
-memory once. Targets that overlap are not written so, since another thread may write there between reading and hashing.
+Bytes in the page cache are read into their target and hashed there, while they are in the CPU cache: they cross the
+memory bus once. Targets that overlap are not written this way, since another thread may write to them between read and
+hash.
 """
 
 from __future__ import annotations
@@ -17,44 +18,44 @@ import xxhash
 
 from tierfall.core.load.build import Fill
 
-# Source and target of one copy lie in a core's own cache together; longer copies took a fifth more time.
+# Source and target of one copy fit a core's own cache together; longer copies took a fifth more time.
 PIECE_BYTES = 512 << 10
-# What is shorter goes by way of a scratch buffer, many at once.
+# Shorter fills are read through a scratch buffer, many at once.
 STRAIGHT_BYTES = 64 << 10
 
 
 def copy_bytes(target: int, source: int, count: int) -> None:
-    """Copy bytes from address to address, on this thread alone: each reading thread starting torch's own threads would
-    crowd the cores."""
+    """Copy bytes from address to address on this thread only: torch's copy would start threads of its own for each
+    reading thread."""
     for done in range(0, count, PIECE_BYTES):
         ctypes.memmove(target + done, source + done, min(PIECE_BYTES, count - done))
 
 
 class WrittenTargets:
-    """What of its targets a restore has begun to write to, if only in part. Reading threads share it."""
+    """The targets that a restore has begun to write, at least in part. Shared by the reading threads."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[TargetWriter, int, int]] = []
 
-    def add(self, landing: TargetWriter, start: int, end: int) -> None:
-        """Note the targets of ``start`` to ``end`` of an image's data; called before the first of these bytes goes to
-        one."""
-        self._ranges.append((landing, start, end))
+    def add(self, writer: TargetWriter, start: int, end: int) -> None:
+        """Record the targets of bytes ``start`` to ``end`` of an image's data; call it before the first of these bytes
+        is written."""
+        self._ranges.append((writer, start, end))
 
     def targets(self) -> Iterator[torch.Tensor]:
-        """The parts of flat targets that were noted."""
-        for landing, start, end in self._ranges:
-            for fill in landing.within(start, end):
+        """Yield the recorded parts of flat targets."""
+        for writer, start, end in self._ranges:
+            for fill in writer.within(start, end):
                 low, high = max(fill.start, start), min(fill.end, end)
                 for target in fill.targets:
                     yield target[low - fill.start : high - fill.start]
 
 
 class TargetWriter:
-    """The targets of one restore. Reading threads share it."""
+    """The targets of one restore. Shared by the reading threads."""
 
     def __init__(self, fills: Sequence[Fill], written: WrittenTargets) -> None:
-        """``fills`` stand in image order. ``written`` is told what is written to."""
+        """``fills`` are in image order. ``written`` records the targets that are written."""
         self._fills = fills
         self.written = written
         self._ends = [fill.end for fill in fills]
@@ -69,22 +70,23 @@ class TargetWriter:
         ]
 
     def within(self, start: int, end: int) -> Iterator[Fill]:
-        """The fills that have bytes from ``start`` to ``end`` of the data."""
+        """Yield the fills that overlap bytes ``start`` to ``end`` of the data."""
         at = bisect_right(self._ends, start)
         while at < len(self._fills) and self._fills[at].start < end:
             yield self._fills[at]
             at += 1
 
     def is_in_host_memory(self, start: int, end: int) -> bool:
-        """Say whether all targets of a range are, so that ``pieces`` can bring it there."""
+        """Return whether all targets of a range are in host memory, so that ``pieces`` can fill them."""
         return all(t.is_cpu for fill in self.within(start, end) for t in fill.targets)
 
     def pieces(
         self, start: int, end: int, scratch: memoryview, digest: xxhash.xxh3_128
     ) -> Iterator[memoryview]:
-        """Yield memory to be filled, one view after the other, with the bytes from ``start`` to ``end`` of the data.
+        """Yield views to fill with bytes ``start`` to ``end`` of the data, one after the other. None is longer than
+        ``scratch``.
 
-        Once filled, each is hashed, and brought to its other targets. None is longer than ``scratch``.
+        Each filled view is added to ``digest``, and copied to the further targets of its bytes.
         """
         self.written.add(self, start, end)
         at = start
@@ -94,11 +96,11 @@ class TargetWriter:
             yield view
             digest.update(view)
             if not first or len(self._fills[number].targets) > first:
-                self._pass_on(view, at, at + len(view), first=first)
+                self._copy_to_targets(view, at, at + len(view), first=first)
             at += len(view)
 
     def _piece(self, number: int, at: int, end: int, scratch: memoryview) -> tuple[memoryview, int]:
-        """Choose the next piece, and how many targets of its fills have it once it is read."""
+        """Return the next view, and how many targets of its fill contain its bytes once it is filled."""
         end = min(end, at + min(PIECE_BYTES, len(scratch)))
         if number < len(self._fills):
             straight, fill = self._straight[number], self._fills[number]
@@ -111,8 +113,8 @@ class TargetWriter:
             number += 1
         return scratch[: end - at], 0
 
-    def _pass_on(self, view: memoryview, start: int, end: int, *, first: int) -> None:
-        """Copy bytes to the targets of their fills, without the ``first`` of each."""
+    def _copy_to_targets(self, view: memoryview, start: int, end: int, *, first: int) -> None:
+        """Copy bytes to the targets of their fills, except for the ``first`` ones of each."""
         source = ctypes.addressof(ctypes.c_char.from_buffer(view))
         for fill in self.within(start, end):
             low, high = max(fill.start, start), min(fill.end, end)
@@ -126,7 +128,7 @@ def _memory(target: torch.Tensor) -> memoryview:
 
 
 def _overlapping(fills: Sequence[Fill]) -> set[int]:
-    """Return the numbers of fills that share memory with another's targets."""
+    """Return the numbers of fills whose targets share memory with those of another fill."""
     ranges = sorted(
         (target.data_ptr(), target.data_ptr() + target.nbytes, number)
         for number, fill in enumerate(fills)
@@ -134,10 +136,10 @@ def _overlapping(fills: Sequence[Fill]) -> set[int]:
         if target.is_cpu
     )
     found: set[int] = set()
-    furthest, owner = 0, -1
+    last_end, owner = 0, -1
     for start, end, number in ranges:
-        if start < furthest and number != owner:
+        if start < last_end and number != owner:
             found |= {number, owner}
-        if end > furthest:
-            furthest, owner = end, number
+        if end > last_end:
+            last_end, owner = end, number
     return found

@@ -1,7 +1,7 @@
-"""The check of one copy: every file of one checkpoint on one tier, held against its digests.
+"""The check of one copy: every file of one checkpoint on one tier is compared with its digests.
 
-It finds any flipped bit in commit record, manifest, image or mark, and any file that is missing, too short or too long.
-It changes nothing, and what it finds it reports: damage is a result here, never an exception.
+It finds any flipped bit in commit record, manifest, image or mark, and any file that is missing or has another length.
+It changes nothing. Damage is part of its result, never an exception.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class CheckableStore(ReadableStore, Protocol):
-    """What checking needs of a stored tier."""
+    """The methods of a stored tier that a check needs."""
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
 
@@ -64,9 +64,9 @@ class CheckableStore(ReadableStore, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One thing that is wrong with a file of a copy; ``chunk`` counts from 0, the header.
+    """A defect in a file of a copy; ``chunk`` counts from 0, the header.
 
-    ``newer``: the bytes are good, but a newer tierfall wrote them, and this one cannot read them.
+    ``newer``: the bytes are intact, but a newer tierfall wrote them, and this version cannot read them.
     """
 
     file: str
@@ -77,10 +77,10 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedCopy:
-    """What became of the check of one copy.
+    """The result of the check of one copy.
 
-    ``bytes`` and ``chunks`` were read and are as they were written. ``error`` says why the rest could not be read;
-    ``gone`` that the copy was dropped meanwhile. ``foreign`` are files that its commit record does not name.
+    ``bytes`` and ``chunks`` are intact. ``error``: the rest could not be read. ``gone``: the copy was deleted during
+    the check. ``foreign`` are files that the commit record does not name.
     """
 
     id: CheckpointId
@@ -99,7 +99,7 @@ class CheckedCopy:
 
 
 class VerifyResources(Protocol):
-    """What a check works with: threads, and buffers that are used again."""
+    """The resources of a check: threads and reused buffers."""
 
     def pool_for(self, manifest: Manifest) -> BufferPool: ...
 
@@ -109,10 +109,10 @@ class VerifyResources(Protocol):
 
 
 class CopyCheck:
-    """The check of one copy, while it goes on."""
+    """The check of one copy, in progress."""
 
-    def __init__(self, hands: VerifyResources, tier: str, id: CheckpointId) -> None:
-        self._hands = hands
+    def __init__(self, resources: VerifyResources, tier: str, id: CheckpointId) -> None:
+        self._resources = resources
         self._tier = tier
         self._id = id
         self._lock = threading.Lock()
@@ -161,9 +161,9 @@ class CopyCheck:
                 self._check_mark(store, name)
 
     def _check_names(self, commit: Commit, sizes: dict[str, int]) -> None:
-        """Hold the folder against the commit record: every rank named, every file there and as long as it says.
+        """Compare the folder with the commit record: every rank is named, and every file exists with its length.
 
-        The record of a tier that only one node sees names that node's ranks: of each, image and manifest.
+        The record of a tier that only one node sees names the image and manifest of that node's ranks.
         """
         shards = {keys.parse_shard(file.name) for file in commit.files}
         here = {shard for shard in shards if shard and shard.world_size == commit.world_size}
@@ -176,12 +176,12 @@ class CopyCheck:
                 (keys.manifest_name(shard), commit.file(keys.manifest_name(shard))),
             ):
                 if file is None:
-                    self._note(keys.COMMIT_NAME, f"it does not name {name}")
+                    self._record(keys.COMMIT_NAME, f"it does not name {name}")
         for name, problem in wrong_files(commit, sizes):
-            self._note(name, problem)
+            self._record(name, problem)
 
     def _shards(self, sizes: dict[str, int]) -> list[Shard]:
-        """The shards that should be here; without a commit record, those that are."""
+        """Return the shards that the commit record names; without a commit record, those that exist."""
         named = sizes if self._commit is None else [file.name for file in self._commit.files]
         shards = {shard for name in named if (shard := keys.parse_shard(name)) is not None}
         return sorted(shards, key=lambda shard: (shard.world_size, shard.rank))
@@ -198,7 +198,9 @@ class CopyCheck:
     def _unnamed_manifest(self, image: Image, name: str) -> Manifest:
         manifest = parse_manifest(image.manifest_bytes(), what=f"{self._tier}: {name}")
         if manifest.lineage.checkpoint != self._id:
-            raise IntegrityError(f"{self._tier}: {name} speaks of {manifest.lineage.checkpoint}")
+            raise IntegrityError(
+                f"{self._tier}: {name} is of {manifest.lineage.checkpoint}, not of {self._id}"
+            )
         return manifest
 
     def _check_image(self, image: StoredImage, manifest: Manifest, sizes: dict[str, int]) -> None:
@@ -207,13 +209,15 @@ class CopyCheck:
         size = sizes.get(name)
         if size is None:
             if self._commit is None:
-                self._note(name, "it is missing")
+                self._record(name, "it is missing")
             return
         if codec is not Codec.NONE:
             self._check_packed(image, manifest, name, size)
             return
         if size != manifest.image_bytes and self._commit is None:
-            self._note(name, f"it has {size} bytes, its manifest says {manifest.image_bytes}")
+            self._record(
+                name, f"it has {size} bytes, expected {manifest.image_bytes} by its manifest"
+            )
         whole = [
             index
             for index in range(manifest.chunk_count)
@@ -222,7 +226,7 @@ class CopyCheck:
         self._check_chunks(image, manifest, whole, name)
 
     def _codec(self, shard: Shard, sizes: dict[str, int]) -> Codec:
-        """How the image is packed: as the commit record says, or, without one, as the file is called."""
+        """Return how the image is packed: by the commit record, or without one by the name of the file."""
         if self._commit is not None:
             found = image_file(self._commit, shard)
             return Codec.NONE if found is None else found.codec
@@ -230,7 +234,7 @@ class CopyCheck:
         return next(there, Codec.NONE)
 
     def _check_packed(self, image: StoredImage, manifest: Manifest, name: str, size: int) -> None:
-        """Check every frame that lies whole within the file, and the seek table behind them."""
+        """Check every frame that is whole in the file, and the seek table behind them."""
         stored = keys.stored_name(manifest.shard)
         if any(damage.file == stored for damage in self.damage):
             return
@@ -238,7 +242,7 @@ class CopyCheck:
         if packed is None:
             return
         if size != packed.stored_bytes and self._commit is None:
-            self._note(name, f"it has {size} bytes, its record says {packed.stored_bytes}")
+            self._record(name, f"it has {size} bytes, expected {packed.stored_bytes} by its record")
         whole = [i for i in range(packed.chunk_count) if packed.chunk_range(i)[1] <= size]
         reader = PackedImage(image, packed, chunk_bytes=manifest.chunk_bytes)
         self._check_chunks(reader, manifest, whole, name)
@@ -250,7 +254,7 @@ class CopyCheck:
                 self._id, manifest.shard, packed.frames_bytes, memoryview(tail), codec=packed.codec
             )
         if tail != packed.seek_table(manifest):
-            self._note(name, "its seek table is not the one that was written")
+            self._record(name, "its seek table differs from the one that was written")
 
     def _packed(self, image: StoredImage, manifest: Manifest, name: str) -> FrameTable | None:
         if self._commit is not None:
@@ -261,7 +265,7 @@ class CopyCheck:
     def _check_index(self, store: CheckableStore, commit: Commit) -> None:
         name = keys.INDEX_NAME
         if any(damage.file == name for damage in self.damage):
-            return  # missing, or of another length
+            return  # it is missing, or has another length
         self._try(
             name, lambda: read_index(read_index_bytes(store, commit), what=f"{self._tier}: {name}")
         )
@@ -274,12 +278,12 @@ class CopyCheck:
         try:
             mark = store.read_mark(self._id, leaf)
         except KeyNotFoundError:
-            return  # taken away meanwhile, as an unpin does
+            return  # removed meanwhile, as by an unpin
         except (IntegrityError, NotSupportedError) as error:
-            self._note_error(name, error)
+            self._record_error(name, error)
             return
         if (mark.name, mark.checkpoint) != (leaf, self._id):
-            self._note(name, f"it is the mark {mark.name} of {mark.checkpoint}")
+            self._record(name, f"it holds the mark {mark.name} of {mark.checkpoint}")
 
     # A copy in memory --------------------------------------------------------------------------------
 
@@ -307,9 +311,9 @@ class CopyCheck:
     # Chunks ------------------------------------------------------------------------------------------
 
     def _check_chunks(self, image: Image, manifest: Manifest, whole: list[int], name: str) -> None:
-        """Check the chunks ``whole`` of the file ``name``; what is missing was noted before."""
+        """Check the chunks ``whole`` of the file ``name``; missing ones have been recorded before."""
         stop = threading.Event()
-        pool = self._hands.pool_for(manifest)
+        pool = self._resources.pool_for(manifest)
 
         def check(index: int) -> None:
             if stop.is_set():
@@ -321,9 +325,9 @@ class CopyCheck:
             except BaseException:
                 stop.set()
                 raise
-            self._hands.read(end - start)
+            self._resources.read(end - start)
 
-        self._hands.map(check, whole)
+        self._resources.map(check, whole)
 
     def _check_chunk(
         self, image: Image, manifest: Manifest, index: int, buffer: memoryview, name: str
@@ -331,11 +335,11 @@ class CopyCheck:
         try:
             view = image.read(manifest, index, buffer)
         except IntegrityError as error:
-            self._note(name, self._describe_error(name, error), index)
+            self._record(name, self._describe_error(name, error), index)
             return
         if chunk_digest(view) != manifest.digests[index]:
             start, end = manifest.chunk_range(index)
-            self._note(name, f"bytes {start} to {end} are not those that were written", index)
+            self._record(name, f"bytes {start} to {end} do not match their digest", index)
             return
         if index == 0:
             self._try(
@@ -345,32 +349,32 @@ class CopyCheck:
             self._chunks += 1
             self._bytes += len(view)
 
-    # Noting ------------------------------------------------------------------------------------------
+    # Recording ---------------------------------------------------------------------------------------
 
     def _try(self, file: str, read: Callable[[], T], chunk: int | None = None) -> T | None:
         try:
             return read()
         except KeyNotFoundError:
-            self._note(file, "it is missing", chunk)
+            self._record(file, "it is missing", chunk)
         except (IntegrityError, NotSupportedError) as error:
-            self._note_error(file, error, chunk)
+            self._record_error(file, error, chunk)
         return None
 
     def _describe_error(self, file: str, error: TierfallError) -> str:
-        """What an error says, without the name of the file that it is about."""
+        """Return the message of an error without the name of the file."""
         text = str(error)
         for lead in (f"{file} of {self._id}: ", f"{file}: "):
             if lead in text:
                 return text.partition(lead)[2]
         return text
 
-    def _note_error(
+    def _record_error(
         self, file: str, error: IntegrityError | NotSupportedError, chunk: int | None = None
     ) -> None:
         newer = isinstance(error, NotSupportedError)
-        self._note(file, self._describe_error(file, error), chunk, newer=newer)
+        self._record(file, self._describe_error(file, error), chunk, newer=newer)
 
-    def _note(
+    def _record(
         self, file: str, problem: str, chunk: int | None = None, *, newer: bool = False
     ) -> None:
         with self._lock:

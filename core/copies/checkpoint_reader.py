@@ -1,4 +1,5 @@
-"""The images of all ranks of one checkpoint, as one rank reads them: headers first, and then what it needs of each."""
+"""The images of all ranks of one checkpoint, for reading by one rank: all headers first, then the bytes that it
+needs."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ from tierfall.core.types.values import Shard
 
 @dataclass(slots=True)
 class CheckpointReader:
-    """Opens images when they are needed, and reads for this rank alone. ``nowhere`` says what is wrong where no tier
-    holds one; ``touched``: targets may have been written to, and ``written`` which."""
+    """Opens images on first use, and reads for this rank only.
+
+    ``nowhere`` is the reason for the error where no tier has an image. ``touched``: targets may have been written to;
+    ``written`` records which.
+    """
 
     checkpoint: KnownCheckpoint
     tiers: Sequence[str]
@@ -35,49 +39,52 @@ class CheckpointReader:
     _found: dict[Shard, tuple[list[Image], Manifest]] = field(default_factory=dict)
 
     def world_size(self, ours: int) -> int:
-        """How many ranks saved it."""
+        """Return the number of ranks that saved the checkpoint; ``ours`` where that is unknown."""
         commit = self.checkpoint.commit
         return ours if commit is None else commit.world_size
 
     def header(self, shard: Shard) -> ImageHeader:
-        """Read the header of one rank's image; raises one of PASSABLE where that cannot be had."""
+        """Read the header of one rank's image; raises one of PASSABLE if it cannot be read."""
         return self.header_here(shard)
 
     def header_here(self, shard: Shard) -> ImageHeader:
-        """Read a header, whatever other ranks do; raises as ``header`` does."""
-        with self.open(shard) as job:
-            return job.read_header()
+        """Read a header on this rank only, without the other ranks; raises as ``header`` does."""
+        with self.open(shard) as reader:
+            return reader.read_header()
 
     def headers(self, world_size: int) -> dict[int, ImageHeader]:
         """Read the headers of all ranks' images; raises as ``header`` does."""
         return {rank: self.header(Shard(rank, world_size)) for rank in range(world_size)}
 
     def headers_here(self, world_size: int) -> dict[int, ImageHeader]:
-        """Read the headers of all ranks' images, whatever other ranks do; raises as ``header`` does."""
+        """Read the headers of all ranks' images on this rank only, without the other ranks; raises as ``header``
+        does."""
         return {rank: self.header_here(Shard(rank, world_size)) for rank in range(world_size)}
 
     def manifest(self, shard: Shard) -> Manifest:
-        """Return the manifest of an image whose header was read."""
+        """Return the manifest of an image whose header has been read."""
         return self._found[shard][1]
 
     def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
-        """Return the manifests of several ranks' images; what is no rank is left out. Raises as ``header`` does."""
+        """Return the manifests of the images of ``ranks``, without numbers that are not ranks. Raises as ``header``
+        does."""
         shards = (Shard(rank, world_size) for rank in sorted(ranks) if rank < world_size)
         return {shard.rank: self.find(shard)[1] for shard in shards}
 
     def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
-        """Bring to their targets the ``fills`` of each rank's image."""
+        """Fill the targets of the ``fills`` of each rank's image."""
         self.touched = True
-        for rank, those in sorted(fills.items()):
-            with self.open(Shard(rank, world_size)) as job:
-                job.fill(those, self.written)
+        for rank, image_fills in sorted(fills.items()):
+            with self.open(Shard(rank, world_size)) as reader:
+                reader.fill(image_fills, self.written)
 
     def give_up(self, error: BaseException) -> TierfallError | None:
-        """Note that this rank comes no further, for ``error``; return what keeps other ranks from being told so."""
+        """Record that this rank has failed with ``error``; return the error that prevents telling the other ranks, or
+        None."""
         return None
 
     def open(self, shard: Shard) -> ShardReader:
-        """Open one rank's image to be read; raises as ``header`` does."""
+        """Open one rank's image for reading; raises as ``header`` does."""
         images, manifest = self.find(shard)
         return ShardReader(images, manifest, self.tally, self.ring, self.chunks_max)
 

@@ -1,8 +1,8 @@
-"""The reads of a restore: every chunk verified, from the fastest copy that is good.
+"""The reads of a restore: every chunk is verified, and read from the fastest good copy.
 
-A few threads each read a chunk, hash it, and scatter it to its targets. From storage it goes through a reused aligned
-buffer, from host memory it is taken where it lies, and out of the page cache it is read to where it belongs and hashed
-there (docs/decisions/0014). What goes onto a device is only queued: reading goes on meanwhile.
+Several threads each read a chunk, hash it, and copy it to its targets. A chunk in storage is read through a reused
+aligned buffer. A chunk in host memory is used in place. A chunk in the page cache is read into its targets and hashed
+there (docs/decisions/0014). Copies to devices are queued, so that reading continues meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUFFER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fallback:
-    """Something that was passed over, and why: a tier, a copy, a chunk of it, or a whole step."""
+    """A source that was skipped, and why: a tier, a copy, a chunk of it, or a whole step."""
 
     what: str
     reason: str
@@ -46,14 +46,17 @@ FoundDamage = Callable[[str, CheckpointId, TierfallError], None]
 
 
 def _ignore_damage(tier: str, id: CheckpointId, error: TierfallError) -> None:
-    """Nobody asked to hear of damaged copies."""
+    """No caller handles damaged copies."""
 
 
 @dataclass(slots=True)
 class ReadTally:
-    """What a restore has read, by tier, what it got from other ranks, by tier and rank, and what it passed over. Shared
-    by the reading threads, of which any tells ``found_damage``, once for each copy that is not what was written, or is
-    not there."""
+    """The bytes that a restore has read, by tier; those received from other ranks, by tier and rank; and the skipped
+    sources.
+
+    It is shared by the reading threads. ``found_damage`` is called once for each copy that does not match its digests
+    or is missing, by any of these threads.
+    """
 
     bytes: dict[str, int] = field(default_factory=dict)
     received: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -67,7 +70,7 @@ class ReadTally:
             self.bytes[tier] = self.bytes.get(tier, 0) + bytes
 
     def add_received(self, tier: str, rank: int, bytes: int) -> None:
-        """Note what another rank has read there, and handed on."""
+        """Add bytes that another rank read from the tier and sent."""
         with self.lock:
             self.received[tier, rank] = self.received.get((tier, rank), 0) + bytes
 
@@ -76,7 +79,7 @@ class ReadTally:
             self.fallbacks.append(Fallback(what=what, reason=str(reason)))
 
     def note_damage(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
-        """Note what kept a copy from being read: that it could not be asked says nothing of it."""
+        """Report a copy as damaged, if the error shows that it is: an error of the storage does not."""
         if not isinstance(error, (IntegrityError, KeyNotFoundError)):
             return
         with self.lock:
@@ -87,23 +90,24 @@ class ReadTally:
 
 
 class ChunkReader:
-    """Reads verified chunks of one image, from whichever of its copies is good. Thread-safe."""
+    """Reads verified chunks of one image from any good copy. Thread-safe."""
 
     def __init__(self, images: Sequence[Image], manifest: Manifest, tally: ReadTally) -> None:
-        """``images`` are copies that carry this very manifest, fastest first."""
+        """``images`` are copies with this manifest, fastest first."""
         self._images = images
         self._manifest = manifest
         self._tally = tally
 
     def read(self, index: int, buffer: memoryview) -> memoryview:
-        """Return the verified bytes of chunk ``index``; they may lie in ``buffer``. Raises as ``read_from`` does."""
+        """Return the verified bytes of chunk ``index``, which may be in ``buffer``. Raises as ``read_from`` does."""
         return self.read_from(index, buffer)[0]
 
     def read_from(self, index: int, buffer: memoryview) -> tuple[memoryview, str]:
-        """Return the verified bytes of chunk ``index``, which may lie in ``buffer``, and the tier that had them.
+        """Return the verified bytes of chunk ``index``, which may be in ``buffer``, and the tier that they were read
+        from.
 
-        Raises IntegrityError when every copy of it is damaged, or all were dropped meanwhile, and the retryable error
-        when one could not be read and no other is good: that copy may well be.
+        Raises IntegrityError if all copies of it are damaged, or were all deleted meanwhile. Raises a retryable error
+        if one copy could not be read and no other is good, since that copy may be.
         """
         start, end = self._manifest.chunk_range(index)
         failures: list[TierfallError] = []
@@ -124,7 +128,7 @@ class ChunkReader:
                 raise failure
         if all(isinstance(failure, KeyNotFoundError) for failure in failures) and self._is_gone():
             raise IntegrityError(
-                f"{self._manifest.lineage.checkpoint} was dropped while it was read: no copy is there any more"
+                f"{self._manifest.lineage.checkpoint} was deleted while it was read: no copy is left"
             )
         raise IntegrityError(
             f"chunk {index} is damaged in every copy that was read: "
@@ -134,15 +138,15 @@ class ChunkReader:
     def fill_from_page_cache(
         self, index: int, pieces: Callable[[xxhash.xxh3_128], Iterable[memoryview]]
     ) -> bool:
-        """Bring chunk ``index`` to where it belongs, if the fastest copy has it in the page cache: ``pieces`` are the
-        memory that it goes to, and hash what they got. False where it must be read otherwise, since it is not there, or
-        is not good there."""
+        """Read chunk ``index`` into its targets if the fastest copy has it in the page cache. ``pieces`` yields the
+        views to fill, and adds them to the digest. Returns False if the chunk has to be read otherwise: it is not
+        cached, or does not match its digest."""
         image, digest = self._images[0], xxhash.xxh3_128()
         try:
             if not image.read_cached(self._manifest, index, pieces(digest)):
                 return False
             self._compare(image, index, DIGEST_PREFIX + digest.hexdigest())
-        except (IntegrityError, BackendError):  # whoever reads it otherwise tells of it
+        except (IntegrityError, BackendError):  # the following read reports it
             logger.debug(
                 "%s is not good in the page cache", self._what(image, index), exc_info=True
             )
@@ -152,8 +156,8 @@ class ChunkReader:
         return True
 
     def _read(self, image: Image, index: int, buffer: memoryview) -> memoryview:
-        """Return a good chunk of an image. What comes from storage is read twice before it is taken for damaged: a
-        cache, or the way from there, may be what is not good."""
+        """Return a verified chunk of an image. A chunk in storage is read twice before it counts as damaged, since a
+        cache or the transfer may have altered it."""
         try:
             return self._checked(image, index, image.read(self._manifest, index, buffer))
         except IntegrityError as error:
@@ -168,7 +172,8 @@ class ChunkReader:
         return f"chunk {index} of {self._manifest.lineage.checkpoint} on {image.tier}"
 
     def _is_gone(self) -> bool:
-        """Say whether the records of all copies have gone too, as a drop takes them: else an image alone is missing."""
+        """Return whether the manifests of all copies are gone too, as after a deletion; otherwise only an image is
+        missing."""
         for image in self._images:
             try:
                 image.manifest_bytes()
@@ -193,8 +198,8 @@ class ChunkReader:
 def count_threads(
     manifest: Manifest, images: Sequence[Image], chunks_max: int | None = None
 ) -> int:
-    """Choose how many chunks are read at once, so that the buffers stay within BUFFER_BYTES, and, where that is given,
-    within the room of ``chunks_max`` chunks (a packed one takes that of two)."""
+    """Return how many chunks are read at once, such that buffers have at most BUFFER_BYTES, and at most the size of
+    ``chunks_max`` chunks, if given (a packed chunk counts as two)."""
     if all(image.in_memory for image in images):
         threads = max(1, min(MEMORY_THREADS, os.cpu_count() or 1))
     else:
@@ -215,17 +220,18 @@ def read_fills(
     streams: Streams,
     written: WrittenTargets,
 ) -> None:
-    """Bring the bytes of every fill to its targets. Raises the first failure once all threads have stopped.
+    """Fill the targets of every fill. Raises the first failure once all threads have stopped.
 
-    However it ends, no copy is under way any more; what is queued on a target's device later comes after them.
+    When it returns or raises, no copy is in progress. Work queued on a target's device afterwards runs after the
+    copies.
     """
-    landing = TargetWriter(fills, written)
+    writer = TargetWriter(fills, written)
     copies = DeviceCopies(fills, pool, streams)
 
     def read(index: int) -> None:
         low, high = manifest.chunk_range(index)
         with pool.lend(high - low) as buffer:
-            read_chunk_to_targets(reader, manifest, index, landing, copies, buffer)
+            read_chunk_to_targets(reader, manifest, index, writer, copies, buffer)
 
     try:
         run_in_threads(threads, read, _chunks_of(manifest, fills))
@@ -237,46 +243,46 @@ def read_chunk_to_targets(
     reader: ChunkReader,
     manifest: Manifest,
     index: int,
-    landing: TargetWriter,
+    writer: TargetWriter,
     copies: DeviceCopies,
     buffer: Buffer,
 ) -> None:
-    """Read a chunk, and bring it to its targets; what goes onto a device is queued."""
+    """Read a chunk and copy it to its targets; copies to devices are queued."""
     low, high = manifest.chunk_range(index)
     start, end = low - manifest.data_start, high - manifest.data_start
-    if landing.is_in_host_memory(start, end) and reader.fill_from_page_cache(
-        index, lambda digest: landing.pieces(start, end, buffer.view, digest)
+    if writer.is_in_host_memory(start, end) and reader.fill_from_page_cache(
+        index, lambda digest: writer.pieces(start, end, buffer.view, digest)
     ):
         return
-    scatter(reader.read(index, buffer.view), start, landing, copies, buffer)
+    scatter(reader.read(index, buffer.view), start, writer, copies, buffer)
 
 
 def _chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:
-    wanted: set[int] = set()
+    indexes: set[int] = set()
     for fill in fills:
         if fill.end > fill.start:
             first = fill.start // manifest.chunk_bytes
             last = (fill.end - 1) // manifest.chunk_bytes
-            wanted.update(range(first + 1, last + 2))
-    return sorted(wanted)
+            indexes.update(range(first + 1, last + 2))
+    return sorted(indexes)
 
 
 def scatter(
-    view: memoryview, start: int, landing: TargetWriter, copies: DeviceCopies, buffer: Buffer
+    view: memoryview, start: int, writer: TargetWriter, copies: DeviceCopies, buffer: Buffer
 ) -> None:
-    """Copy bytes that begin at ``start`` of the data to all targets in them; onto devices later."""
+    """Copy bytes that begin at ``start`` of the data to all targets; queue the copies to devices."""
     source = torch.frombuffer(view, dtype=torch.uint8)
     address = source.data_ptr()
     end = start + len(view)
-    landing.written.add(landing, start, end)
-    elsewhere: dict[torch.device, list[Piece]] = {}
-    for fill in landing.within(start, end):
+    writer.written.add(writer, start, end)
+    on_devices: dict[torch.device, list[Piece]] = {}
+    for fill in writer.within(start, end):
         low, high = max(fill.start, start), min(fill.end, end)
         for target in fill.targets:
             if target.is_cpu:
                 copy_bytes(target.data_ptr() + low - fill.start, address + low - start, high - low)
             else:
                 part = target[low - fill.start : high - fill.start]
-                elsewhere.setdefault(target.device, []).append((part, low - start))
-    for device, pieces in elsewhere.items():
+                on_devices.setdefault(target.device, []).append((part, low - start))
+    for device, pieces in on_devices.items():
         copies.launch(device, source, pieces, buffer)

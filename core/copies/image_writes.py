@@ -1,5 +1,5 @@
-"""Writing one image onto a stored tier. The image becomes visible first, and its manifest after it: a manifest that is
-there says that its image is whole. Neither counts before a commit record names them."""
+"""Writing one image to a stored tier. The image becomes visible before its manifest, so that an existing manifest
+proves a whole image. Neither counts before a commit record names them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tierfall.core.types.values import CheckpointId, Shard
 
 
 class ImageUpload(Protocol):
-    """One image on its way to a tier; several threads bring its chunks.
+    """An image that is being written to a tier; several threads may write its chunks.
 
-    ``write_chunks`` takes the chunks from ``index`` on, which lie from ``start`` in the image. After a retryable
-    failure the writer lives: a chunk that it ``has_chunk`` nevertheless is not brought again, and ``flush`` sends what
-    waits. ``finish`` makes the image visible and returns the files that the commit record names in place of the raw
-    image; it may be called again after a retryable failure. After any other failure the writer is dead.
+    ``write_chunks`` writes the chunks from ``index`` on, which begin at ``start`` of the image. After a retryable
+    failure the upload can continue: chunks for which ``has_chunk`` is true are not written again, and ``flush`` sends
+    what is buffered. ``finish`` makes the image visible and returns the files that the commit record names in place of
+    the raw image; it may be repeated after a retryable failure. After any other failure the upload is unusable.
     """
 
     def has_chunk(self, index: int) -> bool: ...
@@ -34,7 +34,7 @@ class ImageUpload(Protocol):
 
 
 class WritableStore(Protocol):
-    """What writing an image needs of a stored tier."""
+    """The methods of a stored tier that writing an image needs."""
 
     def create_shard(
         self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
@@ -47,7 +47,7 @@ class WritableStore(Protocol):
 def begun_image(
     store: WritableStore, id: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
 ) -> Iterator[ImageUpload]:
-    """Begin an image, for the block to write and publish; nothing of it stays where the block fails before that."""
+    """Begin an image, which the block writes and publishes; if the block fails before that, the image is removed."""
     writer = store.create_shard(id, shard, cut, pieces)
     try:
         yield writer
@@ -65,9 +65,9 @@ def publish_image(
     id: CheckpointId,
     shard: Shard,
 ) -> Commit:
-    """Make a whole image visible, and then its manifest; return the record that names the image as it is stored here.
+    """Make a whole image visible, then its manifest; return the commit record with the files of the image on this tier.
 
-    May be called again after a retryable failure.
+    May be repeated after a retryable failure.
     """
     commit = with_packed(commit, shard, writer.finish(manifest))
     store.write_manifest(id, shard, manifest.encode())

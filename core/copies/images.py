@@ -1,4 +1,4 @@
-"""Images as they are read: one shard of one checkpoint on one tier, raw or packed, behind one small contract."""
+"""Images for reading: one shard of one checkpoint on one tier, raw or packed, by one interface."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tierfall.core.types.values import CheckpointId, Codec, Shard
 logger = logging.getLogger("tierfall")
 
 READ_THREADS = 3
-"""How many chunks of a stored image are read at once."""
+"""Chunks of a stored image that are read at once."""
 
 
 class ReadableStore(Protocol):
-    """What reading needs of a stored tier."""
+    """The methods of a stored tier that reading needs."""
 
     @property
     def name(self) -> str: ...
@@ -67,8 +67,8 @@ class ReadableStore(Protocol):
 class Image(Protocol):
     """One copy of one image.
 
-    ``read`` brings chunk ``index`` into ``buffer``, which is at least as long, or hands out a view of memory that it
-    has already. It checks no digest. ``again``: what was read before was not good, nor may it come from a cache.
+    ``read`` reads chunk ``index`` into ``buffer``, which is at least as long, or returns a view of existing memory. It
+    does not verify digests. ``again``: the bytes of an earlier read were damaged, and no cache may be used.
     """
 
     @property
@@ -91,7 +91,7 @@ class Image(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """A raw image on a stored tier; ``unpacked`` makes of it one that is read as its commit record says."""
+    """A raw image on a stored tier; ``unpacked`` returns a readable image of any form."""
 
     store: ReadableStore
     id: CheckpointId
@@ -141,7 +141,7 @@ class StoredImage:
 
 
 class PackedImage:
-    """A packed image on a stored tier. Threads share it; beside the buffer each read uses one of a chunk's length."""
+    """A packed image on a stored tier. It is shared by threads; each read uses one more buffer of a chunk's length."""
 
     def __init__(self, raw: StoredImage, packed: FrameTable, *, chunk_bytes: int) -> None:
         self._raw = raw
@@ -169,13 +169,13 @@ class PackedImage:
         if width == 1:
             with self._scratch.lend_view(end - start) as scratch:
                 return self._unpack(index, scratch[: end - start], view, start, again=again)
-        # The frame is read to where its chunk goes: by then it has been unpacked into the planes.
+        # The frame is read into the chunk's buffer, which is free again once the frame is unpacked into planes.
         fits = end - start <= len(buffer)
         frame = (buffer if fits else memoryview(bytearray(end - start)))[: end - start]
         return self._unpack(index, frame, view, start, again=again)
 
     def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
-        return False  # a frame is nothing that a tensor could hold
+        return False  # a target cannot hold a packed frame
 
     def _unpack(
         self, index: int, frame: memoryview, view: memoryview, start: int, *, again: bool
@@ -194,7 +194,7 @@ class PackedImage:
 
 @dataclass(frozen=True, slots=True)
 class RegionImage:
-    """An image in host memory: nothing is copied to read it, unless it is another process's to use again."""
+    """An image in host memory. It is read without a copy, unless another process may reuse the region."""
 
     tier: str
     region: HostRegion
@@ -204,35 +204,35 @@ class RegionImage:
         return True
 
     def manifest_bytes(self) -> bytes:
-        with self._still_there():
+        with self._checking_region():
             return self.region.manifest()
 
     def read(
         self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
     ) -> memoryview:
         start, end = manifest.chunk_range(index)
-        with self._still_there():
+        with self._checking_region():
             view = self.region.image[start:end]
             if not view.readonly:
                 return view
-            # A trainer that lives may write there at any time: what is checked must be what is used.
-            settled = buffer[: end - start]
-            np.copyto(np.frombuffer(settled, np.uint8), np.frombuffer(view, np.uint8))
-            return settled
+            # A running trainer may reuse the region at any time: the verified bytes must be those that are used.
+            copy = buffer[: end - start]
+            np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(view, np.uint8))
+            return copy
 
     def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
-        return False  # it lies in memory already
+        return False  # it is in memory already
 
     @contextmanager
-    def _still_there(self) -> Iterator[None]:
+    def _checking_region(self) -> Iterator[None]:
         try:
             yield
-        except ValueError as error:  # it was released: another copy, if there is one, is to be read
+        except ValueError as error:  # the region was released
             raise IntegrityError(f"{self.tier}: the image left memory: {error}") from error
 
 
 def checked_manifest(image: Image, commit: Commit, shard: Shard) -> Manifest:
-    """Read an image's manifest and hold it against the commit record that vouches for it."""
+    """Read an image's manifest and verify it by the commit record."""
     name = keys.manifest_name(shard)
     what = f"{image.tier}: {name} of {commit.lineage.checkpoint}"
     named, stored = commit.file(name), image_file(commit, shard)
@@ -253,7 +253,7 @@ def checked_manifest(image: Image, commit: Commit, shard: Shard) -> Manifest:
 
 
 def checked_packed(image: StoredImage, commit: Commit, manifest: Manifest) -> FrameTable | None:
-    """Read how an image is packed, and hold it against the commit record; None where it is raw."""
+    """Read the record of a packed image's frames and verify it by the commit record; None for a raw image."""
     shard = manifest.shard
     name = keys.stored_name(shard)
     what = f"{image.tier}: {name} of {commit.lineage.checkpoint}"
@@ -272,7 +272,7 @@ def checked_packed(image: StoredImage, commit: Commit, manifest: Manifest) -> Fr
 
 
 def unpacked(image: Image, commit: Commit, manifest: Manifest) -> Image:
-    """Return the image as it can be read: where its commit record names a packed file, by the record of its frames."""
+    """Return the image in a readable form: a PackedImage if its commit record names a packed file."""
     if not isinstance(image, StoredImage):
         return image
     packed = checked_packed(image, commit, manifest)

@@ -1,4 +1,4 @@
-"""One rank's image of a checkpoint, ready to be read: its good copies, its manifest, and buffers to read through."""
+"""One rank's image of a checkpoint, opened for reading: its good copies, its manifest, and buffers."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, Shard
 
 PASSABLE = (IntegrityError, BackendError, NotSupportedError)
-"""What lets another copy be read, or an older step be tried. Whatever else goes wrong ends a restore."""
+"""Errors after which another copy is read, or an older step is tried. Any other error ends a restore."""
 
-NOWHERE = "no tier that answered here holds it"
+NOWHERE = "no tier that answered on this rank has it"
 NOT_SENT = (
-    "no tier that answered here holds it, and another rank's does: call torch.distributed.init_process_group before "
-    "tierfall.open, or pass process_group, and ranks send each other what they have"
+    "no tier that answered on this rank has it, but another rank's tier has: call torch.distributed.init_process_group "
+    "before tierfall.open, or pass process_group, so that ranks exchange bytes"
 )
 
 OpenImage = Callable[[str, CheckpointId, Shard], Image]
@@ -56,7 +56,8 @@ Regions = Mapping[tuple[CheckpointId, Shard], HostRegion]
 def image_opener(
     stores: Mapping[str, ReadableStore], memory: str = "", regions: Regions | None = None
 ) -> OpenImage:
-    """Return what opens one copy of one image: from ``regions`` on the tier named ``memory``, else from its store."""
+    """Return a function that opens one copy of one image: from ``regions`` on the tier named ``memory``, else from its
+    store."""
 
     def open_image(tier: str, id: CheckpointId, shard: Shard) -> Image:
         if tier != memory:
@@ -64,7 +65,7 @@ def image_opener(
         region = (regions or {}).get((id, shard))
         if region is None:
             raise IntegrityError(
-                f"{tier}: {id} left memory while it was to be read, or rank {shard.rank}'s part is not here"
+                f"{tier}: {id} left memory before it was read, or the shard of rank {shard.rank} is not in this memory"
             )
         return RegionImage(tier, region)
 
@@ -72,7 +73,7 @@ def image_opener(
 
 
 class ShardReader:
-    """One checkpoint, ready to be read: its good copies and its manifest. Used in a with."""
+    """Reads one shard from its good copies. A context manager."""
 
     def __init__(
         self,
@@ -135,13 +136,13 @@ class ShardReader:
 
 
 def _name_same_manifest(one: Commit | None, other: Commit, shard: Shard) -> bool:
-    """Say whether two commit records name the same manifest of a shard: then one reading of it serves both copies."""
+    """Return whether two commit records name the same manifest of a shard, so that it is read once for both copies."""
     name = keys.manifest_name(shard)
     return one is not None and one.lineage == other.lineage and one.file(name) == other.file(name)
 
 
 def names_others_only(commit: Commit, shard: Shard) -> bool:
-    """Say whether a record is of a tier that holds images of this checkpoint, and not this one."""
+    """Return whether a commit record is of a tier that has other shards of this checkpoint, but not this one."""
     image, manifest = image_file(commit, shard), commit.file(keys.manifest_name(shard))
     return bool(commit.files) and image is None and manifest is None
 
@@ -155,14 +156,14 @@ def find_images(
     *,
     nowhere: str = NOWHERE,
 ) -> tuple[list[Image], Manifest]:
-    """Open the copies of a shard on ``tiers``, fastest first, whose records are good; return them with their manifest.
+    """Open the copies of a shard on ``tiers`` with good records, fastest first; return them with their manifest.
 
-    Raises IntegrityError where there is none, and the retryable error where one could not be read. Tiers whose record
-    names other ranks' images only are not asked; ``nowhere`` says what it means that all are such.
+    Tiers whose commit record names only other shards are left out. If all are, ``nowhere`` is the reason of the error.
+    Raises IntegrityError if there is no copy, and the retryable error if one could not be read.
     """
     images: list[Image] = []
     manifest: Manifest | None = None
-    vouched: Commit | None = None
+    manifest_commit: Commit | None = None
     failures: list[TierfallError] = []
     for tier in tiers:
         found = checkpoint.copies[tier]
@@ -172,13 +173,18 @@ def find_images(
             if found.commit is None:
                 raise found.damage or IntegrityError(f"{tier}: no commit record")
             image = open_image(tier, checkpoint.id, shard)
-            if manifest is not None and not _name_same_manifest(vouched, found.commit, shard):
+            if manifest is not None and not _name_same_manifest(
+                manifest_commit, found.commit, shard
+            ):
                 raise IntegrityError(
-                    f"{tier}: holds another snapshot of {checkpoint.id} than faster tiers do"
+                    f"{tier}: holds another snapshot of {checkpoint.id} than faster tiers"
                 )
             try:
                 if manifest is None:
-                    manifest, vouched = checked_manifest(image, found.commit, shard), found.commit
+                    manifest, manifest_commit = (
+                        checked_manifest(image, found.commit, shard),
+                        found.commit,
+                    )
                 image = unpacked(image, found.commit, manifest)
             except TierfallError as error:
                 tally.note_damage(tier, checkpoint.id, error)

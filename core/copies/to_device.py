@@ -1,7 +1,7 @@
-"""Verified bytes on their way onto devices: copies on streams of their own, so that reading goes on meanwhile.
+"""Copies of verified bytes to devices, on streams of their own, so that reading continues meanwhile.
 
-The caller's tensors are safe without ``Tensor.record_stream``: all that was queued on their device has ended before the
-first copy, and ``finish`` waits for the last one. What lies in host memory is not copied here.
+The caller's tensors need no ``Tensor.record_stream``: all work that was queued on their device has ended before the
+first copy, and ``finish`` waits for the last one. Targets in host memory are not copied here.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tierfall.core.runtime.pinned import synchronize
 from tierfall.core.runtime.streams import CopyStream, Streams
 
 GATHERED_FROM = 8
-"""From so many pieces on, what a chunk holds for a device goes there in one copy, and is laid out there."""
+"""From this number of pieces on, a chunk's bytes are copied to the device in one copy, and distributed staged."""
 
 Piece = tuple[torch.Tensor, int]
-"""A flat target on a device, and where in the chunk its bytes begin."""
+"""A flat target on a device, and the offset of its bytes in the chunk."""
 
 
 class DeviceCopies:
-    """The copies of one restore onto devices. Reading threads share it; whoever makes it calls ``finish``."""
+    """The copies of one restore to devices. Shared by the reading threads; the owner calls ``finish``."""
 
     def __init__(self, fills: Sequence[Fill], pool: BufferPool, streams: Streams) -> None:
-        """``pool`` lends the buffers that chunks are read into. Waits for all that is queued on the targets' devices:
-        these streams' order is not the caller's, nor that of others who read or write the targets."""
+        """``pool`` lends the buffers that chunks are read into. Waits for all work on the targets' devices: the copy
+        streams are not ordered with the caller's streams, or with others that use the targets."""
         self._pool = pool
         self._streams: dict[torch.device, CopyStream | None] = {}
         self._held: list[torch.Tensor] = []
@@ -41,11 +41,11 @@ class DeviceCopies:
     ) -> None:
         """Queue the copies of a verified chunk ``source`` to its ``pieces`` on ``device``, in the chunk's order.
 
-        ``buffer`` is what the chunk was read with: where it lies there, the buffer gets the mark of their end. Memory
-        elsewhere is held, and must stay as it is, until ``finish``. Where this fails, nothing is under way any more.
+        ``buffer`` is the buffer of the read. If the chunk is in it, the buffer gets an event for the end of the copies.
+        Other memory is kept alive, and must not change, until ``finish``. If this fails, no copy is in progress.
         """
         stream = self._streams[device]
-        if stream is None:  # a device without streams of ours
+        if stream is None:  # this kind of device has no copy stream
             _copy_each(source, pieces, non_blocking=False)
             return
         in_buffer = buffer.contains(source.data_ptr())
@@ -54,15 +54,15 @@ class DeviceCopies:
         else:
             self._held.append(source)
         try:
-            mark = stream.enqueue(lambda: _copy(source, pieces))
+            event = stream.enqueue(lambda: _copy(source, pieces))
         except BaseException:
-            stream.finish()  # a part may be queued, and nobody would wait for it
+            stream.finish()  # a part may be queued
             raise
         if in_buffer:
-            buffer.events.append(mark)
+            buffer.events.append(event)
 
     def finish(self) -> None:
-        """Wait until every copy has ended, on all devices; raises what one reports."""
+        """Wait for the end of every copy, on all devices; raises the error of one that failed."""
         with ExitStack() as stack:
             for stream in self._streams.values():
                 if stream is not None:
@@ -71,24 +71,24 @@ class DeviceCopies:
 
 
 def _copy(source: torch.Tensor, pieces: Sequence[Piece]) -> None:
-    """Queue copies on the current stream; many small ones go by memory of the device, where it has room."""
-    there = _room_for(pieces) if len(pieces) >= GATHERED_FROM else None
-    if there is None:
+    """Queue copies on the current stream; many small ones through memory of the device, if it has room."""
+    staged = _room_for(pieces) if len(pieces) >= GATHERED_FROM else None
+    if staged is None:
         _copy_each(source, pieces, non_blocking=True)
         return
     first = pieces[0][1]
     with torch.inference_mode():
-        there.copy_(source[first : first + there.numel()], non_blocking=True)
+        staged.copy_(source[first : first + staged.numel()], non_blocking=True)
         torch._foreach_copy_(
             [target for target, _ in pieces],
-            [there[start - first :][: target.numel()] for target, start in pieces],
+            [staged[start - first :][: target.numel()] for target, start in pieces],
         )
 
 
 def _room_for(pieces: Sequence[Piece]) -> torch.Tensor | None:
-    """Take memory of the device for all that lies from the first piece to the last; None where it has none to give.
+    """Allocate device memory for the range from the first piece to the last; None if there is none.
 
-    It is the current stream's: whatever takes it next comes after what is queued there now.
+    The memory belongs to the current stream: its next user runs after what is queued there now.
     """
     first, (last, start) = pieces[0][1], pieces[-1]
     try:
@@ -98,6 +98,6 @@ def _room_for(pieces: Sequence[Piece]) -> torch.Tensor | None:
 
 
 def _copy_each(source: torch.Tensor, pieces: Sequence[Piece], *, non_blocking: bool) -> None:
-    with torch.inference_mode():  # a caller in that mode has views that can be written in no other
+    with torch.inference_mode():  # inference tensors can be written only in this mode
         for target, start in pieces:
             target.copy_(source[start : start + target.numel()], non_blocking=non_blocking)

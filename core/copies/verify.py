@@ -1,4 +1,4 @@
-"""Checking copies one after another: the threads and buffers, and telling what was dropped meanwhile from damage."""
+"""Verifying copies one after the other: threads and buffers for the checks, and telling deletion from damage."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["CheckableStore", "CheckedCopy", "CopyVerifier", "Damage"]
 
 
 class CopyVerifier:
-    """Checks copies one after another, by several threads, through buffers that are used again."""
+    """Verifies copies one after the other, with several threads and reused buffers."""
 
     def __init__(self, on_bytes: Callable[[int], None] = lambda count: None) -> None:
-        """``on_bytes`` is told from several threads how many bytes of images were read."""
+        """``on_bytes`` is called, by several threads, with the number of image bytes that were read."""
         self._on_bytes = on_bytes
         self._pool = BufferPool(bytes=1, count=1)
 
     def check_stored(self, store: CheckableStore, id: CheckpointId) -> CheckedCopy:
-        """Check a copy on a stored tier."""
+        """Verify a copy on a stored tier."""
         check = CopyCheck(self, store.name, id)
         error: BackendError | None = None
         try:
@@ -41,13 +41,14 @@ class CopyVerifier:
         return check.result(error=error)
 
     def check_region(self, tier: str, id: CheckpointId, region: HostRegion) -> CheckedCopy:
-        """Check a sealed image in host memory. Beside a living trainer a region that it reuses reads as damaged."""
+        """Verify a sealed image in host memory. If a running trainer reuses its region meanwhile, it is reported as
+        damaged."""
         check = CopyCheck(self, tier, id)
         check.region(region)
         return check.result(error=None)
 
     def pool_for(self, manifest: Manifest) -> BufferPool:
-        """Return buffers that hold this image's chunks, as many as memory allows."""
+        """Return buffers for this image's chunks, as many as BUFFER_BYTES allows."""
         largest = frame_bytes_max(max(manifest.data_start, manifest.chunk_bytes))
         if largest > self._pool.bytes:
             count = max(1, min(READ_THREADS, BUFFER_BYTES // largest))
@@ -77,7 +78,7 @@ class CopyVerifier:
 
 
 def _is_gone(store: CheckableStore, id: CheckpointId) -> bool:
-    """A drop removes the commit record first: without one there is no copy any more."""
+    """Return whether a copy was deleted: a deletion removes the commit record first."""
     try:
         store.read_commit(id)
     except KeyNotFoundError:

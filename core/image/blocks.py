@@ -18,7 +18,7 @@ from tierfall.core.image.tree import (
     PiecesNode,
     SequenceNode,
     TensorNode,
-    slots_of,
+    positions_of,
     walk,
 )
 
@@ -32,13 +32,15 @@ def split_blocks(headers: Mapping[int, ImageHeader]) -> dict[int, ImageHeader]:
     for rank, header in headers.items():
         pieces = [node for node in walk(header.tree) if isinstance(node, PiecesNode)]
         names = {
-            slot: header.tensors[node.slots[0]].name for node in pieces for slot in node.slots[1:]
+            position: header.tensors[node.positions[0]].name
+            for node in pieces
+            for position in node.positions[1:]
         }
         tensors = tuple(
-            replace(stored, name=names.get(slot, stored.name))
-            for slot, stored in enumerate(header.tensors)
+            replace(stored, name=names.get(position, stored.name))
+            for position, stored in enumerate(header.tensors)
         )
-        for number in range(1, max((len(node.slots) for node in pieces), default=0)):
+        for number in range(1, max((len(node.positions) for node in pieces), default=0)):
             tree = _further(header.tree, number)
             assert isinstance(tree, MapNode), "a tree that is no mapping"
             found[rank + number * count] = replace(header, tensors=tensors, tree=tree, values=())
@@ -52,10 +54,10 @@ def rank_of(rank: int, headers: Mapping[int, ImageHeader]) -> int:
 
 
 def present_tensors(header: ImageHeader) -> Sequence[StoredTensor]:
-    """The tensors of an unfolded header's tree."""
+    """The tensors of the tree of a header that ``split_blocks`` returned."""
     if header.complete:
         return header.tensors
-    return [header.tensors[slot] for slot in sorted(set(slots_of(header.tree)))]
+    return [header.tensors[position] for position in sorted(set(positions_of(header.tree)))]
 
 
 def replace_pieces(tree: MapNode, change: Callable[[PiecesNode], Node]) -> MapNode:
@@ -68,14 +70,14 @@ def replace_pieces(tree: MapNode, change: Callable[[PiecesNode], Node]) -> MapNo
 
 
 def _first(node: PiecesNode) -> Node:
-    return TensorNode(node.slots[0]) if node.slots else node
+    return TensorNode(node.positions[0]) if node.positions else node
 
 
 def _further(node: Node, number: int) -> Node | None:
     """The part of the tree that has a block of this ``number``, or None. Sequences keep their length."""
     match node:
         case PiecesNode():
-            return TensorNode(node.slots[number]) if number < len(node.slots) else None
+            return TensorNode(node.positions[number]) if number < len(node.positions) else None
         case MapNode():
             entries = [(k, _further(n, number)) for k, n in node.entries]
             kept = tuple((k, n) for k, n in entries if n is not None)

@@ -70,7 +70,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageHeader:
-    """The content of an image. ``tensors`` are in image order; the tree's slots are indices into them.
+    """The content of an image. ``tensors`` are in image order; the tree's positions are indices into them.
 
     ``types`` are the classes of optimizers and other objects, by name; None in an image of a version that recorded
     neither types nor strides. ``merged``: the header was merged from those of several ranks, and its tensors are whole.
@@ -112,7 +112,7 @@ def read_header(
         raise
     except (ValueError, RecursionError, OverflowError) as error:
         raise IntegrityError(
-            f"{what}: the header is damaged, or not tierfall's: {error}"
+            f"{what}: the header is damaged, or was not written by tierfall: {error}"
         ) from error
 
 
@@ -140,7 +140,7 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
     tree = reader.read(static.get("tree"))
     if not isinstance(tree, MapNode):
         raise ValueError("the tree is not a mapping")
-    if len(reader.used_slots) != len(tensors) or len(reader.used_values) != len(values):
+    if len(reader.used_positions) != len(tensors) or len(reader.used_values) != len(values):
         raise ValueError("the tree leaves out tensors or values")
     check = _ValueCheck(tensors, values)
     check.tree(tree)
@@ -159,14 +159,14 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
 
 def _data_start(data: bytes | bytearray | memoryview, image_bytes: int) -> int:
     if len(data) < LENGTH_BYTES:
-        raise ValueError(f"{len(data)} bytes are too few for one")
+        raise ValueError(f"{len(data)} bytes are too few for a header")
     (length,) = struct.unpack("<Q", data[:LENGTH_BYTES])
     if length > _LENGTH_MAX:
-        raise ValueError(f"it claims {length} bytes, more than the {_LENGTH_MAX} that one may have")
+        raise ValueError(f"its length is {length} bytes, more than the limit of {_LENGTH_MAX}")
     data_start: int = LENGTH_BYTES + length
     if data_start > len(data) or data_start > image_bytes:
         raise ValueError(
-            f"it claims to end at byte {data_start} of an image of {image_bytes}, of which {len(data)} were read"
+            f"it ends at byte {data_start} of an image of {image_bytes} bytes, of which {len(data)} were read"
         )
     return data_start
 
@@ -199,7 +199,7 @@ def _tensor(name: str, entry: dict[str, Any]) -> StoredTensor:
     if entry.keys() == {"dtype", "shape", "data_offsets"}:
         offsets = entry["data_offsets"]
     if dtype is None or shape is None or not dtypes.is_shape(shape):
-        raise ValueError(f"tensor {name!r} has no dtype or no shape that can be")
+        raise ValueError(f"tensor {name!r} has no valid dtype or shape")
     if (
         not isinstance(offsets, list)
         or len(offsets) != 2
@@ -209,7 +209,7 @@ def _tensor(name: str, entry: dict[str, Any]) -> StoredTensor:
     start, end = offsets
     if end - start != dtypes.byte_count(dtype, shape):
         raise ValueError(
-            f"tensor {name!r} has {end - start} bytes, its dtype and shape make another number"
+            f"tensor {name!r} has {end - start} bytes, which does not match its dtype and shape"
         )
     return StoredTensor(name, dtype, tuple(shape), start, end)
 
@@ -222,10 +222,10 @@ def _true_tensor(entry: Any, stored: list[StoredTensor]) -> tuple[int, StoredTen
             f"tensor {raw.name!r} is of dtype {name!r:.60}, unknown to torch {torch.__version__}"
         )
     if raw.dtype is not torch.uint8 or len(raw.shape) != 1 or not dtypes.is_shape(shape):
-        raise ValueError(f"tensor {raw.name!r} is not stored as bytes, or its shape cannot be")
+        raise ValueError(f"tensor {raw.name!r} is not stored as bytes, or its shape is invalid")
     if dtypes.byte_count(dtype, shape) != raw.length:
         raise ValueError(
-            f"tensor {raw.name!r} has {raw.length} bytes, its true dtype and shape make another number"
+            f"tensor {raw.name!r} has {raw.length} bytes, which does not match its true dtype and shape"
         )
     return position, StoredTensor(raw.name, dtype, tuple(shape), raw.start, raw.end)
 
@@ -242,9 +242,7 @@ def _written_by_others(
         if not isinstance(name, str) or name in names:
             raise ValueError("elsewhere lists a tensor without a name, or twice")
         if dtype is None or not dtypes.is_shape(shape) or type(rank) is not int or rank < 0:
-            raise ValueError(
-                f"tensor {name!r} of another rank has no dtype, shape or rank that can be"
-            )
+            raise ValueError(f"tensor {name!r} of another rank has no valid dtype, shape or rank")
         start, end = end, end + dtypes.byte_count(dtype, shape)
         names.add(name)
         found.append(StoredTensor(name, dtype, tuple(shape), start, end, written_by=rank))
@@ -257,12 +255,12 @@ def _with_pieces(tensors: tuple[StoredTensor, ...], entries: list[Any]) -> tuple
         position, shape, offset = _row(entry, "sharded", 3)
         stored = _tensor_at(position, "sharded", found)
         if not dtypes.is_shape(shape) or not dtypes.is_shape(offset):
-            raise ValueError(f"tensor {stored.name!r} is a block of no shape that can be")
+            raise ValueError(f"tensor {stored.name!r} is a block with an invalid shape or offset")
         if not len(shape) == len(offset) == len(stored.shape) or any(
             at + length > whole
             for at, length, whole in zip(offset, stored.shape, shape, strict=True)
         ):
-            raise ValueError(f"tensor {stored.name!r} is a block outside of its whole")
+            raise ValueError(f"tensor {stored.name!r} is a block outside of the whole tensor")
         found[position] = replace(
             stored, piece=TensorPiece(tuple(shape), tuple(offset), stored.shape)
         )
@@ -277,7 +275,7 @@ def _with_strides(
         position, strides = _row(entry, "strides", 2)
         stored = _tensor_at(position, "strides", found)
         if not dtypes.is_shape(strides) or not are_dense(stored.shape, strides):
-            raise ValueError(f"tensor {stored.name!r} has strides that leave holes, or overlap")
+            raise ValueError(f"tensor {stored.name!r} has strides with gaps or overlaps")
         found[position] = replace(stored, strides=tuple(strides))
     return tuple(found)
 
@@ -300,7 +298,7 @@ def _types(static: dict[str, Any]) -> dict[str, str] | None:
         return None
     found = _object(types, "types")
     if not all(isinstance(name, str) for name in found.values()):
-        raise ValueError("types holds what is no name")
+        raise ValueError("a class name in types is not a string")
     return found
 
 
@@ -323,7 +321,7 @@ class _ValueCheck:
                     self._quantized(each)
                 case PiecesNode():
                     self._pieces(each)
-                case TensorNode() if self._tensors[each.slot].is_quantized:
+                case TensorNode() if self._tensors[each.position].is_quantized:
                     raise ValueError("a quantized tensor lacks its scale")
 
     def groups(self, nodes: list[ValueNode]) -> None:
@@ -335,14 +333,14 @@ class _ValueCheck:
         return value_codec.decode(self._values[node.number], _BlobCheck(node, self._tensors))
 
     def _pieces(self, node: PiecesNode) -> None:
-        blocks = [self._tensors[slot] for slot in node.slots]
+        blocks = [self._tensors[position] for position in node.positions]
         if len({(b.dtype, b.piece and b.piece.shape) for b in blocks}) > 1 or any(
             block.piece is None or block.is_quantized for block in blocks
         ):
-            raise ValueError(f"tensor {blocks[0].name!r} is in pieces that are not of one tensor")
+            raise ValueError(f"tensor {blocks[0].name!r} has blocks of different tensors")
 
     def _quantized(self, node: QuantizedNode) -> None:
-        tensor = self._tensors[node.slot]
+        tensor = self._tensors[node.position]
         if not tensor.is_quantized:
             raise ValueError(f"tensor {tensor.name!r} has a scale, but is not quantized")
         if node.scheme == "torch.per_tensor_affine":
@@ -361,7 +359,7 @@ class _ValueCheck:
             raise ValueError(f"tensor {tensor.name!r} has no axis {node.axis}")
         for part in node.parameters.nodes:
             expected = (tensor.shape[node.axis],)
-            if not isinstance(part, TensorNode) or self._tensors[part.slot].shape != expected:
+            if not isinstance(part, TensorNode) or self._tensors[part.position].shape != expected:
                 raise ValueError(
                     f"tensor {tensor.name!r} has scales or zero points of another length"
                 )
@@ -374,7 +372,7 @@ class _BlobCheck:
 
     def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
         if not 0 <= number < len(self._node.blobs):
-            raise ValueError("a value names a blob that it does not have")
+            raise ValueError("a value refers to a blob that it does not have")
         tensor = self._tensors[self._node.blobs[number]]
         dtype, shape = members.get("d"), members.get("s")
         match kind:

@@ -56,7 +56,7 @@ class Layout:
     ``pieces`` is the manifest's table of tensor blocks. ``written_by_others`` is as in ``plan_layout``."""
 
     structure: str
-    slots: tuple[Placement, ...]
+    placements: tuple[Placement, ...]
     data_start: int
     data_bytes: int
     written_by_others: Mapping[int, int] = field(repr=False)
@@ -98,19 +98,21 @@ def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> 
     ``elsewhere`` maps tensors that another rank writes, by number in the view, to that rank.
     """
     elsewhere = elsewhere or {}
-    slots = _place(view, elsewhere)
-    slot_of = [0] * len(view.names)
-    for position, index in enumerate([*(slot.index for slot in slots), *sorted(elsewhere)]):
-        slot_of[index] = position
+    placements = _place(view, elsewhere)
+    position_of = [0] * len(view.names)
+    for position, index in enumerate(
+        [*(placement.index for placement in placements), *sorted(elsewhere)]
+    ):
+        position_of[index] = position
     static = {
         "format": FORMAT,
         "requires": [],
-        "tree": tree_to_json(view.tree, slot_of),
-        "dtypes": _true_dtypes(view, slots),
-        "strides": _strides(view, slot_of),
+        "tree": tree_to_json(view.tree, position_of),
+        "dtypes": _true_dtypes(view, placements),
+        "strides": _strides(view, position_of),
         "types": dict(view.types),
     }
-    if sharded := _sharded(view, slot_of):
+    if sharded := _sharded(view, position_of):
         static["sharded"] = sharded
     if elsewhere:
         static["requires"] = [ELSEWHERE]
@@ -118,18 +120,18 @@ def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> 
     metadata = (("format", "pt"), (LAYOUT_MEMBER, dumps(static).decode("ascii")))
     members = b",".join(_quote(name) + b":" + _quote(text) for name, text in metadata)
     before = b'{"__metadata__":{' + members + b"," + _quote(VALUES_MEMBER) + b":"
-    after = b"}" + b"".join(_table_entry(slot) for slot in slots) + b"}"
+    after = b"}" + b"".join(_table_entry(placement) for placement in placements) + b"}"
     used = LENGTH_BYTES + len(before) + len(_quote(dumps(view.values))) + len(after)
     data_start = -(-(used + SLACK_BYTES) // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
-    data_bytes = slots[-1].end if slots else 0
+    data_bytes = placements[-1].end if placements else 0
     _check_sizes(used, data_start + data_bytes)
     return Layout(
         structure=sha256(before + after),
-        slots=slots,
+        placements=placements,
         data_start=data_start,
         data_bytes=data_bytes,
         written_by_others=elsewhere,
-        pieces=_pieces(view, slots),
+        pieces=_pieces(view, placements),
         _key=view.structure,
         _before_values=before,
         _after_values=after,
@@ -144,7 +146,8 @@ def _check_sizes(header_bytes: int, image_bytes: int) -> None:
         )
     if image_bytes > IMAGE_BYTES_MAX:
         raise CaptureError(
-            f"save: the image would take {image_bytes} bytes, more than {IMAGE_BYTES_MAX}; are there expanded tensors?"
+            f"save: the image would take {image_bytes} bytes, more than {IMAGE_BYTES_MAX}; does the state hold "
+            "expanded tensors?"
         )
 
 
@@ -153,12 +156,12 @@ def _place(view: StateView, elsewhere: Mapping[int, int]) -> tuple[Placement, ..
     sizes = [dtype.itemsize for dtype in view.dtypes]
     own = [index for index in range(len(names)) if index not in elsewhere]
     order = sorted(own, key=lambda i: (-sizes[i], names[i]))
-    slots, end = [], 0
+    placements, end = [], 0
     for index in order:
         dtype, shape = view.dtypes[index], tuple(view.shapes[index])
         start, end = end, end + dtypes.byte_count(dtype, shape)
         code = dtypes.code_of(dtype)
-        slots.append(
+        placements.append(
             Placement(
                 index=index,
                 name=names[index],
@@ -168,32 +171,32 @@ def _place(view: StateView, elsewhere: Mapping[int, int]) -> tuple[Placement, ..
                 shape=shape if code else (end - start,),
             )
         )
-    return tuple(slots)
+    return tuple(placements)
 
 
-def _true_dtypes(view: StateView, slots: Sequence[Placement]) -> list[Coded]:
-    """Slot, dtype and shape of tensors that are stored as U8 for lack of a safetensors dtype."""
+def _true_dtypes(view: StateView, placements: Sequence[Placement]) -> list[Coded]:
+    """Position, dtype and shape of tensors that are stored as U8 for lack of a safetensors dtype."""
     return [
-        [position, dtypes.name_of(view.dtypes[slot.index]), list(view.shapes[slot.index])]
-        for position, slot in enumerate(slots)
-        if dtypes.code_of(view.dtypes[slot.index]) is None
+        [position, dtypes.name_of(view.dtypes[placement.index]), list(view.shapes[placement.index])]
+        for position, placement in enumerate(placements)
+        if dtypes.code_of(view.dtypes[placement.index]) is None
     ]
 
 
-def _strides(view: StateView, slot_of: Sequence[int]) -> list[Coded]:
-    """Slot and strides of tensors that are dense in memory but not contiguous."""
+def _strides(view: StateView, position_of: Sequence[int]) -> list[Coded]:
+    """Position and strides of tensors that are dense in memory but not contiguous."""
     return [
         [position, list(strides)]
-        for position, strides in sorted(zip(slot_of, view.strides, strict=True))
+        for position, strides in sorted(zip(position_of, view.strides, strict=True))
         if strides is not None
     ]
 
 
-def _sharded(view: StateView, slot_of: Sequence[int]) -> list[Coded]:
-    """Slot, whole shape and offset of blocks of sharded tensors."""
+def _sharded(view: StateView, position_of: Sequence[int]) -> list[Coded]:
+    """Position, whole shape and offset of blocks of sharded tensors."""
     return [
         [position, list(piece.shape), list(piece.offset)]
-        for position, piece in sorted(zip(slot_of, view.block_positions, strict=True))
+        for position, piece in sorted(zip(position_of, view.block_positions, strict=True))
         if piece is not None
     ]
 
@@ -206,43 +209,47 @@ def _written_by_others(view: StateView, elsewhere: Mapping[int, int]) -> list[Co
     ]
 
 
-def _table_entry(slot: Placement) -> bytes:
-    entry = {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": (slot.start, slot.end)}
-    return b"," + _quote(slot.name) + b":" + dumps(entry)
+def _table_entry(placement: Placement) -> bytes:
+    entry = {
+        "dtype": placement.dtype,
+        "shape": placement.shape,
+        "data_offsets": (placement.start, placement.end),
+    }
+    return b"," + _quote(placement.name) + b":" + dumps(entry)
 
 
-def _pieces(view: StateView, slots: Sequence[Placement]) -> Spliced:
+def _pieces(view: StateView, placements: Sequence[Placement]) -> Spliced:
     """One entry per tensor: the whole tensor, or this rank's block."""
     entries = []
-    for slot in slots:
-        lengths = tuple(view.shapes[slot.index])
+    for placement in placements:
+        lengths = tuple(view.shapes[placement.index])
         whole = TensorPiece(lengths, (0,) * len(lengths), lengths)
-        piece = view.block_positions[slot.index] or whole
+        piece = view.block_positions[placement.index] or whole
         entries.append(
             {
-                "name": slot.name,
-                "dtype": dtypes.name_of(view.dtypes[slot.index]),
+                "name": placement.name,
+                "dtype": dtypes.name_of(view.dtypes[placement.index]),
                 "shape": piece.shape,
                 "offset": piece.offset,
                 "lengths": lengths,
-                "start": slot.start,
-                "end": slot.end,
+                "start": placement.start,
+                "end": placement.end,
             }
         )
     return Spliced(dumps(entries))
 
 
-def tree_to_json(node: Node, slot_of: Sequence[int]) -> Coded:
-    """Encode a node of the walk with the slots of its tensors; ``tree.TreeReader`` decodes it."""
+def tree_to_json(node: Node, position_of: Sequence[int]) -> Coded:
+    """Encode a node of the walk with the positions of its tensors; ``tree.TreeReader`` decodes it."""
     if type(node) is int:
-        return slot_of[node]
+        return position_of[node]
 
     def write(child: Node) -> Coded:
-        return tree_to_json(child, slot_of)
+        return tree_to_json(child, position_of)
 
     match node:
         case ("v", number, *blobs):
-            return ["v", number, *[slot_of[blob] for blob in blobs]]
+            return ["v", number, *[position_of[blob] for blob in blobs]]
         case ("d", kind, keys, nodes):
             return ["d", kind, [_key_to_json(key) for key in keys], [write(n) for n in nodes]]
         case ("l" | "t" | "p" as kind, nodes):
@@ -257,10 +264,10 @@ def tree_to_json(node: Node, slot_of: Sequence[int]) -> Coded:
                 [[k if type(k) is int else _key_to_json(k[0]), write(n)] for k, n in state],
             ]
         case ("q", number, *members, child):
-            return ["q", slot_of[number], *members, write(child)]
+            return ["q", position_of[number], *members, write(child)]
         case (*members, child):
             return [*members, write(child)]
-    raise AssertionError(f"a node of no known kind: {node!r}")
+    raise AssertionError(f"unknown kind of node: {node!r}")
 
 
 def _key_to_json(key: str | tuple[str]) -> Coded:

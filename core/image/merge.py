@@ -28,7 +28,7 @@ from tierfall.core.image.tree import (
     SequenceNode,
     TensorNode,
     ValueNode,
-    slots_of,
+    positions_of,
     walk,
 )
 from tierfall.core.state.item import OnResize
@@ -53,8 +53,8 @@ class TensorBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedHeader:
-    """``header`` describes whole tensors with virtual byte ranges. ``blocks`` are, by slot, the blocks that have its
-    bytes; ``replicas``, by slot, further blocks whose bytes must be equal for the merge to be right."""
+    """``header`` describes whole tensors with virtual byte ranges. ``blocks`` has the blocks of each tensor, by
+    position. ``replicas``, by position, has further blocks whose bytes must be equal for the merge to be right."""
 
     header: ImageHeader
     blocks: Sequence[tuple[TensorBlock, ...]]
@@ -96,28 +96,28 @@ class _Merger:
         self._rules = rules
         self._source_rank: dict[int, int] = {}
         self._own = NOBODY if own is None else own
-        self._slots: dict[str, int] = {}
+        self._positions: dict[str, int] = {}
         self._holders: list[dict[int, StoredTensor]] = []
         self._values: list[Coded] = []
 
     def merge(self, what: str, rank_of: Callable[[int], int]) -> MergedHeader:
         for rank, header in self._headers.items():
             for stored in present_tensors(header):
-                slot = self._slots.setdefault(stored.name, len(self._slots))
-                if slot == len(self._holders):
+                position = self._positions.setdefault(stored.name, len(self._positions))
+                if position == len(self._holders):
                     self._holders.append({})
-                self._holders[slot][rank] = stored
+                self._holders[position][rank] = stored
         roots = {rank: header.tree for rank, header in self._headers.items()}
         tree = self._node(roots, "", top=True)
         assert isinstance(tree, MapNode), "a tree that is no mapping"
         wholes, blocks, replicas, end = [], [], {}, 0
-        for slot in range(len(self._holders)):
-            whole, parts, others = self._whole(self._holders_of(slot), end)
+        for position in range(len(self._holders)):
+            whole, parts, others = self._whole(self._holders_of(position), end)
             end = whole.end
             wholes.append(whole)
             blocks.append(tuple(replace(block, rank=rank_of(block.rank)) for block in parts))
             if others:
-                replicas[slot] = others
+                replicas[position] = others
         header = ImageHeader(
             what=what,
             data_start=0,
@@ -175,10 +175,10 @@ class _Merger:
         (copies,) = found.values()
         return whole, chosen, tuple(block for block in copies if block not in chosen)
 
-    def _holders_of(self, slot: int) -> Mapping[int, StoredTensor]:
+    def _holders_of(self, position: int) -> Mapping[int, StoredTensor]:
         """The ranks that have a tensor. Of an unsharded one, only the rank with precedence, and its writer."""
-        holders = self._holders[slot]
-        source = self._source_rank.get(slot)
+        holders = self._holders[position]
+        source = self._source_rank.get(position)
         is_whole = all(stored.piece is None for stored in holders.values())
         if source is None and self._own in holders and is_whole:
             source = self._own
@@ -191,15 +191,17 @@ class _Merger:
         rank = self._own if own is None or own.written_by is None else own.written_by
         return next((block for block in copies if block.rank == rank), copies[0])
 
-    def _slot(self, slots: Mapping[int, int]) -> int:
-        """The merged slot of one tensor, from its slot on each rank."""
-        stored = {rank: self._headers[rank].tensors[slot] for rank, slot in slots.items()}
+    def _position(self, positions: Mapping[int, int]) -> int:
+        """The merged position of one tensor, from its position on each rank."""
+        stored = {
+            rank: self._headers[rank].tensors[position] for rank, position in positions.items()
+        }
         names = {tensor.name for tensor in stored.values()}
         if len(names) > 1:
             raise _Conflict(f"is tied to other tensors on some ranks: {', '.join(sorted(names))}")
-        slot = self._slots[names.pop()]
-        self._check_same_whole(self._holders_of(slot))
-        return slot
+        position = self._positions[names.pop()]
+        self._check_same_whole(self._holders_of(position))
+        return position
 
     def _check_same_whole(self, holders: Mapping[int, StoredTensor]) -> None:
         first_rank, first = next(iter(holders.items()))
@@ -221,7 +223,9 @@ class _Merger:
                 )
         blocks = {(s.piece, s.shape): math.prod(s.shape) for s in holders.values() if s.piece}
         if first.piece is not None and sum(blocks.values()) != math.prod(whole):
-            raise _Conflict("is incomplete: the ranks' blocks do not add up to it")
+            raise _Conflict(
+                "is incomplete: the blocks of the ranks do not add up to the whole tensor"
+            )
 
     # ---- the tree
 
@@ -248,8 +252,8 @@ class _Merger:
         rank = min(nodes) if rule is OnResize.REPLICATE else self._rank
         if rule is OnResize.DROP or rank not in nodes:
             return KeptNode()
-        for slot in slots_of(nodes[rank]):
-            self._source_rank[self._slots[self._headers[rank].tensors[slot].name]] = rank
+        for position in positions_of(nodes[rank]):
+            self._source_rank[self._positions[self._headers[rank].tensors[position].name]] = rank
         rules, self._rules = self._rules, {}
         try:
             return self._node({rank: nodes[rank]}, "")
@@ -260,7 +264,9 @@ class _Merger:
         first = next(iter(nodes.values()))
         match first:
             case TensorNode():
-                return TensorNode(self._slot({rank: node.slot for rank, node in nodes.items()}))
+                return TensorNode(
+                    self._position({rank: node.position for rank, node in nodes.items()})
+                )
             case ValueNode():
                 return self._value(nodes)
             case MapNode():
@@ -277,7 +283,7 @@ class _Merger:
             case QuantizedNode():
                 return replace(
                     first,
-                    slot=self._slot({rank: node.slot for rank, node in nodes.items()}),
+                    position=self._position({rank: node.position for rank, node in nodes.items()}),
                     parameters=self._inside({r: n.parameters for r, n in nodes.items()}),
                 )
             case CodecNode():
@@ -316,7 +322,7 @@ class _Merger:
 
     def _sequence(self, nodes: Mapping[int, SequenceNode], name: str) -> Node:
         if len({(node.is_tuple, len(node.nodes)) for node in nodes.values()}) > 1:
-            raise _Conflict("is a sequence of another length or kind on some ranks")
+            raise _Conflict("is a sequence whose length or type differs between ranks")
         first = next(iter(nodes.values()))
         return SequenceNode(
             first.is_tuple,
@@ -343,7 +349,7 @@ class _Merger:
         rank, first = next(iter(nodes.items()))
         self._values.append(self._headers[rank].values[first.number])
         blobs = tuple(
-            self._slot({r: node.blobs[index] for r, node in nodes.items()})
+            self._position({r: node.blobs[index] for r, node in nodes.items()})
             for index in range(len(first.blobs))
         )
         return ValueNode(len(self._values) - 1, blobs)
@@ -355,7 +361,7 @@ class _Merger:
         ):
             same = {(node.names, tuple(n for n, _ in node.groups)) for node in nodes.values()}
             if len(same) > 1:
-                raise _Conflict("has other parameters on some ranks, and their names are not known")
+                raise _Conflict("has parameters without names, which differ between ranks")
         names = dict.fromkeys(name for node in nodes.values() for name in node.names)
         if None in names:
             first = next(iter(nodes.values()))

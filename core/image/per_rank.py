@@ -23,7 +23,7 @@ from tierfall.core.image.tree import (
     TensorNode,
     ValueNode,
     leaves,
-    slots_of,
+    positions_of,
 )
 
 PER_RANK = "per_rank"
@@ -92,8 +92,8 @@ class _FirstRank:
         for (_, own_node), (_, first_node) in zip(own, first, strict=True):
             if not self._is_equal(header, own_node, first_node):
                 return None
-            slots = zip(slots_of(own_node), slots_of(first_node), strict=True)
-            pairs += [TensorPair(header.tensors[a], self._header.tensors[b]) for a, b in slots]
+            positions = zip(positions_of(own_node), positions_of(first_node), strict=True)
+            pairs += [TensorPair(header.tensors[a], self._header.tensors[b]) for a, b in positions]
         if any(map(_is_of_another_shape, pairs)):
             return None
         return [pair for pair in pairs if _must_compare(pair)]
@@ -104,8 +104,11 @@ class _FirstRank:
             return False
         if not isinstance(one, ValueNode) or not isinstance(other, ValueNode):
             return True
-        blobs = [(header.tensors[slot].dtype, header.tensors[slot].shape) for slot in one.blobs]
-        others = [self._header.tensors[slot] for slot in other.blobs]
+        blobs = [
+            (header.tensors[position].dtype, header.tensors[position].shape)
+            for position in one.blobs
+        ]
+        others = [self._header.tensors[position] for position in other.blobs]
         return blobs == [(t.dtype, t.shape) for t in others] and _text(
             header.values[one.number]
         ) == _text(self._header.values[other.number])
@@ -151,7 +154,7 @@ def _primitives(node: Node, name: str) -> Iterator[tuple[str, Node]]:
             name = f"{name}.{node.name}"
         case QuantizedNode():
             name = f"{name}.{node.scheme}.{node.axis}"
-            yield name, TensorNode(node.slot)
+            yield name, TensorNode(node.position)
     if not node.children():
         yield name, node
     for below, child in node.named(name):
@@ -167,12 +170,12 @@ def _with_own(
     """The header with these entries also below ``key``, their tensors under new names."""
     tensors = list(header.tensors)
     moved: dict[int, int] = {}
-    for slot in sorted({slot for _, node in own for slot in slots_of(node)}):
-        stored = header.tensors[slot]
+    for position in sorted({position for _, node in own for position in positions_of(node)}):
+        stored = header.tensors[position]
         if not _has_bytes(stored):
-            moved[slot] = slot  # another rank writes it, under this name
+            moved[position] = position  # another rank writes it, under this name
             continue
-        moved[slot] = len(tensors)
+        moved[position] = len(tensors)
         tensors.append(replace(stored, name=f"{key}.{rank}.{stored.name}", piece=None))
     root: dict[str, Any] = {}
     for name, node in own:
@@ -203,15 +206,15 @@ def _tree(entries: Mapping[str, Any]) -> MapNode:
     )
 
 
-def _reindexed(node: Node, slots: Mapping[int, int]) -> Node:
-    """The node with its tensors at other slots."""
+def _reindexed(node: Node, positions: Mapping[int, int]) -> Node:
+    """The node with its tensors at other positions."""
     match node:
         case TensorNode():
-            return TensorNode(slots[node.slot])
+            return TensorNode(positions[node.position])
         case ValueNode():
-            return replace(node, blobs=tuple(slots[blob] for blob in node.blobs))
+            return replace(node, blobs=tuple(positions[blob] for blob in node.blobs))
         case PiecesNode():
-            return PiecesNode(tuple(slots[slot] for slot in node.slots))
+            return PiecesNode(tuple(positions[position] for position in node.positions))
         case QuantizedNode():
-            node = replace(node, slot=slots[node.slot])
-    return node.map_children(lambda child: _reindexed(child, slots))
+            node = replace(node, position=positions[node.position])
+    return node.map_children(lambda child: _reindexed(child, positions))

@@ -33,19 +33,19 @@ def refuse_files(header: ImageHeader, *, doing: str, instead: Callable[[], str] 
     """Raise RestoreError if an image contains files; ``instead`` returns the end of the message."""
     if are_files(header):
         raise RestoreError(
-            f"{doing}: {header.what}: torch.distributed.checkpoint has saved this step by path, as files that it alone "
-            "reads: torch.distributed.checkpoint.load(state, checkpoint_id='tiers://RUN/step-STEP') does"
+            f"{doing}: {header.what}: torch.distributed.checkpoint has saved this step by path; read it with "
+            "torch.distributed.checkpoint.load(state, checkpoint_id='tiers://RUN/step-STEP')"
             + instead()
         )
 
 
-def file_slots(merged: MergedHeader) -> dict[str, int]:
-    """The slot of each file's bytes, by file name."""
+def file_positions(merged: MergedHeader) -> dict[str, int]:
+    """The position of each file's bytes, by file name."""
     found = next((node for key, node in merged.header.tree.entries if key == ENTRY), None)
     if not isinstance(found, MapNode):
         return {}
     return {
-        key: node.slot
+        key: node.position
         for key, node in found.entries
         if isinstance(key, str) and isinstance(node, TensorNode)
     }

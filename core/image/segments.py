@@ -24,11 +24,11 @@ HOST = -1
 class SegmentPart:
     """A byte range of tensor number ``index``: from ``source_start`` of the tensor to ``start`` of the image's data.
 
-    ``slot`` is the tensor's index in the image; ``whole``: the range is the whole tensor; ``place`` is HOST or the
+    ``position`` is the tensor's index in the image. ``whole``: the range is the whole tensor. ``place`` is HOST or the
     number of its device.
     """
 
-    slot: int
+    position: int
     index: int
     start: int
     end: int
@@ -90,8 +90,8 @@ class Segmentation:
         batches: dict[tuple[bool, int], list[SegmentPart]] = {}
         batched: dict[tuple[bool, int], int] = {}
         kinds = {True: self.segments, False: self.eager}
-        for number, slot in enumerate(self._layout.slots):
-            index, start, end = slot.index, slot.start, slot.end
+        for number, placement in enumerate(self._layout.placements):
+            index, start, end = placement.index, placement.start, placement.end
             if start == end:
                 continue
             place = self._place(index)
@@ -110,16 +110,18 @@ class Segmentation:
             segments.sort(key=lambda segment: segment[0].start)
 
     def _pieces(
-        self, slot: int, index: int, start: int, end: int, *, plain: bool
+        self, position: int, index: int, start: int, end: int, *, plain: bool
     ) -> list[SegmentPart]:
         if not plain:
-            return [SegmentPart(slot, index, start, end, 0, True, self._place(index))]
+            return [SegmentPart(position, index, start, end, 0, True, self._place(index))]
         pieces = []
         at = start
         while at < end:
             stop = min(end, (at // self.chunk_bytes + 1) * self.chunk_bytes, at + SEGMENT_BYTES)
             whole = stop - at == end - start
-            pieces.append(SegmentPart(slot, index, at, stop, at - start, whole, self._place(index)))
+            pieces.append(
+                SegmentPart(position, index, at, stop, at - start, whole, self._place(index))
+            )
             at = stop
         return pieces
 

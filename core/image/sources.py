@@ -65,7 +65,7 @@ class TensorSources:
                 elif piece.whole:
                     if source.dtype is torch.bool:
                         source = source.view(torch.uint8)  # any byte survives
-                    to.append(targets.typed_view(piece.slot, source))
+                    to.append(targets.typed_view(piece.position, source))
                     of.append(source)
                 else:
                     to.append(targets.flat(piece.start, piece.end))

@@ -21,20 +21,20 @@ class RegionTargets:
         """``memory`` is the image_bytes of a region, flat uint8."""
         self._memory = memory
         self._layout = layout
-        self._views: list[torch.Tensor | None] = [None] * len(layout.slots)
+        self._views: list[torch.Tensor | None] = [None] * len(layout.placements)
 
     def flat(self, start: int, end: int) -> torch.Tensor:
         """Bytes ``start`` to ``end`` of the data."""
         data = self._layout.data_start
         return self._memory[data + start : data + end]
 
-    def typed_view(self, slot: int, source: torch.Tensor) -> torch.Tensor:
+    def typed_view(self, position: int, source: torch.Tensor) -> torch.Tensor:
         """The view of a plain tensor's position, with its dtype and shape."""
-        view = self._views[slot]
+        view = self._views[position]
         if view is None:
-            place = self._layout.slots[slot]
-            view = self.flat(place.start, place.end).view(source.dtype).view(source.shape)
-            self._views[slot] = view
+            placement = self._layout.placements[position]
+            view = self.flat(placement.start, placement.end).view(source.dtype).view(source.shape)
+            self._views[position] = view
         return view
 
 
@@ -56,7 +56,7 @@ class TargetCache:
             self._layout = layout
         address = memory.data_ptr()
         found = self._by_address.get(address) or RegionTargets(memory, layout)
-        if (len(self._by_address) + 1) * len(layout.slots) <= VIEWS_MAX:
+        if (len(self._by_address) + 1) * len(layout.placements) <= VIEWS_MAX:
             self._by_address[address] = found
         return found
 

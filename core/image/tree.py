@@ -1,7 +1,7 @@
 """The tree of a stored state, parsed from untrusted JSON into typed nodes.
 
-Nodes refer to tensors by slot, an index into the image's table of tensors, and to values by number. Parsing validates
-every reference; any defect is a ValueError.
+Nodes refer to tensors by position, an index into the image's table of tensors, and to values by number. Parsing
+validates every reference; any defect is a ValueError.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Node:
 
     __slots__ = ()
 
-    def own_slots(self) -> Sequence[int]:
-        """The slots of the node's own tensors, without those of its children."""
+    def own_positions(self) -> Sequence[int]:
+        """The positions of the node's own tensors, without those of its children."""
         return ()
 
     def children(self) -> Sequence[Node]:
@@ -49,10 +49,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class TensorNode(Node):
-    slot: int
+    position: int
 
-    def own_slots(self) -> Sequence[int]:
-        return (self.slot,)
+    def own_positions(self) -> Sequence[int]:
+        return (self.position,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ValueNode(Node):
     number: int
     blobs: tuple[int, ...]
 
-    def own_slots(self) -> Sequence[int]:
+    def own_positions(self) -> Sequence[int]:
         return self.blobs
 
 
@@ -163,13 +163,13 @@ class RandomNode(_StateNode):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedNode(Node):
-    slot: int
+    position: int
     scheme: str
     axis: int
     parameters: Node
 
-    def own_slots(self) -> Sequence[int]:
-        return (self.slot,)
+    def own_positions(self) -> Sequence[int]:
+        return (self.position,)
 
     def children(self) -> Sequence[Node]:
         return (self.parameters,)
@@ -194,10 +194,10 @@ class CodecNode(Node):
 class PiecesNode(Node):
     """A sharded tensor of which an image has no block, or several; the images of all ranks together have all of it."""
 
-    slots: tuple[int, ...]
+    positions: tuple[int, ...]
 
-    def own_slots(self) -> Sequence[int]:
-        return self.slots
+    def own_positions(self) -> Sequence[int]:
+        return self.positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +225,10 @@ def walk(node: Node) -> Iterator[Node]:
         waiting += reversed(node.children())
 
 
-def slots_of(node: Node) -> Iterator[int]:
-    """Yield the slots of a node and its descendants, possibly repeated."""
+def positions_of(node: Node) -> Iterator[int]:
+    """Yield the positions of a node and its descendants, possibly repeated."""
     for each in walk(node):
-        yield from each.own_slots()
+        yield from each.own_positions()
 
 
 def leaves(
@@ -249,13 +249,13 @@ def leaves(
 
 
 class TreeReader:
-    """Parses nodes for a table of ``slots`` tensors and ``values`` values. Records which of them are used, and the
+    """Parses nodes for a table of ``tensors`` tensors and ``values`` values. Records which of them are used, and the
     values that are an optimizer's groups."""
 
-    def __init__(self, slots: int, values: int) -> None:
-        self._slots = slots
+    def __init__(self, tensors: int, values: int) -> None:
+        self._tensors = tensors
         self._values = values
-        self.used_slots: set[int] = set()
+        self.used_positions: set[int] = set()
         self.used_values: set[int] = set()
         self.groups: list[ValueNode] = []
         self.in_pieces = False
@@ -264,12 +264,12 @@ class TreeReader:
         if depth > _DEPTH_MAX:
             raise ValueError("the tree is nested too deeply")
         if type(data) is int:
-            return TensorNode(self._slot(data))
+            return TensorNode(self._position(data))
         if not isinstance(data, list) or not data:
             raise ValueError("a node of the tree is neither a number nor a list")
         match data:
             case ["v", int(number), *blobs]:
-                return ValueNode(self._value(number), tuple(map(self._slot, blobs)))
+                return ValueNode(self._value(number), tuple(map(self._position, blobs)))
             case ["d", str(kind), list(keys), list(nodes)] if kind in MAPPING_TYPES:
                 return MapNode(kind, self._entries(keys, nodes, depth))
             case ["l" | "t" as kind, list(nodes)]:
@@ -282,18 +282,20 @@ class TreeReader:
 
     def _read_wrapper(self, data: list[Coded], depth: int) -> Node:
         match data:
-            case ["p", list(slots)] if len(slots) != 1:
+            case ["p", list(positions)] if len(positions) != 1:
                 self.in_pieces = True
-                return PiecesNode(tuple(map(self._slot, slots)))
+                return PiecesNode(tuple(map(self._position, positions)))
             case ["s", child]:
                 return ObjectNode(self.read(child, depth + 1))
-            case ["q", slot, str(scheme), int(axis), child] if scheme in SCHEMES:
-                return QuantizedNode(self._slot(slot), scheme, axis, self.read(child, depth + 1))
+            case ["q", position, str(scheme), int(axis), child] if scheme in SCHEMES:
+                return QuantizedNode(
+                    self._position(position), scheme, axis, self.read(child, depth + 1)
+                )
             case ["c", str(name), child]:
                 return CodecNode(name, self.read(child, depth + 1))
             case ["r", child] if depth == 1:
                 return RandomNode(self.read(child, depth + 1))
-        raise ValueError(f"a node of the tree is of no known kind: {str(data[0])[:20]!r}")
+        raise ValueError(f"a node of the tree is of an unknown kind: {str(data[0])[:20]!r}")
 
     def _entries(
         self, keys: list[Coded], nodes: list[Coded], depth: int
@@ -329,7 +331,7 @@ class TreeReader:
 
         def number(value: Coded) -> int:
             if type(value) is not int or not 0 <= value < len(names):
-                raise ValueError("an optimizer names a parameter that it does not have")
+                raise ValueError("an optimizer refers to a parameter that it does not have")
             return value
 
         read_groups = []
@@ -349,18 +351,20 @@ class TreeReader:
         if len({key for key, _ in read_state}) != len(read_state):
             raise ValueError("an optimizer has the state of a parameter twice")
         if sum(len(numbers) for numbers, _ in read_groups) != len(names):
-            raise ValueError("an optimizer's groups do not hold its parameters")
+            raise ValueError("an optimizer's groups do not match its parameters")
         return OptimizerNode(tuple(names), tuple(read_groups), tuple(read_state))
 
-    def _slot(self, value: Coded) -> int:
-        if type(value) is not int or not 0 <= value < self._slots:
-            raise ValueError("the tree names a tensor that is not in the table")
-        self.used_slots.add(value)
+    def _position(self, value: Coded) -> int:
+        if type(value) is not int or not 0 <= value < self._tensors:
+            raise ValueError("the tree refers to a tensor that is not in the table")
+        self.used_positions.add(value)
         return value
 
     def _value(self, value: int) -> int:
         if not 0 <= value < self._values or value in self.used_values or type(value) is bool:
-            raise ValueError("the tree names a value that is not there, or names it twice")
+            raise ValueError(
+                "the tree refers to a value that does not exist, or refers to it twice"
+            )
         self.used_values.add(value)
         return value
 

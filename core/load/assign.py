@@ -1,6 +1,6 @@
-"""Putting a plain value back where it stood: into the same list, dict, set, array or generator where there is one.
+"""Assigning a plain value to the state: in place, where the state holds a list, dict, set, array or generator.
 
-Whoever holds a reference to such an object sees the restored value.
+References that the program holds to such an object see the restored value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tierfall.core.types.errors import RestoreError
 
 
 def merge(target: Any, source: Any) -> Any:
-    """Make ``target`` equal to ``source`` in place where it can be, and return what shall stand there now."""
+    """Make ``target`` equal to ``source``, in place where possible, and return the object to store in the state."""
     if isinstance(target, torch.Generator):
         return _set_generator(target, source)
     if type(target) is not type(source):

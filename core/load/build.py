@@ -1,7 +1,8 @@
-"""Python objects from an image: memory for what they hold, named before it is filled, and the objects after.
+"""Python objects from an image: ``prepare`` allocates their memory before it is read, ``build`` makes the objects
+after.
 
-``prepare`` allocates, from sizes that the header's check held against the image's own; ``build`` runs once all bytes
-are there. Equal slots on one device are one tensor, so what was tied comes back tied.
+Sizes are those of the header, which were checked against the size of the image. The same tensor of the image on one
+device is one tensor object, so that tied tensors stay tied.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTarget:
-    """Memory for a block of a tensor: ``target``, flat, gets what begins at ``offset`` and is ``lengths`` long; without
-    them all of it."""
+    """Memory for one block of a tensor: flat ``target`` receives the block that begins at ``offset`` and has the shape
+    ``lengths``; without these, the whole tensor."""
 
-    slot: int
+    position: int
     target: torch.Tensor
     offset: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
@@ -50,7 +51,8 @@ class BlockTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """One stored tensor to be read: ``start`` to ``end`` of the data go, whole, to each of the flat targets."""
+    """One stored tensor to read: bytes ``start`` to ``end`` of the image's data are copied to each of the flat
+    targets."""
 
     name: str
     start: int
@@ -59,7 +61,7 @@ class Fill:
 
 
 class Builder:
-    """Allocates and builds what the nodes of one header describe, and knows every target of every slot."""
+    """Allocates and builds the objects of one header's tree, and collects the targets of each of its tensors."""
 
     def __init__(self, header: ImageHeader) -> None:
         self.header = header
@@ -71,92 +73,98 @@ class Builder:
 
     # ---- before the bytes
 
-    def add_target(self, slot: int, flat: torch.Tensor) -> None:
-        self._targets.setdefault(slot, []).append(flat)
+    def add_target(self, position: int, flat: torch.Tensor) -> None:
+        self._targets.setdefault(position, []).append(flat)
 
     def add_block(
-        self, slot: int, flat: torch.Tensor, offset: tuple[int, ...], lengths: tuple[int, ...]
+        self, position: int, flat: torch.Tensor, offset: tuple[int, ...], lengths: tuple[int, ...]
     ) -> None:
-        """Note memory for a block of a slot, of a header that is merged."""
-        self._blocks.append(BlockTarget(slot=slot, target=flat, offset=offset, lengths=lengths))
+        """Add a target for one block of a tensor; only for a merged header."""
+        self._blocks.append(
+            BlockTarget(position=position, target=flat, offset=offset, lengths=lengths)
+        )
 
     def targets(self) -> tuple[BlockTarget, ...]:
-        """Return all memory that is to be filled, whole tensors and blocks."""
+        """Return all targets, of whole tensors and of blocks."""
         wholes = (
-            BlockTarget(slot=slot, target=flat)
-            for slot, flats in self._targets.items()
+            BlockTarget(position=position, target=flat)
+            for position, flats in self._targets.items()
             for flat in flats
         )
         return (*wholes, *self._blocks)
 
-    def flat(self, slot: int, device: torch.device) -> torch.Tensor:
-        """Return memory for a slot's bytes, flat, which will be filled."""
-        found = self._flat.get((slot, device))
+    def flat(self, position: int, device: torch.device) -> torch.Tensor:
+        """Return the flat uint8 memory of a tensor, which is a target of it."""
+        found = self._flat.get((position, device))
         if found is None:
-            length = self.header.tensors[slot].length
+            length = self.header.tensors[position].length
             found = torch.empty(length, dtype=torch.uint8, device=device)
-            self._flat[slot, device] = found
-            self.add_target(slot, found)
+            self._flat[position, device] = found
+            self.add_target(position, found)
         return found
 
-    def tensor(self, slot: int, device: torch.device) -> torch.Tensor:
-        """Return memory for a slot, of its dtype and shape."""
-        found = self._typed.get((slot, device))
+    def tensor(self, position: int, device: torch.device) -> torch.Tensor:
+        """Return the memory of a tensor in its dtype and shape."""
+        found = self._typed.get((position, device))
         if found is None:
-            stored = self.header.tensors[slot]
-            # Viewed, not allocated as such: some dtypes warn when they are.
-            found = self.flat(slot, device).view(stored.dtype).view(stored.shape)
-            self._typed[slot, device] = found
+            stored = self.header.tensors[position]
+            # A view, since allocating some dtypes raises a warning.
+            found = self.flat(position, device).view(stored.dtype).view(stored.shape)
+            self._typed[position, device] = found
         return found
 
-    def laid_out(self, slot: int, device: torch.device) -> torch.Tensor:
-        """Return a slot's tensor with the strides that it was saved with, once its bytes are there."""
-        strides = self.header.tensors[slot].strides
+    def laid_out(self, position: int, device: torch.device) -> torch.Tensor:
+        """Return a tensor with the strides that it was saved with. Its bytes must have been read."""
+        strides = self.header.tensors[position].strides
         if strides is None:
-            return self.tensor(slot, device)
-        found = self._laid_out.get((slot, device))
+            return self.tensor(position, device)
+        found = self._laid_out.get((position, device))
         if found is None:
-            found = tensors.strided_copy(self.tensor(slot, device), strides)
-            self._laid_out[slot, device] = found
+            found = tensors.strided_copy(self.tensor(position, device), strides)
+            self._laid_out[position, device] = found
         return found
 
     def prepare(self, node: Node, device: torch.device, named: str = "") -> None:
-        """Allocate all that ``build(node, device)`` will need; RestoreError, which tells its name below ``named``, for
-        what ranks had differently, and where a codec is not registered."""
+        """Allocate what ``build(node, device)`` will need. ``named`` is the name of the node, for errors.
+
+        Raises RestoreError where the ranks that saved the node differ in it, or where its codec is not registered.
+        """
         for name, leaf in leaves(node, named):
             match leaf:
                 case TensorNode():
-                    self.tensor(leaf.slot, device)
+                    self.tensor(leaf.position, device)
                 case ValueNode():
                     self._prepare_value(leaf)
                 case QuantizedNode():
-                    self.flat(leaf.slot, device)
+                    self.flat(leaf.position, device)
                 case CodecNode():
                     self._codec(leaf.name)
                 case ConflictNode():
                     raise RestoreError(f"{self.header.what}: {name}: {leaf.reason}")
                 case PiecesNode():
-                    raise RestoreError(f"{self.header.what}: {name}: its bytes lie in other images")
+                    raise RestoreError(
+                        f"{self.header.what}: {name}: its bytes are in the images of other ranks"
+                    )
             for child in leaf.children():
                 self.prepare(child, CPU if isinstance(leaf, RandomNode) else device, name)
 
     def _prepare_value(self, node: ValueNode) -> None:
-        for slot in node.blobs:
-            self.flat(slot, CPU)
+        for position in node.blobs:
+            self.flat(position, CPU)
         value_codec.decode(self.header.values[node.number], _NameCheck(self))
 
     def fills(self) -> tuple[Fill, ...]:
-        """Return what is to be read, in image order; tensors without bytes are left out."""
+        """Return the tensors to read, in image order, without those of no bytes."""
         found = []
-        for slot in sorted(self._targets):
-            stored = self.header.tensors[slot]
+        for position in sorted(self._targets):
+            stored = self.header.tensors[position]
             if stored.length:
                 found.append(
                     Fill(
                         name=stored.name,
                         start=stored.start,
                         end=stored.end,
-                        targets=tuple(self._targets[slot]),
+                        targets=tuple(self._targets[position]),
                     )
                 )
         return tuple(found)
@@ -164,7 +172,7 @@ class Builder:
     # ---- after the bytes
 
     def build(self, node: Node, device: torch.device) -> Any:
-        """Return the object that a prepared node describes."""
+        """Return the object of a prepared node."""
         match node:
             case MapNode():
                 result = MAPPING_TYPES[node.kind]()
@@ -183,7 +191,7 @@ class Builder:
     def _leaf(self, node: Node, device: torch.device) -> Any:
         match node:
             case TensorNode():
-                return self.laid_out(node.slot, device)
+                return self.laid_out(node.position, device)
             case ValueNode():
                 return self.value(node)
             case ObjectNode():
@@ -194,7 +202,7 @@ class Builder:
                 return self._quantized(node, device)
             case CodecNode():
                 return self.registered(node.name, self.build(node.value, device))
-        raise AssertionError(f"nothing is built of {node}")
+        raise AssertionError(f"no object can be built from {node}")
 
     def _optimizer(self, node: OptimizerNode, device: torch.device) -> dict[str, Any]:
         groups = []
@@ -210,7 +218,7 @@ class Builder:
         parameters = self.build(node.parameters, device)
         try:
             tensor = _empty_quantized(
-                self.header.tensors[node.slot], node, parameters, device=device
+                self.header.tensors[node.position], node, parameters, device=device
             )
         except (RuntimeError, TypeError) as error:
             raise IntegrityError(
@@ -218,13 +226,13 @@ class Builder:
             ) from error
         flat = tensors.as_bytes(tensor)
         assert flat is not None, "a fresh tensor that is not contiguous"
-        flat.copy_(self.flat(node.slot, device))
+        flat.copy_(self.flat(node.position, device))
         return tensor
 
     # ---- values
 
     def value(self, node: ValueNode) -> Any:
-        """Return a plain value; IntegrityError where the bytes of a blob are not one."""
+        """Return a plain value; IntegrityError where its bytes cannot be decoded."""
         try:
             return value_codec.decode(self.header.values[node.number], _BlobReader(self, node))
         except ValueError as error:
@@ -244,7 +252,7 @@ class Builder:
 
 
 class _NameCheck:
-    """Decodes without contents, for the names of registered types alone."""
+    """Decodes a value without its contents, to check that the codecs it names are registered."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
@@ -299,7 +307,7 @@ def _empty_quantized(
 
 
 def _generator(state: torch.Tensor, device: torch.device) -> torch.Generator | torch.Tensor:
-    """Return a generator in that state, or the state alone where this machine has no such device."""
+    """Return a generator in that state; only the state, where this machine has no such device."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return state.clone()
     try:

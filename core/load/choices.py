@@ -1,4 +1,4 @@
-"""What a caller asks of a restore beyond the whole: a part, what stays as it is, other names, other classes.
+"""What a caller chooses to restore: a part, entries to skip, other names, other classes.
 
 Names are dotted, as in the image; in ``skip`` a ``*`` stands for one component.
 """
@@ -27,8 +27,10 @@ from tierfall.core.types.errors import RestoreError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What a restore is to do otherwise than to fill all of the state by equal names. ``is_going_back``: the state has
-    been trained on, so that keys of its plain mappings may have come since the checkpoint."""
+    """The options of a restore; by default, all of the state is filled by equal names.
+
+    ``is_going_back``: the state has been trained since the checkpoint, so that its plain mappings may have new keys.
+    """
 
     only: tuple[str, ...] | None = None
     skip: tuple[str, ...] = ()
@@ -48,7 +50,7 @@ class Choices:
         strict: bool = True,
         goes_back: bool = False,
     ) -> Choices:
-        """Check what a caller passed; RestoreError for what is no list, or no mapping, of names."""
+        """Check the options of a caller. Raises RestoreError where one is not a list, or not a mapping, of names."""
         for what, names in (("only", only), ("skip", skip), ("retype", retype)):
             if isinstance(names, str):
                 raise RestoreError(
@@ -59,7 +61,7 @@ class Choices:
         if rename is not None and not _are_names(rename):
             raise RestoreError(
                 "restore: rename must be a mapping of names to names such as {'encoder': 'backbone'}, not "
-                f"{rename!r}; skip=[...] leaves what has a name as it is"
+                f"{rename!r}; to leave an entry of the state unchanged, pass skip=[...]"
             )
         return cls(
             only=None if only is None else tuple(only),
@@ -79,37 +81,39 @@ def _are_names(rename: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The part of a checkpoint that is asked for: dotted prefixes of names, or all of it, but what is skipped."""
+    """The selected part of a checkpoint: all of it or dotted prefixes of names, without the skipped entries."""
 
     prefixes: tuple[str, ...] | None
     skips: tuple[str, ...] = ()
 
     def has(self, name: str) -> bool:
-        """Say whether ``name`` is asked for."""
+        """Return whether ``name`` is selected."""
         asked = self.prefixes is None or any(naming.is_within(name, p) for p in self.prefixes)
         return asked and not self.skipped(name)
 
     def selects_at_or_below(self, name: str) -> bool:
-        """Say whether something at or below ``name`` is asked for."""
+        """Return whether anything at or below ``name`` is selected."""
         if self.skipped(name):
             return False
         return self.has(name) or any(naming.is_within(p, name) for p in self.prefixes or ())
 
     def skipped(self, name: str) -> bool:
-        """Say whether ``name`` stays as it is in the state."""
+        """Return whether ``name`` stays unchanged in the state."""
         return any(_matches(name, pattern) for pattern in self.skips)
 
 
 def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(wanted) <= len(parts) and all(
-        want in ("*", part) for want, part in zip(wanted, parts, strict=False)
+    parts, expected = name.split("."), pattern.split(".")
+    return len(expected) <= len(parts) and all(
+        one in ("*", part) for one, part in zip(expected, parts, strict=False)
     )
 
 
 def select(header: ImageHeader, choices: Choices, live: Iterable[str]) -> Selection:
-    """Return what is asked for of a checkpoint, whose names are the state's by now; ``live`` are the state's own.
-    RestoreError where a name is found nowhere."""
+    """Return the selected part of a checkpoint. ``live`` are the names of the state.
+
+    The header has been renamed to the names of the state. Raises RestoreError for a name that occurs nowhere.
+    """
     whole = [name for name, _ in leaves(header.tree, "")]
     for prefix in choices.only or ():
         _check_only(prefix, whole, header.what)
@@ -135,7 +139,7 @@ def _check_only(prefix: str, names: Sequence[str], what: str) -> None:
     whole = next((name for name in names if naming.is_within(prefix, name)), None)
     if whole is not None:
         raise RestoreError(
-            f"restore: only={prefix!r} asks for a part of {whole!r}, which is restored as one: ask for that"
+            f"restore: only={prefix!r} is a part of {whole!r}, which can only be restored as a whole: pass {whole!r}"
         )
     raise RestoreError(
         f"restore: {what} holds nothing named {prefix!r}; nearest: {_nearest(prefix, names)}"
@@ -153,7 +157,7 @@ def _suffixes(name: str) -> list[int]:
 
 
 def stored_names(header: ImageHeader) -> Iterator[str]:
-    """Yield the names of all that is restored as one, and of the entries of plain mappings."""
+    """Yield the names of the leaves, and of the entries of plain mappings."""
     for name, node in leaves(header.tree, ""):
         yield name
         if isinstance(node, ValueNode):
@@ -161,7 +165,7 @@ def stored_names(header: ImageHeader) -> Iterator[str]:
 
 
 def key_names(value: object, name: str) -> Iterator[str]:
-    """Yield the names of the entries of a plain mapping, and of those in it; nothing of another value."""
+    """Yield the names of the entries of a plain mapping, and of the mappings in it; none of another value."""
     if type(value) in value_codec.MAPPINGS:
         for key, child in value.items():  # type: ignore[attr-defined]
             try:
@@ -173,7 +177,7 @@ def key_names(value: object, name: str) -> Iterator[str]:
 
 
 def plain_value(header: ImageHeader, node: ValueNode) -> object:
-    """Return a plain value; None stands for an array, a long text and what a registered codec makes."""
+    """Return a plain value; None replaces each array, long text and value of a registered codec."""
     return value_codec.decode(header.values[node.number], _NoContents())
 
 
@@ -187,12 +191,14 @@ class _NoContents:
         return None
 
 
-# ---- other names
+# ---- renaming
 
 
 def renamed(header: ImageHeader, rules: Mapping[str, str] | None) -> ImageHeader:
-    """Return a header in which what has the names, or lies below them, that ``rules`` map from has those that they map
-    to. RestoreError where a rule names nothing, or moves something into another mapping."""
+    """Return a header with other names: ``rules`` map a name, of an entry or of all below it, to a new one.
+
+    Raises RestoreError where a rule matches nothing, or would move an entry to another mapping.
+    """
     if not rules:
         return header
     names = [*stored_names(header)]
@@ -208,7 +214,7 @@ def renamed(header: ImageHeader, rules: Mapping[str, str] | None) -> ImageHeader
     for old in rules.keys() - renaming.used:
         raise RestoreError(
             f"restore: rename={{{old!r}: {rules[old]!r}}}: {old!r} is part of a plain value, or of an object's state, "
-            "which is put back as one; rename that, or change the key after the restore"
+            "which is restored as a whole; rename that, or change the key after the restore"
         )
     types = header.types
     if types is not None:
@@ -217,14 +223,14 @@ def renamed(header: ImageHeader, rules: Mapping[str, str] | None) -> ImageHeader
 
 
 class _Renamer:
-    """``used`` are the rules that fitted something."""
+    """Renames the nodes of a tree. ``used`` are the rules that have matched."""
 
     def __init__(self, rules: Mapping[str, str]) -> None:
         self._rules = rules
         self.used: set[str] = set()
 
     def name(self, name: str) -> str:
-        """Apply the rule with the longest name that fits."""
+        """Return a name after the longest rule that matches it."""
         fitting = [old for old in self._rules if naming.is_within(name, old)]
         if not fitting:
             return name
@@ -261,8 +267,8 @@ class _Renamer:
         below = self._below(after, new, before)
         if naming.component(below) != below:
             raise RestoreError(
-                f"restore: rename={{{before!r}: {after!r}}}: {below!r} is not one plain key; name keys of letters, "
-                "digits and underscores"
+                f"restore: rename={{{before!r}: {after!r}}}: {below!r} is not a single key; a key has letters, digits "
+                "and underscores"
             )
         return below, self.node(child, before, after)
 
@@ -270,18 +276,18 @@ class _Renamer:
         before = f"{old}.{place}"
         if self.name(before) != f"{new}.{place}":
             raise RestoreError(
-                f"restore: rename: {before!r} is a place in a sequence, which has no other name"
+                f"restore: rename: {before!r} is an element of a sequence, which cannot have another name"
             )
         return self.node(child, before, f"{new}.{place}")
 
     def _below(self, name: str, parent: str, before: str) -> str:
-        """Return a new name without that of its mapping, or module."""
+        """Return the part of a new name below that of its mapping or module."""
         if not parent:
             return name
         if not name.startswith(f"{parent}."):
             raise RestoreError(
-                f"restore: rename: {before!r} would become {name!r}, which is not within {parent!r}: a name can change "
-                "inside its entry of the state, or the entry's own name"
+                f"restore: rename: {before!r} would become {name!r}, which is not within {parent!r}: rename an entry "
+                "of the state, or a name inside it"
             )
         return name[len(parent) + 1 :]
 

@@ -1,8 +1,8 @@
-"""Restoring a module: its tensors in place, and through ``load_state_dict`` what is no tensor of its own.
+"""Restoring a module: its own tensors in place, other entries of its state_dict by ``load_state_dict``.
 
-A state_dict hook may give keys that are copies or combinations of parameters: written into those, a restore is lost.
-As soon as one entry is such, the module's ``load_state_dict`` gets all of them, as its hooks expect; what is there
-afterwards is compared with what was stored.
+A state_dict hook may return keys that are copies or combinations of parameters. Values written into these would not
+change the module. If one entry is such a copy, the module's ``load_state_dict`` is called with all entries, as its
+hooks expect, and the result is compared with the stored values.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ModuleFiller:
             key = keys.pop(below, None)
             if not work.selection.has(full):
                 if key is not None and work.selection.skipped(full):
-                    work.fitter.skip(state[key], full)
+                    work.matcher.skip(state[key], full)
                 continue
             if key is None:
                 work.absent(child, full)
@@ -74,9 +74,9 @@ class ModuleFiller:
             if work.selection.has(full):
                 work.extra(state[key], full, is_object=key in scan.by_extra_state_key)
         if self._rest or self._has_own_load():
-            work.loads.append(lambda: self._load(tuple(state)))
+            work.state_loads.append(lambda: self._load(tuple(state)))
         else:
-            work.loads.append(self._after_load)
+            work.state_loads.append(self._after_load)
 
     def _state_dict(self) -> dict[str, Any]:
         try:
@@ -88,14 +88,14 @@ class ModuleFiller:
         return found
 
     def _has_own_load(self) -> bool:
-        """Say whether code that is not torch's own takes part in loading the module, or one in it."""
+        """Return whether the module, or one in it, overrides how torch loads modules."""
         if _is_own(type(self._live), "load_state_dict"):
             return True
         kinds = {type(module) for _, _, module in self._scan.module_prefixes}
         return any(_is_own(kind, "_load_from_state_dict") for kind in kinds)
 
     def _entry(self, key: str, live: Any, node: Node, name: str) -> None:
-        """Restore one entry in place, or note how its value is made for load_state_dict."""
+        """Restore one entry in place, or plan how its value is built for load_state_dict."""
         work = self._work
         if key in self._scan.by_extra_state_key:
             self._extra_state(key, self._scan.by_extra_state_key[key], node, live)
@@ -109,25 +109,23 @@ class ModuleFiller:
             return
         owner = self._scan.owner_of(key, live)
         if owner is not None and owner.numel() != live.numel():
-            owner = (
-                None  # a view of its beginning, which a hook made: load_state_dict knows the rest
-            )
+            owner = None  # a hook's view of a part of it: load_state_dict restores it
         if owner is None and live.layout is torch.strided and live.numel():
-            if work.fitter.compare(node.slot, live, name):
+            if work.matcher.compare(node.position, live, name):
                 self._copy(key, live, node, name)
             return
         self._in_place.append(key)
         if isinstance(owner, nn.Parameter):
-            work.filled.append(owner)
+            work.filled_parameters.append(owner)
         if isinstance(node, QuantizedNode):
-            work.fitter.quantized(node, live if owner is None else owner, name)
+            work.matcher.quantized(node, live if owner is None else owner, name)
         else:
-            work.fitter.tensor(node.slot, live, name)
+            work.matcher.tensor(node.position, live, name)
 
     def _copy(
         self, key: str, live: torch.Tensor, node: TensorNode | QuantizedNode, name: str
     ) -> None:
-        """Restore what is no memory of the module's: a copy that a hook made."""
+        """Restore a tensor that is not the module's memory: a copy that a hook made."""
         if not is_sharded(live):
             self._through_load(key, node, live.device)
             return
@@ -142,7 +140,7 @@ class ModuleFiller:
             self._work.report.refuses(name, f"cannot be restored into: {error}")
             return
         flat = torch.empty(local.nbytes, dtype=torch.uint8, device=local.device)
-        builder.add_block(node.slot, flat, piece.offset, tuple(local.shape))
+        builder.add_block(node.position, flat, piece.offset, tuple(local.shape))
         self._rest[key] = lambda: as_dtensor_like(live, flat.view(local.dtype).view(local.shape))
 
     def _through_load(self, key: str, node: Node, device: torch.device) -> None:
@@ -151,19 +149,19 @@ class ModuleFiller:
         self._rest[key] = lambda: builder.build(node, device)
 
     def _extra_state(self, key: str, owner: nn.Module, node: Node, live: Any) -> None:
-        """Restore what a module makes of itself; a tensor of it may have another shape than before."""
+        """Restore what ``get_extra_state`` returned. A tensor in it may have another shape than the saved one."""
         device = live.device if isinstance(live, torch.Tensor) else CPU
         if type(owner).set_extra_state is nn.Module.set_extra_state:
             self._through_load(key, node, device)
             return
         builder = self._work.builder
         builder.prepare(node, device)
-        self._work.puts.append(lambda: owner.set_extra_state(builder.build(node, device)))
+        self._work.assignments.append(lambda: owner.set_extra_state(builder.build(node, device)))
 
-    # ---- once the bytes are there
+    # ---- after the bytes
 
     def _after_load(self) -> None:
-        """Call what is to be called after load_state_dict: all was filled in place."""
+        """Call the post hooks of load_state_dict; all entries were filled in place."""
         for _, _, module in reversed(self._scan.module_prefixes):
             for hook in module._load_state_dict_post_hooks.values():
                 hook(module, _IncompatibleKeys([], []))
@@ -173,33 +171,31 @@ class ModuleFiller:
         whole = self._state_dict()
         if tuple(whole) != keys:
             raise RestoreError(
-                f"restore: state_dict() of {what} returns other keys from call to call; a hook of it must return the "
-                "same ones"
+                f"restore: two calls of state_dict() of {what} returned different keys; its hooks must return the same "
+                "keys at each call"
             )
-        wanted = {key: _digest(whole[key]) for key in self._in_place}
+        expected = {key: _digest(whole[key]) for key in self._in_place}
         built = {key: make() for key, make in self._rest.items()}
-        wanted |= {key: _digest(v) for key, v in built.items() if isinstance(v, torch.Tensor)}
+        expected |= {key: _digest(v) for key, v in built.items() if isinstance(v, torch.Tensor)}
         whole.update(built)
-        self._work.filled += live.parameters()
+        self._work.filled_parameters += live.parameters()
         try:
             live.load_state_dict(whole)
         except Exception as error:
-            raise RestoreError(
-                f"restore: load_state_dict of {what} refused its state: {error}"
-            ) from error
-        self._compare(wanted, what)
+            raise RestoreError(f"restore: load_state_dict of {what} failed: {error}") from error
+        self._compare(expected, what)
 
-    def _compare(self, wanted: Mapping[str, bytes], what: str) -> None:
+    def _compare(self, expected: Mapping[str, bytes], what: str) -> None:
         after = self._state_dict()
         wrong = [
             key
-            for key, digest in wanted.items()
+            for key, digest in expected.items()
             if not isinstance(after.get(key), torch.Tensor) or _digest(after[key]) != digest
         ]
         if not wrong:
             return
         text = (
-            f"restore: load_state_dict of {what} took its state, and its state_dict() is another one: "
+            f"restore: after load_state_dict of {what} its state_dict() differs from what was loaded: "
             f"{format_some([*map(repr, wrong)])}"
         )
         if not self._work.report.strict:
@@ -207,19 +203,19 @@ class ModuleFiller:
             return
         name = f"{self._name}.{self._scan.key_name(wrong[0])}"
         raise RestoreError(
-            f"{text}; its load hooks must undo what its state_dict hooks do. skip=[{name!r}] leaves an entry out that "
-            "does not matter, strict=False goes on with a warning"
+            f"{text}; its load hooks must reverse its state_dict hooks. skip=[{name!r}] leaves out an entry that does "
+            "not matter, strict=False only logs a warning"
         )
 
 
 def _is_own(kind: type[nn.Module], method: str) -> bool:
-    """Say whether a class, or one that it is made of, has a method of its own in place of torch's."""
+    """Return whether a class, or a base of it, overrides a method of torch."""
     definer = next(base for base in kind.__mro__ if method in base.__dict__)
     return definer.__module__.partition(".")[0] != "torch"
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """Digest dtype, shape and bytes of a tensor; of one that several ranks hold, of this rank's part."""
+    """Digest dtype, shape and bytes of a tensor; of a sharded one, this rank's part."""
     local = local_tensor(tensor)
     flat = as_bytes(local)
     if flat is None:

@@ -1,8 +1,8 @@
-"""Restoring a stock optimizer: its state tensor by tensor, in the dtype that was saved, and its groups by value.
+"""Restoring a stock optimizer: its state tensor by tensor, in the saved dtype, and its groups by value.
 
-``Optimizer.load_state_dict`` would cast the state to the parameter's dtype. Here a state tensor goes into the one that
-is there where device, dtype and shape are the same, and into a new one otherwise; state that the checkpoint does not
-have is removed. ``step`` lies where torch puts it: on the CPU, unless the group is capturable or fused.
+``Optimizer.load_state_dict`` would cast the state to the dtype of the parameter. Here a state tensor is filled in place
+where device, dtype and shape are equal, and replaced otherwise. State that the checkpoint does not have is removed.
+``step`` is on the device where torch keeps it: the CPU, unless the group is capturable or fused.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _PER_ELEMENT = frozenset(
         *("momentum_buffer", "prev", "square_avg", "step_size", "sum"),
     )
 )
-"""What these optimizers keep has a value for each element of its parameter, in the entries of these names."""
+"""The entries of their state that have the shape of the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StateEntry:
-    """One entry of a parameter's state: what it is built from, None where the tensor that is there is filled; whether
-    it is laid out in memory as its parameter is."""
+    """One entry of a parameter's state: the node that it is built from, None if the existing tensor is filled;
+    ``as_parameter`` if it gets the strides of its parameter."""
 
     entry: Any
     node: Node | torch.Tensor | None
@@ -82,7 +82,7 @@ class OptimizerFiller:
         live_number, live_groups = groups
         steps_on_device = self._steps_on_device()
         for (_, node), index in zip(self._node.groups, live_groups, strict=True):
-            # by the state's number: what is skipped stays as it is there
+            # The name has the index in the state, since skip=[...] names groups of the state.
             self._group(node, self._live.param_groups[index], f"{self._name}.param_groups.{index}")
         kept: set[Any] = set()
         for key, node in self._node.state:
@@ -94,48 +94,51 @@ class OptimizerFiller:
             parameter = self._numbering.parameters[live_number[key]]
             kept.add(id(parameter))
             step_device = parameter.device if key in steps_on_device else CPU
-            # Under another name it is not found.
+            # A renamed parameter cannot be found by its name.
             name_then = "" if self._work.choices.rename else self._node.names[key] or ""
             stored = self._stored.get(name_then)
             self._state(node, parameter, stored, parameter.device, step_device, name)
-        self._work.puts.append(lambda: self._remove_others(kept))
-        self._work.renewed.append(f"{self._name}.state")
+        self._work.assignments.append(lambda: self._remove_others(kept))
+        self._work.replaced_names.append(f"{self._name}.state")
 
-    # ---- which group and parameter is which
+    # ---- matching groups and parameters
 
     def _match(self) -> tuple[list[int], list[int]] | None:
-        """Return, per saved number, the number of the live parameter, and per saved group the live group's index."""
+        """Return the number of the state's parameter for each saved number, and the index of the state's group for each
+        saved group; None, once reported, where they do not match."""
         stored, live = self._node, self._numbering
         if not (any(stored.names) and any(live.names)):
             return self._match_by_place()
         stored_keys = [stored.entry_name(number) for number in range(len(stored.names))]
         live_keys = {live.state_name(number): number for number in range(len(live.names))}
-        wanted = [frozenset(stored_keys[n] for n in numbers) for numbers, _ in stored.groups]
-        there = [frozenset(live.state_name(n) for n in numbers) for numbers in live.groups]
+        stored_sets = [frozenset(stored_keys[n] for n in numbers) for numbers, _ in stored.groups]
+        live_sets = [frozenset(live.state_name(n) for n in numbers) for numbers in live.groups]
         order: list[int] = []
-        for index, group in enumerate(wanted):
-            found = next((i for i, g in enumerate(there) if g == group and i not in order), None)
+        for index, group in enumerate(stored_sets):
+            found = next(
+                (i for i, g in enumerate(live_sets) if g == group and i not in order), None
+            )
             if found is None:
-                self._differs(index, group, there)
+                self._differs(index, group, live_sets)
                 return None
             order.append(found)
-        if len(order) != len(there):
+        if len(order) != len(live_sets):
             self._work.report.refuses(
                 f"{self._name}.param_groups",
-                f"the checkpoint has {len(order)} groups, the state has {len(there)}: make the optimizer with the "
-                f"groups that it had and call add_param_group() after the restore, or {self._plan_new()}",
+                f"the checkpoint has {len(order)} groups, the state has {len(live_sets)}: create the optimizer with "
+                f"the saved groups and call add_param_group() after the restore, or {self._plan_new()}",
             )
             return None
         if order != sorted(order) and self._work.is_scheduled(self._live):
             self._work.report.refuses(
                 f"{self._name}.param_groups",
-                f"the groups are in another order, {order}, and a scheduler's learning rates are by the group's place: "
-                "add the groups in the order in which they were",
+                f"the groups are in another order, {order}, and a scheduler has its learning rates by group index: add "
+                "the groups in the saved order",
             )
         return [live_keys[key] for key in stored_keys], order
 
     def _match_by_place(self) -> tuple[list[int], list[int]] | None:
-        # One side does not know names: torch's own rule, group by group and place by place.
+        # One side has no names: match by group and index, as torch does.
         stored = [len(numbers) for numbers, _ in self._node.groups]
         live = [len(numbers) for numbers in self._numbering.groups]
         if stored != live:
@@ -153,19 +156,21 @@ class OptimizerFiller:
                 numbers[stored_number] = live_number
         return numbers, list(range(len(live)))
 
-    def _differs(self, index: int, group: frozenset[str], there: Sequence[frozenset[str]]) -> None:
-        nearest = max(there, key=lambda g: len(g & group), default=frozenset())
+    def _differs(
+        self, index: int, group: frozenset[str], live_sets: Sequence[frozenset[str]]
+    ) -> None:
+        nearest = max(live_sets, key=lambda g: len(g & group), default=frozenset())
         missing = sorted(group - nearest)[:3]
         more = sorted(nearest - group)[:3]
         self._work.report.refuses(
             f"{self._name}.param_groups.{index}",
             f"no parameter group of the state holds the same {len(group)} parameters; the nearest lacks "
-            f"{missing or 'none of them'} and has besides {more or 'no others'}: group the parameters as they were, or "
-            f"{self._plan_new()}",
+            f"{missing or 'none of them'} and also has {more or 'no others'}: group the parameters as they were saved, "
+            f"or {self._plan_new()}",
         )
 
     def _plan_new(self) -> str:
-        return f"skip=[{self._name!r}] to begin with a new optimizer"
+        return f"pass skip=[{self._name!r}] to start with a new optimizer"
 
     def _steps_on_device(self) -> set[int]:
         found: set[int] = set()
@@ -194,28 +199,28 @@ class OptimizerFiller:
         if not work.selection.has(name):
             return
 
-        def asked(key: Any) -> bool:
-            # The names belong to the parameters, which are the live group's in its own order.
+        def is_selected(key: Any) -> bool:
+            # The group of the state keeps its names, which are in the order of its parameters.
             return key != _NAMES and not work.selection.skipped(f"{name}.{names.component(key)}")
 
         if isinstance(node, ValueNode):
-            work.puts.append(
+            work.assignments.append(
                 lambda: _update(
-                    live, {k: v for k, v in self._builder.value(node).items() if asked(k)}
+                    live, {k: v for k, v in self._builder.value(node).items() if is_selected(k)}
                 )
             )
             return
         assert isinstance(node, MapNode), "a group that is no mapping"
         for key, child in node.entries:
-            if not asked(key):
+            if not is_selected(key):
                 continue
             value = live.get(key)
             if isinstance(child, TensorNode) and value is not None and self._fits(child, value):
-                work.fitter.tensor(child.slot, value, f"{name}.{names.component(key)}")
+                work.matcher.tensor(child.position, value, f"{name}.{names.component(key)}")
                 continue
             device = value.device if isinstance(value, torch.Tensor) else CPU
             self._builder.prepare(child, device)
-            work.puts.append(self._group_put(live, key, child, device))
+            work.assignments.append(self._group_put(live, key, child, device))
 
     def _group_put(self, live: dict[str, Any], key: Any, node: Node, device: torch.device) -> Any:
         return lambda: _update(live, {key: self._builder.build(node, device)})
@@ -231,14 +236,16 @@ class OptimizerFiller:
         step_device: torch.device,
         name: str,
     ) -> None:
-        """Restore what is kept under ``key``; ``parameter`` is that one as the image has it."""
+        """Restore the state under ``key``; ``parameter`` is its parameter in the image."""
         selection = self._work.selection
         if not selection.selects_at_or_below(name):
             return
         live = self._live.state.get(key)
         if not isinstance(node, MapNode) or not isinstance(live, dict | None):
             self._builder.prepare(node, device)
-            self._work.puts.append(lambda: self._replace(key, self._builder.build(node, device)))
+            self._work.assignments.append(
+                lambda: self._replace(key, self._builder.build(node, device))
+            )
             return
         made: list[_StateEntry] = []
         for entry, child in node.entries:
@@ -247,7 +254,7 @@ class OptimizerFiller:
                 continue
             target = step_device if entry == _STEP else device
             value = None if live is None else live.get(entry)
-            if isinstance(child, TensorNode) and self._fits_into(child, value, target, below):
+            if isinstance(child, TensorNode) and self._fill_in_place(child, value, target, below):
                 made.append(_StateEntry(entry, None, target))
             else:
                 self._check_piece(child, key, below)
@@ -259,71 +266,73 @@ class OptimizerFiller:
                 as_parameter = self._has_layout_of(parameter, child)
                 made.append(_StateEntry(entry, child, target, as_parameter=as_parameter))
         whole = selection.has(name)
-        self._work.puts.append(lambda: self._renew(key, made, whole))
+        self._work.assignments.append(lambda: self._renew(key, made, whole))
 
     def _check_piece(self, node: Node, parameter: Any, name: str) -> None:
-        """A block of a tensor of several ranks is put beside a parameter of which this rank has the same block."""
+        """Report a saved block whose parameter is another block on this rank."""
         stored = self._stored_piece(node)
         if stored is None or _is_block(parameter, stored):
             return
-        there = "another block, or none" if is_sharded(parameter) else "all of it"
+        part = "another block, or none" if is_sharded(parameter) else "the whole"
         self._work.report.differs(
             name,
             f"{stored.lengths} at {stored.offset} of {stored.shape}",
-            f"a parameter of which this rank has {there}",
+            f"a parameter of which this rank has {part}",
         )
 
     def _check_shape(
         self, entry: Any, node: Node, parameter: Any, stored: StoredTensor | None, name: str
     ) -> None:
-        """State that has its parameter's shape in the checkpoint is put beside a parameter of that shape alone: a fused
-        optimizer would walk beyond its end. ``stored`` is the parameter as the image has it."""
+        """Report state that was saved with its parameter's shape, where the parameter has another shape now: a fused
+        optimizer would read out of bounds. ``stored`` is the parameter in the image."""
         if not isinstance(node, TensorNode) or not isinstance(parameter, torch.Tensor):
             return
-        shape = _whole_shape(self._builder.header.tensors[node.slot])
+        shape = _whole_shape(self._builder.header.tensors[node.position])
         known = type(self._live) in _ELEMENTWISE and entry in _PER_ELEMENT
-        follows = known or (stored is not None and _whole_shape(stored) == shape)
-        if shape and follows and tuple(parameter.shape) != shape:
+        has_its_shape = known or (stored is not None and _whole_shape(stored) == shape)
+        if shape and has_its_shape and tuple(parameter.shape) != shape:
             self._work.report.differs(
                 name, f"shape {shape}", f"a parameter of shape {tuple(parameter.shape)}"
             )
 
     def _is_cut(self, node: Node, parameter: Any) -> bool:
-        """Say whether a whole tensor is to be state of a parameter that ranks hold in blocks, and cut as that is."""
+        """Return whether a whole stored tensor becomes state of a sharded parameter, and is sharded like it."""
         return (
             self._builder.header.merged
             and isinstance(node, TensorNode)
             and is_sharded(parameter)
-            and self._builder.header.tensors[node.slot].shape == tuple(parameter.shape)
+            and self._builder.header.tensors[node.position].shape == tuple(parameter.shape)
         )
 
     def _block(
         self, node: Node, parameter: Any, device: torch.device, name: str
     ) -> torch.Tensor | None:
-        """Make memory for this rank's block, which will be filled; None, once reported, where it has none."""
+        """Allocate this rank's block of such a tensor; None, once reported, where the rank has no single block."""
         assert isinstance(node, TensorNode)
-        dtype = self._builder.header.tensors[node.slot].dtype
+        dtype = self._builder.header.tensors[node.position].dtype
         try:
             local, piece = local_part(parameter)
         except NotOneBlockError as error:
             self._work.report.refuses(name, f"cannot be restored: {error}")
             return None
         flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
-        self._builder.add_block(node.slot, flat, piece.offset, tuple(local.shape))
+        self._builder.add_block(node.position, flat, piece.offset, tuple(local.shape))
         return as_dtensor_like(parameter, flat.view(dtype).view(local.shape))
 
     def _stored_piece(self, node: Node) -> TensorPiece | None:
         if not isinstance(node, TensorNode):
             return None
-        return self._builder.header.tensors[node.slot].piece
+        return self._builder.header.tensors[node.position].piece
 
     def _has_layout_of(self, parameter: StoredTensor | None, node: Node) -> bool:
-        """Say whether state was laid out as its parameter when it was saved, as optimizers make it: fused ones walk
-        both as they lie in memory, so that it is laid out as the parameter that is there now. Where the image has no
-        strides, or not the parameter, it is taken for one where it was."""
+        """Return whether state was saved with the strides of its parameter, as optimizers create it.
+
+        Fused optimizers iterate over both in memory order, so that such state gets the strides of the live parameter.
+        True also where the image lacks strides, or the parameter.
+        """
         if not isinstance(node, TensorNode):
             return False
-        stored = self._builder.header.tensors[node.slot]
+        stored = self._builder.header.tensors[node.position]
         if stored.piece is not None:
             return False
         if self._builder.header.types is None or parameter is None:
@@ -334,27 +343,27 @@ class OptimizerFiller:
         if isinstance(made.node, torch.Tensor | None):
             return made.node
         if made.as_parameter and isinstance(made.node, TensorNode):
-            return _laid_out_as(parameter, self._builder.tensor(made.node.slot, made.device))
+            return _laid_out_as(parameter, self._builder.tensor(made.node.position, made.device))
         built = self._builder.build(made.node, made.device)
         return built if self._stored_piece(made.node) is None else as_dtensor_like(parameter, built)
 
-    def _fits_into(self, node: TensorNode, live: Any, device: torch.device, name: str) -> bool:
-        """Plan to fill a state tensor that is there; False where a new one is needed."""
+    def _fill_in_place(self, node: TensorNode, live: Any, device: torch.device, name: str) -> bool:
+        """Plan to fill a state tensor in place; False where it has to be replaced."""
         if not isinstance(live, torch.Tensor):
             return False
-        stored = self._builder.header.tensors[node.slot]
+        stored = self._builder.header.tensors[node.position]
         shape = stored.shape if stored.piece is None else stored.piece.shape
         same = self._builder.header.merged or _is_block(live, stored.piece)
         if tuple(live.shape) != shape or not same:
-            self._work.fitter.compare(node.slot, live, name)
+            self._work.matcher.compare(node.position, live, name)
             return True
         if not self._fits(node, live) or live.device != device:
             return False
-        self._work.fitter.tensor(node.slot, live, name)
+        self._work.matcher.tensor(node.position, live, name)
         return True
 
     def _fits(self, node: TensorNode, live: Any) -> bool:
-        stored = self._builder.header.tensors[node.slot]
+        stored = self._builder.header.tensors[node.position]
         if self._builder.header.merged and is_sharded(live):
             return live.dtype is stored.dtype and tuple(live.shape) == stored.shape
         if stored.piece is not None:
@@ -403,7 +412,7 @@ def _whole_shape(tensor: StoredTensor) -> tuple[int, ...]:
 
 
 def _laid_out_as(parameter: Any, built: Any) -> Any:
-    """Give state the strides of its parameter."""
+    """Return state with the strides of its parameter."""
     if type(built) is not torch.Tensor or type(parameter) not in (torch.Tensor, torch.nn.Parameter):
         return built
     strides = dense_strides(parameter)

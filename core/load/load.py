@@ -1,4 +1,4 @@
-"""A whole image as a nested dict, with no training loop: what each ``state_dict()`` returned when it was saved."""
+"""Loading a whole image as a nested dict, without a training loop: what each ``state_dict()`` returned at the save."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierfall.core.tensors.written_memory import LiveMemory
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is to be read, and where it goes; ``result`` is ready once every fill is."""
+    """The reads of a load; ``result`` may be called once all of them are done."""
 
     fills: tuple[Fill, ...]
     targets: tuple[BlockTarget, ...]
@@ -24,23 +24,23 @@ class LoadPlan:
     _device: torch.device
 
     def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]:
-        """Nothing that is filled is the caller's yet."""
+        """Return no tensors: the memory of a failed load is nobody's."""
         return []
 
     def unfilled(self, written: Iterable[LiveMemory]) -> list[str]:
-        """Nothing was the caller's before."""
+        """Return no names, for the same reason."""
         return []
 
     def result(self) -> dict[Any, Any]:
-        """Return the state as a nested dict: tensors on the chosen device, values as they were."""
+        """Return the state as a nested dict: tensors on the chosen device, values as they were saved."""
         built: dict[Any, Any] = self._builder.build(self._builder.header.tree, self._device)
         return built
 
 
 def plan_load(header: ImageHeader, *, map_location: str | torch.device | None = None) -> LoadPlan:
-    """Plan to load all of an image onto ``map_location`` (the CPU where it is None).
+    """Plan to load a whole image onto ``map_location`` (None: the CPU).
 
-    Allocates every tensor. Raises RestoreError where the image holds a registered type that is not registered here.
+    Allocates every tensor. Raises RestoreError where the image holds values of a codec that is not registered.
     """
     refuse_files(header, doing="load")
     device = CPU if map_location is None else torch.device(map_location)

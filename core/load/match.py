@@ -1,8 +1,8 @@
-"""Fitting stored tensors into tensors that are there: the same dtype and shape, in place.
+"""Matching stored tensors to tensors of the state: same dtype and shape, filled in place.
 
-A target whose elements do not lie in order gets its bytes through a temporary. Targets that are one memory are filled
-once; one memory that two stored tensors would go into is refused, since which one came last would be chance. So are two
-targets of one stored tensor that overlap in part: they cannot both hold its values.
+A target whose elements are not contiguous is filled through a temporary. Targets that share all of their memory are
+filled once. Memory that two stored tensors would fill is refused: the result would depend on their order. Two targets
+of one stored tensor that overlap in part are refused: both cannot hold its values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tierfall.core.types.errors import RestoreError
 
 
 class TensorMatcher:
-    """Notes targets with the builder, and what is left to do once they are filled."""
+    """Adds targets to the builder, and collects what to do once they are filled: ``copies``, then ``checks``."""
 
     def __init__(self, builder: Builder, report: MismatchReport) -> None:
         self._builder = builder
@@ -38,11 +38,10 @@ class TensorMatcher:
         self._kept: list[tuple[torch.Tensor, str]] = []
         self.copies: list[Callable[[], None]] = []
         self.checks: list[Callable[[], None]] = []
-        """What is to be looked at once all copies are made."""
 
-    def compare(self, slot: int, live: torch.Tensor, name: str) -> bool:
-        """Say whether dtype and shape are the same; report it where they are not."""
-        stored = self._builder.header.tensors[slot]
+    def compare(self, position: int, live: torch.Tensor, name: str) -> bool:
+        """Return whether dtype and shape are equal; report the mismatch where they are not."""
+        stored = self._builder.header.tensors[position]
         try:
             piece = piece_of(live)
         except NotOneBlockError as error:
@@ -59,29 +58,31 @@ class TensorMatcher:
         )
         return False
 
-    def tensor(self, slot: int, live: torch.Tensor, name: str) -> None:
-        """Fill ``live`` from a slot, in place; of a tensor of several ranks this rank's part."""
+    def tensor(self, position: int, live: torch.Tensor, name: str) -> None:
+        """Fill ``live`` from a stored tensor, in place; of a sharded tensor, this rank's block."""
         if is_sharded(live):
-            if self.compare(slot, live, name):
+            if self.compare(position, live, name):
                 local, piece = local_part(live)
-                self._local(slot, local, name, piece if self._builder.header.merged else None)
+                self._local(position, local, name, piece if self._builder.header.merged else None)
             return
         reason = tensors.refusal(live)
         if reason is not None:
             self._report.refuses(name, f"cannot be restored into: {reason}")
-        elif self.compare(slot, live, name) and self._claim(slot, live, name):
-            self._target(slot, live.detach(), name)
+        elif self.compare(position, live, name) and self._claim(position, live, name):
+            self._target(position, live.detach(), name)
 
-    def _local(self, slot: int, live: torch.Tensor, name: str, block: TensorPiece | None) -> None:
+    def _local(
+        self, position: int, live: torch.Tensor, name: str, block: TensorPiece | None
+    ) -> None:
         reason = tensors.refusal(live)
         if reason is not None:
             self._report.refuses(name, f"cannot be restored into: {reason}")
-        elif self._claim(slot, live, name):
-            self._target(slot, live.detach(), name, block)
+        elif self._claim(position, live, name):
+            self._target(position, live.detach(), name, block)
 
     def quantized(self, node: QuantizedNode, live: torch.Tensor, name: str) -> None:
-        """Fill a quantized tensor from a slot, and give it the stored scale and zero point."""
-        if not self.compare(node.slot, live, name):
+        """Fill a quantized tensor, and set its stored scale and zero point."""
+        if not self.compare(node.position, live, name):
             return
         try:
             scheme = str(live.qscheme())
@@ -95,93 +96,93 @@ class TensorMatcher:
 
         def copy() -> None:
             built = self._builder.build(node, live.device)
-            # Not copy_: it knows half of the schemes. The object stays, with new memory.
+            # copy_ does not support all schemes. The tensor object stays and gets new memory.
             live.data = built
 
         self.copies.append(copy)
 
     def in_place(self) -> Iterator[LiveMemory]:
-        """The tensors that bytes are read straight into, before all of them are known to be good."""
+        """Yield the tensors that are read into directly, before all bytes are verified."""
         for targets in self._targets.values():
             for live, name in targets:
                 if tensors.as_bytes(live) is not None:
                     yield LiveMemory(name, AddressRange.of(live))
 
     def skip(self, live: object, name: str) -> None:
-        """Note what a caller wants to stay as it is."""
+        """Record a tensor that the caller skips."""
         if isinstance(live, torch.Tensor):
             self._kept.append((local_tensor(live), name))
 
     def check_overlaps(self) -> None:
-        """Have targets that are filled from different slots, and overlap in part, compared once all are filled: both
-        can be right only where the checkpoint has the same bytes twice."""
+        """Find targets of different stored tensors that overlap in part, and check their bytes once all are filled.
+        Both can be right only where the stored tensors agree in the overlap."""
         stored = self._builder.header.tensors
         spans = [
-            (str(live.device), *tensors.span(live), slot, live, name)
+            (str(live.device), *tensors.span(live), position, live, name)
             for claims in self._claims.values()
-            for live, slot, name in claims
-            if tensors.as_bytes(live) is not None and live.nbytes == stored[slot].length
+            for live, position, name in claims
+            if tensors.as_bytes(live) is not None and live.nbytes == stored[position].length
         ]
         spans.sort(key=lambda span: span[:3])
         overlapping: dict[str, tuple[int, torch.Tensor, str]] = {}
-        last = None  # of those before on this device, the one that ends last
+        last = None  # the span before on this device with the highest end
         for span in spans:
-            device, start, end, slot, live, name = span
+            device, start, end, position, live, name = span
             if last is None or device != last[0] or start >= last[2]:
                 last = span
                 continue
             overlapping.setdefault(last[5], (last[3], last[4], name))
-            overlapping.setdefault(name, (slot, live, last[5]))
+            overlapping.setdefault(name, (position, live, last[5]))
             last = span if end > last[2] else last
-        for name, (slot, live, other) in overlapping.items():
-            self._compare_filled(slot, live, name, other)
+        for name, (position, live, other) in overlapping.items():
+            self._compare_filled(position, live, name, other)
 
-    def _compare_filled(self, slot: int, live: torch.Tensor, name: str, other: str) -> None:
-        stored = self._builder.flat(slot, CPU)
+    def _compare_filled(self, position: int, live: torch.Tensor, name: str, other: str) -> None:
+        stored = self._builder.flat(position, CPU)
 
         def compare() -> None:
             flat = tensors.as_bytes(live.detach())
             if flat is None or not torch.equal(flat.cpu(), stored):
                 raise RestoreError(
-                    f"restore: {name} overlaps in part with {other} in the state, and the checkpoint has other values "
-                    "for both; clone one of them, or restore one with only=[...]"
+                    f"restore: {name} overlaps in part with {other} in the state, and their values in the checkpoint "
+                    "differ; clone one of them, or restore one with only=[...]"
                 )
 
         self.checks.append(compare)
 
     def check_kept(self) -> None:
-        """Report what is to stay as it is, and is memory that is filled under another name."""
+        """Report skipped tensors whose memory is filled under another name."""
         for kept, name in self._kept:
             if kept.layout is not torch.strided or not kept.numel():
                 continue
             for _, _, other in self._claims.get(kept.data_ptr(), ()):
                 self._report.refuses(
                     name,
-                    f"shares its memory with {other}, which is restored, and skip leaves it as it is: skip both, or "
+                    f"shares its memory with {other}, which is restored; skip cannot leave it unchanged: skip both, or "
                     "neither",
                 )
 
-    def _claim(self, slot: int, live: torch.Tensor, name: str) -> bool:
-        """Say whether this memory is still to be filled."""
+    def _claim(self, position: int, live: torch.Tensor, name: str) -> bool:
+        """Return whether ``live`` is to be filled: not if its memory is a target already."""
         if not live.numel():
             return False
         claims = self._claims.setdefault(live.data_ptr(), [])
-        for other, other_slot, other_name in claims:
+        for other, other_position, other_name in claims:
             if not tensors.same_memory(other, live):
                 continue
-            if other_slot != slot and self._report.strict:
+            if other_position != position and self._report.strict:
                 self._report.refuses(
                     name,
-                    f"shares its memory with {other_name} in the state, and is stored apart from it; untie them, or "
-                    f"pass strict=False to take {other_name}",
+                    f"shares its memory with {other_name} in the state, and has bytes of its own in the checkpoint; "
+                    f"untie them, or pass strict=False to restore {other_name}",
                 )
             return False
-        claims.append((live, slot, name))
-        return self._is_apart(slot, live, name)
+        claims.append((live, position, name))
+        return self._is_apart(position, live, name)
 
-    def _is_apart(self, slot: int, live: torch.Tensor, name: str) -> bool:
-        """Say whether ``live`` shares no memory with the slot's other targets; report it where it does."""
-        targets = self._targets.setdefault(slot, [])
+    def _is_apart(self, position: int, live: torch.Tensor, name: str) -> bool:
+        """Return whether ``live`` overlaps with no other target of the stored tensor; report it where it does."""
+        targets = self._targets.setdefault(position, [])
         for other, other_name in targets:
             if tensors.overlap(other, live):
                 self._report.refuses(
@@ -194,25 +195,25 @@ class TensorMatcher:
         return True
 
     def _target(
-        self, slot: int, live: torch.Tensor, name: str, block: TensorPiece | None = None
+        self, position: int, live: torch.Tensor, name: str, block: TensorPiece | None = None
     ) -> None:
         flat = tensors.as_bytes(live)
         if flat is not None and block is not None:
-            self._builder.add_block(slot, flat, block.offset, tuple(live.shape))
+            self._builder.add_block(position, flat, block.offset, tuple(live.shape))
             return
         if flat is not None:
-            self._builder.add_target(slot, flat)
+            self._builder.add_target(position, flat)
             return
         if tensors.shares_memory(live):
             self._report.refuses(
-                name, "its elements share memory: it cannot be restored into; clone it first"
+                name, "cannot be restored into: its elements share memory; clone it first"
             )
             return
         if block is not None:
             temporary = torch.empty(live.nbytes, dtype=torch.uint8, device=live.device)
-            self._builder.add_block(slot, temporary, block.offset, tuple(live.shape))
+            self._builder.add_block(position, temporary, block.offset, tuple(live.shape))
         else:
-            temporary = self._builder.flat(slot, live.device)
+            temporary = self._builder.flat(position, live.device)
         self.copies.append(lambda: tensors.fill_whole(live, temporary))
 
 

@@ -1,4 +1,4 @@
-"""What does not fit between a checkpoint and the state that it is restored into, said before anything is written."""
+"""The mismatches between a checkpoint and the state, reported before anything is written."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ _SHOWN = 10
 ABSENT = "in the checkpoint, not in the state"
 EXTRA = "in the state, not in the checkpoint"
 _ADVICE = (
-    "\nTo allow it by name: skip=[...] leaves what has a name as it is in the state, rename={...} restores a "
-    "tensor or an entry of the state under another name, only=[...] restores a part."
+    "\nTo allow it by name: skip=[...] leaves an entry of the state unchanged, rename={...} restores a tensor or an "
+    "entry of the state from another name, only=[...] restores a part."
 )
 
 
 class MismatchReport:
-    """Collects mismatches. What only one side has counts only where ``strict``; what differs counts always."""
+    """Collects mismatches. A name that only one side has counts only where ``strict``; other mismatches always
+    count."""
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
@@ -28,7 +29,7 @@ class MismatchReport:
         self._lines.append((name, f"the checkpoint has {stored}, the state has {live}"))
 
     def refuses(self, name: str, reason: str) -> None:
-        """Report what cannot be; ``reason`` says what to do."""
+        """Report an entry that cannot be restored; ``reason`` includes what to do."""
         self._refused += 1
         self._lines.append((name, reason))
 
@@ -57,7 +58,7 @@ class MismatchReport:
         )
 
     def _rename(self, name: str, reason: str) -> str:
-        """Suggest another name for what only the checkpoint has."""
+        """Suggest a name of the state for an entry that only the checkpoint has."""
         if reason != ABSENT or name in self._fixed:
             return ""
         extra = [other for other, why in self._lines if why == EXTRA]

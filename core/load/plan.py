@@ -1,4 +1,4 @@
-"""What one restore is planned with: the part that is asked for, and lists of what to do once the bytes are there."""
+"""The state of planning a restore: the selected part, and the actions to run once the bytes are read."""
 
 from __future__ import annotations
 
@@ -24,14 +24,20 @@ from tierfall.core.state.state_dicts import is_stateful
 from tierfall.core.tensors import names, value_codec
 
 Action = Callable[[], None]
-_NEVER_MISSED = (RandomNode, KeptNode)
+Setter = Callable[[object], None]
+"""Replaces an object of the state, where it is stored."""
+_NEVER_REPORTED = (RandomNode, KeptNode)
+"""A state may lack these entries of a checkpoint."""
 
 
 @dataclass(slots=True)
 class RestoreWork:
-    """The state of planning, shared by the walks over containers, modules and optimizers. ``filled`` are parameters
-    whose values are restored, and whose gradients are of others; ``renewed`` the names below which nothing stays that
-    the checkpoint does not have."""
+    """The state of planning, shared by the walks over containers, modules and optimizers.
+
+    ``filled_parameters`` are parameters whose values are restored, so that their gradients are out of date. Below
+    ``replaced_names`` nothing is left in the state that the checkpoint does not have. Actions run in the order of
+    ``stages``.
+    """
 
     state: Mapping[Any, object]
     header: ImageHeader
@@ -40,56 +46,62 @@ class RestoreWork:
     report: MismatchReport
     scans: Scans
     builder: Builder = field(init=False)
-    fitter: TensorMatcher = field(init=False)
-    filled: list[nn.Parameter] = field(default_factory=list)
-    renewed: list[str] = field(default_factory=list)
-    puts: list[Action] = field(default_factory=list)
-    loads: list[Action] = field(default_factory=list)
-    last: list[Action] = field(default_factory=list)
+    matcher: TensorMatcher = field(init=False)
+    filled_parameters: list[nn.Parameter] = field(default_factory=list)
+    replaced_names: list[str] = field(default_factory=list)
+    assignments: list[Action] = field(default_factory=list)
+    state_loads: list[Action] = field(default_factory=list)
+    final_actions: list[Action] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.builder = Builder(self.header)
-        self.fitter = TensorMatcher(self.builder, self.report)
+        self.matcher = TensorMatcher(self.builder, self.report)
 
     @classmethod
     def begin(
         cls, header: ImageHeader, state: Mapping[Any, object], choices: Choices
     ) -> RestoreWork:
-        """Check what is asked for against both sides; RestoreError where a name is found nowhere."""
+        """Check the choices against the checkpoint and the state; RestoreError for a name that occurs in neither."""
         live = (name for key, value in state.items() for name in _names_of(key, value))
         selection = select(header, choices, live)
         report = MismatchReport(choices.strict)
         return cls(state, header, choices, selection, report, modules.scan_state(state))
 
     def stages(self) -> tuple[tuple[Action, ...], ...]:
-        """Return what is to be done, stage by stage."""
-        filled = [*self.fitter.copies, *self.fitter.checks]
-        stages = (filled, self.puts, self.loads, [self._clear_gradients], self.last)
+        """Return the actions, stage by stage."""
+        filled = [*self.matcher.copies, *self.matcher.checks]
+        stages = (
+            filled,
+            self.assignments,
+            self.state_loads,
+            [self._clear_gradients],
+            self.final_actions,
+        )
         return tuple(tuple(stage) for stage in stages)
 
     def _clear_gradients(self) -> None:
-        for parameter in self.filled:
+        for parameter in self.filled_parameters:
             parameter.grad = None
 
     def is_scheduled(self, optimizer: Optimizer) -> bool:
-        """Say whether the state holds a learning rate scheduler of an optimizer."""
+        """Return whether the state holds a learning rate scheduler of ``optimizer``."""
         parts = (part for value in self.state.values() for _, part in live_parts(value, ""))
         return any(isinstance(part, LRScheduler) and part.optimizer is optimizer for part in parts)
 
-    # ---- what one side lacks
+    # ---- names of one side only
 
     def absent(self, node: Node, name: str) -> None:
-        """Report what the checkpoint has at and below a name, and the state has not."""
+        """Report what is at and below a name in the checkpoint, and not in the state."""
         for leaf_name, leaf in leaves(node, name):
-            nothing = isinstance(leaf, ValueNode) and self.header.values[leaf.number] is None
-            never_missed = nothing or isinstance(leaf, _NEVER_MISSED)
-            if self.selection.has(leaf_name) and not never_missed:
+            is_none = isinstance(leaf, ValueNode) and self.header.values[leaf.number] is None
+            ignored = is_none or isinstance(leaf, _NEVER_REPORTED)
+            if self.selection.has(leaf_name) and not ignored:
                 self.report.absent(leaf_name)
 
     def extra(self, live: Any, name: str, *, is_object: bool = False) -> None:
-        """Report what the state has at and below a name, and the checkpoint has not."""
+        """Report what is at and below a name in the state, and not in the checkpoint."""
         if unwrap(live) is None and not is_object:
-            return  # it holds nothing
+            return  # None holds no state
         found = [name] if is_object else [*live_names(live, name)]
         for each in found or [name]:
             if self.selection.has(each):
@@ -107,12 +119,12 @@ def _names_of(key: Any, value: object) -> Iterator[str]:
 
 
 def live_names(live: Any, name: str) -> Iterator[str]:
-    """Yield the names of the tensors and objects at and below a place of the state."""
+    """Yield the names of the tensors and objects at and below a name of the state."""
     return (found for found, _ in live_parts(live, name))
 
 
 def live_parts(live: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and objects at and below a place of the state, each with its name."""
+    """Yield the tensors and objects at and below a name of the state, each with its name."""
     live = unwrap(live)
     if depth > value_codec.DEPTH_MAX:
         return

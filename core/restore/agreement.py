@@ -45,7 +45,7 @@ class _RestoreCall(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates(Message):
     """What all ranks may restore, newest first. ``commits`` are the texts of their records, which name no files and
-    nodes; ``fallbacks`` is what was passed over, and why."""
+    nodes; ``fallbacks`` are the skipped sources, with reasons."""
 
     order: tuple[CheckpointId, ...] = ()
     commits: tuple[str, ...] = ()
@@ -145,10 +145,11 @@ def make_barrier(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FinishOutcome(Message):
-    """``goes_on``: the run continues from what was restored; ``saved``: this rank has saved since its lineage began."""
+    """``continues``: the run continues from what was restored. ``saved``: this rank has saved since its lineage
+    began."""
 
     failed: str | None
-    goes_on: bool
+    continues: bool
     saved: bool
 
 
@@ -166,14 +167,14 @@ def finish_on_all_ranks(
     finish: Callable[[], None],
     id: CheckpointId,
     *,
-    goes_on: bool,
+    continues: bool,
     saved: bool,
     timeout_s: float | None = None,
 ) -> bool:
     """Call ``finish``, which ends a restore, on all ranks; return whether any of them has ``saved`` since its lineage
     began.
 
-    ``goes_on``: the run continues from what was restored. Raises RestoreError on every rank where ``finish`` failed on
+    ``continues``: the run continues from what was restored. Raises RestoreError on every rank if ``finish`` failed on
     one. All errors call the state half filled: on the other ranks it is of a step that not all ranks are at.
     """
     of = f"restore of {id}"
@@ -183,7 +184,7 @@ def finish_on_all_ranks(
     except BaseException as error:  # noqa: BLE001 - the other ranks must know; raised below
         failure = error
     failed = None if failure is None else str(failure) or repr(failure)
-    outcome = _FinishOutcome(failed=failed, goes_on=goes_on, saved=saved)
+    outcome = _FinishOutcome(failed=failed, continues=continues, saved=saved)
     try:
         decision = ranks.agree(
             "restore: finish", outcome, _finished, _FinishDecision, timeout_s=timeout_s
@@ -209,9 +210,9 @@ def _half_finished(of: str, reason: str, where: str) -> RestoreError:
 
 
 def _finished(outcomes: Mapping[int, _FinishOutcome]) -> _FinishDecision:
-    others = [rank for rank, one in outcomes.items() if one.goes_on != outcomes[0].goes_on]
+    others = [rank for rank, one in outcomes.items() if one.continues != outcomes[0].continues]
     if others:
-        ours, theirs = ("all", "a part") if outcomes[0].goes_on else ("a part", "all")
+        ours, theirs = ("all", "a part") if outcomes[0].continues else ("a part", "all")
         raise RanksError(
             f"{format_ranks(others)} restored {theirs} where rank 0 restored {ours} (only=...): every rank must ask "
             "for the same"

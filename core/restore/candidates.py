@@ -105,7 +105,7 @@ def _candidates(
         elif checkpoint.abandoned and (request.step is None or request.attempt is None):
             tally.add_skipped(
                 f"step {checkpoint.id}",
-                "its line was left behind; name it by step= and attempt= to go back to it",
+                "its lineage was abandoned; name it by step= and attempt= to go back to it",
             )
         else:
             candidates.append(checkpoint)

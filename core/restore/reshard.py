@@ -124,12 +124,14 @@ def merge_images(
 
 
 def plan_reads(
-    parts: CheckpointReader, merged: MergedHeader, world_size: int, wants: Iterable[BlockTarget]
+    parts: CheckpointReader, merged: MergedHeader, world_size: int, targets: Iterable[BlockTarget]
 ) -> Callable[[], None]:
     """Return a function that reads what is wanted of whole tensors, once their headers are merged."""
-    compared = {block.rank for slot in merged.replicas for block in _find_replicas(merged, slot)}
+    compared = {
+        block.rank for position in merged.replicas for block in _find_replicas(merged, position)
+    }
     manifests = parts.manifests(compared, world_size)
-    reads = plan_block_reads(merged, wants, same=_known_equal(merged, manifests))
+    reads = plan_block_reads(merged, targets, same=_known_equal(merged, manifests))
 
     def fill() -> None:
         parts.manifests(reads.fills, world_size)  # of images whose headers were not read before
@@ -139,17 +141,17 @@ def plan_reads(
     return fill
 
 
-def _find_replicas(merged: MergedHeader, slot: int) -> tuple[TensorBlock, ...]:
+def _find_replicas(merged: MergedHeader, position: int) -> tuple[TensorBlock, ...]:
     """Return the one block of a tensor, and its replicas."""
-    return (*merged.blocks[slot], *merged.replicas[slot])
+    return (*merged.blocks[position], *merged.replicas[position])
 
 
 def _known_equal(
     merged: MergedHeader, manifests: Mapping[int, Manifest]
 ) -> Iterable[tuple[TensorBlock, TensorBlock]]:
     """Yield replicas at the same position of images whose chunks there have the same digests: their bytes are equal."""
-    for slot, others in merged.replicas.items():
-        (first,) = merged.blocks[slot]
+    for position, others in merged.replicas.items():
+        (first,) = merged.blocks[position]
         for block in others:
             if (first.start, first.end) == (block.start, block.end) and _digests(
                 manifests[first.rank], first

@@ -72,14 +72,14 @@ class BlockReads:
 
 def plan_block_reads(
     merged: MergedHeader,
-    wants: Iterable[BlockTarget],
+    targets: Iterable[BlockTarget],
     *,
     same: Iterable[tuple[TensorBlock, TensorBlock]],
 ) -> BlockReads:
-    """Plan the reads of ``wants``; ``same`` are replicas that are known to be equal, and are not compared."""
+    """Plan the reads of ``targets``; ``same`` are replicas that are known to be equal, and are not compared."""
     plan = _BlockReadPlanner(merged, frozenset(same))
-    for want in wants:
-        plan.add(want)
+    for request in targets:
+        plan.add(request)
     return plan.done()
 
 
@@ -94,15 +94,15 @@ class _BlockReadPlanner:
         self._names: dict[_ReadRange, str] = {}
         self._checked: set[int] = set()
 
-    def add(self, want: BlockTarget) -> None:
-        stored = self._merged.header.tensors[want.slot]
-        offset = want.offset or (0,) * len(stored.shape)
-        lengths = stored.shape if want.lengths is None else want.lengths
-        for block in self._merged.blocks[want.slot]:
-            self._box(stored, block, want.target, offset, lengths)
-        if want.slot not in self._checked and want.slot in self._merged.replicas:
-            self._checked.add(want.slot)
-            self._check(stored, want.slot)
+    def add(self, request: BlockTarget) -> None:
+        stored = self._merged.header.tensors[request.position]
+        offset = request.offset or (0,) * len(stored.shape)
+        lengths = stored.shape if request.lengths is None else request.lengths
+        for block in self._merged.blocks[request.position]:
+            self._box(stored, block, request.target, offset, lengths)
+        if request.position not in self._checked and request.position in self._merged.replicas:
+            self._checked.add(request.position)
+            self._check(stored, request.position)
 
     def done(self) -> BlockReads:
         """Return the reads in image order. Ranges that overlap are read together, into a buffer."""
@@ -170,10 +170,10 @@ class _BlockReadPlanner:
         whole = target.view(*lengths, item)
         self._reads._copies.append(_RowCopy(_cut(whole, in_wanted, size), source))
 
-    def _check(self, stored: StoredTensor, slot: int) -> None:
+    def _check(self, stored: StoredTensor, position: int) -> None:
         """Read the replicas that are not known to be equal, to compare them."""
-        (first,) = self._merged.blocks[slot]
-        others = [b for b in self._merged.replicas[slot] if (first, b) not in self._same]
+        (first,) = self._merged.blocks[position]
+        others = [b for b in self._merged.replicas[position] if (first, b) not in self._same]
         if not others:
             return
         one = torch.empty(first.end - first.start, dtype=torch.uint8)

@@ -138,7 +138,7 @@ def fill_first(
     of ``resize`` reshard a checkpoint of other ranks. By ``exchange``, ranks send each other what several of them need,
     or only another one can read; without it ``nowhere`` is the reason where no tier here holds an image.
 
-    Steps are never mixed: a RestoreError names tensors that a checkpoint which was passed over has written to, and that
+    Steps are never mixed: a RestoreError names tensors that a checkpoint that was skipped has written to, and that
     the next one does not fill.
     """
     touched = False
@@ -187,15 +187,15 @@ def _check_none_left(
     checkpoint: KnownCheckpoint,
     request: RestoreRequest,
 ) -> None:
-    """Raise RestoreError where tensors would keep what a checkpoint that was passed over has ``written`` to them."""
+    """Raise RestoreError where tensors would keep what a checkpoint that was skipped has ``written`` to them."""
     left = plan.unfilled(memory for memory, _ in written.values())
     if not left:
         return
     those = format_some([str(id) for id in sorted({written[name][1] for name in left})])
     raise RestoreError(
         f"{request.operation} of {checkpoint.id}: it does not have {format_some(left)}, which {those}, tried first and "
-        "passed over, has written to already: bytes of another step would stay there, not all of them verified. Make "
-        "the state anew, or give these tensors the values that they are to begin with, and name the step "
+        "skipped, has written to already: bytes of another step, not all of them verified, would remain there. Create "
+        "the state again, or set these tensors to their initial values, and name the step "
         f"(step={checkpoint.id.step})"
     )
 
@@ -273,7 +273,7 @@ def _follow_failure(
 
 def _log_fallback(checkpoint: KnownCheckpoint, reason: object, tally: ReadTally) -> None:
     tally.add_skipped(f"step {checkpoint.id}", reason)
-    logger.error("restore: step %s is passed over: %s", checkpoint.id, reason)
+    logger.error("restore: step %s is skipped: %s", checkpoint.id, reason)
 
 
 def _final_error(error: BaseException, of: str, touched: bool) -> BaseException:

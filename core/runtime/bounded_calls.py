@@ -76,13 +76,13 @@ class BoundedCalls:
         bounds_s: Mapping[str, float],
         *,
         doing: str,
-        heard_s: Callable[[str], float] = lambda name: -math.inf,
+        last_answer_s: Callable[[str], float] = lambda name: -math.inf,
         too_late: Callable[[T], None] = lambda value: None,
     ) -> dict[str, CallResult[T]]:
         """Make all calls in parallel; return their results in the given order.
 
         A call counts as unreachable ``bounds_s`` seconds after it began, or after its tier last answered another call
-        (``heard_s``, on the monotonic clock), whichever is later. A value that it returns after that is passed to
+        (``last_answer_s``, on the monotonic clock), whichever is later. A value that it returns after that is passed to
         ``too_late`` on the call's own thread. A tier whose previous call has not returned is unreachable at once.
         """
         finished: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -97,7 +97,7 @@ class BoundedCalls:
                 else:
                     made[name] = _Call(bound_s=bounds_s[name], began_s=time.monotonic())
                     _start_call(name, made[name], function, finished, too_late)
-            for name in self._wait(made, finished, heard_s):
+            for name in self._wait(made, finished, last_answer_s):
                 is_late = self._late.get(name) is made[name]
                 results[name] = (
                     _timeout_error(name, doing, bounds_s[name]) if is_late else made[name].result
@@ -117,7 +117,7 @@ class BoundedCalls:
         self,
         made: Mapping[str, _Call],
         finished: queue.SimpleQueue[str],
-        heard_s: Callable[[str], float],
+        last_answer_s: Callable[[str], float],
     ) -> Iterator[str]:
         """Yield each name once its call has returned or is abandoned."""
         waiting = dict(made)
@@ -127,7 +127,7 @@ class BoundedCalls:
                 raise InterruptedWaitError
             now_s = time.monotonic()
             left_s = {
-                name: max(call.began_s, heard_s(name)) + call.bound_s - now_s
+                name: max(call.began_s, last_answer_s(name)) + call.bound_s - now_s
                 for name, call in waiting.items()
             }
             for name in [name for name, left in left_s.items() if left <= 0]:

@@ -64,7 +64,7 @@ class Components(Hooks):
         max_wait_s: float,
         when_full: WhenFull = WhenFull.WAIT,
         unread: Collection[str] = (),
-        council: MessageTree | None = None,
+        message_tree: MessageTree | None = None,
         shared: Mapping[str, bool] | None = None,
         set_pace: Callable[[str, float | None], None] = lambda tier, bytes_per_s: None,
         verify_bytes_per_s: float | None = None,
@@ -73,7 +73,7 @@ class Components(Hooks):
         retains: bool = True,
     ) -> None:
         """``lanes`` are the stored tiers that this process writes to. ``unread`` names the tiers that could not be
-        listed when the run was opened. With several ranks, ``council`` sends their messages, and ``shared`` tells for
+        listed when the run was opened. With several ranks, ``message_tree`` sends their messages; ``shared`` has, for
         each tier whether all ranks see the same files. ``set_pace`` limits a tier's write rate (None: no limit);
         ``verify_bytes_per_s`` limits background verification per tier (None: no limit). Without
         ``retains``, retention deletes nothing."""
@@ -109,12 +109,12 @@ class Components(Hooks):
         self.verifier = BackgroundVerifier(
             ledger=ledger,
             deleter=self.deleter,
-            council=council,
+            message_tree=message_tree,
             hooks=self,
             bytes_per_s=verify_bytes_per_s,
         )
         self._build_flush(host, policies, max_wait_s, when_full, set_pace)
-        self._build_group(council, shared or {}, policies, max_wait_s, unread)
+        self._build_group(message_tree, shared or {}, policies, max_wait_s, unread)
 
     def _build_flush(
         self,
@@ -199,7 +199,7 @@ class Components(Hooks):
 
     def _build_group(
         self,
-        council: MessageTree | None,
+        message_tree: MessageTree | None,
         shared: Mapping[str, bool],
         policies: Policies,
         max_wait_s: float,
@@ -211,43 +211,45 @@ class Components(Hooks):
         alone: dict[str, Any] = {
             "ledger": self.ledger,
             "lanes": self.lanes.values(),
-            "dropper": self.deleter,
+            "deleter": self.deleter,
             "admissions": self._admissions,
             "hooks": self,
             "unread": unread,
         }
-        if council is None:
+        if message_tree is None:
             self.group = OneRank(self.ledger)
             self._commands = Commands(**alone)
         else:
             self.commits = self.group = Commits(
-                council=council,
+                message_tree=message_tree,
                 ledger=self.ledger,
                 shared=shared,
                 flusher=self._flusher,
-                dropper=self.deleter,
+                deleter=self.deleter,
                 saves=self._capture_events,
                 draining=self.drain_schedule,
                 hooks=self,
                 max_wait_s=max_wait_s,
             )
             self._node_marks = NodeMarks(
-                council=council,
+                message_tree=message_tree,
                 ledger=self.ledger,
                 shared=shared,
-                dropper=self.deleter,
+                deleter=self.deleter,
                 hooks=self,
             )
-            self._commands = GroupCommands(council=council, commits=self.commits, **alone)
+            self._commands = GroupCommands(message_tree=message_tree, commits=self.commits, **alone)
         self.start_records = StartRecords(ledger=self.ledger, tiers=self.lanes, hooks=self)
-        self.external_commits = ExternalCommits(ledger=self.ledger, council=council, hooks=self)
+        self.external_commits = ExternalCommits(
+            ledger=self.ledger, message_tree=message_tree, hooks=self
+        )
         self.damage_reports = DamageReports(
             ledger=self.ledger,
             tiers=self.lanes,
             policies=policies,
-            dropper=self.deleter,
+            deleter=self.deleter,
             hooks=self,
-            council=council,
+            message_tree=message_tree,
             commits=self.commits,
         )
 

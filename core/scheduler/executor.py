@@ -131,7 +131,7 @@ class TaskRunner:
                 attempt=self._attempt(),
                 tombstoned=task.tombstoned,
                 next_latest=task.next_latest,
-                void=task.unreadable,
+                ignore_marks=task.unreadable,
             )
         if store.is_committed(task.id):
             commit = store.read_commit(task.id)  # the commit succeeded, its response was lost

@@ -65,7 +65,7 @@ class TaskStore(ReadableStore, WritableStore, Protocol):
         attempt: Attempt | None,
         tombstoned: bool = False,
         next_latest: CheckpointId | None = None,
-        void: bool = False,
+        ignore_marks: bool = False,
     ) -> frozenset[str]: ...
 
     def discard(

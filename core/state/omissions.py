@@ -36,7 +36,7 @@ def omissions(state: Mapping[Any, object]) -> Iterator[str]:
         if (kind := state_dict_of(value)) is not None:
             yield (
                 f"save: {names.path(trail)} is the state_dict() of {kind}, which restore() refuses to fill: put the "
-                "object itself into the state, or read the checkpoint by tierfall.load() and call load_state_dict()"
+                "object itself into the state, or read the checkpoint with tierfall.load() and call load_state_dict()"
             )
     keeps_order = any(_keeps_order(value) for _, value in _entries(state, None))
     if not keeps_order and any(map(_shuffles, _loaders())):

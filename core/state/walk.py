@@ -44,7 +44,7 @@ def walk_state(
     """
     if not isinstance(state, Mapping):
         raise CaptureError(
-            f"save: state is {with_article(type(state).__name__)}; expected a mapping of names to what is to be saved"
+            f"save: state is {with_article(type(state).__name__)}; expected a mapping of names to objects"
         )
     cache = WalkCache() if cache is None else cache
     scans = modules.scan_state(state, cache.trees)

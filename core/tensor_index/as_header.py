@@ -61,8 +61,8 @@ def merge_with_index(
         if source is None:
             return None
         sources.append(source)
-    slots = iter(range(len(own.tensors), len(sources)))
-    tree = replace_pieces(own.tree, lambda _: TensorNode(next(slots)))
+    positions = iter(range(len(own.tensors), len(sources)))
+    tree = replace_pieces(own.tree, lambda _: TensorNode(next(positions)))
     wholes, end = [], 0
     for source in sources:
         start, end = end, end + byte_count(source.dtype, source.shape)
@@ -103,7 +103,7 @@ def _source(
 
 
 class _SlotBlocks(Sequence[tuple[TensorBlock, ...]]):
-    """By slot, the blocks to read a tensor from: each once, this rank's own if it has it."""
+    """By position, the blocks to read a tensor from: each once, this rank's own if it has it."""
 
     def __init__(self, rank: int, sources: Sequence[_WholeTensor], index: Index) -> None:
         self._rank = rank
@@ -114,15 +114,15 @@ class _SlotBlocks(Sequence[tuple[TensorBlock, ...]]):
         return len(self._sources)
 
     @overload
-    def __getitem__(self, slot: int) -> tuple[TensorBlock, ...]: ...
+    def __getitem__(self, position: int) -> tuple[TensorBlock, ...]: ...
     @overload
-    def __getitem__(self, slot: slice) -> Sequence[tuple[TensorBlock, ...]]: ...
+    def __getitem__(self, position: slice) -> Sequence[tuple[TensorBlock, ...]]: ...
     def __getitem__(
-        self, slot: int | slice
+        self, position: int | slice
     ) -> tuple[TensorBlock, ...] | Sequence[tuple[TensorBlock, ...]]:
-        if isinstance(slot, slice):
-            return [self[number] for number in range(len(self))[slot]]
-        source = self._sources[slot]
+        if isinstance(position, slice):
+            return [self[number] for number in range(len(self))[position]]
+        source = self._sources[position]
         own = source.own
         first = self._rank if own is None or own.written_by is None else own.written_by
         copies: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TensorBlock]] = {}

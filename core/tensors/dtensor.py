@@ -100,7 +100,7 @@ def _block(tensor: Any) -> TensorPiece:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise NotOneBlockError(
-            "this rank is not in its mesh, and has no part of it; leave it out here"
+            "this rank is not in its mesh, and has no part of it; leave it out of the state on this rank"
         )
     # With the coordinate: a process may become another rank of an equal mesh.
     key = (tensor.device_mesh, tuple(coordinate), tensor.placements, tensor.shape)

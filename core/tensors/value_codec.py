@@ -86,7 +86,7 @@ def _check_codec(type: object, name: object, encode: object, decode: object) -> 
         raise ConfigError(f"register_codec: {name!r} is not a name; expected text")
     for what, function in (("encode", encode), ("decode", decode)):
         if not callable(function):
-            raise ConfigError(f"register_codec: {what} is {function!r}, which cannot be called")
+            raise ConfigError(f"register_codec: {what} is {function!r}, which is not callable")
 
 
 def codec_for(type: type) -> ValueCodec | None:

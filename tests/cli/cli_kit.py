@@ -13,6 +13,8 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from tests import forked
+from tests.steps import wait_until
 from tierfall.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,14 +99,7 @@ class Trainer:
     """A training process that does what it is told, one line at a time."""
 
     def __init__(self, config: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(TRAINER), str(config)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
+        self._process = forked.start([str(TRAINER), str(config)])
         self.pid = self._process.pid
         try:
             self.restored = self._read()
@@ -123,7 +118,6 @@ class Trainer:
         self._process.stdin.flush()
 
     def _read(self) -> Any:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, f"the trainer ended with {self._process.wait()}"
         return json.loads(line)
@@ -132,12 +126,15 @@ class Trainer:
         """Let it close its run and end."""
         self.say("close")
         assert self._process.wait(60) == 0
-        self._let_go()
+        self._process.close()
 
     def stop(self) -> None:
         """Let it stand still, all of its threads."""
         self._process.send_signal(signal.SIGSTOP)
-        os.waitpid(self.pid, os.WUNTRACED)
+        stat = Path(f"/proc/{self.pid}/stat")
+        wait_until(
+            lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the trainer stops"
+        )
 
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)
@@ -145,12 +142,7 @@ class Trainer:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None and not pipe.closed:
-                pipe.close()
+        self._process.close()
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:

@@ -61,7 +61,7 @@ def test_an_export_reads_from_the_tier_that_is_named(cli: Cli, tmp_path: Path) -
     document = cli.json(*words)
     assert set(document["sources"]) == {"disk", "far"}
     assert "on disk" in document["fallbacks"][0]["what"]
-    assert "passed over: chunk 1 of 2@1 on disk" in cli(*words, "--force").out
+    assert "skipped: chunk 1 of 2@1 on disk" in cli(*words, "--force").out
     assert "step 1 is not there" in cli(*words[:1], "1", *words[2:], "--tier", "far", code=1).err
     assert "no tier is named 'nvme'" in cli(*words, "--tier", "nvme", code=2).err
 

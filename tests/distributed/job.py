@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.distributed.forked import Forked, server_of
+from tests.forked import Forked, server_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("program.py")

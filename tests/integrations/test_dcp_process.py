@@ -114,7 +114,7 @@ def test_nothing_is_committed_unless_every_rank_and_item_is_there(
         for step, (kind, said) in enumerate(
             [(Forgetful, "0 of 1 ranks have written"), (AllButOne, "written by no rank: w")], 1
         ):
-            writer = kind(sent(TierWriter(ckpt, step=step))._orders)
+            writer = kind(sent(TierWriter(ckpt, step=step))._request)
             with pytest.raises(CheckpointException, match=said) as caught:
                 dcp.save({"w": torch.ones(2), "n": 1}, storage_writer=writer)
             assert isinstance(caught.value.failures[0][0], FlushError)
@@ -159,7 +159,7 @@ def test_what_another_process_did_not_finish_goes_once_a_later_one_is_there(
     folder = tmp_path / "disk" / "run"
     with tierfall.open(make_config(disk={"retain": {"last": 1}})) as ckpt:
         with pytest.raises(CheckpointException, match="the process is gone"):
-            dcp.save({"n": 1}, storage_writer=Killed(sent(TierWriter(ckpt, step=1))._orders))
+            dcp.save({"n": 1}, storage_writer=Killed(sent(TierWriter(ckpt, step=1))._request))
         assert ckpt.checkpoints() == []
         assert names_in(folder) == ["step-00000001-a0001"], "it may be at work yet"
         dcp.save({"n": 2}, storage_writer=sent(TierWriter(ckpt, step=2)))

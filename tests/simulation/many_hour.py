@@ -162,8 +162,8 @@ class ManyHour(ManyHistory):
 
     def _training(self, rank: Rank) -> Training:
         others = AnnouncedSteps(
-            self.world.network.councils[rank.number],
-            tell=lambda call: call(),
+            self.world.network.message_trees[rank.number],
+            run_aside=lambda call: call(),
             leave_out=partial(self._leave_out, rank),
         )
         rank.listeners[TOPIC] = others.on_message

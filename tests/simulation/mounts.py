@@ -97,7 +97,9 @@ class MountedWorld(World):
     def _open_store(self, name: str, backend: Backend, **more: Any) -> StoredTier:
         assert isinstance(backend, Outage)
         backend.opened()
-        return super()._open_store(name, backend, recognise=backend.set_identity_check, **more)
+        return super()._open_store(
+            name, backend, set_identity_check=backend.set_identity_check, **more
+        )
 
     def remembers(self, tier: str) -> bool:
         """Say whether a start can tell now that a tier is not mounted, by what this machine or another tier keeps."""

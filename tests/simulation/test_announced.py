@@ -54,10 +54,10 @@ class Rank:
         self.saved: list[int] = []
         self.left_out: list[int] = []
         self.job = job
-        council: Any = Council(rank, wires)
+        message_tree: Any = Council(rank, wires)
         self.steps = AnnouncedSteps(
-            council,
-            tell=lambda call: call(),
+            message_tree,
+            run_aside=lambda call: call(),
             leave_out=lambda step, error: self.left_out.append(step),
         )
         self.cadence = CadenceClock(

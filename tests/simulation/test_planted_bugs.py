@@ -135,7 +135,7 @@ def blame_a_copy_for_its_tier(patch: pytest.MonkeyPatch) -> None:
 
     def note(failures: CopyFailures, arrivals: int, *, lasts: bool) -> None:
         real(failures, arrivals, lasts=lasts)
-        failures.others_came = failures.count
+        failures.others_arrived = failures.count
 
     real = CopyFailures.record
     patch.setattr(CopyFailures, "record", note)

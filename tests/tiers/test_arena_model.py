@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests import forked
 from tierfall.tiers.arena.arena import Arena, Region, arena_name
 
 # --- a model ----------------------------------------------------------------------------------------------------------
@@ -140,12 +139,7 @@ TestArenaAgainstModel.settings = settings(
 
 def run_killer(folder: Path, *arguments: str) -> dict[str, int]:
     script = Path(__file__).with_name("arena_killer.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run([str(script), str(folder), *arguments])
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
     return {name: int(number) for name, number in zip(words[::2], words[1::2], strict=True)}

@@ -720,7 +720,7 @@ def test_an_attempt_that_was_followed_before_leaves_every_byte(
     tier_on(disk).create_attempt(attempt(2, "b"))
     for call in (
         lambda: tier.delete(CheckpointId(1, 1), attempt=attempt()),
-        lambda: tier.delete(CheckpointId(1, 1), attempt=attempt(), void=True),
+        lambda: tier.delete(CheckpointId(1, 1), attempt=attempt(), ignore_marks=True),
         lambda: tier.discard(CheckpointId(1, 1), attempt=attempt()),
         lambda: tier.discard_unfinished(attempt=attempt()),
     ):

@@ -220,5 +220,5 @@ def _report_export(answer: CommandOutput, run: str, exported: ExportResult) -> N
         f"exported {exported.id} from {', '.join(exported.sources)} to {exported.path}: {tensors}, "
         f"{format_size(exported.bytes)}"
     )
-    answer.show(*(f"passed over: {f.what}: {f.reason}" for f in exported.fallbacks))
+    answer.show(*(f"skipped: {f.what}: {f.reason}" for f in exported.fallbacks))
     answer.show(*(f"note: {note}" for note in exported.notes))

@@ -51,7 +51,7 @@ def demo(
         bool,
         typer.Option(
             "--s3",
-            help="Let the last tier be a bucket of a real S3 server, which runs for as long as the demo.",
+            help="Use a bucket of a real S3 server as the last tier. The server runs for as long as the demo.",
         ),
     ] = False,
     picture: Annotated[
@@ -64,7 +64,7 @@ def demo(
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Tell the story on stderr, and end with one JSON document on stdout."
+            "--json", help="Print the report on stderr, and one JSON document at the end on stdout."
         ),
     ] = False,
     small: Annotated[bool, typer.Option("--small", hidden=True)] = False,
@@ -224,16 +224,16 @@ def _play(stage: Stage, parameters: int, picture: Path) -> dict[str, Any]:
 
 
 def _print_next_steps(screen: Screen, kept: Path | None, *, s3: bool) -> None:
-    say = screen.print
-    say()
+    print_line = screen.print
+    print_line()
     if kept is None:
-        say("Keep the files and look at them: [bold]tierfall demo ./demo[/bold], then")
-        say("    tierfall ls --config ./demo/tiers.yaml")
+        print_line("Keep the files and look at them: [bold]tierfall demo ./demo[/bold], then")
+        print_line("    tierfall ls --config ./demo/tiers.yaml")
     elif s3:
-        say(
+        print_line(
             f"Everything is in {escape(str(kept))}; the S3 server is stopped, and its data is in s3/data"
         )
     else:
-        say(f"Everything is in {escape(str(kept))}:")
-        say(f"    tierfall ls --config {escape(str(kept / 'tiers.yaml'))}")
-    say("Your own training: examples/train.py; every key of the file: docs/configuration.md")
+        print_line(f"Everything is in {escape(str(kept))}:")
+        print_line(f"    tierfall ls --config {escape(str(kept / 'tiers.yaml'))}")
+    print_line("Your own training: examples/train.py; every key of the file: docs/configuration.md")

@@ -40,14 +40,14 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def start(command: list[str], output: IO[bytes], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process that ``kill_leftovers`` knows of from its first moment, whenever an interrupt comes.
+    """Start a process that ``kill_leftovers`` knows of, even if an interrupt comes at any moment.
 
-    It has SIGINT blocked, as this one has until it is known. Call it in the main thread.
+    SIGINT is blocked in the process, and in this one until it is known. Call it in the main thread.
     """
-    came: list[int] = []
-    # Blocking it is not enough here: another thread, torch's or obstore's, takes the signal, and Python then runs the
-    # handler in the main thread all the same.
-    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    interrupts: list[int] = []
+    # Blocking it in this thread is not enough: the signal is delivered to another thread, torch's or obstore's, and
+    # Python then runs the handler in the main thread nevertheless.
+    handler = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
@@ -58,13 +58,13 @@ def start(command: list[str], output: IO[bytes], **options: Any) -> subprocess.P
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, handler)
-        if came:
+        if interrupts:
             signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
 def kill_leftovers() -> Iterator[None]:
-    """Leaving the ``with`` kills each process that was started within it and still lives."""
+    """Kill, at the end of the ``with``, each process that was started in it and is still running."""
     before = len(_started)
     try:
         yield

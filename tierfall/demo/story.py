@@ -44,7 +44,7 @@ class Stage:
     progress: TierProgress = field(default_factory=TierProgress)
 
     def start(self, name: str, *, saves: bool = True) -> Trainer:
-        """Start a trainer process, which is killed where its ``with`` is left before its end."""
+        """Start a trainer process; leaving its ``with`` kills it if it is still running."""
         return Trainer(
             name,
             folder=self.chain.logs,
@@ -56,14 +56,14 @@ class Stage:
         )
 
     def follow(self, trainer: Trainer, *, saves: bool = True) -> Generator[Line]:
-        """Yield each line of a trainer, to its end, once it is shown. Of the steps between two saves one is left
-        standing, of a training without saves one of four times as many."""
-        apart = self.every if saves else 4 * self.every
+        """Yield each line of a trainer, to its end, after printing it. Of the steps between two saves one line remains
+        on screen; of a training without saves, one per four times as many steps."""
+        steps_per_line = self.every if saves else 4 * self.every
         with trainer, self.screen.training():
             for line in trainer.follow():
                 self.progress.add(line)
                 if line["kind"] == "step":
-                    keep = line["step"] % apart == apart // 2
+                    keep = line["step"] % steps_per_line == steps_per_line // 2
                     self.screen.step(line, self.progress if saves else None, keep=keep)
                 yield line
 
@@ -78,36 +78,36 @@ class Stage:
 
 
 def train_and_kill(stage: Stage) -> tuple[Act, CheckpointId]:
-    """Train until a copy is on its way to the object tier, and kill the trainer there; return what was cut off."""
+    """Train until a copy is arriving on the object tier, then kill the trainer; return that copy's checkpoint."""
     trainer = stage.start("first")
     with closing(stage.follow(trainer)) as lines:
         for line in lines:
-            if line["kind"] != "step" or not _is_ripe(stage, trainer.act, line["step"]):
+            if line["kind"] != "step" or not _is_time_to_kill(stage, trainer.act, line["step"]):
                 continue
             if not trainer.freeze():
                 break
             took_s = _under_way_s(stage)
             time.sleep(SETTLE_S)
-            cut = id_of(stage.progress.arriving[STORE])
-            if not _matches_event_log(stage, trainer, cut):
+            interrupted = id_of(stage.progress.arriving[STORE])
+            if not _matches_event_log(stage, trainer, interrupted):
                 trainer.thaw()
                 continue
             trainer.kill()
             stage.screen.head(2, "Kill it in the middle of a flush")
             stage.screen.print(
-                f"  step {line['step']}: checkpoint {cut.step} has been on its way to {STORE} for "
+                f"  step {line['step']}: checkpoint {interrupted.step} has been arriving on {STORE} for "
                 f"{format_duration(took_s)}, and the copy before it took {format_duration(_usual_s(trainer.act))}. "
                 f"[bold red]SIGKILL[/bold red] to process {trainer.pid}"
             )
-            return trainer.act, cut
+            return trainer.act, interrupted
     raise DemoError(
-        f"no copy was found on its way to {STORE} between step {stage.steps * KILL_FROM:g} and {stage.steps}, "
-        "though one takes longer than from save to save: run it with more --steps, and with nothing beside it"
+        f"no copy was found arriving on {STORE} between step {stage.steps * KILL_FROM:g} and {stage.steps}, though a "
+        "copy takes longer than the time between saves: run the demo with more --steps, and with no other load"
     )
 
 
-def _is_ripe(stage: Stage, act: Act, step: int) -> bool:
-    """Return whether a copy to the object tier is under way that the next start will finish."""
+def _is_time_to_kill(stage: Stage, act: Act, step: int) -> bool:
+    """Return whether a copy is arriving on the object tier that the next start will finish."""
     copy = stage.progress.arriving.get(STORE)
     if copy is None or step < KILL_FROM * stage.steps:
         return False
@@ -115,9 +115,9 @@ def _is_ripe(stage: Stage, act: Act, step: int) -> bool:
     return (
         usual_s > 0
         and _under_way_s(stage) >= UNDER_WAY * usual_s
-        # A copy begins before its image is sealed, and of one that is not nothing outlives the trainer.
+        # A copy begins before its image is sealed, and an unsealed image does not survive the trainer.
         and id_of(copy) in map(id_of, act.of("captured"))
-        # Of an older one, two newer would fill what the tier retains: the next start would not send it any more.
+        # With two newer copies due, retention would not keep an older one, and the next start would not finish it.
         and step < copy["step"] + 4 * stage.every
     )
 
@@ -127,61 +127,66 @@ def _under_way_s(stage: Stage) -> float:
 
 
 def _usual_s(act: Act) -> float:
-    """How long the last copy to the object tier took; 0 before the first."""
+    """Return how long the last copy to the object tier took, in seconds; 0 before the first."""
     done = [line for line in act.of("flush_done") if line["tier"] == STORE]
     return float(done[-1]["seconds"]) if done else 0.0
 
 
-def _matches_event_log(stage: Stage, trainer: Trainer, cut: CheckpointId) -> bool:
+def _matches_event_log(stage: Stage, trainer: Trainer, interrupted: CheckpointId) -> bool:
     """Return whether, while the trainer is stopped, the copy has no commit record yet, and the event log has an event
     of every image: a kill loses events that are not written."""
     for line in trainer.read():
         stage.progress.add(line)
     listings = chains.list_tiers(stage.chain)
-    told = {id_of(line) for line in trainer.act.of("captured")}
-    return listings[STORE].copy(cut) is None and {c.id for c in listings[HOST].copies} <= told
+    logged = {id_of(line) for line in trainer.act.of("captured")}
+    return (
+        listings[STORE].copy(interrupted) is None
+        and {c.id for c in listings[HOST].copies} <= logged
+    )
 
 
 # 3: what is left --------------------------------------------------------------------------------------
 
 
-def show_what_is_left(stage: Stage, cut: CheckpointId) -> dict[str, Listing]:
-    """Print what each tier holds; DemoError where the copy that was cut off counts as a checkpoint."""
+def show_what_is_left(stage: Stage, interrupted: CheckpointId) -> dict[str, Listing]:
+    """Print what each tier holds; DemoError if the interrupted copy counts as a checkpoint."""
     listings = chains.list_tiers(stage.chain)
-    if listings[STORE].copy(cut) is not None:
-        raise DemoError(f"checkpoint {cut} is committed on {STORE} although its copy was cut off")
-    show_tiers(stage, listings, cut)
+    if listings[STORE].copy(interrupted) is not None:
+        raise DemoError(
+            f"checkpoint {interrupted} is committed on {STORE} although its copy was interrupted"
+        )
+    show_tiers(stage, listings, interrupted)
     stage.screen.print(
-        f"  {STORE} has no commit record of checkpoint {cut.step}: what arrived counts for nothing"
+        f"  {STORE} has no commit record of checkpoint {interrupted.step}: the bytes that arrived do not count"
     )
     return listings
 
 
 def show_tiers(
-    stage: Stage, listings: Mapping[str, Listing], cut: CheckpointId | None = None
+    stage: Stage, listings: Mapping[str, Listing], interrupted: CheckpointId | None = None
 ) -> None:
-    """Print which tier holds what; ``cut`` is a copy that never arrived on the object tier."""
+    """Print the copies on each tier; ``interrupted`` is a copy that was interrupted on the object tier."""
     rows = []
     for checkpoint in merge(listings.values()):
         states = [
             str(checkpoint.copies[name].state) if name in checkpoint.copies else "-"
             for name in listings
         ]
-        if checkpoint.id == cut:
-            states[list(listings).index(STORE)] = "cut off"
+        if checkpoint.id == interrupted:
+            states[list(listings).index(STORE)] = "interrupted"
         size = format_size(checkpoint.commit.image_bytes) if checkpoint.commit else "?"
         rows.append([str(checkpoint.id.step), str(checkpoint.id.attempt), size, *states])
     stage.screen.table(["step", "attempt", "size", *listings], rows)
 
 
-# 4: go on ---------------------------------------------------------------------------------------------
+# 4: continue ------------------------------------------------------------------------------------------
 
 
 def restart(stage: Stage, left: Mapping[str, Listing]) -> Act:
-    """Start the trainer again: it restores, finishes what was owed, and trains to the end."""
+    """Start the trainer again: it restores, finishes the owed copies, and trains to the end."""
     owed = chains.still_owed(stage.chain, left)
     for id, tier in sorted(owed):
-        stage.screen.print(f"  the dead process still owes checkpoint {id} to {tier}")
+        stage.screen.print(f"  {tier} is still owed checkpoint {id} by the dead process")
     trainer = stage.start("again")
     for line in stage.follow(trainer):
         if line["kind"] == "ready":
@@ -192,31 +197,34 @@ def restart(stage: Stage, left: Mapping[str, Listing]) -> Act:
                 f"  [green]finished by adoption: checkpoint {copy[0]} is committed on {copy[1]}[/green]"
             )
     if owed:
-        raise DemoError(f"what the dead process owed was never finished: {sorted(owed)}")
+        raise DemoError(
+            f"copies that the dead process had not finished are still missing: {sorted(owed)}"
+        )
     return trainer.act
 
 
 def check_restored(act: Act, newest: CheckpointId) -> Line:
-    """Return what a start restored; DemoError where that is not ``newest``."""
+    """Return the ``restored`` line of a start; DemoError if it restored nothing, or another checkpoint than
+    ``newest``."""
     restored = act.restored
     if restored is None:
-        raise DemoError(f"a start restored nothing, though checkpoint {newest} was there")
+        raise DemoError(f"a start restored nothing, although checkpoint {newest} exists")
     if id_of(restored) != newest:
         raise DemoError(
-            f"a start restored step {restored['step']} of attempt {restored['attempt']}, not {newest}, the newest "
-            "there was"
+            f"a start restored step {restored['step']} of attempt {restored['attempt']}, not the newest "
+            f"checkpoint, {newest}"
         )
     return restored
 
 
 def show_restored(stage: Stage, restored: Line) -> None:
-    """Print what was restored, what was passed over for it, and where the bytes came from."""
+    """Print the restored step, the skipped sources, and the tiers that the bytes came from."""
     stage.screen.print(
         f"  restored step [bold]{restored['step']}[/bold] (attempt {restored['attempt']}) "
         f"in {format_duration(restored['seconds'])}"
     )
     for what, reason in restored["fallbacks"]:
-        stage.screen.print(f"  passed over: [yellow]{what}[/yellow]")
+        stage.screen.print(f"  skipped: [yellow]{what}[/yellow]")
         stage.screen.quote(reason)
     for shard, tier, count in restored["sources"]:
         stage.screen.print(f"  {shard}: {format_size(count)} from [bold green]{tier}[/bold green]")
@@ -226,9 +234,9 @@ def show_restored(stage: Stage, restored: Line) -> None:
 
 
 def damage_and_restore(stage: Stage, saved: str) -> tuple[Act, float]:
-    """Damage the nearest copy; a fresh process has to restore the same bytes, whose digest is ``saved``.
+    """Damage the fastest tier's copy; a new process must restore the same bytes, whose digest is ``saved``.
 
-    Returns, too, when it was damaged.
+    Returns its act, and the time of the damage.
     """
     listings = chains.list_tiers(stage.chain)
     show_tiers(stage, listings)
@@ -238,23 +246,25 @@ def damage_and_restore(stage: Stage, saved: str) -> tuple[Act, float]:
     path, offset = chains.flip_byte(stage.chain, FAST, newest)
     damaged_s = time.time()
     stage.screen.print(f"  byte {offset} of {path.relative_to(stage.chain.folder)} is flipped")
-    return _restore_afresh(stage, "damaged", newest, saved, FAST, STORE), damaged_s
+    return _restore_in_new_process(stage, "damaged", newest, saved, FAST, STORE), damaged_s
 
 
-def _restore_afresh(stage: Stage, name: str, newest: CheckpointId, saved: str, *tiers: str) -> Act:
-    """Let a fresh process restore; DemoError where that is not what was saved, or did not come from ``tiers``."""
+def _restore_in_new_process(
+    stage: Stage, name: str, newest: CheckpointId, saved: str, *tiers: str
+) -> Act:
+    """Restore in a new process; DemoError if it restores other bytes, or from other tiers than ``tiers``."""
     act = stage.run(stage.start(name))
     restored = check_restored(act, newest)
-    check_came_from(restored, *tiers)
+    check_sources(restored, *tiers)
     if act.fingerprint("ready") != saved:
-        raise DemoError("what was restored is not what was saved")
+        raise DemoError("the restored bytes differ from the saved ones")
     show_restored(stage, restored)
     stage.screen.print("  [bold green]the same bytes as were saved[/bold green]")
     return act
 
 
-def check_came_from(restored: Line, *tiers: str) -> None:
-    """DemoError where bytes did not come from each of these tiers, or from several, and it is not said why."""
+def check_sources(restored: Line, *tiers: str) -> None:
+    """Raise DemoError unless the bytes came from exactly these tiers, with a reason if there are several."""
     found = sorted({tier for _, tier, _ in restored["sources"]})
     if found != sorted(tiers) or (len(tiers) > 1 and not restored["fallbacks"]):
         reasons = ", and the reason" if len(tiers) > 1 else " alone"
@@ -267,19 +277,19 @@ def check_came_from(restored: Line, *tiers: str) -> None:
 
 
 def lose_node_and_restore(stage: Stage, saved: str) -> tuple[Act, float]:
-    """Lose all that is on this node; a fresh process has to restore the same bytes from the object tier alone.
+    """Delete the storage of this node; a new process must restore the same bytes from the object tier alone.
 
-    Returns, too, when the node was lost.
+    Returns its act, and the time of the loss.
     """
     newest = lose_node(stage)
     lost_s = time.time()
-    return _restore_afresh(stage, "elsewhere", newest, saved, STORE), lost_s
+    return _restore_in_new_process(stage, "elsewhere", newest, saved, STORE), lost_s
 
 
 def lose_node(stage: Stage) -> CheckpointId:
-    """Remove host memory and the file tier's folder; return the newest that is left.
+    """Delete host memory and the file tier's folder; return the newest remaining checkpoint.
 
-    DemoError where something is left anywhere but on the object tier, or nothing there.
+    DemoError unless the object tier, and only it, still has copies.
     """
     chains.delete_node_storage(stage.chain)
     listings = chains.list_tiers(stage.chain)
@@ -296,9 +306,10 @@ def lose_node(stage: Stage) -> CheckpointId:
 
 
 def compare(stage: Stage, first: Act, again: Act, undisturbed: Act) -> tuple[int, int]:
-    """Compare losses and the final state bit for bit; return how many losses before the kill and after the restore.
+    """Compare losses and the final state bit for bit; return the number of losses before the kill and after the
+    restore.
 
-    DemoError where anything differs.
+    DemoError if anything differs.
     """
     expected = {line["step"]: line["loss"] for line in undisturbed.of("step")}
     before = check_equal(first.of("step"), expected, "before the kill")
@@ -316,7 +327,7 @@ def compare(stage: Stage, first: Act, again: Act, undisturbed: Act) -> tuple[int
 
 
 def check_equal(steps: Sequence[Line], expected: Mapping[int, str], when: str) -> int:
-    """Return how many losses were compared; DemoError names the first that differs."""
+    """Return the number of losses compared; DemoError names the first difference."""
     for line in steps:
         if line["loss"] != expected.get(line["step"]):
             raise DemoError(
@@ -330,7 +341,7 @@ def check_equal(steps: Sequence[Line], expected: Mapping[int, str], when: str) -
 
 
 def sum_up(stage: Stage, acts: Sequence[Act]) -> dict[str, Any]:
-    """Print, and return, what saving has cost, over all starts that saved."""
+    """Print and return the cost of saving, over all starts that saved."""
     captured = [line for act in acts for line in act.of("captured")]
     image_bytes = max(line["bytes"] for line in captured)
     blocked_s = sum(line["blocked_s"] for line in captured)
@@ -344,15 +355,15 @@ def sum_up(stage: Stage, acts: Sequence[Act]) -> dict[str, Any]:
         "raw_bytes": image_bytes * len(stored),
         "stored_bytes": sum(line["bytes"] for line in stored),
     }
-    say = stage.screen.print
-    say(
+    print_line = stage.screen.print
+    print_line(
         f"  {len(captured)} saves of {format_size(image_bytes)} blocked {format_duration(trained_s)} of training for "
         f"{format_duration(blocked_s)}: [bold]{format_share(blocked_s / trained_s)}[/bold]"
     )
     width = max(map(len, edges), default=0) + 2
     for edge, count in sorted(edges.items()):
-        say(f"  {edge.replace('->', ' -> '):<{width}}  {format_size(count)}")
-    say(
+        print_line(f"  {edge.replace('->', ' -> '):<{width}}  {format_size(count)}")
+    print_line(
         f"  {STORE} packed {format_size(packed['raw_bytes'])} into {format_size(packed['stored_bytes'])}: "
         f"[bold]{packed['raw_bytes'] / packed['stored_bytes']:.3g} to 1[/bold]"
     )

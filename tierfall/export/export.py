@@ -31,7 +31,7 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.load.build import CPU, Builder
 from tierfall.core.types.errors import ConfigError
-from tierfall.export.gather import MergedCheckpoint, gather, slots_in
+from tierfall.export.gather import MergedCheckpoint, gather, positions_in
 from tierfall.export.options import (
     ExportFormat,
     ExportOptions,
@@ -96,7 +96,7 @@ def _export_safetensors(
     elif gathered.images.world_size == 1:
         return _export_image(gathered, path, wish)
     else:
-        named = {stored.name: slot for slot, stored in enumerate(header.tensors)}
+        named = {stored.name: position for position, stored in enumerate(header.tensors)}
         metadata[VALUES] = _named_values(gathered, parts)
         notes = []
     if not named:
@@ -104,7 +104,9 @@ def _export_safetensors(
             f"export: {', '.join(wish.only) or gathered.id} has no tensor, and safetensors stores nothing else; "
             "use --format torch"
         )
-    by_items = sorted(named.values(), key=lambda slot: (-header.tensors[slot].dtype.itemsize, slot))
+    by_items = sorted(
+        named.values(), key=lambda position: (-header.tensors[position].dtype.itemsize, position)
+    )
     head, places, length = lay_out(header, named, by_items, metadata)
     with _opened(path, wish, length) as descriptor:
         write_all(descriptor, memoryview(head), 0)
@@ -140,7 +142,10 @@ def _named_values(gathered: MergedCheckpoint, parts: Sequence[StatePart]) -> str
     header = gathered.header
     return json.dumps(
         {
-            name: [header.values[leaf.number], [header.tensors[slot].name for slot in leaf.blobs]]
+            name: [
+                header.values[leaf.number],
+                [header.tensors[position].name for position in leaf.blobs],
+            ]
             for part in parts
             for name, leaf in leaves(part.node, part.name, CONTAINERS_AND_OBJECTS)
             if isinstance(leaf, ValueNode)
@@ -163,18 +168,18 @@ class _MappedBuilder(Builder):
         self._places = places
         self._mapped: dict[int, torch.Tensor] = {}
 
-    def flat(self, slot: int, device: torch.device) -> torch.Tensor:
+    def flat(self, position: int, device: torch.device) -> torch.Tensor:
         """Return the bytes of a tensor in the mapping, as a storage of its own: torch.save writes whole storages."""
-        if slot not in self._mapped:
-            length = self.header.tensors[slot].length
-            self._mapped[slot] = (
+        if position not in self._mapped:
+            length = self.header.tensors[position].length
+            self._mapped[position] = (
                 torch.frombuffer(
-                    self._mapping, dtype=torch.uint8, count=length, offset=self._places[slot]
+                    self._mapping, dtype=torch.uint8, count=length, offset=self._places[position]
                 )
                 if length
                 else torch.empty(0, dtype=torch.uint8)
             )
-        return self._mapped[slot]
+        return self._mapped[position]
 
 
 class _DcpBuilder(_MappedBuilder):
@@ -191,15 +196,15 @@ def _build(
     """Build the state of the parts, or of a single part. Its tensors are in an unlinked file, which is freed with its
     mapping; each begins at a multiple of 64 bytes."""
     places, end = {}, 0
-    for slot in slots_in(parts):
-        places[slot] = end
-        end += -(-gathered.header.tensors[slot].length // 64) * 64
+    for position in positions_in(parts):
+        places[position] = end
+        end += -(-gathered.header.tensors[position].length // 64) * 64
     path = beside.with_name(f"{beside.name}.image")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         path.unlink()  # so that nothing remains after a crash
         os.ftruncate(descriptor, max(end, 1))
-        gathered.write({slot: (start,) for slot, start in places.items()}, descriptor)
+        gathered.write({position: (start,) for position, start in places.items()}, descriptor)
         mapping = mmap.mmap(descriptor, max(end, 1), access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
@@ -217,7 +222,7 @@ def _export_torch(
     with new_file(path, replace=wish.replace, room_bytes=room_bytes) as unfinished:
         state = _build(_MappedBuilder, gathered, parts, unfinished)
         notes = save_torch(state, unfinished, path)
-    return len(slots_in(parts)), notes
+    return len(positions_in(parts)), notes
 
 
 def _export_dcp(
@@ -228,7 +233,7 @@ def _export_dcp(
     with new_folder(path, room_bytes=_room_bytes(gathered, parts)) as unfinished:
         state = _build(_DcpBuilder, gathered, parts, unfinished)
         save_dcp(_as_state(state, parts[0].name), unfinished, path)
-    return len(slots_in(parts)), []
+    return len(positions_in(parts)), []
 
 
 def _by_parameter(node: OptimizerNode, built: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -261,7 +266,7 @@ def _as_state(built: Any, name: str) -> dict[str, Any]:
 
 def _room_bytes(gathered: MergedCheckpoint, parts: Sequence[StatePart]) -> int:
     """Bytes of the mapped file, and of what torch writes from it."""
-    return 2 * sum(gathered.header.tensors[slot].length for slot in slots_in(parts))
+    return 2 * sum(gathered.header.tensors[position].length for position in positions_in(parts))
 
 
 _EXPORT = {

@@ -23,7 +23,7 @@ from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.merge import MergedHeader, TensorBlock, merge_headers
 from tierfall.core.image.per_rank import TensorPair, separate_per_rank
 from tierfall.core.image.raw_files import refuse_files
-from tierfall.core.image.tree import ConflictNode, leaves, slots_of
+from tierfall.core.image.tree import ConflictNode, leaves, positions_of
 from tierfall.core.load.build import BlockTarget, Fill
 from tierfall.core.restore.reshard_reads import plan_block_reads
 from tierfall.core.types.errors import IntegrityError, RestoreError
@@ -68,7 +68,7 @@ class RankImages:
 class _Rows:
     """Rows ``first`` to ``first + count`` of a tensor."""
 
-    slot: int
+    position: int
     first: int
     count: int
     bytes: int
@@ -97,8 +97,8 @@ class MergedCheckpoint:
             for name, leaf in leaves(part.node, part.name):
                 if isinstance(leaf, ConflictNode):
                     raise RestoreError(f"{self.header.what}: {name}: {leaf.reason}")
-        for slot in slots_in(parts):
-            stored, blocks = self.header.tensors[slot], self.merged.blocks[slot]
+        for position in positions_in(parts):
+            stored, blocks = self.header.tensors[position], self.merged.blocks[position]
             if sum(block.end - block.start for block in blocks) < stored.length:
                 raise RestoreError(f"{self.header.what}: {stored.name}: it is incomplete")
 
@@ -113,13 +113,13 @@ class MergedCheckpoint:
 
         Raises as ``ChunkReader.read`` does, and OSError.
         """
-        cut = [slot for slot in places if self._is_cut(slot)]
+        cut = [position for position in places if self._is_cut(position)]
         progress = Progress(self.watch, sum(self.header.tensors[s].length for s in places))
         spans: dict[int, list[FileSpan]] = defaultdict(list)
-        for slot in places.keys() - cut:
-            for block in self.merged.blocks[slot]:
+        for position in places.keys() - cut:
+            for block in self.merged.blocks[position]:
                 if block.end > block.start:
-                    spans[block.rank].append(self._span(slot, block, places[slot]))
+                    spans[block.rank].append(self._span(position, block, places[position]))
         for rank, those in sorted(spans.items()):
             with self.images.open(rank) as job:
                 base = job.manifest.data_start
@@ -131,9 +131,9 @@ class MergedCheckpoint:
         for batch in self._batches(cut):
             self._write_rows(batch, places, descriptor, progress)
 
-    def _span(self, slot: int, block: TensorBlock, starts: Sequence[int]) -> FileSpan:
+    def _span(self, position: int, block: TensorBlock, starts: Sequence[int]) -> FileSpan:
         """Return source and targets of a block that is a contiguous range of its tensor."""
-        before = block.offset[0] * self._row_bytes(slot) if block.offset else 0
+        before = block.offset[0] * self._row_bytes(position) if block.offset else 0
         targets = tuple(start + before for start in starts)
         return FileSpan(start=block.start, end=block.end, targets=targets)
 
@@ -145,10 +145,10 @@ class MergedCheckpoint:
         progress: Progress,
     ) -> None:
         """Assemble rows in memory, and write them."""
-        shapes = [self.header.tensors[rows.slot].shape for rows in batch]
+        shapes = [self.header.tensors[rows.position].shape for rows in batch]
         targets = [
             BlockTarget(
-                slot=rows.slot,
+                position=rows.position,
                 target=torch.empty(rows.bytes, dtype=torch.uint8),
                 offset=(rows.first, *(0 for _ in shape[1:])),
                 lengths=(rows.count, *shape[1:]),
@@ -160,15 +160,15 @@ class MergedCheckpoint:
             self.images.read(rank, fills)
         reads.finish()
         for rows, block in zip(batch, targets, strict=True):
-            before = rows.first * self._row_bytes(rows.slot)
-            for start in places[rows.slot]:
+            before = rows.first * self._row_bytes(rows.position)
+            for start in places[rows.position]:
                 write_all(descriptor, block.target.numpy().data, start + before)
             progress.add(rows.bytes)
 
-    def _batches(self, slots: Sequence[int]) -> Iterator[list[_Rows]]:
+    def _batches(self, positions: Sequence[int]) -> Iterator[list[_Rows]]:
         batch: list[_Rows] = []
-        for slot in slots:
-            row, left = self._row_bytes(slot), self.header.tensors[slot].shape[0]
+        for position in positions:
+            row, left = self._row_bytes(position), self.header.tensors[position].shape[0]
             first = 0
             while left:
                 room = ROWS_BYTES - sum(rows.bytes for rows in batch)
@@ -177,19 +177,19 @@ class MergedCheckpoint:
                     batch = []
                     continue
                 count = min(left, max(1, room // row))
-                batch.append(_Rows(slot, first, count, count * row))
+                batch.append(_Rows(position, first, count, count * row))
                 first, left = first + count, left - count
         if batch:
             yield batch
 
-    def _row_bytes(self, slot: int) -> int:
-        stored = self.header.tensors[slot]
+    def _row_bytes(self, position: int) -> int:
+        stored = self.header.tensors[position]
         return stored.length // stored.shape[0] if stored.length and stored.shape else 0
 
-    def _is_cut(self, slot: int) -> bool:
+    def _is_cut(self, position: int) -> bool:
         """Return whether some block of a tensor is not a contiguous range of it."""
-        stored = self.header.tensors[slot]
-        blocks = self.merged.blocks[slot]
+        stored = self.header.tensors[position]
+        blocks = self.merged.blocks[position]
         return stored.length > 0 and any(b.lengths[1:] != stored.shape[1:] for b in blocks)
 
 
@@ -309,5 +309,5 @@ def _read(images: RankImages, rank: int, ranges: Sequence[tuple[int, int]]) -> l
     return [read[span] for span in ranges]
 
 
-def slots_in(parts: Sequence[StatePart]) -> list[int]:
-    return sorted({slot for part in parts for slot in slots_of(part.node)})
+def positions_in(parts: Sequence[StatePart]) -> list[int]:
+    return sorted({position for part in parts for position in positions_of(part.node)})

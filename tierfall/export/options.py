@@ -81,35 +81,38 @@ def file_name(run: str, id: CheckpointId, wish: ExportOptions) -> str:
 
 
 def lay_out(
-    header: ImageHeader, named: Mapping[str, int], slots: Sequence[int], metadata: Mapping[str, str]
+    header: ImageHeader,
+    named: Mapping[str, int],
+    positions: Sequence[int],
+    metadata: Mapping[str, str],
 ) -> tuple[bytes, dict[int, list[int]], int]:
     """Return the header of a safetensors file with the tensors ``named``, the offsets of each in the file (one for each
     of its names), and the length of the file.
 
-    Tensors are stored in the order of ``slots``, which must keep each aligned to its items.
+    Tensors are stored in the order of ``positions``, which must keep each aligned to its items.
     """
-    order = {slot: number for number, slot in enumerate(slots)}
+    order = {position: number for number, position in enumerate(positions)}
     unsupported = {
         name: [dtypes.name_of(tensor.dtype), list(tensor.shape)]
-        for name, slot in named.items()
-        if dtypes.code_of((tensor := header.tensors[slot]).dtype) is None
+        for name, position in named.items()
+        if dtypes.code_of((tensor := header.tensors[position]).dtype) is None
     }
     dtypes_of = {"tierfall.dtypes": json.dumps(unsupported)} if unsupported else {}
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata, **dtypes_of}}
     places: dict[int, list[int]] = {}
     end = 0
-    for name, slot in sorted(named.items(), key=lambda item: (order[item[1]], item[0])):
-        tensor = header.tensors[slot]
+    for name, position in sorted(named.items(), key=lambda item: (order[item[1]], item[0])):
+        tensor = header.tensors[position]
         code, shape = dtypes.code_of(tensor.dtype), list(tensor.shape)
         if code is None:
             code, shape = dtypes.RAW_CODE, [tensor.length]
         table[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + tensor.length]}
-        places.setdefault(slot, []).append(end)
+        places.setdefault(position, []).append(end)
         end += tensor.length
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = struct.pack("<Q", len(text)) + text
-    placed = {slot: [len(head) + at for at in starts] for slot, starts in places.items()}
+    placed = {position: [len(head) + at for at in starts] for position, starts in places.items()}
     return head, placed, len(head) + end
 
 
@@ -123,7 +126,9 @@ def left_out(parts: Sequence[StatePart]) -> list[str]:
 
 
 def as_bytes(header: ImageHeader, named: Mapping[str, int]) -> list[str]:
-    raw = [n for n, slot in named.items() if dtypes.code_of(header.tensors[slot].dtype) is None]
+    raw = [
+        n for n, position in named.items() if dtypes.code_of(header.tensors[position].dtype) is None
+    ]
     if not raw:
         return []
     return [

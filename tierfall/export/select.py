@@ -20,7 +20,7 @@ from tierfall.core.image.tree import (
     TensorNode,
     ValueNode,
     leaves,
-    slots_of,
+    positions_of,
 )
 from tierfall.core.tensors import names
 from tierfall.core.types.errors import ConfigError
@@ -90,11 +90,11 @@ def tensors_of(header: ImageHeader, part: StatePart, *, full_names: bool) -> dic
     ``full_names`` keeps the name of the part as a prefix.
     """
     found: dict[str, int] = {}
-    for name, slot in _named(header, part.name, part.node):
+    for name, position in _named(header, part.name, part.node):
         short = name if full_names or not part.name else name.removeprefix(f"{part.name}.")
         if short == part.name:  # the part is this tensor
             short = short.rpartition(".")[2]
-        if found.setdefault(short, slot) != slot:
+        if found.setdefault(short, position) != position:
             raise ConfigError(f"export: two tensors would be named {short!r}; use --format torch")
     return found
 
@@ -102,9 +102,11 @@ def tensors_of(header: ImageHeader, part: StatePart, *, full_names: bool) -> dic
 def _named(header: ImageHeader, name: str, node: Node) -> Iterator[tuple[str, int]]:
     for below, leaf in leaves(node, name, CONTAINERS_AND_OBJECTS):
         if isinstance(leaf, TensorNode):
-            yield below, leaf.slot
+            yield below, leaf.position
         else:
-            yield from ((header.tensors[slot].name, slot) for slot in slots_of(leaf))
+            yield from (
+                (header.tensors[position].name, position) for position in positions_of(leaf)
+            )
 
 
 def values_of(part: StatePart) -> list[str]:

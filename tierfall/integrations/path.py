@@ -37,10 +37,10 @@ _loaded: dict[str, tuple[CheckpointId, int]] = {}
 
 class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """``tiers://RUN/step-STEP/FILE``, served by the Checkpointer that is open for the run in this process, or by the
-    file that ``TIERFALL_CONFIG`` names.
+    configuration file that ``TIERFALL_CONFIG`` names.
 
-    Errors are tierfall's own: ConfigError for a path that leads nowhere, StepError for a step that may not be saved,
-    NotSupportedError for what DCP does not do, KeyNotFoundError (a FileNotFoundError) for what is not there.
+    Errors are tierfall's own: ConfigError for an invalid path, StepError for a step that may not be saved,
+    NotSupportedError for operations that DCP does not use, KeyNotFoundError (a FileNotFoundError) for a missing file.
     """
 
     protocol = PROTOCOL
@@ -54,11 +54,11 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         _writer(where).begin(_own_step(where))
 
     def mkdir(self, path: str, create_parents: bool = True, **more: Any) -> None:
-        """As ``makedirs``."""
+        """Same as ``makedirs``."""
         self.makedirs(path)
 
     def mv(self, path1: str, path2: str, **more: Any) -> None:
-        """Commit a step: ``.metadata.tmp`` becomes ``.metadata``, and the files of all ranks a checkpoint."""
+        """Commit a step: renaming ``.metadata.tmp`` to ``.metadata`` makes the files of all ranks a checkpoint."""
         source, target = self._parse(path1), self._parse(path2)
         same = (source.run, source.step) == (target.run, target.step)
         if not same or (source.name, target.name) != (_TEMPORARY, METADATA):
@@ -75,7 +75,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             self.rm_file(one)
 
     def rm_file(self, path: str) -> None:
-        """Give up the save that a file belongs to; a committed checkpoint is not deleted."""
+        """Abandon the save that a file belongs to; a committed checkpoint is not deleted."""
         where = self._parse(path)
         saves = _open_run(where)
         if saves is not None and where.step is not None and saves.is_staged(where.step):
@@ -221,7 +221,7 @@ def _no_file(where: TierPath, files: CheckpointFiles) -> KeyNotFoundError:
     return KeyNotFoundError(f"{where}: no rank wrote a file of this name")
 
 
-# Who serves a path -----------------------------------------------------------------------------------
+# Finding the run of a path ---------------------------------------------------------------------------
 
 
 def _open_run(where: TierPath) -> PathSaves | None:
@@ -257,7 +257,8 @@ def _tiers(where: TierPath) -> Iterator[ReadableTiers]:
 
 
 def _writer(where: TierPath) -> PathSaves:
-    """Return the Checkpointer of a path's run; if none is open, the configuration's is, until the process ends."""
+    """Return the Checkpointer of a path's run; if none is open, the one of the configuration, which stays open until
+    the process ends."""
     with _opening:
         saves = _open_run(where)
         if saves is not None:
@@ -293,7 +294,7 @@ def _own_step(where: TierPath) -> int:
 
 
 def _is_staged(where: TierPath) -> bool:
-    """Return whether a path is of a step that this process is writing: none of its files exists yet."""
+    """Return whether this process is writing the step of a path; its files do not exist yet."""
     if where.step is None or where.attempt is not None:
         return False
     saves = _open_run(where)
@@ -301,7 +302,8 @@ def _is_staged(where: TierPath) -> bool:
 
 
 def _note_loaded(where: TierPath, checkpoint: KnownCheckpoint) -> None:
-    """Reading the metadata of a step means loading it: a start that has saved nothing continues from there."""
+    """Record a loaded step: reading its metadata counts as loading it. A start that has saved nothing continues from
+    it."""
     saves = _open_run(where)
     if checkpoint.commit is None:
         return

@@ -24,7 +24,7 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.image.merge import merge_headers
-from tierfall.core.image.raw_files import are_files, file_slots
+from tierfall.core.image.raw_files import are_files, file_positions
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
@@ -188,14 +188,14 @@ class CheckpointFiles:
         return _PathStream(reader, manifest, file)
 
     def _among(self, ranks: Iterable[int]) -> dict[str, StoredFile]:
-        # A rank that wrote no file has nothing here that could be laid over the others'.
+        # A rank that wrote no file has no entries to merge.
         headers = {rank: x for rank in ranks if (x := self._header(rank)).tensors}
         if not headers:
             return {}
         merged = merge_headers(headers, what=str(self._checkpoint.id), own=None)
         found = {}
-        for name, slot in file_slots(merged).items():
-            for block in merged.blocks[slot]:
+        for name, position in file_positions(merged).items():
+            for block in merged.blocks[position]:
                 start = headers[block.rank].data_start
                 shard = Shard(block.rank, self._world_size)
                 found[name] = StoredFile(shard, start + block.start, start + block.end)
@@ -221,7 +221,7 @@ class CheckpointFiles:
         if not self._is_seen(rank):
             raise UnreachableError(
                 f"rank {rank}'s part of {self._checkpoint.id} is on no tier that this process sees: it is in the "
-                "memory of that rank, or on the disk of its node. Have it flushed to a tier that all see"
+                "memory of that rank, or on the disk of its node. Flush it to a tier that all nodes see"
             )
 
     def _is_seen(self, rank: int) -> bool:

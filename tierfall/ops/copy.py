@@ -174,7 +174,7 @@ def _copy(
         sources=dict(source.tally.bytes),
         marks=tuple(mark.name for mark in marks),
         notes=(
-            *(f"passed over: {f.what}: {f.reason}" for f in source.tally.fallbacks),
+            *(f"skipped: {f.what}: {f.reason}" for f in source.tally.fallbacks),
             *_name_latest(store, checkpoint, after),
             *_retention(reader.config, store.name, checkpoint.id, listings, after),
         ),

@@ -286,7 +286,7 @@ class PathReader:
             self.store,
             bound_s=PATH_ANSWER_S,
             bytes_per_s_min=READ_BYTES_PER_S_MIN,
-            heard_s=self.store.heard_s,
+            last_answer_s=self.store.last_answer_s,
         )
         return image_opener({store.name: store})
 

@@ -49,16 +49,16 @@ class AnnouncedSteps:
 
     def __init__(
         self,
-        council: MessageTree,
+        message_tree: MessageTree,
         *,
-        tell: Callable[[Callable[[], object]], None],
+        run_aside: Callable[[Callable[[], object]], None],
         leave_out: LeaveOut,
     ) -> None:
-        """``tell`` runs a call on another thread than the training's. ``leave_out`` reports a step that this rank does
-        not save."""
-        self._council = council
-        self.decides = council.topology.is_root
-        self._tell = tell
+        """``run_aside`` runs a call on another thread than the training's. ``leave_out`` reports a step that this rank
+        does not save."""
+        self._message_tree = message_tree
+        self.decides = message_tree.topology.is_root
+        self._run_aside = run_aside
         self._leave_out = leave_out
         self._lineage = 0
         """Counts restores: a message of another lineage is ignored."""
@@ -77,12 +77,14 @@ class AnnouncedSteps:
     def announce(self, step: int) -> None:
         """Have all ranks save at the first step from ``step`` on; for rank 0."""
         lineage = self._lineage
-        self._tell(lambda: self._council.announce((TOPIC, lineage, step), None))
+        self._run_aside(lambda: self._message_tree.announce((TOPIC, lineage, step), None))
 
     def request(self, why: str, step: int) -> None:
         """Ask rank 0 for a save, of ``step`` or a later one."""
         lineage, request = self._lineage, SaveRequest(step=step, why=why)
-        self._tell(lambda: self._council.report((TOPIC, lineage, "ask"), request.to_json()))
+        self._run_aside(
+            lambda: self._message_tree.report((TOPIC, lineage, "ask"), request.to_json())
+        )
 
     def requested_above(self, planned: int | None) -> list[str]:
         """Return the reasons of other ranks that ask for a save after the last ``planned`` one; for rank 0."""
@@ -137,13 +139,15 @@ class AnnouncedSteps:
         if missed in self._saved:
             return
         late = sum(1 for one in self._recent if one >= step)
+        rank = self._message_tree.topology.rank
         error = CaptureError(
-            f"save of step {missed}: rank {self._council.topology.rank} received its announcement {late} steps too "
-            "late"
+            f"save of step {missed}: rank {rank} received its announcement {late} steps too late"
         )
         lineage, report = self._lineage, MissedStep(late_steps=late)
         self._leave_out(missed, error)
-        self._tell(lambda: self._council.report((TOPIC, lineage, "missed"), report.to_json()))
+        self._run_aside(
+            lambda: self._message_tree.report((TOPIC, lineage, "missed"), report.to_json())
+        )
 
     def _announce_earlier(self, late: int, rank: int) -> None:
         self._missed_steps += late + 1

@@ -221,7 +221,7 @@ class PathSaves:
         self._check_step(step)
         return self._continued_checkpoint()
 
-    def _go_on_from(self, start: tuple[CheckpointId, int] | None) -> None:
+    def _continue_from(self, start: tuple[CheckpointId, int] | None) -> None:
         if start is None or self._lineage.begun:
             return
         (id, ordinal), attempt = start, self._lineage.attempt
@@ -312,7 +312,7 @@ class PathSaves:
         began = time.monotonic()
         with self._saver.lock:
             self._check()
-            self._go_on_from(save.start)
+            self._continue_from(save.start)
             try:
                 self._lineage.check(step)
             except StepError:

@@ -178,7 +178,7 @@ class Checkpointer:
             strict=strict,
             goes_back=self._lineage.saved_any or self._lineage.started_from is not None,
         )
-        self._opened.prepare_restore(goes_on=only is None)
+        self._opened.prepare_restore(continues=only is None)
         self._opened.forget_last()
         with (
             restorer.deletions_paused(),
@@ -199,7 +199,7 @@ class Checkpointer:
                 self._session.ranks,
                 restored.plan.finish,  # type: ignore[attr-defined]
                 restored.checkpoint.id,
-                goes_on=only is None,
+                continues=only is None,
                 saved=self._lineage.saved_any,
                 timeout_s=restorer.patience_s,
             )

@@ -64,9 +64,9 @@ class DrainOnSignal:
         try:
             session.call_soon(lambda: session.coordinator.share_deadline(self._deadline_s))
             saves = name in self._saving
-            report = self._until(ends_s, name, goes_on=not saves)
+            report = self._until(ends_s, name, continues=not saves)
             if saves and self._wait_for_save(number, ends_s):
-                report = self._until(ends_s, name, goes_on=True)
+                report = self._until(ends_s, name, continues=True)
         except (
             TierfallError
         ) as error:  # the run was closed, which drains too, or the coordinator has stopped
@@ -75,9 +75,9 @@ class DrainOnSignal:
         left = format_some([f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left])
         logger.warning("%s: drained%s", name, f"; still owed: {left}" if left else "")
 
-    def _until(self, ends_s: float, name: str, *, goes_on: bool) -> DrainReport:
+    def _until(self, ends_s: float, name: str, *, continues: bool) -> DrainReport:
         left_s = max(0.0, ends_s - time.monotonic())
-        return group_commands.drain_here(self._session, left_s, doing=name, goes_on=goes_on)
+        return group_commands.drain_here(self._session, left_s, doing=name, continues=continues)
 
     def _wait_for_save(self, number: Signals, ends_s: float) -> bool:
         """Wait for the save that the signal requests; False where it has not begun in time, or the run was closed."""

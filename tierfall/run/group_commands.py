@@ -146,11 +146,11 @@ class _Decisions(Message):
 
 
 def drain_here(
-    session: Session, deadline_s: float | None, *, doing: str = "drain", goes_on: bool = True
+    session: Session, deadline_s: float | None, *, doing: str = "drain", continues: bool = True
 ) -> DrainReport:
     """Wait until every copy that this rank owes is durable, for ``deadline_s`` seconds at most.
 
-    With a deadline, copies that can arrive in time are written first. ``goes_on``: the others are begun afterwards.
+    With a deadline, copies that can arrive in time are written first. ``continues``: the others are begun afterwards.
     ``doing`` names the operation in the log.
     """
     began = time.monotonic()
@@ -165,7 +165,7 @@ def drain_here(
             )
         session.wait_idle(deadline_s)
     finally:
-        if goes_on:
+        if continues:
             end_drain(session, asker)
     left = set(session.call(coordinator.owed_copies))
     left |= set(owed) & set(session.call(coordinator.set_aside_copies))

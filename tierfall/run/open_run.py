@@ -118,7 +118,7 @@ class OpenRun:
                 if ranks.many:
                     announced = AnnouncedSteps(
                         ranks.message_tree,
-                        tell=self.session.call_soon,
+                        run_aside=self.session.call_soon,
                         leave_out=self._report_unsaved,
                     )
                     listeners[announced_steps.TOPIC] = announced.on_message
@@ -257,14 +257,14 @@ class OpenRun:
 
     # Restoring ---------------------------------------------------------------------------------------
 
-    def prepare_restore(self, *, goes_on: bool) -> None:
+    def prepare_restore(self, *, continues: bool) -> None:
         """Wait until the last save is sealed, so that a restore finds it.
 
-        Raises FencedError where a newer attempt exists and the run ``goes_on`` from what is restored.
+        Raises FencedError where a newer attempt exists and the run ``continues`` from what is restored.
         """
-        if goes_on and (fenced := self.session.coordinator.fenced) is not None:
+        if continues and (fenced := self.session.coordinator.fenced) is not None:
             raise fenced
-        if goes_on and self.lineage.saved_any:
+        if continues and self.lineage.saved_any:
             self.session.tiers.check_fence()
         self.finish_capture()
         for handle in self.saver.counts.handles[-1:]:
@@ -334,7 +334,9 @@ class OpenRun:
                 self.capturer.close(left_s())
                 session.find_external_commits(left_s(), last=True)
                 confirmed = confirm_copies(session, left_s() / 2)
-                report = group_commands.drain_here(session, left_s(), doing="close", goes_on=False)
+                report = group_commands.drain_here(
+                    session, left_s(), doing="close", continues=False
+                )
             except BaseException:  # Ctrl-C, say: the rest takes LAST_S each
                 deadline_s = time.monotonic()
                 raise

@@ -70,12 +70,12 @@ class Restorer:
     def deletions_paused(self) -> Iterator[None]:
         """Pause deletions until it is known whether the run continues from what was read."""
         session = self._session
-        dropper = session.coordinator.deleter
+        deleter = session.coordinator.deleter
         try:
-            session.call(lambda: setattr(dropper, "paused", True))
+            session.call(lambda: deleter.set_paused(True))
             yield
         finally:
-            session.call_soon(lambda: setattr(dropper, "paused", False))
+            session.call_soon(lambda: deleter.set_paused(False))
 
     @contextmanager
     def noting_half_filled(self, only: tuple[str, ...] | None) -> Iterator[Callable[[], None]]:
@@ -173,9 +173,9 @@ class Restorer:
         ranks = self._session.ranks
         if not self._session.tiers.agrees:
             return choose(listings, request, tally)
-        told = reported_tiers(self._config, ranks)
+        reported = reported_tiers(self._config, ranks)
         return agree_to_restore(
-            ranks, listings, request, mine=told, tally=tally, look_again=look_again
+            ranks, listings, request, mine=reported, tally=tally, look_again=look_again
         )
 
     def opener(self) -> OpenImage:
@@ -197,11 +197,11 @@ class Restorer:
         log_abandoned(self._session.run, self._session.known(), id)
         coordinator = self._session.coordinator
 
-        def go_on() -> None:
+        def continue_ledger() -> None:
             coordinator.verifier.on_restored(id, verified)
             coordinator.ledger.continue_from(id, attempt=attempt.number)
 
-        self._session.call(go_on)
+        self._session.call(continue_ledger)
         self._on_continued(id.step)
 
 

@@ -341,7 +341,7 @@ class Saver:
         self.counts.count(snapshot.handle, lazy=False)
         self.counts.settled += 1
         self._capturer.begin_unchanging(snapshot)
-        _tell_begun(snapshot, began_s, lazy=False)
+        _report_begun(snapshot, began_s, lazy=False)
 
     def _choose_lazy(self, view: StateView, call: SaveCall) -> tuple[bool, ...] | None:
         """Return which tensors are captured lazily; None where none is."""
@@ -364,7 +364,7 @@ class Saver:
         try:
             self._capturer.begin(snapshot, lazy=lazy, here=bool(self._places.without_stream))
         finally:
-            _tell_begun(snapshot, began_s, lazy=lazy)
+            _report_begun(snapshot, began_s, lazy=lazy)
 
     def _help_capture(self, id: CheckpointId, saver: int, timeout: float | None) -> None:
         """Help the capture to end where the thread that saved waits on its handle: this is a barrier, since that thread
@@ -373,7 +373,7 @@ class Saver:
             self._capturer.help_capture(id, timeout)
 
 
-def _tell_begun(snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
+def _report_begun(snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
     snapshot.handle.on_begun(
         bytes=snapshot.geometry.image_bytes, lazy=lazy, blocked_s=time.monotonic() - began_s
     )

@@ -57,9 +57,9 @@ def forecast_of(decisions: Sequence[DrainDecision]) -> tuple[DrainForecast, ...]
 class ForecastLog:
     """Reports a forecast twice: at first, and again once every arrival in it is known."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        """``tell`` reports one line of text."""
-        self._report = tell
+    def __init__(self, report_line: Callable[[str], None]) -> None:
+        """``report_line`` reports one line of text."""
+        self._report = report_line
         self._has_unknown = True
 
     def report(self, decisions: Sequence[DrainDecision], *, first: bool = False) -> None:

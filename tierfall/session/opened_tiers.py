@@ -371,7 +371,7 @@ class OpenedTiers:
             {store.name: partial(call, store) for store in called},
             {s.name: bounds[s.name] if bound_s is None else bound_s for s in called},
             doing="ask",
-            heard_s=lambda name: self.stores[name].heard_s(),
+            last_answer_s=lambda name: self.stores[name].last_answer_s(),
         )
 
     # Reading -----------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ class OpenedTiers:
             {name: partial(self.stores[name].find_copy, id) for name in names},
             {name: min(bound_s, timeout_s) for name, bound_s in bounds_s(self.config).items()},
             doing="look",
-            heard_s=lambda name: self.stores[name].heard_s(),
+            last_answer_s=lambda name: self.stores[name].last_answer_s(),
         )
 
     def slots_of_node(self) -> AbstractContextManager[list[HostTier]]:

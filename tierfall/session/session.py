@@ -105,7 +105,7 @@ class Session:
             max_wait_s=self.config.max_wait_s,
             when_full=self.config.host.when_full,
             unread=[x.tier for x in tiers.listings if x.error is not None],
-            council=self.ranks.message_tree if tiers.agrees else None,
+            message_tree=self.ranks.message_tree if tiers.agrees else None,
             shared={tier.name: is_shared(tier) for tier in self.config.stored},
             set_pace=lambda tier, bytes_per_s: self.stores[tier].limit_rate(bytes_per_s),
             verify_bytes_per_s=self.config.verify_bytes_per_s,
@@ -345,12 +345,16 @@ class Session:
 
 def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[Ledger, Leftovers]:
     """Build the ledger of the ``written`` tiers, and adopt what lies in the slots of this process."""
-    ledger = Ledger(tier_rules(tiers.config), tiers.host.name, shard=tiers.ranks.shard)
+    ledger = Ledger(
+        tier_rules(tiers.config),
+        tiers.host.name,
+        shard=tiers.ranks.shard,
+        scattered=start.scattered,
+        deleted=start.deleted,
+    )
     ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
     held = [listing for listing in start.listings if listing.tier in written]
     ledger.load(merge(held), held)
-    ledger.scattered = start.scattered
-    ledger.deleted = start.deleted
     ledger.note_partial(x for x in tiers.listings if x.tier in start.seen & written)
     tiers.host.release_damaged()  # the opening has logged them; this makes room
     images = images_in(tiers.hosts())

@@ -137,10 +137,10 @@ def warn_of_overtaken_starts(
     run: str,
     starts: Sequence[AttemptStart],
     known: Sequence[KnownCheckpoint],
-    told_of: set[Key],
+    reported: set[Key],
 ) -> None:
     """Log, once each, the starts that could not see each other's tiers, which of them counts, and how to return to the
-    others. ``told_of`` are those logged before; this adds to it."""
+    others. ``reported`` are those logged before; this adds to it."""
     saved: dict[Key, list[KnownCheckpoint]] = {}
     for checkpoint in known:
         if checkpoint.commit is not None:
@@ -152,9 +152,9 @@ def warn_of_overtaken_starts(
     }
     for key, counts in {**later, **passed_over}.items():
         left = [c for c in saved.get(key, []) if c.abandoned]
-        if key in told_of or not left:
+        if key in reported or not left:
             continue
-        told_of.add(key)
+        reported.add(key)
         what = (
             f"two starts have taken attempt {key[0]}, as neither could see the other's tiers. The one counts that the "
             "run went on from, or else that began last by its clock"
@@ -163,7 +163,7 @@ def warn_of_overtaken_starts(
             "could see the other's tiers. The higher number counts"
         )
         logger.warning(
-            "run %s: %s; what the other has saved is left behind: %s. If that is the wrong one, go back to it by "
+            "run %s: %s; what the other has saved is abandoned: %s. If that is the wrong one, go back to it by "
             "restore(step=%d, attempt=%d); to keep it, pin it now",
             run,
             what,

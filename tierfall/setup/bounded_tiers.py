@@ -34,7 +34,10 @@ def ask_within_bound(
 
     def ask(tier: str, call: Callable[[], T]) -> T:
         return calls.call_all(
-            {tier: call}, bounds_s(config), doing="ask", heard_s=lambda name: stores[name].heard_s()
+            {tier: call},
+            bounds_s(config),
+            doing="ask",
+            last_answer_s=lambda name: stores[name].last_answer_s(),
         )[tier].get()
 
     return ask
@@ -46,7 +49,10 @@ def bounded(store: StoredTier, config: Config) -> BoundedStore:
     limit = next((t.bandwidth_bytes_per_s for t in config.stored if t.name == store.name), None)
     slowest = READ_BYTES_PER_S_MIN if limit is None else min(READ_BYTES_PER_S_MIN, limit / SHARES)
     return BoundedStore(
-        store, bound_s=bounds_s(config)[store.name], bytes_per_s_min=slowest, heard_s=store.heard_s
+        store,
+        bound_s=bounds_s(config)[store.name],
+        bytes_per_s_min=slowest,
+        last_answer_s=store.last_answer_s,
     )
 
 

@@ -242,17 +242,19 @@ def _store(
 ) -> StoredTier:
     limit = tier.bandwidth_bytes_per_s
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
-    heard = LastAnswer(backend)
+    answering = LastAnswer(backend)
     return StoredTier(
         name=tier.name,
         run=run,
-        backend=wrap(heard, bandwidth=limit, writes=pace),
+        backend=wrap(answering, bandwidth=limit, writes=pace),
         packing=_packing(tier, config),
         pace=pace,
-        recognise=backend.set_identity_check if isinstance(backend, PosixBackend) else None,
+        set_identity_check=backend.set_identity_check
+        if isinstance(backend, PosixBackend)
+        else None,
         links=backend.links if isinstance(backend, PosixBackend) else lambda folder: (),
         read_only=read_only,
-        last_answer_s=lambda: heard.last_answer_s,
+        last_answer_s=lambda: answering.last_answer_s,
     )
 
 
@@ -335,7 +337,7 @@ def list_all(
         {name: partial(ask, name) for name in names if name not in errors},
         {host.name: math.inf, **bounds_s(config)},
         doing="list",
-        heard_s=lambda name: stores[name].heard_s() if name in stores else -math.inf,
+        last_answer_s=lambda name: stores[name].last_answer_s() if name in stores else -math.inf,
     )
 
     def listing(name: str) -> Listing:

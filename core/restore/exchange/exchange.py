@@ -153,19 +153,21 @@ class _ExchangedReader(CheckpointReader):
 
     def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
         sizes = {image: self._known[image][0].chunk_bytes for image in fills}
-        wants = {image: requested_ranges(those, sizes[image]) for image, those in fills.items()}
-        wants = {image: want for image, want in wants.items() if want.edges}
+        requested = {image: requested_ranges(those, sizes[image]) for image, those in fills.items()}
+        requested = {image: request for image, request in requested.items() if request.edges}
         mine = self.exchange.ranks.shard
-        alone = world_size == mine.world_size and wants.keys() <= {mine.rank}
+        alone = world_size == mine.world_size and requested.keys() <= {mine.rank}
         while True:
-            request = ExchangeRequest(requested=wants, alone=alone and all(map(self._sees, wants)))
+            request = ExchangeRequest(
+                requested=requested, alone=alone and all(map(self._sees, requested))
+            )
             next, left = self._continue(request, fills)
             if next is NextPhase.LOCAL:
                 CheckpointReader.fill(self, fills, world_size)
             if next in (NextPhase.LOCAL, NextPhase.DONE):
                 return
             if next is NextPhase.CHUNKS:
-                wants = _requests_left(left, sizes)
+                requested = _requests_left(left, sizes)
 
     def give_up(self, error: BaseException) -> TierfallError | None:
         if self._state.transport is not None:
@@ -283,7 +285,9 @@ class _ExchangedReader(CheckpointReader):
     ) -> list[ChunkDelivery]:
         self.touched = True
         sizes = {
-            i: want.chunk_bytes for group in round.groups for i, want in group.requested.items()
+            i: request.chunk_bytes
+            for group in round.groups
+            for i, request in group.requested.items()
         }
         largest = max(sizes.values())
         ring = self.ring or BufferRing(largest)

@@ -79,7 +79,7 @@ class RequestGroup(Message):
     """Ranks that request the same."""
 
     ranks: NumberRanges
-    wants: Mapping[int, RequestedRanges]
+    requested: Mapping[int, RequestedRanges]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class ExchangeDecision(Message):
     name: str
 
     def rank_groups(self) -> tuple[RankGroup, ...]:
-        return tuple(RankGroup(ranks=tuple(g.ranks), requested=g.wants) for g in self.groups)
+        return tuple(RankGroup(ranks=tuple(g.ranks), requested=g.requested) for g in self.groups)
 
 
 PlaceOf = Callable[[int, int], int | None]
@@ -137,8 +137,8 @@ def decide(
     return ExchangeDecision(
         next=phase,
         groups=tuple(
-            RequestGroup(ranks=NumberRanges.of(ranks), wants=dict(wants))
-            for wants, ranks in groups.items()
+            RequestGroup(ranks=NumberRanges.of(ranks), requested=dict(requested))
+            for requested, ranks in groups.items()
         ),
         seen=seen if exchanging else None,
         failed=tuple(failed for request in requests.values() for failed in request.failed),

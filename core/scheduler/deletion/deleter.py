@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from tierfall.core.format.records import Commit, prevents_deletion
 from tierfall.core.scheduler.deletion.planner import AgeTimer, DeletionPlanner
@@ -65,6 +66,10 @@ class Deleter:
         self._to_announce: set[tuple[str, CheckpointId]] = set()
         self._cancelled = False
 
+    def set_paused(self, paused: bool) -> None:
+        """Pause deletions while a restore reads the tiers, or resume them."""
+        self.paused = paused
+
     @property
     def plans(self) -> bool:
         """Return whether this process applies retention: with several ranks only rank 0 does."""
@@ -118,8 +123,7 @@ class Deleter:
         """Retry the failed deletions of a checkpoint at once; return their tiers."""
         tiers = tuple(tier for tier, failed in self._failed if failed == id)
         for tier in tiers:
-            task, _ = self._failed.pop((tier, id))
-            self._hooks.dispatch(task)
+            self._hooks.dispatch(self._failed.pop((tier, id))[0])
         return tiers
 
     def next_s(self) -> float | None:
@@ -192,12 +196,9 @@ class Deleter:
         drops = {d.checkpoint: d.reason for d in plan if d.checkpoint in read}
         newest = self._ledger.newest_on(task.tier, without=drops) if drops else None
         relied = self._planner.relied_on(self._view(task.tier), task.tier, drops)
+        deletion = partial(DeleteCopy, tier=task.tier, next_latest=newest, relies_on=relied)
         for id, reason in drops.items():
-            self._delete(
-                DeleteCopy(
-                    tier=task.tier, id=id, reason=reason, next_latest=newest, relies_on=relied
-                )
-            )
+            self._delete(deletion(id=id, reason=reason))
         if len(drops) < len(plan):
             self.plan_tier(task.tier)  # the marks have changed the plan
         else:
@@ -310,9 +311,8 @@ class Deleter:
     ) -> bool:
         """Delete the files of a copy that was never committed; only those of ``shard`` where other ranks' are kept.
         Return as ``delete`` does."""
-        return self.delete(
-            DeleteCopy(tier=tier, id=id, reason=reason, unfinished=True, shard=shard)
-        )
+        task = DeleteCopy(tier=tier, id=id, reason=reason, unfinished=True, shard=shard)
+        return self.delete(task)
 
     def collect_unfinished(self, tier: str, id: CheckpointId, reason: str) -> bool:
         """Delete this rank's files of a copy that was never committed; return False where that was begun before."""

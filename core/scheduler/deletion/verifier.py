@@ -91,16 +91,16 @@ class BackgroundVerifier:
         *,
         ledger: Ledger,
         deleter: Deleter,
-        council: MessageTree | None,
+        message_tree: MessageTree | None,
         hooks: Hooks,
         bytes_per_s: float | None,
     ) -> None:
         self._ledger = ledger
         self._deleter = deleter
-        self._council = council
+        self._message_tree = message_tree
         self._hooks = hooks
         self._bytes_per_s = bytes_per_s
-        self._decides = council is None or council.topology.is_root
+        self._decides = message_tree is None or message_tree.topology.is_root
         self._requested: dict[str, _VerifyRequest] = {}
         self._checks: dict[str, _RunningCheck] = {}
         self._retry_s: dict[tuple[str, CheckpointId], float] = {}
@@ -167,10 +167,10 @@ class BackgroundVerifier:
 
     def _announce(self, topic: Topic, body: Message | None) -> None:
         data = None if body is None else body.to_json()
-        if self._council is None:
+        if self._message_tree is None:
             self.on_message(DecisionAnnounced(topic=topic, body=data))
         else:
-            self._council.announce(topic, data)
+            self._message_tree.announce(topic, data)
 
     def _next(self, tier: str) -> CheckpointId | None:
         found = (e.id for e in self._ledger.unverified(tier))
@@ -179,8 +179,8 @@ class BackgroundVerifier:
     def _begin(self, number: int, id: CheckpointId, tier: str, hurry: bool) -> None:
         self._checks[tier] = _RunningCheck(id, number, hurry)
         turn, of = 0, 1
-        if self._council is not None:
-            topology = self._council.topology
+        if self._message_tree is not None:
+            topology = self._message_tree.topology
             ranks = (
                 topology.local_ranks if self._hooks.is_split(tier) else range(topology.world_size)
             )
@@ -190,12 +190,12 @@ class BackgroundVerifier:
     def on_restored(self, id: CheckpointId, tiers: tuple[str, ...]) -> None:
         """A restore of this rank has read its whole share of a checkpoint on these tiers, and found it good."""
         self._restores += 1  # all ranks restore together, so that their counts agree
-        if self._council is None:
+        if self._message_tree is None:
             for tier in tiers:
                 self._is_good(id, tier)
         else:
             body = _ReadTiers(tiers=frozenset(tiers))
-            self._council.contribute(_topic(_READ, self._restores, id, ""), body.to_json())
+            self._message_tree.contribute(_topic(_READ, self._restores, id, ""), body.to_json())
 
     # Reading ---------------------------------------------------------------------------------------
 
@@ -263,11 +263,11 @@ class BackgroundVerifier:
         del self._checks[tier]
         damage = isinstance(error, IntegrityError | KeyNotFoundError | NotSupportedError)
         body = _Verified(text=None if error is None else str(error), damaged=damage)
-        if self._council is None:
+        if self._message_tree is None:
             self._on_result(check.id, tier, body)
         else:
             topic = _topic(_FOUND, check.number, check.id, tier)
-            self._council.contribute(topic, body.to_json())
+            self._message_tree.contribute(topic, body.to_json())
 
     # Results ---------------------------------------------------------------------------------------
 

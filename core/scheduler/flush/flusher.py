@@ -175,7 +175,7 @@ class Flusher:
             logger.error("%s", error)
         for entry in self._ledger.open():
             if tier in entry.owed:
-                self._tell_failing(entry, tier)
+                self._fail_handle(entry, tier)
 
     def save_begun(self, entry: LedgerEntry) -> None:
         """Report tiers that do not accept copies at present to a new save. Where all failures are of one copy, which
@@ -185,9 +185,9 @@ class Flusher:
             if self._may_be_one_copy(lane):
                 lane.not_before_s = min(lane.not_before_s, self._ledger.now_s)
             else:
-                self._tell_failing(entry, tier)
+                self._fail_handle(entry, tier)
 
-    def _tell_failing(self, entry: LedgerEntry, tier: str) -> None:
+    def _fail_handle(self, entry: LedgerEntry, tier: str) -> None:
         if entry.handle is not None:
             entry.handle.on_tier_failed(tier, self._ledger.failing[tier])
 
@@ -273,7 +273,9 @@ class Flusher:
         failures.record(lane.arrivals, lasts=not is_retryable)
         tried = failures.count >= TRIES_BEFORE_REPORT
         others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
-        alone = tried and failures.others_came >= others_needed and not transfer.source_has_stopped
+        alone = (
+            tried and failures.others_arrived >= others_needed and not transfer.source_has_stopped
+        )
         if lane.tier in entry.damage:
             if alone or (tried and failures.lasts):
                 self.give_up_for_all(entry, lane.tier, error)

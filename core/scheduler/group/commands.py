@@ -39,7 +39,7 @@ class Commands:
         *,
         ledger: Ledger,
         lanes: Iterable[FlushLane],
-        dropper: Deleter,
+        deleter: Deleter,
         admissions: Admissions,
         hooks: Hooks,
         unread: Collection[str],
@@ -50,7 +50,7 @@ class Commands:
         self._unread = frozenset(unread)
         self._ledger = ledger
         self._lanes = list(lanes)
-        self._dropper = dropper
+        self._deleter = deleter
         self._admissions = admissions
         self._hooks = hooks
         self._open: list[Command] = []
@@ -68,7 +68,7 @@ class Commands:
     def submit(self, command: Command) -> None:
         self._open.append(command)
         if command.kind is CommandKind.DELETE:
-            self._dropper.awaited.add(command.id)
+            self._deleter.awaited.add(command.id)
             self._retries.pop(command.id, None)
 
     def finish_deletion(self, id: CheckpointId) -> None:
@@ -109,13 +109,13 @@ class Commands:
     def _end(self, command: Command, now_s: float) -> None:
         self._open.remove(command)
         if command.reserving:
-            self._dropper.reserved.discard(command.id)
+            self._deleter.reserved.discard(command.id)
         if command.kind is CommandKind.DELETE:
             if command.reserving and command.unmarked:  # it stays awaited until then, or for good
                 if not _is_fenced(command):
                     self._try_later(command.id, now_s)
             elif not any(c.id == command.id and c.kind is command.kind for c in self._open):
-                self._dropper.awaited.discard(command.id)
+                self._deleter.awaited.discard(command.id)
             if command.reserving:
                 self._deleted.add(command.id)
         command.on_answer(command.failed)
@@ -126,7 +126,7 @@ class Commands:
 
     def _try_to_begin(self, command: Command) -> None:
         entry = self._ledger.entries.get(command.id)
-        if command.id in self._dropper.reserved:
+        if command.id in self._deleter.reserved:
             return  # commands about one checkpoint are carried out one after the other
         if entry is None:
             self._begin_unknown(command)
@@ -170,15 +170,15 @@ class Commands:
         """Return whether no task works on a checkpoint, and no restore reads the tiers."""
         entry = self._ledger.entries.get(command.id)
         if entry is None:  # the deletion of a part of it may be in progress
-            return not self._dropper.is_deleting()
-        busy = self._dropper.paused or any(count > 0 for count in entry.leases.values())
+            return not self._deleter.is_deleting()
+        busy = self._deleter.paused or any(count > 0 for count in entry.leases.values())
         arriving = CopyState.ARRIVING in entry.states.values()
         # The copy that is being deleted now may rely on this checkpoint.
-        return not (busy or arriving or self._dropper.is_deleting())
+        return not (busy or arriving or self._deleter.is_deleting())
 
     def _begin(self, command: Command, entry: LedgerEntry | None) -> None:
         command.reserving = True
-        self._dropper.reserve(command.id)
+        self._deleter.reserve(command.id)
         name = keys.TOMBSTONE_MARK if command.kind is CommandKind.DELETE else keys.PIN_MARK
         mark = Mark(name=name, checkpoint=command.id, wall_time_s=command.wall_time_s)
         removing = command.kind is CommandKind.UNPIN
@@ -211,14 +211,14 @@ class Commands:
         if command.unmarked:
             return
         held = self._held(command.id)
-        command.waiting = {*filter(self._owns, held), *self._dropper.retry_now(command.id)}
+        command.waiting = {*filter(self._owns, held), *self._deleter.retry_now(command.id)}
         for tier in held:
             self._release_memory(tier, command.id)
         if (entry := self._ledger.entries.get(command.id)) is not None:
             self._admissions.free(entry)
 
     def _release_memory(self, tier: str, id: CheckpointId) -> None:
-        self._dropper.request_delete(tier, id, DELETED, ordered=True)
+        self._deleter.request_delete(tier, id, DELETED, ordered=True)
 
     def _held(self, id: CheckpointId) -> list[str]:
         """Return the stored tiers that have a commit record of a checkpoint, damaged copies included."""

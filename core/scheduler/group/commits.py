@@ -57,35 +57,35 @@ class Commits(OneRank):
     def __init__(
         self,
         *,
-        council: MessageTree,
+        message_tree: MessageTree,
         ledger: Ledger,
         shared: Mapping[str, bool],
         flusher: Flusher,
-        dropper: Deleter,
+        deleter: Deleter,
         saves: CaptureEvents,
         draining: DrainSchedule,
         hooks: Hooks,
         max_wait_s: float,
     ) -> None:
         super().__init__(ledger)
-        self._messages = GroupMessages(council)
-        self._topology = council.topology
+        self._messages = GroupMessages(message_tree)
+        self._topology = message_tree.topology
         self.decides = self._topology.is_root
         self._shared = shared
         self._flusher = flusher
-        self._deleter = dropper
+        self._deleter = deleter
         self._draining = draining
         self._tiers = TierCommits(
-            council,
+            message_tree,
             ledger=ledger,
             shared=shared,
             flusher=flusher,
-            deleter=dropper,
+            deleter=deleter,
             hooks=hooks,
             max_wait_s=max_wait_s,
         )
         self._seals = GroupSeals(
-            council,
+            message_tree,
             ledger=ledger,
             tier_commits=self._tiers,
             saves=saves,

@@ -51,8 +51,8 @@ logger = logging.getLogger("tierfall")
 
 
 class DamageReports:
-    """See the module. ``tiers`` are those that copies are flushed to. ``council`` and ``commits`` are those of a run of
-    several ranks."""
+    """See the module. ``tiers`` are those that copies are flushed to. A run of several ranks has ``message_tree`` and
+    ``commits``."""
 
     def __init__(
         self,
@@ -60,17 +60,17 @@ class DamageReports:
         ledger: Ledger,
         tiers: Iterable[str],
         policies: Policies,
-        dropper: Deleter,
+        deleter: Deleter,
         hooks: Hooks,
-        council: MessageTree | None = None,
+        message_tree: MessageTree | None = None,
         commits: Commits | None = None,
     ) -> None:
         self._ledger = ledger
         self._tiers = frozenset(tiers)
         self._policies = policies
-        self._dropper = dropper
+        self._deleter = deleter
         self._hooks = hooks
-        self._messages = None if council is None else GroupMessages(council)
+        self._messages = None if message_tree is None else GroupMessages(message_tree)
         self._commits = commits
         self._tried: set[tuple[str, CheckpointId]] = set()
         self._marking: dict[tuple[str, CheckpointId], list[Task]] = {}
@@ -153,7 +153,7 @@ class DamageReports:
         entry.note_damage(tier, why, repairable=repairable)
         if not repairable:
             entry.bytes.pop(tier, None)  # it is gone: no room can be made by its deletion
-        self._dropper.plan_tier(tier)
+        self._deleter.plan_tier(tier)
         if repairable:
             self._leave_mark(entry, tier, why)
         self.plan_repairs(entry)

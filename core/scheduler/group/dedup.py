@@ -87,12 +87,12 @@ class ReplicaAssigner:
 
     def __init__(
         self,
-        council: MessageTree,
+        message_tree: MessageTree,
         *,
         max_wait_s: float,
         refuse: Callable[[CheckpointId, SaveFailure], None],
     ) -> None:
-        self._messages = GroupMessages(council)
+        self._messages = GroupMessages(message_tree)
         self._max_wait_s = max_wait_s
         self._refuse_save = refuse
         self._request: AssignmentRequest | None = None

@@ -78,10 +78,10 @@ class _OwnPart:
 class GroupCommands(Commands):
     """See the module. Rank 0 accepts commands as in a run of one rank; the other ranks join those that it announces."""
 
-    def __init__(self, *, council: MessageTree, commits: Commits, **alone: Any) -> None:
+    def __init__(self, *, message_tree: MessageTree, commits: Commits, **alone: Any) -> None:
         """``alone`` are the arguments of ``Commands`` except ``owns``."""
         super().__init__(**alone, owns=commits.owns)
-        self._messages = GroupMessages(council)
+        self._messages = GroupMessages(message_tree)
         self._commits = commits
         self._decides = commits.decides
         self._count = 0
@@ -154,7 +154,7 @@ class GroupCommands(Commands):
         if (tier, id) in self._ledger.partial:
             self._ledger.partial.discard((tier, id))
             if self._owns(tier):
-                self._dropper.delete(DeleteCopy(tier=tier, id=id, reason=DELETED, tombstoned=True))
+                self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=DELETED, tombstoned=True))
         elif self._owns(tier):
             super()._release_memory(tier, id)
         elif self._hooks.is_split(tier):  # else rank 0 announces it once it is deleted
@@ -246,17 +246,17 @@ class NodeMarks:
     def __init__(
         self,
         *,
-        council: MessageTree,
+        message_tree: MessageTree,
         ledger: Ledger,
         shared: Mapping[str, bool],
-        dropper: Deleter,
+        deleter: Deleter,
         hooks: Hooks,
     ) -> None:
-        self._messages = GroupMessages(council)
+        self._messages = GroupMessages(message_tree)
         self._ledger = ledger
-        self._topology = council.topology
+        self._topology = message_tree.topology
         self._shared = shared
-        self._dropper = dropper
+        self._deleter = deleter
         self._hooks = hooks
         self._count = 0
         self._asked: dict[int, ReadMarks] = {}
@@ -312,10 +312,10 @@ class NodeMarks:
     def on_outcome(self, task: ReadMarks, outcome: Outcome) -> None:
         """Marks were read on this node: for this rank, or for rank 0."""
         if not task.number:
-            self._dropper.on_marks_read(task, outcome)
+            self._deleter.on_marks_read(task, outcome)
             return
         if isinstance(outcome.error, NotWholeError):
-            self._dropper.on_damage_found(task.tier, outcome.error)
+            self._deleter.on_damage_found(task.tier, outcome.error)
         if outcome.error is not None:
             body = NodeMarksFound(failed=ErrorMessage.of(outcome.error))
         else:
@@ -345,9 +345,9 @@ class NodeMarks:
         outcome = Outcome(task=task, error=failed[0] if failed else None, value=value)
         going = self._going.pop(number, None)
         if going is None:
-            self._dropper.on_marks_read(task, outcome)
+            self._deleter.on_marks_read(task, outcome)
         else:
-            self._dropper.on_node_marks_read(going, outcome)
+            self._deleter.on_node_marks_read(going, outcome)
 
 
 def _ignore_failed(failed: Mapping[str, BaseException]) -> None:

@@ -258,19 +258,20 @@ class LedgerEntry:
 class CopyFailures:
     """Consecutive failures of one copy to one tier, all retryable or all permanent (``lasts``).
 
-    ``others_came`` counts the failures since whose predecessor the tier received another copy; ``arrivals`` is how many
-    it had received at the last failure."""
+    ``others_arrived`` counts the failures before which the tier had received another copy since the last failure.
+    ``arrivals`` is the number of copies that it had received at the last failure.
+    """
 
     lasts: bool = False
     count: int = 0
-    others_came: int = 0
+    others_arrived: int = 0
     arrivals: int = 0
 
     def record(self, arrivals: int, *, lasts: bool) -> None:
         """Count a failure; ``arrivals`` is how many copies the tier has received by now."""
         if lasts is not self.lasts:
-            self.lasts, self.count, self.others_came = lasts, 0, 0
-        self.others_came += self.count > 0 and arrivals > self.arrivals
+            self.lasts, self.count, self.others_arrived = lasts, 0, 0
+        self.others_arrived += self.count > 0 and arrivals > self.arrivals
         self.count += 1
         self.arrivals = arrivals
 

@@ -23,7 +23,15 @@ ALONE = Shard(0, 1)
 class Ledger:
     """See the module. ``view`` is what policies see of it."""
 
-    def __init__(self, rules: tuple[TierRules, ...], host: str, *, shard: Shard = ALONE) -> None:
+    def __init__(
+        self,
+        rules: tuple[TierRules, ...],
+        host: str,
+        *,
+        shard: Shard = ALONE,
+        scattered: frozenset[CheckpointId] = frozenset(),
+        deleted: frozenset[CheckpointId] = frozenset(),
+    ) -> None:
         """``shard`` is this rank's. ``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as
         in ``note_partial``. ``scattered`` checkpoints are complete, but not on one tier: they can be restored, and are
         not flushed, as some rank may have no image of them. ``deleted`` ones bear a tombstone on some tier.
@@ -39,8 +47,8 @@ class Ledger:
         self._overview = Overview(self.entries, self._view)
         self.unfinished: dict[tuple[str, CheckpointId], int] = {}
         self.partial: set[tuple[str, CheckpointId]] = set()
-        self.scattered: frozenset[CheckpointId] = frozenset()
-        self.deleted: frozenset[CheckpointId] = frozenset()
+        self.scattered = scattered
+        self.deleted = deleted
         self.may_delete_by_rule = False
         self.reading: Counter[CheckpointId] = Counter()
         self.failing: dict[str, BaseException] = {}

@@ -33,7 +33,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 def wanted(layout: Layout, view: StateView) -> bytes:
     header = layout.header(view)
     assert header is not None
-    return header + b"".join(raw(view.sources[slot.index]) for slot in layout.slots)
+    return header + b"".join(raw(view.sources[placement.index]) for placement in layout.placements)
 
 
 @dataclass

@@ -353,7 +353,7 @@ def test_a_write_to_one_percent_of_one_tensor_among_many_is_found() -> None:
 
 def test_a_write_to_one_percent_of_a_small_tensor_is_found_however_many_there_are() -> None:
     sources = {f"w{number:04}": noise(2048, seed=number) for number in range(6000)}
-    for seed in range(12):
+    for seed in range(0, 12, 4):
         made = make(lazily(**sources), 1 << 20)
         name = f"w{seed * 499:04}"
         sources[name].data[writes(torch.Size([2048]), seed)["in a row"]] += 1
@@ -477,8 +477,8 @@ def test_digests_come_round_to_every_byte() -> None:
     cut = segments.Segmentation(layout, view, 1 << 20)
     ranges = CheckPlan(cut, view).ranges
     data = memoryview(bytearray(layout.data_bytes))
-    for slot in layout.slots:
-        data[slot.start : slot.end] = raw(view.sources[slot.index])
+    for placement in layout.placements:
+        data[placement.start : placement.end] = raw(view.sources[placement.index])
     source.data[2_000_000] += 1
     saves = 0
     while not ranges.changed_in(data, ranges.digest(view.pointers, 1e-4)):

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.core.capture.forking import BY_CHILD, BY_PARENT
 
 ROOT = Path(__file__).parents[3]
@@ -43,13 +42,8 @@ REFUSED = {
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What became of each deed: one program does them all."""
     folder = tmp_path_factory.mktemp("forks")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.core.capture.forking", str(folder), str(folder / "memory")],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=ROOT,
+    done = forked.run(
+        ["-m", "tests.core.capture.forking", str(folder), str(folder / "memory")], timeout=200
     )
     assert done.returncode == 0, done.stderr
     # What leaves through the interpreter's own end may repeat what its parent had not written yet.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from loop_help import Still
 
 import tierfall
+from tests import forked
 from tests.core.capture.lazy_help import (
     PATIENCE_S,
     MakeConfig,
@@ -236,13 +235,7 @@ def test_a_script_that_ends_without_close_keeps_what_was_in_flight(
 ) -> None:
     config = {**make_config(chunk="4KiB"), "capture": {"bandwidth": "2KB/s"}}  # far from done
     script = SCRIPT + ("1 / 0\n" if how == "raises" else "")
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(config), str(tmp_path / "before")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = forked.run(["-c", script, json.dumps(config), str(tmp_path / "before")], timeout=120)
     assert done.returncode == (how == "raises"), done.stderr
     assert "run run: the program ends and did not close it: closing" in done.stderr
     assert_same(saved(tmp_path / "disk", 2), torch.load(tmp_path / "before"))

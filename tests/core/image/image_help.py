@@ -25,8 +25,8 @@ def make_image(state: Any) -> tuple[bytes, Layout]:
     assert header is not None
     assert len(header) == layout.data_start
     data = torch.zeros(layout.data_bytes, dtype=torch.uint8)
-    for slot in layout.slots:
-        copy_whole(data[slot.start : slot.end], view.sources[slot.index])
+    for placement in layout.placements:
+        copy_whole(data[placement.start : placement.end], view.sources[placement.index])
     image = header + bytes(data.tolist())
     assert len(image) == layout.image_bytes
     return image, layout

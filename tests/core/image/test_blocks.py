@@ -48,9 +48,9 @@ def merged(images: list[bytes], own: int | None = None) -> MergedHeader:
 
 def read(found: MergedHeader, images: list[bytes], want: BlockTarget) -> None:
     """Bring all blocks of a whole tensor to where it belongs, as reads of rows do."""
-    stored = found.header.tensors[want.slot]
+    stored = found.header.tensors[want.position]
     target = want.target.view(stored.dtype).view(stored.shape)
-    for block in found.blocks[want.slot]:
+    for block in found.blocks[want.position]:
         image = images[block.rank]
         data = torch.frombuffer(bytearray(image), dtype=torch.uint8)[header_of(image).data_start :]
         part = data[block.start : block.end].clone().view(stored.dtype).view(block.lengths)
@@ -85,7 +85,7 @@ def test_one_image_alone_is_said_to_be_a_part() -> None:
     for state in states():
         header = header_of(make_image({**state, "rng": None})[0])
         assert not header.complete
-        with pytest.raises(RestoreError, match="lie in other images"):
+        with pytest.raises(RestoreError, match="images of other ranks"):
             plan_load(header)
     assert header_of(make_image({"a": whole(WHOLE), "rng": None})[0]).complete
 
@@ -93,7 +93,7 @@ def test_one_image_alone_is_said_to_be_a_part() -> None:
 def test_a_tensor_that_no_rank_has_is_named() -> None:
     found = merged([make_image({"a": LocalBlocks(()), "rng": None})[0]] * 2)
     assert dict(found.header.tree.entries)["a"] == PiecesNode(())
-    with pytest.raises(RestoreError, match=r"a: .*other images"):
+    with pytest.raises(RestoreError, match=r"a: .*images of other ranks"):
         plan_load(found.header)
     with pytest.raises(RestoreError, match="a: "):
         plan_fill({"a": WHOLE.clone(), "rng": None}, found.header)
@@ -102,7 +102,7 @@ def test_a_tensor_that_no_rank_has_is_named() -> None:
 def test_tied_blocks_are_stored_each_for_itself() -> None:
     part = rows(0, 2)
     _, layout = make_image({"a": LocalBlocks((part,)), "b": LocalBlocks((part,)), "rng": None})
-    assert [slot.name for slot in layout.slots] == ["a", "b"]
+    assert [placement.name for placement in layout.placements] == ["a", "b"]
 
 
 def test_a_whole_tensor_is_as_any_other() -> None:

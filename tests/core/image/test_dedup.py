@@ -208,8 +208,8 @@ def test_merged_headers_take_the_bytes_from_who_wrote_them() -> None:
     }
     merged = merge_headers(headers, what="test", own=None)
     rank_of = {
-        stored.name: [block.rank for block in merged.blocks[slot]]
-        for slot, stored in enumerate(merged.header.tensors)
+        stored.name: [block.rank for block in merged.blocks[position]]
+        for position, stored in enumerate(merged.header.tensors)
     }
     assert rank_of["model.2.weight"] == [1]
     assert rank_of["model.2.bias"] == [0]
@@ -232,5 +232,5 @@ def test_an_entry_that_all_take_from_rank_0_is_found_where_another_wrote_it() ->
     headers = {0: image_of(state, {weight: 1})[1], 1: image_of(state, {})[1]}
     rules = {"model": OnResize.REPLICATE}
     merged = merge_headers(headers, what="test", own=None, rank=7, rules=rules)
-    slot = [t.name for t in merged.header.tensors].index("model.2.weight")
-    assert [block.rank for block in merged.blocks[slot]] == [1]
+    position = [t.name for t in merged.header.tensors].index("model.2.weight")
+    assert [block.rank for block in merged.blocks[position]] == [1]

@@ -38,7 +38,7 @@ def sample() -> dict[str, Any]:
 
 
 IMAGE, LAYOUT = make_image(sample())
-MATRIX = [slot.name for slot in LAYOUT.slots].index("model.weight")
+MATRIX = [placement.name for placement in LAYOUT.placements].index("model.weight")
 """The place in the table of a tensor of three rows and two columns."""
 
 
@@ -154,11 +154,11 @@ TREE: dict[str, Callable[[dict[str, Any]], object]] = {
     "strides of floats": lambda s: s.update(strides=[[MATRIX, [1.0, 3.0]]]),
     "types are a list": lambda s: s.update(types=["optimizer"]),
     "types of numbers": lambda s: s.update(types={"optimizer": 7}),
-    "slot beyond": lambda s: swap(s, "c", 10_000),
-    "slot negative": lambda s: swap(s, "c", -1),
-    "slot is bool": lambda s: swap(s, "c", True),
-    "slot is float": lambda s: swap(s, "c", 0.0),
-    "slot left out": lambda s: swap(s, "c", 1),
+    "position beyond": lambda s: swap(s, "c", 10_000),
+    "position negative": lambda s: swap(s, "c", -1),
+    "position is bool": lambda s: swap(s, "c", True),
+    "position is float": lambda s: swap(s, "c", 0.0),
+    "position left out": lambda s: swap(s, "c", 1),
     "value beyond": lambda s: swap(s, "n", ["v", 10_000]),
     "value twice": lambda s: swap(s, "n", list(entry(s, "b"))),
     "value is bool": lambda s: swap(s, "n", ["v", True]),
@@ -310,9 +310,9 @@ def test_member_that_stands_twice_is_refused() -> None:
 def test_lengths_are_checked_before_anything_is_read() -> None:
     refused(b"")
     refused(IMAGE[:7])
-    refused(IMAGE[:100], "claims to end")
-    refused(struct.pack("<Q", 1 << 63) + IMAGE[8:], "claims")
-    refused(struct.pack("<Q", 65 << 20) + IMAGE[8:], "claims")
+    refused(IMAGE[:100], "it ends at byte")
+    refused(struct.pack("<Q", 1 << 63) + IMAGE[8:], "more than the limit")
+    refused(struct.pack("<Q", 65 << 20) + IMAGE[8:], "it ends at byte")
     for size in (len(IMAGE) - 1, len(IMAGE) + 1, LAYOUT.data_start, 10):
         with pytest.raises(IntegrityError):
             read_header(IMAGE, image_bytes=size, what="x")
@@ -341,7 +341,7 @@ def test_plain_safetensors_file_is_not_ours() -> None:
     import safetensors.torch
 
     data = safetensors.torch.save({"w": torch.ones(2)})
-    with pytest.raises(IntegrityError, match="not tierfall's"):
+    with pytest.raises(IntegrityError, match="not written by tierfall"):
         read_header(data, image_bytes=len(data), what="x")
 
 

@@ -213,7 +213,7 @@ def test_groups_that_hold_other_parameters_are_refused() -> None:
         restore({"model": target, "optimizer": grouped(target, split=False), "rng": None}, image)
     fewer = torch.optim.SGD([model[0].weight, model[2].weight])
     more_image, _ = make_image({"model": model, "optimizer": fewer, "rng": None})
-    with pytest.raises(RestoreError, match="1 groups, the state has 2: make"):
+    with pytest.raises(RestoreError, match="1 groups, the state has 2: create"):
         restore({"model": target, "optimizer": grouped(target), "rng": None}, more_image)
 
 

@@ -68,7 +68,7 @@ def test_a_part_leaves_the_random_state_alone_unless_named() -> None:
 
 def test_own_entry_replaces_it() -> None:
     image, layout = make_image({"rng": {"mine": 5}})
-    assert layout.slots == ()
+    assert layout.placements == ()
     state = {"rng": {"mine": 0}}
     before = torch.get_rng_state()
     restore(state, image)

@@ -122,7 +122,7 @@ def test_a_mapping_that_cannot_be_written_takes_tensors_but_no_values() -> None:
     assert state["w"].tolist() == [1, 1]
     assert state["n"] == {"x": 1}
     image, _ = make_image({"w": torch.ones(2), "n": 5, "rng": None})
-    with pytest.raises(RestoreError, match=r"n cannot be put back.*pass a dict"):
+    with pytest.raises(RestoreError, match=r"n cannot be restored.*read-only; pass a dict"):
         restore(MappingProxyType({"w": torch.zeros(2), "n": 0, "rng": None}), image)
 
 
@@ -235,7 +235,7 @@ def test_a_module_and_its_optimizer_are_restored_under_other_names() -> None:
         (["net"], "must be a mapping"),
         ({"net": None}, "must be a mapping of names to names"),
         ({"config.lr": "config.rate"}, "'config.lr' is part of a plain value"),
-        ({"list.0": "list.1"}, "'list.0' is a place in a sequence"),
+        ({"list.0": "list.1"}, "'list.0' is an element of a sequence"),
     ],
 )
 def test_a_rename_that_cannot_be_is_refused(rename: Any, said: str) -> None:
@@ -543,7 +543,9 @@ def test_unknown_part_is_refused_with_the_nearest_names() -> None:
         plan_fill({}, header, Choices.of(only=["modle"]))
     with pytest.raises(RestoreError, match=r"'model\.weigh'.*model\.weight"):
         plan_fill({}, header, Choices.of(only=["model.weigh"]))
-    with pytest.raises(RestoreError, match=r"a part of 'extra', which is restored as one"):
+    with pytest.raises(
+        RestoreError, match=r"a part of 'extra', which can only be restored as a whole"
+    ):
         plan_fill({}, header, Choices.of(only=["extra.epoch"]))
 
 
@@ -825,7 +827,7 @@ def test_an_object_in_a_container_that_was_plain_is_not_left_as_it_was() -> None
 def test_a_scaler_that_was_off_does_not_go_into_one_that_is_on() -> None:
     image, _ = make_image({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
     live = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with pytest.raises(RestoreError, match=r"was switched off; skip=\['scaler'\]"):
+    with pytest.raises(RestoreError, match=r"was disabled; skip=\['scaler'\]"):
         restore({"scaler": live}, image)
     restore({"scaler": live}, image, skip=["scaler"])
     restore({"scaler": torch.amp.GradScaler("cpu", enabled=False)}, image)

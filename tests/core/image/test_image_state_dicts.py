@@ -13,7 +13,7 @@ from torch import nn
 from tierfall.core.state.omissions import omissions
 from tierfall.core.types.errors import RestoreError
 
-LOST = "is no memory of the module's"
+LOST = "does not share memory with the module"
 
 
 class Hooked(nn.Linear):

@@ -95,7 +95,7 @@ def test_training_goes_on_bit_for_bit() -> None:
     state = make(0)
     train(state, 3)
     image, layout = make_image(state)
-    names = [slot.name for slot in layout.slots]
+    names = [placement.name for placement in layout.placements]
     assert (
         len([name for name in names if name in ("model.head.weight", "model.embedding.weight")])
         == 1

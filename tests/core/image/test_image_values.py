@@ -132,7 +132,7 @@ def test_long_bytes_and_text_come_back(length: int, make: object) -> None:
 
 def test_short_bytes_take_no_tensor() -> None:
     _, layout = make_image({"entry": [b"x" * 1000, "y" * 1000], "rng": None})
-    assert layout.slots == ()
+    assert layout.placements == ()
 
 
 ARRAYS = [
@@ -326,8 +326,8 @@ def test_codec_for_a_built_in_type_or_a_taken_name_is_refused() -> None:
         (([], "i", str, int), "is not a type"),
         ((Fraction, 5, str, int), "5 is not a name"),
         ((Fraction, "", str, int), "'' is not a name"),
-        ((Fraction, "f", "str", int), "encode is 'str', which cannot be called"),
-        ((Fraction, "f", str, None), "decode is None, which cannot be called"),
+        ((Fraction, "f", "str", int), "encode is 'str', which is not callable"),
+        ((Fraction, "f", str, None), "decode is None, which is not callable"),
     ],
 )
 def test_codec_that_is_none_is_refused(arguments: tuple[Any, ...], said: str) -> None:

@@ -54,7 +54,7 @@ def test_stages_of_a_pipeline_add_up() -> None:
     optimizer = torch.optim.SGD(both.parameters(), lr=0.5, momentum=0.9)
     plan = plan_fill({"model": both, "optimizer": optimizer, "rng": None}, found.header)
     ranks = {
-        found.header.tensors[want.slot].name: found.blocks[want.slot][0].rank
+        found.header.tensors[want.position].name: found.blocks[want.position][0].rank
         for want in plan.targets
     }
     assert ranks["model.0.weight"] == 0
@@ -107,7 +107,7 @@ def test_the_values_of_one_rank_count_where_it_is_named() -> None:
     plan = plan_fill(live, found.header)
     plan.finish()
     assert live["rank"] == 1
-    assert [block.rank for block in found.blocks[plan.targets[0].slot]] == [1]
+    assert [block.rank for block in found.blocks[plan.targets[0].position]] == [1]
     assert not found.replicas
 
 
@@ -119,7 +119,7 @@ def test_the_tensors_of_one_rank_count_whatever_shape_others_have() -> None:
     for rank in range(2):
         found = merged(*states, own=rank)
         plan = plan_fill(states[rank], found.header)
-        blocks = [found.blocks[want.slot] for want in plan.targets]
+        blocks = [found.blocks[want.position] for want in plan.targets]
         assert [[block.rank for block in those] for those in blocks] == [[rank], [rank]]
 
 
@@ -172,7 +172,7 @@ def test_item_says_what_becomes_of_an_entry_on_another_number_of_ranks() -> None
         rules = resize_rules(state)
         found = merge_headers(headers, what="test", own=None, rank=rank, rules=rules)
         plan = plan_fill(state, found.header)
-        sources = {found.blocks[want.slot][0].rank for want in plan.targets}
+        sources = {found.blocks[want.position][0].rank for want in plan.targets}
         plan.finish()
         assert sources == ({rank} if rank < 2 else set())
         assert state["loader"].value["at"] == (10 + rank if rank < 2 else 0), (
@@ -203,7 +203,7 @@ def test_what_is_in_conflict_does_not_keep_the_rest_from_being_restored() -> Non
     """Two ranks alike and a third that differs: no replicas are compared of what is no one tensor."""
     states = [{"x": torch.zeros(n), "other": torch.ones(4), "rng": None} for n in (2, 2, 3)]
     found = merged(*states)
-    names = {slot: found.header.tensors[slot].name for slot in found.replicas}
+    names = {position: found.header.tensors[position].name for position in found.replicas}
     assert set(names.values()) == {"other"}
     live = {"x": torch.zeros(2), "other": torch.zeros(4), "rng": None}
     assert plan_fill(live, found.header, Choices.of(only=["other"])).targets

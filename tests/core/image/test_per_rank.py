@@ -69,8 +69,8 @@ def test_a_tensor_whose_bytes_another_rank_has_is_read_there() -> None:
     assert isinstance(of_rank, MapNode)
     ((_, node),) = of_rank.entries
     assert isinstance(node, ObjectNode)
-    slot = dict(node.state.entries)["w"].slot  # type: ignore[union-attr]
-    assert [(block.rank, block.end) for block in merged.blocks[slot]] == [(0, 8)]
+    position = dict(node.state.entries)["w"].position  # type: ignore[union-attr]
+    assert [(block.rank, block.end) for block in merged.blocks[position]] == [(0, 8)]
 
 
 def test_blocks_of_one_tensor_are_no_difference() -> None:

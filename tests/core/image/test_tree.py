@@ -23,7 +23,7 @@ from tierfall.core.image.tree import (
     TensorNode,
     ValueNode,
     leaves,
-    slots_of,
+    positions_of,
     walk,
 )
 
@@ -47,7 +47,7 @@ TREE = MapNode(
 
 
 def test_a_walk_meets_every_node_once_and_slots_are_found_in_the_order_of_the_tree() -> None:
-    assert [slot for slot in slots_of(TREE)] == [0, 5, 6, 1, 2, 3, 4, 7, 8]
+    assert [position for position in positions_of(TREE)] == [0, 5, 6, 1, 2, 3, 4, 7, 8]
     assert len([*walk(TREE)]) == 22
 
 
@@ -72,13 +72,13 @@ def test_a_node_has_as_many_names_as_children_and_is_made_of_them_again(node: No
     assert node.map_children(lambda child: child) == node
     changed = node.map_children(lambda child: KeptNode())
     assert [*changed.children()] == [KeptNode()] * len(node.children())
-    assert changed.own_slots() == node.own_slots()
+    assert changed.own_positions() == node.own_positions()
 
 
 def test_only_the_nodes_that_are_asked_for_change() -> None:
     def moved(node: Node) -> Node:
         if isinstance(node, TensorNode):
-            return replace(node, slot=node.slot + 10)
+            return replace(node, position=node.position + 10)
         return node.map_children(moved)
 
-    assert [*slots_of(moved(TREE))] == [10, 5, 16, 11, 2, 3, 4, 17, 8]
+    assert [*positions_of(moved(TREE))] == [10, 5, 16, 11, 2, 3, 4, 17, 8]

@@ -28,15 +28,17 @@ Call = Callable[[Agreement], Any]
 
 
 class Rank:
-    """A council and its agreements, with a thread that takes what is sent to it."""
+    """A message_tree and its agreements, with a thread that takes what is sent to it."""
 
     def __init__(self, topology: Topology, ranks: list[Rank]) -> None:
         self.inbox: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
         rank = topology.rank
-        self.council = MessageTree(topology, lambda to, data: ranks[to].inbox.put((data, rank)))
-        self.together = Agreement(self.council, timeout_s=PATIENCE_S)
-        self.council.on_gathered = self.together.on_gathered
-        self.council.on_announced = self.together.on_announced
+        self.message_tree = MessageTree(
+            topology, lambda to, data: ranks[to].inbox.put((data, rank))
+        )
+        self.together = Agreement(self.message_tree, timeout_s=PATIENCE_S)
+        self.message_tree.on_gathered = self.together.on_gathered
+        self.message_tree.on_announced = self.together.on_announced
         self._taking = threading.Thread(target=self._take)
         self._taking.start()
 
@@ -47,7 +49,7 @@ class Rank:
 
     def _take(self) -> None:
         while (packet := self.inbox.get()) is not None:
-            self.council.receive(*packet)
+            self.message_tree.receive(*packet)
 
 
 class World:
@@ -164,7 +166,7 @@ def test_a_rank_that_comes_at_the_very_end_is_no_nameless_error(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last one arrives between the end of rank 0's patience and its look at who is missing."""
-    root = world.ranks[0].council
+    root = world.ranks[0].message_tree
     missing = root.missing
 
     def arrive_then_look(topic: Any) -> tuple[int, ...]:
@@ -177,14 +179,14 @@ def test_a_rank_that_comes_at_the_very_end_is_no_nameless_error(
     monkeypatch.setattr(root, "missing", arrive_then_look)
     results: dict[int, Any] = {}
     last = threading.Thread(
-        target=lambda: world.ranks[6].council.contribute(("agree", 0), ["open", 1])
+        target=lambda: world.ranks[6].message_tree.contribute(("agree", 0), ["open", 1])
     )
     results = world.run({rank: agree(timeout_s=SHORT_S) for rank in all_but(world, 6)})
     assert results == dict.fromkeys(all_but(world, 6), 7)
 
 
 def test_a_rank_whose_message_is_malformed_is_named_everywhere(world: World) -> None:
-    world.ranks[6].council.contribute(("agree", 0), ["open", "one"])
+    world.ranks[6].message_tree.contribute(("agree", 0), ["open", "one"])
     results = world.run({rank: agree() for rank in all_but(world, 6)})
     for rank in all_but(world, 6):
         assert isinstance(results[rank], RanksError)
@@ -318,5 +320,5 @@ def test_nothing_is_kept_of_what_is_over(world: World) -> None:
     world.run({3: agree()})
     for rank in world.ranks:
         kept = rank.together
-        everything = (kept._events, kept._gathered, kept._answers, rank.council._gatherings)
+        everything = (kept._events, kept._gathered, kept._answers, rank.message_tree._gatherings)
         assert not any(everything)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests import forked
 from tests.core.ranks.processes import PATIENCE_S, Process, listening, serve
 from tests.core.ranks.threads import on_all
 from tierfall.core.ranks import rendezvous
@@ -269,28 +268,21 @@ if how == "killed":
 def test_a_process_that_never_closed_ends_without_a_crash(bootstrap: TCPStore, how: str) -> None:
     """After the death of rank 0; and while both end at once, with threads that wait for each other's messages."""
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", EXIT, str(rank), str(bootstrap.port), how],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        for rank in range(2)
+        forked.start(["-c", EXIT, str(rank), str(bootstrap.port), how]) for rank in range(2)
     ]
     try:
         for process in processes:
-            assert process.stdout is not None
             assert process.stdout.readline() == b"met\n"
         if how == "killed":
             processes[0].kill()
-        answers = [process.communicate(timeout=PATIENCE_S)[0] for process in processes[::-1]]
-        assert answers[0] == (b"told\n" if how == "killed" else b"")
+        answers = [process.communicate(PATIENCE_S)[0] for process in processes[::-1]]
+        assert answers[0] == ("told\n" if how == "killed" else "")
         codes = [process.returncode for process in processes]
         assert codes == ([-9, 0] if how == "killed" else [0, 0])
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.close()
 
 
 def test_a_meeting_place_that_is_gone_is_a_ranks_error() -> None:

@@ -1,4 +1,4 @@
-"""All ranks of a job as threads of one process, each with a council over queues."""
+"""All ranks of a job as threads of one process, each with a message_tree over queues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks in one process: checkpoints of many shards on tiers of dictionaries, and a council over queues."""
+"""Several ranks in one process: checkpoints of many shards on tiers of dictionaries, and a message_tree over queues."""
 
 from __future__ import annotations
 

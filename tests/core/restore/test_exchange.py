@@ -147,10 +147,10 @@ def test_the_fastest_tier_of_any_rank_is_read(job: Job) -> None:
     assert job.peers[1].tally.bytes["nvme"] >= 4 * ELEMENTS
 
 
-@pytest.mark.parametrize("wants", [want_own, want_all])
+@pytest.mark.parametrize("requested", [want_own, want_all])
 @pytest.mark.parametrize("chunks", [[0], [1, 2, 3, 4, 5]])
 def test_a_chunk_that_its_reader_finds_damaged_another_rank_reads(
-    job: Job, chunks: list[int], wants: Callable[[Job], None]
+    job: Job, chunks: list[int], requested: Callable[[Job], None]
 ) -> None:
     """Rank 0's image is on the disks of ranks 1 and 2, one of which is damaged; the store has it not."""
     put_shares(job, 5, seen_by=lambda rank, image: image != 0)
@@ -159,7 +159,7 @@ def test_a_chunk_that_its_reader_finds_damaged_another_rank_reads(
         (image,) = job.peers[number].put("nvme", made)
         for damaged in chunks if number == 1 else ():
             flip(image, damaged)
-    wants(job)
+    requested(job)
     outcomes = restored(job)
     assert all(isinstance(outcome, RestoreResult) for outcome in outcomes), outcomes
     assert hold(job, 5)

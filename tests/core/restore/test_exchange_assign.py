@@ -33,11 +33,11 @@ def fill(start: int, end: int) -> Fill:
     return Fill(name="w", start=start, end=end, targets=(torch.empty(end - start),))
 
 
-def group(*ranks: int, **wants: tuple[int, ...]) -> RankGroup:
+def group(*ranks: int, **requested: tuple[int, ...]) -> RankGroup:
     """``group(0, 1, i3=(0, 25))``: ranks 0 and 1 want bytes 0 to 25 of rank 3's image."""
     return RankGroup(
         ranks=ranks,
-        requested={int(i[1:]): RequestedRanges(CHUNK, runs) for i, runs in wants.items()},
+        requested={int(i[1:]): RequestedRanges(CHUNK, runs) for i, runs in requested.items()},
     )
 
 
@@ -79,7 +79,7 @@ def test_the_fastest_tier_of_any_rank_goes_before_a_rank_that_wants_it() -> None
     items = assign([group(0, i0=(0, 40))], holders)
     assert sorted({item.reader for item in items}) == [2, 3]
     items = assign([group(0, 3, i0=(0, 40))], holders)
-    assert {item.reader for item in items} == {3}, "of those that have it, one that wants it"
+    assert {item.reader for item in items} == {3}, "of those that have it, one that requested it"
 
 
 def test_what_a_rank_failed_to_read_another_one_reads_and_then_the_slower_tier() -> None:
@@ -104,13 +104,13 @@ def jobs(draw: Any) -> tuple[int, list[RankGroup], dict[int, Any], set[tuple[int
     owners = draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=count))
     groups = []
     for number in sorted(set(owners)):
-        wants = {}
+        requested = {}
         for image in draw(st.lists(st.integers(0, images - 1), unique=True)):
             cuts = draw(st.lists(st.integers(0, 60), max_size=6).map(sorted))
             spans = [fill(a, b) for a, b in itertools.pairwise(cuts)][::2]
-            wants[image] = requested_ranges(spans, CHUNK)
+            requested[image] = requested_ranges(spans, CHUNK)
         members = tuple(rank for rank in range(count) if owners[rank] == number)
-        groups.append(RankGroup(ranks=members, requested=wants))
+        groups.append(RankGroup(ranks=members, requested=requested))
     holders = {}
     for image in range(images):
         tiers = draw(st.lists(st.tuples(st.integers(0, 2), ranks), min_size=1, max_size=3))
@@ -142,10 +142,10 @@ def test_every_wanted_byte_comes_to_whoever_wants_it_from_one_reader(job: Any) -
     for rank in range(count):
         own = reads_of(items, rank)
         assert [item.number for item in own] == list(range(len(own)))
-        wants = {i: w for g in groups if rank in g.ranks for i, w in g.requested.items()}
+        requested = {i: w for g in groups if rank in g.ranks for i, w in g.requested.items()}
         wanted = {
             (image, at)
-            for image, want in wants.items()
+            for image, want in requested.items()
             for low, high in zip(want.edges[::2], want.edges[1::2], strict=True)
             for at in range(low, high)
         }

@@ -39,9 +39,9 @@ def carried(asks: Sequence[ExchangeRequest]) -> dict[int, ExchangeRequest]:
 
 
 def own(rank: int, sees: Mapping[int, Iterable[int]] | None) -> ExchangeRequest:
-    wants = {rank: RequestedRanges(64, (0, 100))}
+    requested = {rank: RequestedRanges(64, (0, 100))}
     return ExchangeRequest(
-        requested=wants, alone=True, readable=None if sees is None else ranges(sees)
+        requested=requested, alone=True, readable=None if sees is None else ranges(sees)
     )
 
 
@@ -95,13 +95,15 @@ def test_headers_come_before_what_others_have_planned_already() -> None:
 
 
 def test_what_many_want_alike_is_said_once() -> None:
-    wants = {i: RequestedRanges(1 << 24, (0, 1 << 34)) for i in range(512)}
-    asks = [ExchangeRequest(requested=wants, readable=ranges({2: range(512)})) for _ in range(512)]
+    requested = {i: RequestedRanges(1 << 24, (0, 1 << 34)) for i in range(512)}
+    asks = [
+        ExchangeRequest(requested=requested, readable=ranges({2: range(512)})) for _ in range(512)
+    ]
     decision = decide(carried(asks), place_of, "name")
     assert len(json.dumps(decision.to_json())) < 30_000
     (group,) = decision.rank_groups()
     assert group.ranks == tuple(range(512))
-    assert group.requested == wants
+    assert group.requested == requested
 
 
 def test_nothing_is_left_to_do_once_nobody_wants_any() -> None:

@@ -61,7 +61,7 @@ def words(error: BaseException) -> str:
     return str(error) + "".join(getattr(error, "__notes__", ()))
 
 
-# Over the council ------------------------------------------------------------------------------------
+# Over the message_tree ------------------------------------------------------------------------------------
 
 
 def test_all_ranks_restore_the_newest_step(ranks: list[Rank]) -> None:
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_one_rank_does_not_find_is_passed_over_by_all(ranks: l
     del ranks[1].tiers.found["store", CheckpointId(5, 1)]
     restored(ranks)
     assert [holds(rank.state, 4) for rank in ranks] == [True] * 3
-    assert "rank 1: no copy of 5@1 has good records: no tier that answered here holds it" in [
+    assert "rank 1: no copy of 5@1 has good records: no tier that answered on this rank has it" in [
         f.reason for f in ranks[2].tally.fallbacks
     ]
 

@@ -212,7 +212,7 @@ def test_abandoned_steps_are_restored_only_by_step_and_attempt(state: dict[str, 
     restored = tiers.restore(state)
     assert restored is not None
     assert restored.checkpoint.id == CheckpointId(3, 2)
-    with pytest.raises(RestoreError, match="left behind"):
+    with pytest.raises(RestoreError, match="lineage was abandoned"):
         tiers.restore(state, step=4)
     restored = tiers.restore(state, step=4, attempt=1)
     assert restored is not None

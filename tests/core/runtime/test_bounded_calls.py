@@ -99,7 +99,7 @@ def test_a_call_that_an_interrupt_left_has_its_time_to_end() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calls.call_all({"a": slow}, {"a": LONG_S}, doing="list", heard_s=interrupt)
+        calls.call_all({"a": slow}, {"a": LONG_S}, doing="list", last_answer_s=interrupt)
     threading.Timer(SHORT_S, ended.set).start()
     found = calls.call_all({"a": lambda: "new"}, {"a": LONG_S}, doing="list")
     assert found["a"].get() == "new"
@@ -144,7 +144,7 @@ def test_what_comes_too_late_is_let_go(gate: threading.Event) -> None:
 def test_a_tier_that_goes_on_answering_is_waited_for_beyond_the_bound() -> None:
     last_s, polls = [time.monotonic()], []
 
-    def heard_s(name: str) -> float:
+    def last_answer_s(name: str) -> float:
         return last_s[0]
 
     def read_all() -> int:
@@ -154,7 +154,9 @@ def test_a_tier_that_goes_on_answering_is_waited_for_beyond_the_bound() -> None:
             polls.append(1)
         return len(polls)
 
-    found = BoundedCalls().call_all({"t": read_all}, {"t": 0.1}, doing="list", heard_s=heard_s)
+    found = BoundedCalls().call_all(
+        {"t": read_all}, {"t": 0.1}, doing="list", last_answer_s=last_answer_s
+    )
     assert found["t"].get() == 12
 
 

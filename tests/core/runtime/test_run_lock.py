@@ -5,14 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import forked
+from tests.forked import Forked
 from tierfall.core.runtime import run_lock as lock_module
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types.errors import BackendError, ConfigError, LockError
@@ -78,7 +78,7 @@ sys.stdin.read()
 sys.exit(code)
 """
 
-Start = Callable[[str, Path], "subprocess.Popen[str]"]
+Start = Callable[[str, Path], Forked]
 
 
 @pytest.fixture
@@ -89,31 +89,25 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Start a helper process and read its first line into ``first_line``; it is killed at the end."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Forked] = []
 
-    def start(script: str, path: Path) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
+    def start(script: str, path: Path) -> Forked:
+        started.append(forked.start(["-c", script, str(path)]))
+        return started[-1]
 
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.close()
 
 
-def first_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+def first_line(process: Forked) -> str:
+    return process.stdout.readline().decode().strip()
 
 
 def another_process_can_take(path: Path) -> bool:
-    code = subprocess.run([sys.executable, "-c", TRY, str(path)], check=False).returncode
+    code = forked.run(["-c", TRY, str(path)]).returncode
     assert code in (0, 3)
     return code == 0
 

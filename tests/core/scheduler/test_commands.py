@@ -466,11 +466,11 @@ def test_while_a_restore_reads_a_drop_that_is_due_again_does_not_make_the_clock_
     for step in (1, 2):
         world.save(step)
         world.run_all()
-    world.coordinator.deleter.paused = True
+    world.coordinator.deleter.set_paused(True)
     assert world.step() is None
     world.now_s = 100.0
     assert world.step() is None
-    world.coordinator.deleter.paused = False
+    world.coordinator.deleter.set_paused(False)
     world.settle()
     assert world.steps_on("nvme") == [2]
 
@@ -542,14 +542,14 @@ def test_no_deletion_takes_anything_away_while_a_restore_reads() -> None:
     for step in (1, 2):
         world.save(step)
         world.settle()
-    world.coordinator.deleter.paused = True
+    world.coordinator.deleter.set_paused(True)
     answer = give(world, CommandKind.DELETE, FIRST)
     world.settle()
     assert answer == []
     assert world.stores["nvme"].marks(FIRST) == {"tombstone"}
     assert world.steps_on("nvme") == [1, 2]
     assert len(world.memory.regions) == 2
-    world.coordinator.deleter.paused = False
+    world.coordinator.deleter.set_paused(False)
     world.settle()
     assert answer == [{}]
     assert world.steps_on("nvme") == [2]

@@ -227,8 +227,8 @@ def test_room_made_on_one_rank_does_not_help_another_that_is_stuck() -> None:
     for rank in run.ranks:
         rank.save(1)
     run.settle(limit_s=100.0)
-    dropper = run.ranks[0].coordinator.deleter
-    dropper.delete(DeleteCopy(tier=NODE_TIER, id=CheckpointId(9, 1), reason="x", unfinished=True))
+    deleter = run.ranks[0].coordinator.deleter
+    deleter.delete(DeleteCopy(tier=NODE_TIER, id=CheckpointId(9, 1), reason="x", unfinished=True))
     run.settle(limit_s=10.0)
     assert not run.ranks[0].coordinator.busy()
 

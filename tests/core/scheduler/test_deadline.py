@@ -162,7 +162,7 @@ def test_a_tier_that_nothing_is_known_of_is_tried_and_planned_for_once_it_is_kno
         world.save(step)
     forecast = drained(world, 25.0)
     assert [(d.outlook, d.proceeds) for d in forecast] == [(ArrivalOutlook.UNKNOWN, True)] * 3
-    assert "nobody knows yet" in describe_drain(forecast)[0]
+    assert "is not known yet" in describe_drain(forecast)[0]
     world.go_on(11.0)
     assert [d.outlook for d in world.coordinator.drain_schedule.plan] == [
         ArrivalOutlook.ARRIVES,
@@ -194,7 +194,7 @@ def test_a_tier_that_takes_nothing_is_not_waited_for_and_no_promise_is_made() ->
     world.coordinator.ledger.failing["store"] = OSError("away")
     forecast = drained(world, 30.0)
     assert [d.outlook for d in forecast] == [ArrivalOutlook.UNKNOWN]
-    assert "store does not take copies at present" in forecast[0].reason
+    assert "store does not accept copies at present" in forecast[0].reason
 
 
 def test_of_two_drains_the_earlier_deadline_counts_until_it_is_over() -> None:

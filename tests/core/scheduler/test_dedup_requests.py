@@ -40,14 +40,18 @@ class Job:
         self.refused: dict[CheckpointId, SaveFailure] = {}
         self.dividers = [
             ReplicaAssigner(c, max_wait_s=MAX_WAIT_S, refuse=self.refused.__setitem__)
-            for c in self.network.councils
+            for c in self.network.message_trees
         ]
         self.answers: list[Any] = [UNANSWERED for _ in nodes]
-        for divider, council in zip(self.dividers, self.network.councils, strict=True):
+        for divider, message_tree in zip(self.dividers, self.network.message_trees, strict=True):
             hear = divider.on_message
-            council.on_gathered = lambda t, b, hear=hear: hear(MessagesGathered(topic=t, bodies=b))  # type: ignore[misc]
-            council.on_announced = lambda t, b, hear=hear: hear(DecisionAnnounced(topic=t, body=b))  # type: ignore[misc]
-            council.on_reported = lambda t, b, r, hear=hear: hear(
+            message_tree.on_gathered = lambda t, b, hear=hear: hear(
+                MessagesGathered(topic=t, bodies=b)
+            )  # type: ignore[misc]
+            message_tree.on_announced = lambda t, b, hear=hear: hear(
+                DecisionAnnounced(topic=t, body=b)
+            )  # type: ignore[misc]
+            message_tree.on_reported = lambda t, b, r, hear=hear: hear(
                 RankReported(topic=t, body=b, rank=r)
             )  # type: ignore[misc]
 

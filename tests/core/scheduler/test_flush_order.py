@@ -79,12 +79,14 @@ def test_what_retention_would_drop_at_once_is_given_up_and_said_and_a_pinned_one
     assert arrivals(world, copies=8) == [1, 5, 4, 2]
     assert world.steps_on("store") == [2, 4, 5]
     given_up = world.handles[CheckpointId(3, 1)]
-    with pytest.raises(FlushError, match=r"3@1 is given up: store: newer ones came first, and re"):
+    with pytest.raises(
+        FlushError, match=r"3@1 is given up: store: newer ones were copied first, and re"
+    ):
         given_up.wait("store", timeout=0)
     assert world.coordinator.flush_queue.given_up == {"store": 1}
     said = [e for e in world.lives[-1].events if isinstance(e, FlushGivenUp)]
     assert [(e.id, e.tier) for e in said] == [(CheckpointId(3, 1), "store")]
-    assert "retention would drop it at once" in said[0].reason
+    assert "retention would delete it at once" in said[0].reason
     assert world.coordinator.errors == [], "what a rule gives up is no failure"
     assert not world.coordinator.busy()
 

@@ -77,7 +77,7 @@ def test_nothing_is_given_up_where_that_would_not_make_room(
 def test_a_save_that_was_interrupted_supersedes_nothing() -> None:
     world = rest(superseding())
     first, _ = world.save(1), world.save(2)
-    world.coordinator.deleter.paused = True
+    world.coordinator.deleter.set_paused(True)
     answer: list[Any] = []
     request = AdmissionRequest(
         id=CheckpointId(3, 1),
@@ -90,7 +90,7 @@ def test_a_save_that_was_interrupted_supersedes_nothing() -> None:
     world.step()
     assert answer == []
     request.cancelled.set()
-    world.coordinator.deleter.paused = False
+    world.coordinator.deleter.set_paused(False)
     world.step()
     assert (first.outcome, answer) == (SaveOutcome.PENDING, [])
     world.settle()

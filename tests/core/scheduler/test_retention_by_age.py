@@ -85,12 +85,12 @@ def test_the_step_of_a_rule_without_time_waits_for_nothing() -> None:
 
 def test_while_a_restore_reads_nothing_goes_and_after_it_it_does() -> None:
     world = aged()
-    world.coordinator.deleter.paused = True
+    world.coordinator.deleter.set_paused(True)
     world.now_s = HOUR_S + 1
     assert world.step() is None
     world.run_all()
     assert world.steps_on("nvme") == [1, 2, 3, 4]
-    world.coordinator.deleter.paused = False
+    world.coordinator.deleter.set_paused(False)
     world.step()
     world.run_all()
     assert world.steps_on("nvme") == [2, 3, 4]

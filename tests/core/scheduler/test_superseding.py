@@ -149,7 +149,7 @@ def test_the_oldest_that_waits_is_given_up_and_said(caplog: pytest.LogCaptureFix
     assert second.outcome is SaveOutcome.SUPERSEDED
     error = second.exception()
     assert isinstance(error, CapacityError)
-    for part in ("step 2 is superseded by step 4", "oldest on its way", "owed to nvme, store"):
+    for part in ("step 2 is superseded by step 4", "oldest unflushed one", "owed to nvme, store"):
         assert part in str(error)
     for wait in (
         second.captured,
@@ -403,10 +403,10 @@ def test_a_pinned_one_stays_and_the_next_oldest_goes() -> None:
 def test_nothing_goes_while_a_restore_reads() -> None:
     world = rest(superseding())
     first, _ = world.save(1), world.save(2)
-    world.coordinator.deleter.paused = True
+    world.coordinator.deleter.set_paused(True)
     assert "1@1: a restore is reading" in keeps_waiting(world, 3)
     rest(world)
-    world.coordinator.deleter.paused = False
+    world.coordinator.deleter.set_paused(False)
     give_way(world, 3)
     assert first.outcome is SaveOutcome.SUPERSEDED
 

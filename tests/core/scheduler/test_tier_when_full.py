@@ -106,12 +106,14 @@ def test_a_disk_that_is_full_of_what_a_slow_store_is_owed_goes_on_where_the_stor
     assert world.steps_on("nvme")[-1] == 20, "the disk has the newest, whatever the store does"
     assert not world.coordinator.ledger.failing
     assert world.coordinator.flush_queue.given_up["store"] > 5
-    assert "nvme is full of what store is owed" in caplog.text
+    assert "nvme is full of copies that store is owed" in caplog.text
     assert world.coordinator.errors == []
     world.go_on(100.0)
     assert world.steps_on("store")[-1] == 20
     lost = next(h for h in world.handles.values() if h.exception() is not None)
-    with pytest.raises(FlushError, match="given up: store: nvme is full of what store is owed"):
+    with pytest.raises(
+        FlushError, match="given up: store: nvme is full of copies that store is owed"
+    ):
         lost.wait("store", timeout=0)
     world.check("nvme")
     world.check("store")

@@ -13,7 +13,7 @@ from torch import nn
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.image.layout import plan_layout
 from tierfall.core.image.merge import MergedHeader, merge_headers
-from tierfall.core.image.tree import leaves, slots_of
+from tierfall.core.image.tree import leaves, positions_of
 from tierfall.core.state.walk import walk_state
 from tierfall.core.tensor_index.as_header import merge_with_index
 from tierfall.core.tensor_index.builder import IndexBuilder
@@ -49,13 +49,13 @@ def same(found: MergedHeader, expected: MergedHeader) -> bool:
         return {
             name: [
                 (
-                    header.tensors[slot].name,
-                    header.tensors[slot].dtype,
-                    header.tensors[slot].shape,
-                    sorted((b.offset, b.rank, b.start, b.end) for b in merged.blocks[slot]),
-                    merged.replicas.get(slot, ()),
+                    header.tensors[position].name,
+                    header.tensors[position].dtype,
+                    header.tensors[position].shape,
+                    sorted((b.offset, b.rank, b.start, b.end) for b in merged.blocks[position]),
+                    merged.replicas.get(position, ()),
                 )
-                for slot in slots_of(node)
+                for position in positions_of(node)
             ]
             for name, node in leaves(header.tree, "")
         }
@@ -151,6 +151,6 @@ def test_blocks_that_do_not_add_up_are_said_when_they_are_asked_for() -> None:
     images[1][1].append(piece("l.1", [3], [0], [3], 0))
     found = laid(images, 0)
     assert found is not None
-    slot = [tensor.name for tensor in found.header.tensors].index("m.w")
+    position = [tensor.name for tensor in found.header.tensors].index("m.w")
     with pytest.raises(IntegrityError, match=r"m\.w is incomplete"):
-        found.blocks[slot]
+        found.blocks[position]

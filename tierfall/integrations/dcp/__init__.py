@@ -1,4 +1,4 @@
-"""tierfall as storage of ``torch.distributed.checkpoint``: what DCP plans, on tierfall's tiers.
+"""tierfall as storage for ``torch.distributed.checkpoint``: DCP's plans are saved to and loaded from tierfall's tiers.
 
 dcp.save(state, storage_writer=TierWriter(ckpt, step=100))
 dcp.async_save(state, storage_writer=TierWriter(ckpt, step=100), async_stager=LazyStager(ckpt))

@@ -1,7 +1,7 @@
 """DirectWriter: a TierWriter in a process of DCP's own (``AsyncCheckpointerType.PROCESS``).
 
-That process has neither the arena nor the Checkpointer: each rank writes its image to the first stored tier, and the
-coordinator commits it there, once every rank has said that its image is.
+That process has neither the arena nor the Checkpointer. Each rank writes its image to the first stored tier. The
+coordinator commits the checkpoint there once every rank has written its image.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tierfall.tiers.stored import StoredTier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectWrite:
-    """All that a process needs to write one rank's part of one step."""
+    """What a process needs to write one rank's shard of one step."""
 
     config: Config
     run: str
@@ -59,10 +59,9 @@ class DirectWrite:
 def direct_write(
     run: OpenRun, step: int, *, metrics: Mapping[str, Any], tags: Sequence[str]
 ) -> DirectWrite:
-    """Take the next place in the run's lineage for ``step``, which another process writes.
+    """Reserve the next place in the run's lineage for ``step``, which another process writes.
 
-    Raises StepError for a step that does not follow, ConfigError where the first stored tier cannot be committed by one
-    rank.
+    Raises StepError for a step that may not follow, ConfigError where one rank cannot commit on the first stored tier.
     """
     session, lineage = run.session, run.lineage
     run.check_usable()
@@ -70,12 +69,12 @@ def direct_write(
     tier = next((t for t in run.config.written if t.name in session.stores), None)
     if tier is None:
         raise ConfigError(
-            "dcp.async_save: in PROCESS mode a stored tier is written to, and there is none"
+            "dcp.async_save: PROCESS mode writes to a stored tier, and the configuration has none"
         )
     if not is_shared(tier) and len(session.ranks.topology.nodes) > 1:
         raise ConfigError(
-            f"dcp.async_save: in PROCESS mode rank 0 commits, and tier {tier.name} is each node's own: put a tier "
-            "first that all see, or use AsyncCheckpointerType.THREAD"
+            f"dcp.async_save: in PROCESS mode rank 0 commits, and each node has its own tier {tier.name}: put a tier "
+            "first that all nodes share, or use AsyncCheckpointerType.THREAD"
         )
     with run.saver.lock:
         lineage.check(step)
@@ -98,20 +97,20 @@ def direct_write(
 
 
 def _expect(finder: ExternalCommits, id: CheckpointId, tier: str) -> None:
-    finder.search(InterruptibleEvent())  # for those before it
+    finder.search(InterruptibleEvent())  # for earlier ones
     finder.expect(id, tier)
 
 
 @dataclass(frozen=True)
 class ImageFiles(WriteResult):
-    """A rank's image and manifest, as the commit record names them, in ``storage_data``."""
+    """A rank's image and manifest, as in the commit record, in ``storage_data``."""
 
 
 class DirectWriter(StorageWriter):
-    """Writes one rank's part of a step to a tier, and as the coordinator commits it."""
+    """Writes one rank's shard of a step to a tier; on the coordinator it also commits."""
 
-    def __init__(self, orders: DirectWrite) -> None:
-        self._orders = orders
+    def __init__(self, request: DirectWrite) -> None:
+        self._request = request
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Refuse a path, as TierWriter does."""
@@ -119,24 +118,24 @@ class DirectWriter(StorageWriter):
             raise ConfigError("dcp.save: checkpoint_id beside a TierWriter: leave it out")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is to be set up."""
+        """Do nothing: no setup is needed."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's image and manifest; nothing of it counts before ``finish``."""
-        orders = self._orders
+        """Write this rank's image and manifest, which do not count before ``finish``."""
+        request = self._request
         view = walk_state(planned_state(plan, planner), with_random=False)
-        with open_store(orders.config, orders.run, orders.tier) as store:
-            store.check_fence(orders.attempt)
-            files = _write_image(store, orders, view)
-        index = MetadataIndex(keys.shard_name(orders.shard))
+        with open_store(request.config, request.run, request.tier) as store:
+            store.check_fence(request.attempt)
+            files = _write_image(store, request, view)
+        index = MetadataIndex(keys.shard_name(request.shard))
         written = ImageFiles(
             index=index, size_in_bytes=sum(f.bytes for f in files), storage_data=files
         )
@@ -145,53 +144,53 @@ class DirectWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit the step; FlushError where one rank's image or an item of the plan is missing."""
-        orders = self._orders
-        step, world_size = orders.lineage.checkpoint.step, orders.shard.world_size
+        """Commit the step; FlushError where a rank's image or an item of the plan is missing."""
+        request = self._request
+        step, world_size = request.lineage.checkpoint.step, request.shard.world_size
         found = [r for of_rank in results for r in of_rank if isinstance(r, ImageFiles)]
         files = tuple(file for result in found for file in result.storage_data)
         if len({result.index for result in found}) != world_size:
             raise FlushError(
-                f"dcp.save of step {step}: {len(found)} of {world_size} ranks have written their images: it is not "
-                "committed. In PROCESS mode all ranks of the Checkpointer save together, without no_dist"
+                f"dcp.save of step {step}: {len(found)} of {world_size} ranks have written their images; the step is "
+                "not committed. In PROCESS mode all ranks of the Checkpointer save together, without no_dist"
             )
         count_outcomes(metadata, results, step)
-        with open_store(orders.config, orders.run, orders.tier) as store:
-            store.commit(_commit(orders, files), attempt=orders.attempt)
-            store.write_latest(orders.lineage.checkpoint)
+        with open_store(request.config, request.run, request.tier) as store:
+            store.commit(_commit(request, files), attempt=request.attempt)
+            store.write_latest(request.lineage.checkpoint)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """No path leads here."""
+        """Return False: no path is accepted."""
         return False
 
 
-def _commit(orders: DirectWrite, files: tuple[NamedFile, ...]) -> Commit:
+def _commit(request: DirectWrite, files: tuple[NamedFile, ...]) -> Commit:
     return Commit(
-        lineage=orders.lineage,
-        world_size=orders.shard.world_size,
+        lineage=request.lineage,
+        world_size=request.shard.world_size,
         files=files,
-        nodes=(orders.node,),
+        nodes=(request.node,),
         wall_time_s=time.time(),
-        metrics=orders.metrics,
-        tags=orders.tags,
+        metrics=request.metrics,
+        tags=request.tags,
     )
 
 
-def _write_image(store: StoredTier, orders: DirectWrite, view: StateView) -> tuple[NamedFile, ...]:
-    """Write an image and its manifest; return how a commit record names them."""
+def _write_image(store: StoredTier, request: DirectWrite, view: StateView) -> tuple[NamedFile, ...]:
+    """Write an image and its manifest; return their files for the commit record."""
     layout = plan_layout(view)
     header = layout.header(view)
-    assert header is not None, "a layout has room for the values that it was planned with"
-    id, shard = orders.lineage.checkpoint, orders.shard
+    assert header is not None, "the layout was planned with these values"
+    id, shard = request.lineage.checkpoint, request.shard
     cut = Geometry(
         image_bytes=layout.image_bytes,
         data_start=layout.data_start,
-        chunk_bytes=orders.config.chunk_bytes,
+        chunk_bytes=request.config.chunk_bytes,
     )
     with begun_image(store, id, shard, cut, layout.pieces) as writer:
         manifest = Manifest(
-            lineage=orders.lineage,
+            lineage=request.lineage,
             shard=shard,
             image_bytes=cut.image_bytes,
             data_start=cut.data_start,
@@ -201,7 +200,7 @@ def _write_image(store: StoredTier, orders: DirectWrite, view: StateView) -> tup
             pieces=layout.pieces,
         )
         raw = raw_files(shard, image_bytes=cut.image_bytes, manifest=manifest.encode())
-        commit = _commit(orders, raw)
+        commit = _commit(request, raw)
         return files_of(publish_image(store, writer, manifest, commit, id=id, shard=shard), shard)
 
 
@@ -219,13 +218,15 @@ def _write_chunks(writer: ImageUpload, cut: Geometry, source: _ImageBytes) -> tu
 
 
 class _ImageBytes:
-    """The bytes of an image, in rising order: of its header, and of one tensor after the other."""
+    """The bytes of an image in ascending order: the header, then each tensor."""
 
     def __init__(self, layout: Layout, view: StateView, header: bytes) -> None:
         self._sources = view.sources
-        self._slots = [slot for slot in layout.slots if slot.end > slot.start]
+        self._placements = [
+            placement for placement in layout.placements if placement.end > placement.start
+        ]
         self._data_start = layout.data_start
-        self._parts = iter(self._slots)
+        self._parts = iter(self._placements)
         self._start, self._flat = 0, torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
     def read(self, start: int, target: torch.Tensor) -> None:
@@ -241,10 +242,10 @@ class _ImageBytes:
             done += count
 
     def _next(self) -> None:
-        slot = next(self._parts)
-        source = self._sources[slot.index]
+        placement = next(self._parts)
+        source = self._sources[placement.index]
         flat = as_bytes(source)
         if flat is None:
-            flat = torch.empty(slot.end - slot.start, dtype=torch.uint8)
+            flat = torch.empty(placement.end - placement.start, dtype=torch.uint8)
             copy_whole(flat, source)
-        self._start, self._flat = self._data_start + slot.start, flat
+        self._start, self._flat = self._data_start + placement.start, flat

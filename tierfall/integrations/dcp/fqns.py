@@ -1,8 +1,8 @@
-"""What a checkpoint holds, by the names that DCP gives it: flat, each with its path in the nested state.
+"""The entries of a checkpoint under DCP's flat names (FQNs), each with its path in the nested state.
 
-DCP's names join keys by dots, as text, and take a list apart only where it holds tensors or mappings. So what
-``Checkpointer.save`` wrote has such names too: a module's are its state_dict's, and an optimizer's are those of
-``get_optimizer_state_dict``, by the names of its parameters.
+DCP joins keys by dots, and flattens a list only if it contains tensors or mappings. Entries that ``Checkpointer.save``
+wrote get such names, too: those of a module are the keys of its state_dict, those of an optimizer are the ones of
+``get_optimizer_state_dict``, by parameter name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """What stands under one name: a node, or, ``inside`` of its value, a part of it; without a node a ``value``."""
+    """The entry under one name: a node; a part of its value, at the keys ``inside``; or, without a node, a
+    ``value``."""
 
     path: Path
     node: Node | None
@@ -50,26 +51,26 @@ class Leaf:
 
 
 class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """DCP's table of a checkpoint. Its objects are made when they are asked for, one at a time.
+    """DCP's metadata of a checkpoint. Its objects are created on access, one at a time.
 
-    Where ``merged`` may lack values that other ranks have alone, ``of_all`` merges the headers of all ranks: it is
-    called once, when something else is asked for, or everything. ``merged`` and ``leaves`` are of these then.
+    ``merged`` may lack values that only other ranks have. ``of_all`` merges the headers of all ranks; it is called
+    once, on access to an unknown name or to all names, and replaces ``merged`` and ``leaves``.
     """
 
     def __init__(
         self, merged: MergedHeader, of_all: Callable[[], MergedHeader] | None = None
     ) -> None:
         self._of_all = of_all
-        self._take(merged)
+        self._set_merged(merged)
 
-    def _take(self, merged: MergedHeader) -> None:
+    def _set_merged(self, merged: MergedHeader) -> None:
         self.merged = merged
         self.leaves: dict[str, Leaf] = {}
         for leaf in _Names(merged).below(merged.header.tree, ()):
             name = ".".join(map(str, leaf.path))
             if name in self.leaves:
                 raise RestoreError(
-                    f"dcp.load: two entries of {merged.header.what} are named {name!r} in DCP's way: use "
+                    f"dcp.load: two entries of {merged.header.what} have the same name {name!r} in DCP: use "
                     "Checkpointer.restore"
                 )
             self.leaves[name] = leaf
@@ -77,11 +78,11 @@ class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
     def _all(self) -> dict[str, Leaf]:
         if self._of_all is not None:
             merge, self._of_all = self._of_all, None
-            self._take(merge())
+            self._set_merged(merge())
         return self.leaves
 
     def leaf(self, name: str) -> Leaf:
-        """What stands under a name; KeyError where nothing does."""
+        """Return the entry under a name; KeyError if there is none."""
         return self.leaves[name] if name in self.leaves else self._all()[name]
 
     def __contains__(self, name: object) -> bool:
@@ -91,13 +92,13 @@ class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         node = self.leaf(name).node
         if not isinstance(node, TensorNode):
             return BytesStorageMetadata()
-        stored = self.merged.header.tensors[node.slot]
+        stored = self.merged.header.tensors[node.position]
         return TensorStorageMetadata(
             properties=TensorProperties(dtype=stored.dtype),
             size=torch.Size(stored.shape),
             chunks=[
                 ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.lengths))
-                for block in self.merged.blocks[node.slot]
+                for block in self.merged.blocks[node.position]
             ],
         )
 
@@ -108,13 +109,13 @@ class DcpEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         return len(self._all())
 
     def keys(self) -> KeysView[str]:
-        """The names that are known so far: by these DCP's planner tells whether a checkpoint has names as DCP gave them
-        long ago, at every load."""
+        """Return the names that are known so far. DCP's planner calls this at every load, to detect checkpoints with
+        the names of an old version."""
         return self.leaves.keys()
 
 
 class Paths(Mapping[str, Path]):
-    """Where each name stands in the nested state, as DCP's planners keep it."""
+    """The path of each name in the nested state, for DCP's planners."""
 
     def __init__(self, entries: DcpEntries) -> None:
         self._entries = entries
@@ -149,7 +150,7 @@ class _Names:
             case ValueNode():
                 yield from _inside(plain_value(self._header, node), path, node, ())
             case RandomNode():
-                return  # the process's own, which DCP has no name for
+                return  # the random state of the process has no name in DCP
             case _:
                 yield Leaf(path, node)
 
@@ -164,7 +165,7 @@ class _Names:
             yield Leaf((*group, "params"), None, value=members)
 
     def _parameter(self, node: OptimizerNode, number: int) -> str:
-        """A parameter's name as its module has it; its number where it has none."""
+        """Return a parameter's name relative to its module; its number if it has no name."""
         name = node.names[number]
         if name is None:
             return str(number)
@@ -182,19 +183,19 @@ def _children(node: MapNode | ModuleNode | SequenceNode) -> list[tuple[str | int
 
 
 def _inside(value: Any, path: Path, node: Node, inside: tuple[Any, ...]) -> Iterator[Leaf]:
-    """Take a value apart as DCP does: mappings, and lists that hold some."""
+    """Flatten a value as DCP does: mappings, and lists that contain mappings."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield from _inside(child, (*path, str(key)), node, (*inside, key))
-    elif isinstance(value, list) and not _is_one(value):
+    elif isinstance(value, list) and not _is_leaf(value):
         for index, child in enumerate(value):
             yield from _inside(child, (*path, index), node, (*inside, index))
     else:
         yield Leaf(path, node, inside)
 
 
-def _is_one(value: object) -> bool:
-    """Say whether DCP keeps a value as one, though it may hold others."""
+def _is_leaf(value: object) -> bool:
+    """Return whether DCP does not flatten a value, though it may be a list."""
     if isinstance(value, Mapping):
         return False
-    return not isinstance(value, list) or all(map(_is_one, value))
+    return not isinstance(value, list) or all(map(_is_leaf, value))

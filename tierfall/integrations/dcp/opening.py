@@ -1,4 +1,4 @@
-"""Which checkpoint ``dcp.load`` reads, agreed on by all ranks, and its parts laid over each other."""
+"""The checkpoint that ``dcp.load`` reads: chosen by all ranks together, with its shards merged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("tierfall")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedCheckpoint:
-    """A checkpoint whose headers were read."""
+    """A checkpoint whose headers have been read."""
 
     checkpoint: KnownCheckpoint
     parts: CheckpointReader
@@ -44,15 +44,17 @@ class OpenedCheckpoint:
 def open_checkpoint(
     run: OpenRun, request: RestoreRequest, *, values_of: int | None
 ) -> OpenedCheckpoint:
-    """Open the newest checkpoint whose headers are good, the same on all ranks; ``values_of`` is the rank whose values
-    count where another number of ranks saved.
+    """Open the newest checkpoint with good headers, the same on all ranks. ``values_of`` is the rank whose values are
+    loaded if another number of ranks saved.
 
-    Raises RestoreError where none is there, none can be read, or the newest is out of reach for now.
+    Raises RestoreError where there is none, none can be read, or the newest is temporarily unreachable.
     """
     listings, tally = run.session.list_now(), run.session.new_tally()
     candidates = run.restorer.candidates(listings, request, tally)
     ranks = run.session.ranks
-    tell = make_barrier(ranks, timeout_s=run.restorer.patience_s) if ranks.many else None
+    exchange_failures = (
+        make_barrier(ranks, timeout_s=run.restorer.patience_s) if ranks.many else None
+    )
 
     def instead() -> str:
         return step_instead(candidates, listings, request, run.restorer.opener(), ranks.shard)
@@ -65,19 +67,19 @@ def open_checkpoint(
             opened = _open(run, parts, values_of)
             refuse_files(opened.entries.merged.header, doing=request.operation, instead=instead)
         except Exception as failure:
-            error = _judge(failure, checkpoint, request)
-            if (unheard := parts.give_up(failure)) is not None:
-                raise unheard from failure
-        elsewhere = None if tell is None else tell(checkpoint, error)
+            error = _error_to_raise(failure, checkpoint, request)
+            if (unsent := parts.give_up(failure)) is not None:
+                raise unsent from failure
+        other = None if exchange_failures is None else exchange_failures(checkpoint, error)
         if error is not None and not isinstance(error, (*PASSABLE, LostError)):
             raise error
-        if opened is not None and elsewhere is None:
+        if opened is not None and other is None:
             return opened
-        said = error if elsewhere is None else f"rank {elsewhere.rank}: {elsewhere.message}"
-        if request.step is not None or (elsewhere is not None and elsewhere.permanent):
-            raise RestoreError(f"{request.operation} of {checkpoint.id}: {said}") from error
-        tally.add_skipped(f"step {checkpoint.id}", said)
-        logger.error("%s: step %s is passed over: %s", request.operation, checkpoint.id, said)
+        reason = error if other is None else f"rank {other.rank}: {other.message}"
+        if request.step is not None or (other is not None and other.permanent):
+            raise RestoreError(f"{request.operation} of {checkpoint.id}: {reason}") from error
+        tally.add_skipped(f"step {checkpoint.id}", reason)
+        logger.error("%s: step %s is skipped: %s", request.operation, checkpoint.id, reason)
     raise RestoreError(
         f"{request.operation}: run {run.session.run} holds no checkpoint that can be read"
         + "".join(f"; {fallback.what}: {fallback.reason}" for fallback in tally.fallbacks[-8:])
@@ -85,13 +87,13 @@ def open_checkpoint(
 
 
 def hold(run: OpenRun, id: CheckpointId, *, owner: object) -> Callable[[], object]:
-    """Keep a checkpoint's copies below memory from retention and eviction; return what lets go of them, as the end of
-    ``owner`` does."""
+    """Protect a checkpoint's copies on stored tiers from retention and eviction; return a function that ends this, as
+    the end of ``owner`` does."""
     session = run.session
     session.call(lambda: session.coordinator.ledger.reading.update([id]))
-    let_go = weakref.finalize(owner, _release, session, id)
-    let_go.atexit = False
-    return let_go
+    release = weakref.finalize(owner, _release, session, id)
+    release.atexit = False
+    return release
 
 
 def _release(session: Session, id: CheckpointId) -> None:
@@ -104,16 +106,19 @@ def _release(session: Session, id: CheckpointId) -> None:
     session.call_soon(end)
 
 
-def _judge(error: Exception, checkpoint: KnownCheckpoint, request: RestoreRequest) -> Exception:
-    """Return what ends the load where a copy is out of reach for now: it is not passed over as a damaged one is."""
+def _error_to_raise(
+    error: Exception, checkpoint: KnownCheckpoint, request: RestoreRequest
+) -> Exception:
+    """Return the error that ends the load if a copy is temporarily unreachable: it must not be skipped like a damaged
+    one."""
     if isinstance(error, LostError) or not (isinstance(error, PASSABLE) and error.retryable):
         return error
-    ended = RestoreError(
+    raised = RestoreError(
         f"{request.operation} of {checkpoint.id}: a copy could not be read, and no other is good: {error}. Try again, "
         f"{request.advice}"
     )
-    ended.__cause__ = error
-    return ended
+    raised.__cause__ = error
+    return raised
 
 
 def _parts(
@@ -123,7 +128,8 @@ def _parts(
     request: RestoreRequest,
     tally: ReadTally,
 ) -> CheckpointReader:
-    """The images of a checkpoint: exchanged between the ranks, where they can be, as by ``Checkpointer.restore``."""
+    """Return a reader of the images of a checkpoint, which ranks exchange if they can, as in
+    ``Checkpointer.restore``."""
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     tiers = [tier for tier in held if request.tier in (None, tier)]
     exchange = run.restorer.exchange()
@@ -156,21 +162,24 @@ def _open(run: OpenRun, parts: CheckpointReader, values_of: int | None) -> Opene
 
 
 def _by_index(run: OpenRun, parts: CheckpointReader, own: Shard) -> DcpEntries | None:
-    """Describe a checkpoint by the header of one rank's image and the merged index; None unless all ranks can.
+    """Return the entries of a checkpoint from the header of one rank's image and the merged index; None unless all
+    ranks can do so.
 
-    Where a name is asked for that these do not have, this rank reads the headers of all by itself.
+    For a name that these lack, this rank reads the headers of all ranks by itself.
     """
     merged: MergedHeader | None = None
     what = f"{parts.checkpoint.id} of {own.world_size} ranks"
     ours = run.session.ranks.shard
     try:
         if (index := _read_index(run, parts)) is not None:
-            # between them the ranks see that all images are there
+            # Together the ranks check that all images exist.
             for rank in range(ours.rank, own.world_size, ours.world_size):
                 parts.find(Shard(rank, own.world_size))
             merged = merge_with_index(parts.header_here(own), own.rank, index, what=what)
     except (*PASSABLE, NotSupportedError) as error:
-        logger.warning("dcp.load: the headers of all ranks are read: %s", error)
+        logger.warning(
+            "dcp.load: the merged index cannot be used, so all headers are read: %s", error
+        )
     slower_s = run.restorer.patience_s
     have = merged is not None
     ranks = run.session.ranks
@@ -189,7 +198,7 @@ def _all_have_it(found: dict[int, bool]) -> bool:
 
 
 def _read_index(run: OpenRun, parts: CheckpointReader) -> Index | None:
-    """Read the index from the first tier that has it."""
+    """Read the merged index from the first tier that has it."""
     for tier in parts.tiers:
         commit, store = parts.checkpoint.copies[tier].commit, run.session.stores.get(tier)
         if store is not None and commit is not None and commit.file(keys.INDEX_NAME) is not None:

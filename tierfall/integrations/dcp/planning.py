@@ -1,8 +1,8 @@
-"""From DCP's plan to a state that an image is made of: nested as the user's was, each tensor in the blocks that this
-rank is to write.
+"""From DCP's plan to the state of an image: nested as the user's state, each tensor as the blocks that this rank
+writes.
 
-DCP's plan says who writes which tensor. Python values are not its business here: each rank keeps its own, which DCP
-takes for replicas of each other, and they are never pickled.
+DCP's plan assigns tensors to ranks. It does not cover Python values: each rank writes its own, which DCP takes for
+replicas of each other. They are never pickled.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Path = tuple[str | int, ...]
 
 
 class TierSavePlanner(DefaultSavePlanner):
-    """DCP's own planner with a plan cache of its own, and without ``torch.save``.
+    """DCP's default planner with a plan cache of its own, and without ``torch.save``.
 
-    DCP keeps cached plans by the name of the planner's class, for the whole process: with
-    ``enable_plan_caching=True`` two runs of one process need planners of two classes.
+    DCP caches plans by the name of the planner's class, for the whole process: with ``enable_plan_caching=True``, two
+    runs of one process need planners of two classes.
     """
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return tensors and Python values as they are: TierWriter writes values as tagged JSON."""
+        """Return tensors and Python values unchanged: TierWriter encodes values as tagged JSON."""
         return object
 
 
 def nest(leaves: Mapping[str, object], paths: Mapping[str, Path]) -> Branch:
-    """Put leaves, by their flat names, back where they stood; a name without a path is a key of the state."""
+    """Nest leaves, given by flat name, at their paths; a name without a path is a key of the state."""
     root = Branch()
     for name, leaf in leaves.items():
         path = paths.get(name, (name,))
@@ -47,7 +47,7 @@ def nest(leaves: Mapping[str, object], paths: Mapping[str, Path]) -> Branch:
         for key, below in pairwise(path):
             fresh: Any = [] if isinstance(below, int) else Branch()
             container = _child(container, key, fresh)
-        _put(container, path[-1], leaf)
+        _insert(container, path[-1], leaf)
     return root
 
 
@@ -60,7 +60,7 @@ def _child(container: Any, key: str | int, fresh: Any) -> Any:
     return container.setdefault(key, fresh)
 
 
-def _put(container: Any, key: str | int, leaf: object) -> None:
+def _insert(container: Any, key: str | int, leaf: object) -> None:
     if isinstance(key, int):
         _extend(container, key)
     container[key] = leaf
@@ -71,14 +71,15 @@ def _extend(container: list[Any], index: int) -> None:
 
 
 def planned_state(plan: SavePlan, planner: SavePlanner) -> Branch:
-    """Return what this rank writes: its blocks of the plan's tensors, and its own Python values.
+    """Return the state that this rank writes: its blocks of the plan's tensors, and its own Python values.
 
-    Raises CaptureError, naming it, for what cannot be written; ConfigError for a planner that is not DCP's own.
+    Raises CaptureError, with the name, for an entry that cannot be saved; ConfigError for a planner that does not
+    extend DCP's own.
     """
     if not isinstance(planner, DefaultSavePlanner):
         raise ConfigError(
-            f"dcp.save: TierWriter takes planners that extend DefaultSavePlanner, not {type(planner).__qualname__}: it "
-            "asks them for Python values before they are pickled"
+            f"dcp.save: TierWriter supports planners that extend DefaultSavePlanner, not {type(planner).__qualname__}: "
+            "it needs Python values before they are pickled"
         )
     blocks: dict[str, list[tuple[torch.Tensor, TensorPiece | None]]] = {}
     values: dict[str, object] = {}
@@ -97,7 +98,8 @@ def planned_state(plan: SavePlan, planner: SavePlanner) -> Branch:
 
 
 def _as_leaf(blocks: list[tuple[torch.Tensor, TensorPiece | None]]) -> object:
-    """What lies on a device is read in the order of this thread's work there, at once but without a second copy."""
+    """Return blocks as a leaf. A tensor on a device is read in the order of this thread's work there, without a second
+    copy."""
     on_host = all(tensor.is_cpu for tensor, _ in blocks)
     return item(LocalBlocks(tuple(blocks)), changes="anytime" if on_host else "on_step")
 
@@ -105,30 +107,30 @@ def _as_leaf(blocks: list[tuple[torch.Tensor, TensorPiece | None]]) -> object:
 def _block(
     write: WriteItem, planner: DefaultSavePlanner
 ) -> tuple[torch.Tensor, TensorPiece | None]:
-    name, said = write.index.fqn, write.tensor_data
+    name, tensor_data = write.index.fqn, write.tensor_data
     tensor = planner.resolve_data(write)
-    if not isinstance(tensor, torch.Tensor) or said is None:
+    if not isinstance(tensor, torch.Tensor) or tensor_data is None:
         raise CaptureError(
-            f"dcp.save: {name}: the planner gives {type(tensor).__qualname__} for a tensor"
+            f"dcp.save: {name}: the planner returned {type(tensor).__qualname__} for a tensor"
         )
     if tensor.is_meta:
         raise CaptureError(
             f"dcp.save: {name} has no data here: a LazyStager staged it for another TierWriter, one that had not been "
-            "used. Make each writer in the call of async_save"
+            "used. Create each writer in the call of async_save"
         )
     if write.type is WriteItemType.TENSOR:
         return tensor, None
-    place = (said.size, said.chunk.offsets, said.chunk.sizes)
+    place = (tensor_data.size, tensor_data.chunk.offsets, tensor_data.chunk.sizes)
     return tensor, TensorPiece(*map(tuple, place))
 
 
 def is_tensor(held: object) -> bool:
-    """Say whether DCP plans this as a tensor."""
+    """Return whether DCP plans an entry as a tensor."""
     return isinstance(held, torch.Tensor) or hasattr(held, "__create_write_items__")
 
 
 def value_of(name: str, value: object) -> object:
-    """Return a Python value that may be written; CaptureError for an object that DCP would have pickled whole."""
+    """Return a Python value that can be saved; CaptureError for an object that DCP would have pickled."""
     if is_stateful(value) or isinstance(value, nn.Module):
         raise CaptureError(
             f"dcp.save: {name} is an object with a state_dict of its own ({type(value).__qualname__}), and DCP calls "
@@ -138,7 +140,7 @@ def value_of(name: str, value: object) -> object:
 
 
 def count_outcomes(metadata: Any, results: list[list[WriteResult]], step: int) -> None:
-    """Raise FlushError unless every item of the global plan was written by some rank."""
+    """Raise FlushError unless some rank has written each item of the global plan."""
     written = {result.index for of_rank in results for result in of_rank}
     missing = [index for index in _planned(metadata) if index not in written]
     if missing:
@@ -160,7 +162,7 @@ def _planned(metadata: Any) -> list[MetadataIndex]:
 
 
 def results_of(plan: SavePlan) -> list[WriteResult]:
-    """Say that each item of a plan was written."""
+    """Return results that report each item of a plan as written."""
     return [
         WriteResult(
             index=write.index, size_in_bytes=write.tensor_storage_size() or 0, storage_data=None

@@ -1,7 +1,8 @@
-"""TierReader: ``dcp.load`` from a run's tiers, resharded by DCP's planner, each chunk verified, nothing unpickled.
+"""TierReader: ``dcp.load`` from a run's tiers. DCP's planner reshards, each chunk is verified, and no stored bytes are
+unpickled.
 
-Python values lie in a checkpoint as tagged JSON. DCP's planners take bytes and unpickle them: they get bytes that are
-pickled here, a moment before, from values that were read.
+Python values are stored as tagged JSON. DCP's planners unpickle bytes; they get bytes that are pickled here from the
+decoded values.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from tierfall.run.checkpointer import Checkpointer, open_run_of
 class TierReader(StorageReader):
     """Reads one checkpoint of a Checkpointer's run: ``dcp.load(state, storage_reader=TierReader(ckpt))``.
 
-    The newest that can be restored, or ``step`` (and ``attempt``); ``tier`` names the only tier to read. The run goes
-    on from what is loaded, as after ``restore``; with ``resume=False`` it does not, as for a look at an older step.
-    Python values come back to the rank that saved them; where another number of ranks loads they must have been the
-    same on all, or ``values_of`` names the rank whose count. What goes wrong is raised by DCP as CheckpointException.
+    It reads the newest checkpoint that can be restored, or ``step`` (and ``attempt``); ``tier`` limits the read to one
+    tier. The run continues from the loaded checkpoint, as after ``restore``; with ``resume=False`` it does not, for
+    example to inspect an older step. Each rank gets the Python values that it saved. If another number of ranks loads,
+    they must have been equal on all ranks, or ``values_of`` names the rank whose values are loaded. DCP raises errors
+    as CheckpointException.
     """
 
     def __init__(
@@ -52,35 +54,36 @@ class TierReader(StorageReader):
         resume: bool = True,
     ) -> None:
         self._run = open_run_of(ckpt)
-        self._asked = (step, attempt, tier)
+        self._arguments = (step, attempt, tier)
         self._values_of = values_of
         self._resume = resume
         self._opened: OpenedCheckpoint | None = None
-        self._let_go: Callable[[], object] = bool
+        self._release: Callable[[], object] = bool
 
     # What DCP calls ----------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a path: the Checkpointer's configuration says where checkpoints are."""
-        self._let_go()
+        """Refuse a path: the Checkpointer's configuration defines where checkpoints are."""
+        self._release()
         if checkpoint_id is not None:
             raise ConfigError(
-                f"dcp.load: checkpoint_id={str(checkpoint_id)!r} beside a TierReader, whose Checkpointer says where "
-                "checkpoints are: leave it out, and name a step by TierReader(ckpt, step=...)"
+                f"dcp.load: checkpoint_id={str(checkpoint_id)!r} with a TierReader, whose Checkpointer defines where "
+                "checkpoints are: leave it out, and choose a step with TierReader(ckpt, step=...)"
             )
 
     def read_metadata(self) -> Metadata:
-        """Choose the checkpoint together with the other ranks, and describe what it holds.
+        """Choose the checkpoint together with the other ranks, and return its metadata.
 
-        Its copies below memory stay where they are until it was read, or this reader is asked again, or is gone.
+        Its copies on stored tiers are not deleted until it has been read, until the next call of this reader, or until
+        the reader is garbage-collected.
         """
         run = self._run
-        self._let_go()
+        self._release()
         run.check_usable()
-        run.prepare_restore(goes_on=self._resume)
+        run.prepare_restore(continues=self._resume)
         with run.restorer.deletions_paused():
             self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
-            self._let_go = hold(run, self._opened.checkpoint.id, owner=self)
+            self._release = hold(run, self._opened.checkpoint.id, owner=self)
         entries = self._opened.entries
         return Metadata(
             state_dict_metadata=cast("dict[str, Any]", entries), planner_data=Paths(entries)
@@ -89,50 +92,51 @@ class TierReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing is to be set up."""
+        """Do nothing: no setup is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan names, each chunk from its fastest good copy; with ``resume`` the run goes on from it."""
+        """Read the items of the plan, each chunk from its fastest good copy. With ``resume`` the run continues from
+        this checkpoint."""
         assert self._opened is not None, "read_data without read_metadata"
         reads = _Reads(self._opened, planner)
         try:
-            self._together(lambda: reads.execute(plan))
+            self._read_on_all_ranks(lambda: reads.execute(plan))
         finally:
-            self._opened = None  # what ranks exchange bytes over ends with it
-            self._let_go()
+            self._opened = None  # closes the exchange between ranks
+            self._release()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """No path leads here."""
+        """Return False: no path is accepted."""
         return False
 
-    # The run goes on ---------------------------------------------------------------------------------
+    # Continuing the run ------------------------------------------------------------------------------
 
     def _request(self) -> RestoreRequest:
-        step, attempt, tier = self._asked
-        asked = self._run.restorer.request(step, attempt, tier, "raise")
+        step, attempt, tier = self._arguments
+        request = self._run.restorer.request(step, attempt, tier, "raise")
         return RestoreRequest(
-            step=asked.step,
-            attempt=asked.attempt,
-            tier=asked.tier,
+            step=request.step,
+            attempt=request.attempt,
+            tier=request.tier,
             operation="dcp.load",
             advice="or name a tier (TierReader(ckpt, tier=...))",
         )
 
-    def _together(self, read: Callable[[], None]) -> None:
-        """Read on all ranks, and, with ``resume``, go on from there once all have; RestoreError on every rank where one
-        could not."""
+    def _read_on_all_ranks(self, read: Callable[[], None]) -> None:
+        """Read on all ranks; with ``resume``, continue from the checkpoint once all have read it. RestoreError on every
+        rank if one has failed."""
         run, opened = self._run, self._opened
         assert opened is not None
         failure: Exception | None = None
@@ -141,8 +145,8 @@ class TierReader(StorageReader):
                 read()
         except Exception as error:
             failure = error
-            if (unheard := opened.parts.give_up(error)) is not None:
-                raise unheard from error
+            if (unsent := opened.parts.give_up(error)) is not None:
+                raise unsent from error
         lost = isinstance(failure, LostError)
         failed = None if failure is None else str(failure) or repr(failure)
         all_ranks = run.session.ranks.agree(
@@ -166,7 +170,7 @@ class TierReader(StorageReader):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadOutcome(Message):
-    """What became of one rank's read. ``lost``: another rank knows why it failed; ``saved``: this rank has saved."""
+    """The outcome of one rank's read. ``lost``: another rank knows the reason; ``saved``: this rank has saved."""
 
     failed: str | None
     lost: bool
@@ -190,36 +194,36 @@ def _read_by_all(outcomes: Mapping[int, _ReadOutcome]) -> _ReadDecision:
 
 
 class _Reads:
-    """Carries out one rank's plan."""
+    """The reads of one rank's plan."""
 
     def __init__(self, opened: OpenedCheckpoint, planner: LoadPlanner) -> None:
         self._opened = opened
         self._entries = opened.entries
         self._planner = planner
         self._builder = Builder(opened.entries.merged.header)
-        self._wants: list[BlockTarget] = []
+        self._targets: list[BlockTarget] = []
         self._after: list[Callable[[], None]] = []
 
     def execute(self, plan: LoadPlan) -> None:
-        """Read everything into its place, then hand the planner what it is to commit, and the values."""
+        """Read everything into its targets, then pass tensors and values to the planner."""
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 self._value(item)
             else:
                 self._tensor(item)
-        wants = (*self._builder.targets(), *self._wants)
+        targets = (*self._builder.targets(), *self._targets)
         opened = self._opened
-        plan_reads(opened.parts, opened.entries.merged, opened.world_size, wants)()
-        for do in self._after:
-            do()
+        plan_reads(opened.parts, opened.entries.merged, opened.world_size, targets)()
+        for action in self._after:
+            action()
 
     def _tensor(self, item: ReadItem) -> None:
-        """Read a box of a stored block; what has another dtype, or does not lie in one run, by way of a copy."""
+        """Read a box of a stored block; through a copy if its dtype differs or it is not contiguous."""
         node = self._entries.leaves[item.storage_index.fqn].node
         if isinstance(node, ConflictNode):  # known only once the headers of all ranks were read
             raise RestoreError(f"dcp.load: {item.storage_index.fqn}: {node.reason}")
-        assert isinstance(node, TensorNode), "a plan of a tensor where a value was described"
-        stored = self._entries.merged.header.tensors[node.slot]
+        assert isinstance(node, TensorNode), "the plan has a tensor where the metadata has a value"
+        stored = self._entries.merged.header.tensors[node.position]
         given = self._planner.resolve_tensor(item)
         target = given.detach()
         lengths = tuple(item.lengths)
@@ -235,7 +239,9 @@ class _Reads:
             flat = torch.empty(count, dtype=torch.uint8)
             source = flat.view(stored.dtype).view(lengths)
             self._after.append(lambda: _copy(target, source))
-        self._wants.append(BlockTarget(slot=node.slot, target=flat, offset=offset, lengths=lengths))
+        self._targets.append(
+            BlockTarget(position=node.position, target=flat, offset=offset, lengths=lengths)
+        )
         self._after.append(lambda: self._planner.commit_tensor(item, given))
 
     def _value(self, item: ReadItem) -> None:
@@ -245,7 +251,7 @@ class _Reads:
         self._after.append(lambda: self._planner.load_bytes(item, self._pickled(leaf)))
 
     def _pickled(self, leaf: Leaf) -> io.BytesIO:
-        """Pickle a value that was read as JSON: a planner of DCP's takes nothing else."""
+        """Pickle a value that was decoded from JSON, as DCP's planners expect."""
         value: Any = leaf.value if leaf.node is None else self._builder.build(leaf.node, CPU)
         for key in leaf.inside:
             value = value[key]

@@ -1,7 +1,7 @@
 """LazyStager: ``dcp.async_save`` returns at once, and the state is captured while DCP plans, as by ``save``.
 
-What it hands DCP has no bytes: tensors of the state's shapes and kinds on the meta device. The bytes go from the state
-into the run's arena, those that an optimizer changes lazily, before its next step.
+DCP gets tensors without bytes: meta tensors of the state's shapes and dtypes. The bytes are captured from the state
+into the run's arena, lazily for what an optimizer changes, before its next step.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class LazyStager(AsyncStager):
     """Stages lazily: ``dcp.async_save(state, storage_writer=TierWriter(ckpt, step=100),
     async_stager=LazyStager(ckpt))``, in THREAD mode.
 
-    Captured lazily is what belongs to an optimizer that was seen to step since the last save (its parameters and what
-    it keeps of them); all else, and everything at the first save, is copied before ``async_save`` returns. Replicas of
-    what is captured lazily are divided between the ranks, as by ``Checkpointer.save``. One stager serves all saves of a
-    Checkpointer.
+    The parameters and the state of an optimizer that has stepped since the last save are captured lazily. Everything
+    else, and everything at the first save, is copied before ``async_save`` returns. Replicas of what is captured lazily
+    are assigned to ranks, as by ``Checkpointer.save``. One stager serves all saves of a Checkpointer.
     """
 
     _synchronize_after_execute = False
@@ -42,10 +41,11 @@ class LazyStager(AsyncStager):
         self._run = open_run_of(ckpt)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Begin the capture, for the one TierWriter that was made and not used; return the state without its bytes.
+        """Begin the capture for the only TierWriter that was created and not used yet; return the state without its
+        bytes.
 
-        Raises ConfigError where several live; CaptureError for what cannot be saved: with several ranks the save's
-        future does.
+        Raises ConfigError where there are several such writers. Raises CaptureError for what cannot be saved; with
+        several ranks, the future of the save does.
         """
         flat, paths = flatten_state_dict(state_dict)
         staged = {name: _hollow(value) for name, value in flat.items()}
@@ -68,11 +68,11 @@ class LazyStager(AsyncStager):
         except Exception as error:
             if not self._run.session.ranks.many:
                 raise
-            begun = error  # the other ranks wait for this one where DCP plans: it is raised there, on all
+            begun = error  # the other ranks wait in DCP's planning, which raises it on all ranks
         return Staged(begun, tensors)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 def _leaf(name: str, value: Any, memory: frozenset[tuple[int, int]]) -> object:
@@ -82,7 +82,7 @@ def _leaf(name: str, value: Any, memory: frozenset[tuple[int, int]]) -> object:
 
 
 def _hollow(value: Any) -> Any:
-    """Return a tensor as DCP plans it, without bytes; a value as it is."""
+    """Return a tensor without bytes, as DCP plans it; a value unchanged."""
     if isinstance(value, DTensor):
         with torch.no_grad():
             local = torch.empty_like(value.to_local(), device="meta")

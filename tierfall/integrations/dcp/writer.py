@@ -1,7 +1,7 @@
-"""TierWriter: what DCP plans becomes a checkpoint of the run, through arena and tiers like any other.
+"""TierWriter: DCP's plan becomes a checkpoint of the run, through arena and tiers like any other.
 
-In the process that trains it hands DCP's plan to the Checkpointer. It pickles to what a process of DCP's own needs to
-write by itself (``direct``).
+In the training process it passes DCP's plan to the Checkpointer. Pickled for a process of DCP's own, it becomes a
+``DirectWriter`` (``direct``).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tierfall.run.open_run import OpenRun
 _unused: weakref.WeakKeyDictionary[OpenRun, weakref.WeakSet[TierWriter]] = (
     weakref.WeakKeyDictionary()
 )
-"""The writers that DCP has not begun with: a stager is told no step, and takes it from the writer beside it."""
+"""The writers that DCP has not used yet: a stager gets its step from the writer of the same call."""
 
 
 class TierWriter(StorageWriter):
     """Writes one step through a Checkpointer: ``dcp.save(state, storage_writer=TierWriter(ckpt, step=100))``.
 
-    ``step`` has to follow the run's last one. ``until`` names the tier that the checkpoint must be committed on before
-    DCP's save is done; without it that is once every rank's image lies sealed in host memory (with ``no_dist``, where
-    nobody gathers what the ranks say, once this rank's does). ``metrics`` and ``tags``
-    are as for ``Checkpointer.save``. What goes wrong on any rank is raised by DCP on all, as CheckpointException.
+    ``step`` must follow the run's last one. ``until`` names the tier on which the checkpoint must be committed before
+    DCP's save ends. Without it the save ends once every rank's image is sealed in host memory; with ``no_dist``, where
+    ranks do not communicate, once this rank's image is. ``metrics`` and ``tags`` are as for ``Checkpointer.save``. DCP
+    raises an error of any rank on all ranks, as CheckpointException.
     """
 
     def __init__(
@@ -68,33 +68,34 @@ class TierWriter(StorageWriter):
     # What DCP calls ----------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a path: the Checkpointer's configuration says where checkpoints go."""
+        """Refuse a path: the Checkpointer's configuration defines where checkpoints are written."""
         if checkpoint_id is not None:
             self._take()
             raise ConfigError(
-                f"dcp.save: checkpoint_id={str(checkpoint_id)!r} beside a TierWriter, whose Checkpointer says where "
-                "checkpoints go: leave it out"
+                f"dcp.save: checkpoint_id={str(checkpoint_id)!r} with a TierWriter, whose Checkpointer defines where "
+                "checkpoints are written: leave it out"
             )
 
     def storage_meta(self) -> StorageMeta | None:
-        """Say nothing; DCP has begun with this writer, and no stager is to capture for it any more."""
+        """Return None. DCP calls this first, so that from now on no stager captures for this writer."""
         self._take()
         return None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin: one TierWriter writes one step."""
+        """Begin the save: one TierWriter writes one step."""
         if self._used:
             raise ConfigError(
-                f"dcp.save: this TierWriter was used for step {self.step}; make another one for each save"
+                f"dcp.save: this TierWriter was used for step {self.step}; create a new one for each save"
             )
         self._used = True
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is; one that DCP has cached says nothing here."""
+        """Return the plan unchanged; a plan that DCP has cached is not used."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are; ConfigError where other ranks save than the Checkpointer was opened by."""
+        """Return the plans unchanged; ConfigError where the ranks that save are not those that opened the
+        Checkpointer."""
         there = self._run.session.ranks.shard.world_size
         if len(plans) not in (1, there):
             raise ConfigError(
@@ -104,7 +105,7 @@ class TierWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part, and wait until all ranks' parts are where ``until`` says."""
+        """Write this rank's part, and wait until all ranks' parts are stored as ``until`` demands."""
         staged, self._staged = self._staged, None
         handle = self._save(plan, planner) if staged is None else staged.handle(plan, planner)
         if self._until is None:
@@ -125,25 +126,26 @@ class TierWriter(StorageWriter):
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Count what was written. The metadata stays as DCP made it: with cached plans all saves share the object."""
+        """Check that every item was written. The metadata is unchanged: with cached plans all saves share the
+        object."""
         count_outcomes(metadata, results, self.step)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """No path leads here."""
+        """Return False: no path is accepted."""
         return False
 
-    # What a stager calls -----------------------------------------------------------------------------
+    # Called by a stager ------------------------------------------------------------------------------
 
     def stage(self, capture: Callable[[TierWriter], Staged]) -> None:
-        """Capture the state now, as this writer's step."""
+        """Capture the state now, for this writer's step."""
         self._take()
         self._staged = capture(self)
 
     def _take(self) -> None:
         _unused.get(self._run, weakref.WeakSet()).discard(self)
 
-    # Into another process ----------------------------------------------------------------------------
+    # Pickling for another process --------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[type[DirectWriter], tuple[Any]]:
         if self._staged is not None:
@@ -157,13 +159,13 @@ class TierWriter(StorageWriter):
 
 
 def next_writer(run: OpenRun) -> TierWriter:
-    """Return the writer that a state is staged for: the only one that lives and was not used.
+    """Return the writer that a state is staged for: the only live one that has not been used.
 
-    Raises ConfigError where there is none, and where there are several: a state must not be saved as another step's.
+    Raises ConfigError where there is none or are several: a state must not be saved as the step of another one.
     """
     unused = _unused.get(run, ())
     if len(unused) > 1:
-        gc.collect()  # one that nobody can reach any more may still be there
+        gc.collect()  # an unreachable writer may not have been collected yet
     found = sorted(unused, key=lambda writer: writer.step)
     if len(found) == 1:
         return found[0]
@@ -174,7 +176,7 @@ def next_writer(run: OpenRun) -> TierWriter:
         )
     steps = ", ".join(str(writer.step) for writer in found)
     raise ConfigError(
-        f"dcp.async_save: a LazyStager cannot know which TierWriter it captures for: those of steps {steps} were made "
-        "and not used. Make each writer in the call of async_save: storage_writer=TierWriter(ckpt, step=...), and let "
-        "go of those that are not to be used"
+        f"dcp.async_save: a LazyStager cannot know which TierWriter it captures for: those of steps {steps} are "
+        "unused. Create each writer in the call of async_save: storage_writer=TierWriter(ckpt, step=...), and "
+        "delete references to unused ones"
     )
