@@ -105,7 +105,7 @@ def reason_to_leave_memory(
     """Return why one of the images in memory, ``held``, may be deleted once nothing reads it; None if it may not.
 
     An older one may be deleted once no slower tier needs it; the newest sealed one only if memory has no second image,
-    and once it is durable: otherwise no further save would be possible."""
+    and once it is durable, or where no tier is owed it: otherwise no further save would be possible."""
     live = [c for c in held if c.live]
     if _is_the_only_pinned_copy(view, checkpoint, tier):
         return None
@@ -116,11 +116,11 @@ def reason_to_leave_memory(
             other.id != checkpoint.id and other.state(tier.name) is not CopyState.ABSENT
             for other in view.checkpoints
         )
-        return (
-            "it is durable below, and memory has room for one image only"
-            if durable and alone
-            else None
-        )
+        never = checkpoint.state(tier.name) is CopyState.SEALED and not checkpoint.owed
+        if not alone or not (durable or never):
+            return None
+        why = "it is durable below" if durable else "no tier is owed it"
+        return f"{why}, and memory has room for one image only"
     if checkpoint.tombstoned or not waiting:
         return "oldest in memory that no lower tier still needs"
     if all(name in view.failing for name in waiting):

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import tierfall
+from tests.stuck_tier import StuckTier
+from tierfall.backends.posix import system
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import load_config
 from tierfall.core.runtime.buffers import BufferPool, begin_filling, end_filling
@@ -278,6 +280,60 @@ def test_a_tier_that_never_ends_an_fsync_ends_open_within_its_bound(
         hanging.gate.set()
 
 
+@pytest.mark.parametrize("at", ["open", "read"])
+@pytest.mark.parametrize("tiers", ["near and far", "near"])
+def test_a_file_system_that_hangs_in_a_read_of_the_page_cache_does_not_hold_a_restore(
+    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch, at: str, tiers: str
+) -> None:
+    """A network mount asks its server when a file is opened, and may have dropped a page when it is read. What it
+    answers too late is wrong here, and changes nothing."""
+    gate, returned = threading.Event(), threading.Event()
+    if at == "read":
+        monkeypatch.setattr(system, "never_waits", lambda descriptor: False)
+
+    def late(
+        backend: PosixBackend, key: str, offset: int, end: int, views: Iterable[memoryview]
+    ) -> bool:
+        if backend.place != str(tmp_path / "disk") or not offset:
+            return False
+        try:
+            if at == "open":
+                assert gate.wait(LONG_S)
+            for view in views:
+                assert gate.wait(LONG_S)
+                view[:] = b"\xee" * view.nbytes
+        finally:
+            returned.set()
+        return True
+
+    monkeypatch.setattr(PosixBackend, "read_cached", late)
+    made = near_and_far(tmp_path) | {"chunk": "128KiB"}
+    made["tiers"][0]["capacity"] = "4MiB"
+    made["tiers"] = made["tiers"] if tiers == "near and far" else made["tiers"][:2]
+
+    def larger(step: float) -> dict[str, torch.Tensor]:  # what is shorter goes through buffers
+        return {"x": torch.full((1 << 17,), step)}
+
+    with tierfall.open(made) as ckpt:
+        ckpt.restore(larger(0))
+        ckpt.save(1, larger(1), block=True)
+    with tierfall.open(made) as ckpt:
+        there = larger(0)
+        began_s = time.monotonic()
+        if tiers == "near":
+            with pytest.raises(RestoreError, match="tier disk has not answered"):
+                ckpt.restore(there)
+        else:
+            report = ckpt.restore(there)
+            assert any("disk has not answered" in f.reason for f in report.fallbacks)
+        assert time.monotonic() - began_s < LONG_S / 2
+        before = there["x"].clone()
+        gate.set()
+        assert returned.wait(LONG_S)
+        assert bool((there["x"] == before).all())
+        assert tiers == "near" or bool((there["x"] == 1).all())
+
+
 def test_memory_that_a_late_read_fills_is_not_lent_again() -> None:
     pool = BufferPool(bytes=4096, count=1)
     with pool.lend_view(4096) as view:
@@ -286,3 +342,20 @@ def test_memory_that_a_late_read_fills_is_not_lent_again() -> None:
         assert other.obj is not view.obj
     end_filling(view)
     pool.release()
+
+
+@pytest.mark.parametrize("call", ["create", "publish", "read_into", "scan", "sync"])
+def test_a_tier_that_is_there_and_does_not_answer_a_call_of_open_does_not_hold_it(
+    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """As a store does that lists its objects, and accepts writes that it never answers."""
+    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "0.2s"}
+    stuck = StuckTier(tmp_path / "pfs", monkeypatch)
+    stuck.hang_in(call)
+    try:
+        began_s = time.monotonic()
+        with tierfall.open(config(tmp_path, pfs, max_wait="0.5s"), fresh=True) as ckpt:
+            ckpt.save(1, state(1)).wait("disk", LONG_S)
+        assert time.monotonic() - began_s < LONG_S / 2
+    finally:
+        stuck.gate.set()

@@ -12,14 +12,14 @@ import torch
 
 from tierfall.config import Config, load_config
 from tierfall.core.copies.chunk_reader import ReadTally
-from tierfall.core.copies.shard_reader import OpenImage, image_opener
+from tierfall.core.copies.shard_reader import OpenImage
 from tierfall.core.format.catalog import Listing
 from tierfall.core.load.load import plan_load
 from tierfall.core.restore.reshard import ResizeRules
 from tierfall.core.restore.restore import RestoreRequest, restore
-from tierfall.core.types.errors import ConfigError, RestoreError
+from tierfall.core.types.errors import ConfigError, RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.ops.reader import RunReader, advice_if_moved, open_place, resolve_path
+from tierfall.ops.reader import PathReader, RunReader
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.run.open_run import damage_reporter
 from tierfall.setup.launcher import find_ranks, find_transport
@@ -69,7 +69,8 @@ def load(
 
     ``config_or_path`` is a configuration, of which all tiers are read, host memory too; or a path: a .yaml file, a
     tier's root with one run in it, a run's folder, a step's folder, or a shard. Every chunk is verified; nothing is
-    unpickled. The images of several ranks are merged; of values that differ between ranks, rank 0's are returned.
+    unpickled. The images of several ranks are merged; of values that differ between ranks, rank 0's are returned. A
+    tier that answers nothing for ``max_wait`` gives way to another one, or ends the load; for a path, that is a minute.
 
     Raises ConfigError for any other path and for a missing device, RestoreError where no checkpoint can be read whole.
     """
@@ -106,30 +107,31 @@ def _check_device(map_location: str | torch.device) -> None:
 def _load_path(
     path: Path, request: RestoreRequest, map_location: str | torch.device
 ) -> dict[str, Any]:
-    place = resolve_path(path)
-    if place.checkpoint is not None:
-        request = _within(place.checkpoint, request, path)
-    store, listings = open_place(place)
-
+    reader = PathReader(path)
+    place, store = reader.place, reader.store
     try:
+        if place.checkpoint is not None:
+            request = _within(place.checkpoint, request, path)
         return _load(
-            list(listings.values()),
+            list(reader.listings.values()),
             request,
-            image_opener({store.name: store}),
+            reader.opener(),
             map_location,
             place.shard or SHARD,
             str(path),
             ReadTally(found_damage=damage_reporter(place.run, {store.name: store.place})),
         )
     except RestoreError as error:
-        elsewhere = advice_if_moved(place)
+        if isinstance(error.__cause__, UnreachableError):
+            raise
+        elsewhere = reader.advice_if_moved()
         if elsewhere is None:
             raise
         raise RestoreError(
             f"{error}; {elsewhere}" if place.checkpoint else f"load: {elsewhere}"
         ) from error
     finally:
-        store.close()
+        reader.close()
 
 
 def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path) -> RestoreRequest:

@@ -177,6 +177,10 @@ class StoredTier:
         return self.backend.read_cached(key, offset, end, views)
 
     @property
+    def cache_never_waits(self) -> bool:
+        return self.backend.traits.cache_never_waits
+
+    @property
     def is_packed(self) -> bool:
         return self._packing is not None
 

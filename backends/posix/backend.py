@@ -21,6 +21,7 @@ from tierfall.backends.posix.system import (
     backend_error,
     is_cached,
     read_whole,
+    read_without_waiting,
     translated,
 )
 from tierfall.backends.posix.writer import PosixWriter, PosixWriterContext
@@ -99,6 +100,7 @@ class PosixBackend(BackendBase):
             direct_io=block_bytes > 0,
             max_parallel=_MAX_PARALLEL,
             needs_sync=self._folders.can_sync and not read_only,
+            cache_never_waits=self._medium.cache_never_waits,
         )
 
     def create(
@@ -134,7 +136,7 @@ class PosixBackend(BackendBase):
                 return False
             for view in views:
                 data = flat(view, writable=True)
-                if read_whole(file, data, offset, block_bytes=0) < data.nbytes:
+                if self._read_cached(file, data, offset) < data.nbytes:
                     what = self._what("read", key)
                     raise self._short_read(what, offset, offset + data.nbytes, status.st_size)
                 offset += data.nbytes
@@ -234,6 +236,11 @@ class PosixBackend(BackendBase):
                 self._folders.verify()
                 raise KeyNotFoundError(f"{what}: there is no such object") from error
             raise backend_error(error, what) from error
+
+    def _read_cached(self, file: int, view: memoryview, offset: int) -> int:
+        if self._medium.cache_never_waits:
+            return read_without_waiting(file, view, offset)
+        return read_whole(file, view, offset, block_bytes=0)
 
     def _in_page_cache(
         self, file: int, status: os.stat_result, offset: int, size_bytes: int

@@ -39,10 +39,12 @@ class Exclusive(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Medium:
-    """What the file system of a root supports; ``direct_bytes`` is the block length of direct I/O, 0 without it."""
+    """What the file system of a root supports; ``direct_bytes`` is the block length of direct I/O, 0 without it;
+    ``cache_never_waits``: see ``Traits``."""
 
     direct_bytes: int
     exclusive: Exclusive
+    cache_never_waits: bool = False
 
 
 UNPROBED = Medium(direct_bytes=0, exclusive=Exclusive.LINK)
@@ -64,14 +66,15 @@ def probe(folder: int, place: str, *, direct_io: bool | None) -> Medium:
         with translated(f"open {place} for writing"), _probe_file(folder) as (name, descriptor):
             direct_bytes = 0 if direct_io is False else _direct_bytes(folder, name, descriptor)
             exclusive = _exclusive(folder, name)
+            never_waits = system.never_waits(descriptor)
     except StorageFullError:
-        direct_bytes, exclusive = 0, Exclusive.LINK
+        direct_bytes, exclusive, never_waits = 0, Exclusive.LINK, False
     if direct_io and not direct_bytes:
         raise BackendError(
             f"{place}: direct_io=True, but this file system does not support direct I/O (or has no space to probe it); "
             "leave direct_io unset to use what there is"
         )
-    return Medium(direct_bytes=direct_bytes, exclusive=exclusive)
+    return Medium(direct_bytes=direct_bytes, exclusive=exclusive, cache_never_waits=never_waits)
 
 
 @contextmanager

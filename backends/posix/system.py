@@ -33,6 +33,7 @@ from tierfall.core.types.errors import (
 DIRECT_BYTES_MIN = 256 * 1024
 BOUNCE_BYTES = 2 * 1024 * 1024
 SAMPLES = 8
+_NO_WAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,23 @@ def read_whole(descriptor: int, view: memoryview, offset: int, *, block_bytes: i
     return count + _read(descriptor, view[count:], offset + count)
 
 
+def read_without_waiting(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fill a flat view from the page cache, as ``read_whole`` does. Raises BlockingIOError where a page is not there,
+    and another OSError where the file system, or the kernel, cannot read so."""
+    return _read(descriptor, view, offset, _NO_WAIT)
+
+
+def never_waits(descriptor: int) -> bool:
+    """Whether ``read_without_waiting`` works on an open file."""
+    try:
+        read_without_waiting(descriptor, memoryview(bytearray(1)), 0)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return bool(_NO_WAIT)
+
+
 def is_cached(descriptor: int, offset: int, size_bytes: int) -> bool:
     """Whether a range of a file of this user is in the page cache, by a sample of its pages.
 
@@ -110,10 +128,10 @@ def is_cached(descriptor: int, offset: int, size_bytes: int) -> bool:
         return all(is_resident(address + page * mmap.PAGESIZE) for page in sorted(sample))
 
 
-def _read(descriptor: int, view: memoryview, offset: int) -> int:
+def _read(descriptor: int, view: memoryview, offset: int, flags: int = 0) -> int:
     done = 0
     while done < view.nbytes:
-        count = os.preadv(descriptor, [view[done:]], offset + done)
+        count = os.preadv(descriptor, [view[done:]], offset + done, flags)
         if count == 0:
             break
         done += count

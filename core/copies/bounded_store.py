@@ -1,13 +1,15 @@
 """A stored tier whose reads end within a bound: a restore goes on from another tier where this one does not answer.
 
 A thread in a system call cannot be ended, so each read has a thread of its own, which may be left behind. What it fills
-is not used again before it has returned (``runtime.buffers``). What is in the page cache is read without.
+is not used again before it has returned (``runtime.buffers``). Only a read that never waits for the medium fills memory
+that others use.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -18,6 +20,49 @@ from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 
 T = TypeVar("T")
+
+
+class LentViews:
+    """Views that another thread fills, one after the other, until they are taken back.
+
+    After that none is filled any more, unless its read ``waits`` for a medium: then its memory counts as being filled
+    (``runtime.buffers``) until that read returns.
+    """
+
+    def __init__(self, views: Iterable[memoryview], *, waits: bool) -> None:
+        self._views = views
+        self._waits = waits
+        self._changed = threading.Condition()
+        self._over = False
+        self._filled: memoryview | None = None
+
+    def __iter__(self) -> Iterator[memoryview]:
+        views = iter(self._views)
+        while True:
+            with self._changed:
+                if self._over:
+                    raise UnreachableError("the read was given up")
+                view = next(views, None)  # which may copy what was filled before
+                if view is None:
+                    return
+                self._filled = view
+                if self._waits:
+                    begin_filling(view)
+            yield view
+            self.on_filled()
+
+    def on_filled(self) -> None:
+        """The store has filled the last view that it asked for, or has returned."""
+        with self._changed:
+            view, self._filled = self._filled, None
+            if view is not None and self._waits:
+                end_filling(view)
+            self._changed.notify()
+
+    def take_back(self) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.wait_for(lambda: self._filled is None or self._waits)
 
 
 class BoundedStore:
@@ -45,6 +90,10 @@ class BoundedStore:
     @property
     def name(self) -> str:
         return self._store.name
+
+    @property
+    def cache_never_waits(self) -> bool:
+        return self._store.cache_never_waits
 
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
         self._check_answers()
@@ -84,8 +133,20 @@ class BoundedStore:
         *,
         codec: Codec = Codec.NONE,
     ) -> bool:
+        """Fill ``views`` as the store does. Without ``cache_never_waits``, they are to be parts of buffers."""
         self._check_answers()
-        return self._store.read_cached(checkpoint, shard, offset, end, views, codec=codec)
+        lent = LentViews(views, waits=not self.cache_never_waits)
+
+        def fill() -> bool:
+            try:
+                return self._store.read_cached(checkpoint, shard, offset, end, lent, codec=codec)
+            finally:
+                lent.on_filled()
+
+        try:
+            return self._call(fill, bytes=end - offset)
+        finally:
+            lent.take_back()
 
     def _check_answers(self) -> None:
         if self._silent is not None and self._last_answer_s() <= self._silent[0]:

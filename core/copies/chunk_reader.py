@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +24,7 @@ from tierfall.core.format.records import DIGEST_PREFIX, Manifest
 from tierfall.core.load.build import Fill
 from tierfall.core.runtime.buffers import Buffer, BufferPool, allocate, is_being_filled
 from tierfall.core.runtime.streams import Streams
+from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types.errors import BackendError, IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.types.values import CheckpointId
 
@@ -209,38 +209,6 @@ def count_threads(
         return threads
     each = 2 if any(isinstance(image, PackedImage) for image in images) else 1
     return max(1, min(threads, chunks_max // each))
-
-
-def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
-    """Do something for each number, begun in their order, on so many threads; once it fails, no more is begun.
-
-    Raises a first failure once all threads have stopped.
-    """
-    stop = threading.Event()
-    taking = threading.Lock()
-    left = iter(numbers)
-
-    def work() -> None:
-        try:
-            while not stop.is_set():
-                with taking:
-                    number = next(left, None)
-                if number is None:
-                    return
-                do(number)
-        except BaseException:
-            stop.set()
-            raise
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="tierfall-restore") as executor:
-        try:
-            futures = [executor.submit(work) for _ in range(threads)]
-            failures = [error for future in futures if (error := future.exception()) is not None]
-        except BaseException:  # Ctrl-C: what waits is not begun
-            stop.set()
-            raise
-    if failures:
-        raise failures[0]
 
 
 def read_fills(

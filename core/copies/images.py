@@ -18,7 +18,7 @@ from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit, Manifest, parse_manifest
-from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.runtime.buffers import BufferPool, is_being_filled
 from tierfall.core.types import keys
 from tierfall.core.types.errors import BackendError, IntegrityError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
@@ -34,6 +34,9 @@ class ReadableStore(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def cache_never_waits(self) -> bool: ...
 
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
 
@@ -81,7 +84,8 @@ class Image(Protocol):
     ) -> memoryview: ...
 
     def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
-        """Bring a chunk that is in the page cache as it is into one view after the other; False where it is not."""
+        """Bring a chunk that is in the page cache as it is into one view after the other; False where it is not.
+        However this ends, no view is filled any more."""
         ...
 
 
@@ -124,10 +128,14 @@ class StoredImage:
         try:
             return self.store.read_cached(self.id, self.shard, offset, end, [view], codec=codec)
         except BackendError:  # the medium may give it all the same, or will say why not
+            if is_being_filled(view):
+                raise
             logger.debug("%s: a read of the page cache failed", self.tier, exc_info=True)
             return False
 
     def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
+        if not self.store.cache_never_waits:
+            return False  # a read that is given up would fill its targets later
         start, end = manifest.chunk_range(index)
         return self.store.read_cached(self.id, self.shard, start, end, views)
 

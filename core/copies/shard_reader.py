@@ -14,7 +14,6 @@ from tierfall.core.copies.chunk_reader import (
     ReadTally,
     count_threads,
     read_fills,
-    run_in_threads,
 )
 from tierfall.core.copies.images import (
     Image,
@@ -29,6 +28,7 @@ from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Commit, Manifest
 from tierfall.core.image.header import ImageHeader, read_header
 from tierfall.core.load.build import Fill
+from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,

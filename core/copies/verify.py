@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -14,6 +13,7 @@ from tierfall.core.copies.chunk_reader import BUFFER_BYTES
 from tierfall.core.copies.images import READ_THREADS
 from tierfall.core.format.records import Manifest
 from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types.errors import BackendError, KeyNotFoundError, TierfallError
 from tierfall.core.types.values import CheckpointId
 
@@ -27,7 +27,6 @@ class CopyVerifier:
         """``on_bytes`` is called, by several threads, with the number of image bytes that were read."""
         self._on_bytes = on_bytes
         self._pool = BufferPool(bytes=1, count=1)
-        self._executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="tierfall-verify")
 
     def check_stored(self, store: CheckableStore, id: CheckpointId) -> CheckedCopy:
         """Verify a copy on a stored tier."""
@@ -58,16 +57,13 @@ class CopyVerifier:
 
     def map(self, check: Callable[[int], None], indexes: Iterable[int]) -> None:
         """Run ``check`` for every chunk; raises the first failure once all have stopped."""
-        futures = [self._executor.submit(check, index) for index in indexes]
-        failures = [error for future in futures if (error := future.exception()) is not None]
-        if failures:
-            raise failures[0]
+        run_in_threads(READ_THREADS, check, indexes)
 
     def read(self, bytes: int) -> None:
         self._on_bytes(bytes)
 
     def close(self) -> None:
-        self._executor.shutdown(cancel_futures=True)
+        self._pool.release()
 
     def __enter__(self) -> Self:
         return self

@@ -17,11 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from tierfall.core.runtime.threads import InterruptedWaitError, interrupt_of_thread
 from tierfall.core.types.errors import TierfallError, UnreachableError
 
 logger = logging.getLogger("tierfall")
 
 POLL_S = 0.005
+INTERRUPT_S = 0.1
+"""Seconds after which a wait looks whether its thread was interrupted."""
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -55,6 +58,10 @@ class _Call:
     start_token: deque[bool] = field(default_factory=lambda: deque((True,)))
     end_token: deque[bool] = field(default_factory=lambda: deque((True,)))
     returned: bool = False
+
+
+class NotAskedError(UnreachableError):
+    """No thread could be started for a call."""
 
 
 class BoundedCalls:
@@ -114,7 +121,10 @@ class BoundedCalls:
     ) -> Iterator[str]:
         """Yield each name once its call has returned or is abandoned."""
         waiting = dict(made)
+        interrupt = interrupt_of_thread()
         while waiting:
+            if interrupt is not None and interrupt.is_set():
+                raise InterruptedWaitError
             now_s = time.monotonic()
             left_s = {
                 name: max(call.began_s, last_answer_s(name)) + call.bound_s - now_s
@@ -124,7 +134,10 @@ class BoundedCalls:
                 if _pop(waiting[name].end_token):  # else it is returning right now
                     self._late[name] = waiting.pop(name)
                     yield name
-            if waiting and (name := _next(finished, min(left_s[n] for n in waiting))):
+            wait_s = min((left_s[n] for n in waiting), default=0.0)
+            if interrupt is not None:
+                wait_s = min(wait_s, INTERRUPT_S)
+            if waiting and (name := _next(finished, wait_s)):
                 del waiting[name]
                 yield name
 
@@ -201,7 +214,14 @@ def _start_call(
             _dispose(name, result, too_late)
         call.returned = True
 
-    threading.Thread(target=run, name=f"tierfall-call-{name}", daemon=True).start()
+    try:
+        threading.Thread(target=run, name=f"tierfall-call-{name}", daemon=True).start()
+    except RuntimeError as error:  # none can be started any more, as at the end of the interpreter
+        call.start_token.clear()
+        call.end_token.clear()
+        call.result = CallResult(error=NotAskedError(f"tier {name} was not asked: {error}"))
+        call.returned = True
+        finished.put(name)
 
 
 def _dispose(name: str, result: CallResult[T], too_late: Callable[[T], None]) -> None:

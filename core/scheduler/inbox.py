@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tierfall.core.capture.events import CaptureBegun
+from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.scheduler.ledger.tasks import (
     AdmissionRequest,
     AssignmentRequest,
@@ -22,6 +23,8 @@ from tierfall.core.types.errors import BackendError
 from tierfall.core.types.values import SaveOutcome
 
 logger = logging.getLogger("tierfall")
+ABORT_S = 1.0
+"""Seconds that the abort of a copy which nobody continues may take: this thread may be the one that closes."""
 
 
 class Inbox:
@@ -83,10 +86,13 @@ def _refuse_outcome(outcome: Outcome, error: BaseException) -> None:
     writer, _ = outcome.value
     if writer is None:
         return
-    try:
-        writer.abort()
-    except BackendError as failure:
-        logger.warning("%s: an unfinished file remains: %s", outcome.task.tier, failure)
+    tier = outcome.task.tier
+    aborted = BoundedCalls().call_all({tier: writer.abort}, {tier: ABORT_S}, doing="abort")[tier]
+    match aborted.error:
+        case BackendError() as failure:
+            logger.warning("%s: an unfinished file remains: %s", tier, failure)
+        case _:
+            aborted.get()
 
 
 def _refuse_save(event: CaptureBegun, error: BaseException) -> None:

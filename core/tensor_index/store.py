@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from tierfall.core.format import documents
 from tierfall.core.format.commit_files import with_index
 from tierfall.core.format.documents import JsonFields, sha256
 from tierfall.core.format.records import Commit
+from tierfall.core.runtime.bounded_calls import run_in_parallel
 from tierfall.core.tensor_index.builder import IndexBuilder
 from tierfall.core.tensor_index.index import Index, read_index
 from tierfall.core.types import keys
@@ -112,10 +112,9 @@ def _manifests(store: IndexStore, commit: Commit) -> Iterator[tuple[Shard, bytes
             )
         return data
 
-    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="tierfall-index") as executor:
-        for first in range(0, len(shards), _GROUP):
-            group: Sequence[Shard] = shards[first : first + _GROUP]
-            yield from zip(group, executor.map(read, group), strict=True)
+    for first in range(0, len(shards), _GROUP):
+        group: Sequence[Shard] = shards[first : first + _GROUP]
+        yield from zip(group, run_in_parallel(read, group, parallel=READ_THREADS), strict=True)
 
 
 class IndexWriter:

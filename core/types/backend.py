@@ -43,7 +43,8 @@ class Traits:
     copy of its own (1: any). ``direct_io``: bytes bypass the page cache. ``part_bytes_min`` and ``part_bytes_max``
     bound one ``write`` (0: no bound). ``max_parallel``: number of concurrent calls beyond which nothing is gained.
     ``needs_sync``: an object may be visible without being durable, if its writer failed or died during ``publish``;
-    such a backend is a ``SyncedBackend``.
+    such a backend is a ``SyncedBackend``. ``cache_never_waits``: once ``read_cached`` has asked for the first view, it
+    fills all of them, or raises, without waiting for the medium.
     """
 
     durable: bool
@@ -56,6 +57,7 @@ class Traits:
     part_bytes_max: int = 0
     max_parallel: int = 4
     needs_sync: bool = False
+    cache_never_waits: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,15 +149,41 @@ def test_cached_object_that_is_cut_short_while_it_is_read_is_an_error(
     (stored / KEY).read_bytes()
     real = system._read
 
-    def cut(descriptor: int, view: memoryview, offset: int) -> int:
+    def cut(descriptor: int, view: memoryview, offset: int, *flags: int) -> int:
         os.truncate(stored / KEY, BYTES // 2)
-        return real(descriptor, view, offset)
+        return real(descriptor, view, offset, *flags)
 
-    monkeypatch.setattr(system, "_read", cut)
     backend = PosixBackend(stored)
+    monkeypatch.setattr(system, "_read", cut)
     with pytest.raises(BackendError, match="it was cut short"):
         backend.read_cached(KEY, 0, BYTES, [aligned_block(BYTES, 4096)])
     backend.close()
+
+
+def test_page_that_leaves_the_cache_while_it_is_read_is_not_waited_for(stored: Path) -> None:
+    """The sample of pages found all of them there."""
+    with (stored / KEY).open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        file.seek(BYTES // 2)
+        file.read(BYTES // 2)
+    view = aligned_block(BYTES, 4096)
+    with (stored / KEY).open("rb") as file:
+        if not system.never_waits(file.fileno()):
+            pytest.skip("this file system always waits")
+        before = bytes_from_disk()
+        with pytest.raises(BlockingIOError):
+            system.read_without_waiting(file.fileno(), view, 0)
+        assert bytes_from_disk() - before < BYTES // 8
+        half = view[: BYTES // 2]
+        assert system.read_without_waiting(file.fileno(), half, BYTES // 2) == BYTES // 2
+
+
+def test_file_system_that_cannot_but_wait_is_read_from_its_page_cache_too(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "never_waits", lambda descriptor: False)
+    (stored / KEY).read_bytes()
+    assert read_cached(stored)
 
 
 def test_kernel_that_does_not_say_counts_as_not_cached(

@@ -19,6 +19,7 @@ from pathlib import Path
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
 from tierfall.core.format.records import Attempt, Mark
+from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -37,8 +38,9 @@ from tierfall.session.requests import submit
 from tierfall.session.session import Session
 from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
+from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.setup.tiers import open_stores, run_folder, tier_rules
+from tierfall.setup.tiers import ANSWER_S, open_stores, run_folder, tier_rules
 from tierfall.tiers.stored import StoredTier
 
 POLL_S = 0.2
@@ -357,11 +359,11 @@ def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, Tierfa
     stores, failed = open_stores(config, config.run)
     try:
         folder = run_folder(config, config.run)
-        forgotten_by, refused = TierIdentities(config, stores, folder).forget(
+        ask = ask_within_bound(config, stores, BoundedCalls())
+        forgotten_by, refused = TierIdentities(config, stores, folder, ask=ask).forget(
             tier, wall_time_s=time.time()
         )
     finally:
-        for store in stores.values():
-            store.close()
+        close_stores(stores, ANSWER_S)
     failed.pop(tier, None)  # the tier itself need not answer
     return forgotten_by, {**failed, **refused}

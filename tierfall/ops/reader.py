@@ -7,30 +7,44 @@ record tells where it belongs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from tierfall.backends.posix.backend import NoFolderError, PosixBackend
+from tierfall.backends.wrappers.base import LastAnswer
 from tierfall.config import Config
+from tierfall.core.copies.bounded_store import BoundedStore
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Lineage, parse_commit
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import LockOwner, RunLock
 from tierfall.core.types import keys
-from tierfall.core.types.errors import ConfigError, TierfallError, UnreachableError
+from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.session.leftovers import regions_in
+from tierfall.setup.bounded_tiers import ask_within_bound, bounded, close_stores
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.setup.tiers import SLOT, list_all, open_stores, run_folder, unattached_slot
+from tierfall.setup.tiers import (
+    ANSWER_S,
+    READ_BYTES_PER_S_MIN,
+    SLOT,
+    list_all,
+    open_stores,
+    run_folder,
+    unattached_slot,
+)
 from tierfall.tiers.arena.arena import arena_name, lock_name
 from tierfall.tiers.host import HostTier, SealedImage
 from tierfall.tiers.stored import StoredTier
 
+T = TypeVar("T")
 _RECORD_BYTES_MAX = 64 << 20
+PATH_ANSWER_S = 60.0
+"""Seconds that the file system of a path has to answer: as ``max_wait`` by default, which a path has not."""
 
 
 def known_slots(folder: Path) -> list[int]:
@@ -118,7 +132,7 @@ class RunReader:
         """Return the same, but a missing folder of a tier that nothing remembers counts as empty: ``open`` creates
         it."""
         listings = self.list()
-        identities = TierIdentities(self.config, self.stores, self._folder, listings)
+        identities = self._identities(listings)
         return tuple(
             Listing(tier=x.tier)
             if isinstance(x.error, NoFolderError) and not identities.is_remembered(x.tier)
@@ -133,7 +147,11 @@ class RunReader:
         )
 
     def _missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
-        return TierIdentities(self.config, self.stores, self._folder, listings).missing(listings)
+        return self._identities(listings).missing(listings)
+
+    def _identities(self, listings: tuple[Listing, ...]) -> TierIdentities:
+        ask = ask_within_bound(self.config, self.stores, self._calls)
+        return TierIdentities(self.config, self.stores, self._folder, listings, ask=ask)
 
     def memory(self) -> Listing:
         """List host memory, without the other tiers."""
@@ -145,12 +163,12 @@ class RunReader:
         return self.host.images()
 
     def opener(self) -> OpenImage:
-        """Return a function that opens images, also those in memory now."""
-        return image_opener(self.stores, self.host.name, regions_in([self.host]))
+        """Return a function that opens images, each read bounded, also those in memory now."""
+        stores = {name: bounded(store, self.config) for name, store in self.stores.items()}
+        return image_opener(stores, self.host.name, regions_in([self.host]))
 
     def close(self) -> None:
-        for store in self.stores.values():
-            store.close()
+        close_stores(self.stores, ANSWER_S)
         self.host.close(keep=True)
 
     def __enter__(self) -> Self:
@@ -239,8 +257,56 @@ def _is_run(path: Path) -> bool:
 def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, Listing]]:
     """Open the root of a resolved path as a tier, for reading."""
     backend = PosixBackend(place.root, read_only=True)
-    store = StoredTier(name=str(place.root), run=place.run, backend=backend, links=backend.links)
+    heard = LastAnswer(backend)
+    store = StoredTier(
+        name=str(place.root),
+        run=place.run,
+        backend=heard,
+        links=backend.links,
+        last_answer_s=lambda: heard.last_answer_s,
+    )
     return store, {store.name: store.list()}
+
+
+class PathReader:
+    """The run of a path, open for reading. Whatever does not answer for PATH_ANSWER_S seconds is a RestoreError."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises as ``resolve_path`` does."""
+        self._path = path
+        self._calls = BoundedCalls()
+        self.place = self._call(lambda: resolve_path(path))
+        self.store, self.listings = self._call(
+            lambda: open_place(self.place), too_late=lambda opened: opened[0].close()
+        )
+
+    def opener(self) -> OpenImage:
+        """Return a function that opens images, each read bounded."""
+        store = BoundedStore(
+            self.store,
+            bound_s=PATH_ANSWER_S,
+            bytes_per_s_min=READ_BYTES_PER_S_MIN,
+            last_answer_s=self.store.last_answer_s,
+        )
+        return image_opener({store.name: store})
+
+    def advice_if_moved(self) -> str | None:
+        """See ``advice_if_moved``."""
+        return self._call(lambda: advice_if_moved(self.place))
+
+    def close(self) -> None:
+        close_stores({self.store.name: self.store}, ANSWER_S)
+
+    def _call(self, call: Callable[[], T], too_late: Callable[[T], None] = lambda value: None) -> T:
+        name = str(self._path)
+        answer = self._calls.call_all(
+            {name: call}, {name: PATH_ANSWER_S}, doing="open", too_late=too_late
+        )[name]
+        if isinstance(answer.error, UnreachableError):
+            raise RestoreError(
+                f"load: {answer.error}. Try again once its file system answers, or load from another tier's folder"
+            ) from answer.error
+        return answer.get()
 
 
 # Folders that were copied or renamed -------------------------------------------------------------------

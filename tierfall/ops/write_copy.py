@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from tierfall.config import Config
 from tierfall.core.compression.frames import frame_bytes_max
-from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally, run_in_threads
+from tierfall.core.copies.chunk_reader import ChunkReader, ReadTally
 from tierfall.core.copies.image_writes import begun_image, publish_image
 from tierfall.core.copies.shard_reader import OpenImage, find_images
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
@@ -22,6 +22,7 @@ from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Attempt, Commit, Lineage, Manifest, Mark, geometry
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.run_lock import RunLock
+from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.tensor_index.store import build_index
 from tierfall.core.types import keys

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -127,7 +128,8 @@ def decide(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
 
 
 def confirm_copies(session: Session, timeout_s: float) -> bool:
-    """Look again at the copies that allow memory to be released: they may have been removed meanwhile.
+    """Look again at the copies that allow memory to be released, for ``timeout_s`` seconds at most: they may have been
+    removed meanwhile.
 
     Copies that lack files are reported, so that they are written anew. False where no tier could be asked about one.
     """
@@ -139,7 +141,12 @@ def confirm_copies(session: Session, timeout_s: float) -> bool:
         return {e.id: [t for t in session.stores if e.readable_on(t)] for e in needed}
 
     copies = session.call(ask)
-    found = [session.is_whole(id, tiers, timeout_s) for id, tiers in copies.items() if tiers]
+    ends_s = time.monotonic() + timeout_s
+    found = [
+        session.is_whole(id, tiers, max(0.0, ends_s - time.monotonic()))
+        for id, tiers in copies.items()
+        if tiers
+    ]
     return None not in found
 
 

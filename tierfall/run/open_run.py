@@ -337,6 +337,9 @@ class OpenRun:
                 report = group_commands.drain_here(
                     session, left_s(), doing="close", continues=False
                 )
+            except BaseException:  # Ctrl-C, say: the rest takes LAST_S each
+                deadline_s = time.monotonic()
+                raise
             finally:
                 self.capturer.stop_waiting()
                 together = group_commands.finish_commands(session, left_s)

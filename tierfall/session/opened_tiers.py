@@ -45,9 +45,10 @@ from tierfall.session.leftovers import (
     regions_in,
 )
 from tierfall.setup.attempts import next_number
+from tierfall.setup.bounded_tiers import ask_within_bound, bounded, close_stores
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
-    bounded,
+    ANSWER_S,
     bounds_s,
     check_written,
     has_files,
@@ -130,7 +131,10 @@ class OpenedTiers:
             for name, problem in self.errors.items():
                 _log_excluded(name, problem)
             self.listings = self.list_now()
-            self.identities = TierIdentities(self.config, self.stores, self.folder, self.listings)
+            ask = ask_within_bound(config, self.stores, self._calls)
+            self.identities = TierIdentities(
+                self.config, self.stores, self.folder, self.listings, ask=ask
+            )
             self._check_identities()
             self.agrees = (adopts or draining) and (self.ranks.many or self._has_images_of_others())
             check_memory(
@@ -172,7 +176,7 @@ class OpenedTiers:
 
     def exclude(self, name: str, error: TierfallError) -> None:
         """Go on without a tier."""
-        self.stores.pop(name).close()
+        close_stores({name: self.stores.pop(name)}, ANSWER_S)
         self.errors[name] = error
         self.listings = tuple(
             Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
@@ -409,14 +413,14 @@ class OpenedTiers:
 
     # The end -----------------------------------------------------------------------------------------
 
-    def close(self, *, keep: bool) -> None:
-        """Close all tiers and release the run's lock; may be called twice. ``keep``: host memory stays as it is."""
+    def close(self, *, keep: bool, timeout_s: float = ANSWER_S) -> None:
+        """Close all tiers within ``timeout_s`` seconds, and release the run's lock; may be called twice. ``keep``: host
+        memory stays as it is."""
         if self._closed:
             return
         self._closed = True
         try:
-            for store in self.stores.values():
-                store.close()
+            close_stores(self.stores, timeout_s)
             self.host.close(keep=keep)
             for slot in self.adopted:
                 slot.close(keep=keep)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from tierfall.config import Config
@@ -17,6 +18,7 @@ from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.ranks import RankMessage
+from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.executor import TaskRunner
@@ -34,7 +36,7 @@ from tierfall.session.memory_files import MemoryFiles
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.start import Start, begin_attempt
 from tierfall.session.status_writer import StatusWriter
-from tierfall.setup.tiers import is_shared, lane_limits, lane_pools, tier_rules
+from tierfall.setup.tiers import bounds_s, is_shared, lane_limits, lane_pools, tier_rules
 from tierfall.telemetry.journal import Journal
 from tierfall.telemetry.step_timer import StepTimer
 
@@ -245,8 +247,10 @@ class Session:
     def report_damaged(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
         """Report to the ledger that a copy was found damaged; for any thread."""
         store = self.stores.get(tier)
+        look = {} if store is None else {tier: partial(store.is_committed, id)}
+        found = BoundedCalls().call_all(look, bounds_s(self.config), doing="look")
         try:
-            there = store is None or store.is_committed(id)
+            there = all(answer.get() for answer in found.values())
         except TierfallError as failure:
             logger.warning("%s: %s may be damaged (%s): %s", tier, id, error, failure)
             return
@@ -275,11 +279,17 @@ class Session:
     # The end -----------------------------------------------------------------------------------------
 
     def close(self, *, keep_memory: bool, timeout_s: float | None = None) -> None:
-        """Stop all threads, abort half-written copies, and close the tiers."""
+        """Stop all threads, abort half-written copies, and close the tiers. Each of these takes ABANDON_S at least, and
+        ends by ``timeout_s`` else: what a tier holds up is left to its thread, which no end of a program waits for."""
         if self._closed:
             return
         keep = True
         timeout_s = self.config.max_wait_s if timeout_s is None else timeout_s
+        ends_s = time.monotonic() + timeout_s
+
+        def left_s() -> float:
+            return max(ABANDON_S, ends_s - time.monotonic())
+
         if keep_memory:
             self.memory.repair(timeout_s)
         self.memory.close()
@@ -287,14 +297,14 @@ class Session:
         try:
             stopped = self.workers.stop(lambda: self.call_soon(int), timeout_s)
             if stopped:
-                self._abort_writers()
+                self._abort_writers(left_s())
             self.coordinator.stop(
                 FlushError(f"the run was closed before this was done; {self._left()}")
             )
             keep = keep_memory or not self.memory.are_intact()
         finally:
             self.journal.close()
-            self._release(keep=keep)
+            self._release(keep=keep, timeout_s=left_s())
 
     def _left(self) -> str:
         """Describe what happens to images that are sealed and not flushed."""
@@ -304,25 +314,31 @@ class Session:
             "what is sealed is in host memory, and the next start or 'tierfall drain' finishes it"
         )
 
-    def _abort_writers(self) -> None:
-        for lane in self.coordinator.lanes.values():
-            if lane.active is not None and lane.active.writer is not None:
-                try:
-                    lane.active.writer.abort()
-                except BackendError as error:
-                    logger.warning("close: tier %s: a leftover stays: %s", lane.tier, error)
+    def _abort_writers(self, timeout_s: float) -> None:
+        aborts = {
+            lane.tier: lane.active.writer.abort
+            for lane in self.coordinator.lanes.values()
+            if lane.active is not None and lane.active.writer is not None
+        }
+        bounds = dict.fromkeys(aborts, timeout_s)
+        for tier, answer in BoundedCalls().call_all(aborts, bounds, doing="abort").items():
+            match answer.error:
+                case BackendError() as error:
+                    logger.warning("close: tier %s: a leftover stays: %s", tier, error)
+                case _:
+                    answer.get()
 
     def abandon(self) -> None:
         """Undo an opening that failed before its end."""
         if self.workers.running:
             self.close(keep_memory=True, timeout_s=ABANDON_S)
         else:
-            self._release(keep=True)
+            self._release(keep=True, timeout_s=ABANDON_S)
 
-    def _release(self, *, keep: bool) -> None:
+    def _release(self, *, keep: bool, timeout_s: float) -> None:
         self._closed = True
         try:
-            self.tiers.close(keep=keep)
+            self.tiers.close(keep=keep, timeout_s=timeout_s)
         finally:
             self.ring.release()
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
@@ -28,6 +29,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
+from tierfall.setup.bounded_tiers import AskTier, ask_without_bound
 from tierfall.setup.tiers import shared_setting
 from tierfall.tiers.stored import StoredTier
 
@@ -46,10 +48,12 @@ class TierIdentities:
         stores: Mapping[str, StoredTier],
         folder: Path,
         listings: Iterable[Listing] = (),
+        ask: AskTier = ask_without_bound,
     ) -> None:
         """Read the records of ``stores``, except those with an error in ``listings``: these may never answer.
-        ``folder`` is that of the run's host memory."""
+        ``folder`` is that of the run's host memory. ``ask`` makes every call to a tier."""
         self._config = config
+        self._ask = ask
         self._opened = stores
         self._places = {name: store.place for name, store in stores.items()}
         self._silent = {listing.tier for listing in listings if listing.error is not None}
@@ -59,17 +63,14 @@ class TierIdentities:
         self._unread: dict[str, TierfallError] = {}
         for name, store in self._stores.items():
             try:
-                record = store.read_tier()
-            except TierfallError as error:
-                if isinstance(error, IntegrityError):
-                    logger.warning("tier %s: which tier it is cannot be read: %s", name, error)
-                    self._anew.add(name)
-                else:  # the listing has the same error, and that is logged
-                    logger.debug("tier %s: which tier it is was not read", name, exc_info=True)
-                    self._unread[name] = error
-                continue
-            if record is not None:
-                self.records[name] = record
+                if (record := ask(name, store.read_tier)) is not None:
+                    self.records[name] = record
+            except IntegrityError as error:
+                logger.warning("tier %s: which tier it is cannot be read: %s", name, error)
+                self._anew.add(name)
+            except TierfallError as error:  # the listing has the same error, and that is logged
+                logger.debug("tier %s: which tier it is was not read: %s", name, error)
+                self._unread[name] = error
         self._remembered = self._read_memory()
         self._written: TierRecord | None = None
 
@@ -285,7 +286,7 @@ class TierIdentities:
             if writer.read_only:
                 continue
             try:
-                return writer.is_same_place(reader)
+                return self._ask(writer.name, partial(writer.is_same_place, reader))
             except BackendError as error:
                 failure = error
         if failure is None:
@@ -333,9 +334,10 @@ class TierIdentities:
             wall_time_s=attempt.wall_time_s,
         )
         with _logging_refusal(tier.name):
-            self.records[tier.name] = self._stores[tier.name].write_tier(
-                record, again=tier.name in self._anew
-            )
+            self.records[tier.name] = self._write(tier.name, record, again=tier.name in self._anew)
+
+    def _write(self, tier: str, record: TierRecord, *, again: bool) -> TierRecord:
+        return self._ask(tier, partial(self._stores[tier].write_tier, record, again=again))
 
     def _known(self, tier: FileTierConfig | ObjectTierConfig) -> KnownTier | None:
         """Return what to remember of a tier; where it does not answer, what was remembered before."""
@@ -361,7 +363,7 @@ class TierIdentities:
             return
         new = replace(old, others=others, shared=shared, wall_time_s=attempt.wall_time_s)
         with _logging_refusal(tier.name):
-            self.records[tier.name] = self._stores[tier.name].write_tier(new, again=True)
+            self.records[tier.name] = self._write(tier.name, new, again=True)
 
     def _write_memory(self, there: Mapping[str, KnownTier], wall_time_s: float) -> None:
         record = TierRecord(
@@ -395,9 +397,8 @@ class TierIdentities:
                 continue
             others = {n: known for n, known in record.others.items() if n not in names}
             try:
-                self._stores[tier].write_tier(
-                    replace(record, others=others, wall_time_s=wall_time_s), again=True
-                )
+                new = replace(record, others=others, wall_time_s=wall_time_s)
+                self._write(tier, new, again=True)
             except TierfallError as error:
                 failed[tier] = error
             else:

@@ -20,7 +20,6 @@ from tierfall.backends.wrappers.retry import wrap
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig, Tier
 from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
-from tierfall.core.copies.bounded_store import BoundedStore
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import BoundedCalls, run_in_parallel
@@ -350,19 +349,6 @@ def list_all(
         return answers[name].get()
 
     return tuple(map(listing, names))
-
-
-def bounded(store: StoredTier, config: Config) -> BoundedStore:
-    """Return a tier for reading, whose reads have a bound. With a configured rate, a read has as much longer as all
-    reads in flight take at that rate."""
-    limit = next((t.bandwidth_bytes_per_s for t in config.stored if t.name == store.name), None)
-    slowest = READ_BYTES_PER_S_MIN if limit is None else min(READ_BYTES_PER_S_MIN, limit / SHARES)
-    return BoundedStore(
-        store,
-        bound_s=bounds_s(config)[store.name],
-        bytes_per_s_min=slowest,
-        last_answer_s=store.last_answer_s,
-    )
 
 
 def make_durable(store: StoredTier, listing: Listing) -> Listing:

@@ -36,6 +36,7 @@ from tierfall.core.restore.exchange.assign import (
 )
 from tierfall.core.restore.exchange.gloo import ByteTransport, LostError
 from tierfall.core.runtime.buffers import Buffer
+from tierfall.core.runtime.threads import interrupted_by
 from tierfall.core.runtime.wait import InterruptibleEvent
 
 T = TypeVar("T")
@@ -236,6 +237,7 @@ class _WorkerThreads:
     def __init__(self, cut: Callable[[], None]) -> None:
         self._cut = cut
         self._stop = threading.Event()
+        self._interrupted = threading.Event()
         self._over = InterruptibleEvent()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -244,7 +246,9 @@ class _WorkerThreads:
 
     def add(self, count: int, do: Callable[[Any], None], left: Iterator[Any]) -> None:
         self._threads += [
-            threading.Thread(target=self._work, args=(do, left), name="tierfall-exchange")
+            threading.Thread(
+                target=self._work, args=(do, left), name="tierfall-exchange", daemon=True
+            )
             for _ in range(count)
         ]
 
@@ -256,6 +260,7 @@ class _WorkerThreads:
             if self._threads:
                 self._over.wait()
         except BaseException:  # Ctrl-C: running items end, the others are not begun
+            self._interrupted.set()
             self._end()
             raise
         finally:
@@ -267,12 +272,13 @@ class _WorkerThreads:
 
     def _work(self, do: Callable[[Any], None], left: Iterator[Any]) -> None:
         try:
-            while not self._stop.is_set():
-                with self._lock:
-                    item = next(left, None)
-                if item is None:
-                    return
-                do(item)
+            with interrupted_by(self._interrupted):
+                while not self._stop.is_set():
+                    with self._lock:
+                        item = next(left, None)
+                    if item is None:
+                        return
+                    do(item)
         except BaseException as error:  # noqa: BLE001 - an outcome: raised in run
             with self._lock:
                 self._failures.append(error)

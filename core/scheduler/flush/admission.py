@@ -286,7 +286,10 @@ class Admissions:
 
     def _evict(self, decision: Decision) -> None:
         entry = self._ledger.entries[decision.checkpoint]
-        logger.info("%s: %s is deleted: %s", decision.tier, entry.id, decision.reason)
+        level, why = logging.INFO, ""
+        if entry.id in self._ledger.scattered:
+            level, why = logging.WARNING, "; no rank flushes it, as no tier has all its images"
+        logger.log(level, "%s: %s is deleted: %s%s", decision.tier, entry.id, decision.reason, why)
         if not any(state is CopyState.COMMITTED for state in entry.states.values()):
             for name in tuple(entry.owed):
                 error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")

@@ -148,6 +148,7 @@ class CachedStore:
 
     made: Made
     name: str = "disk"
+    cache_never_waits: bool = True
     cache: bytearray = field(default_factory=bytearray)
     from_cache: list[tuple[int, int]] = field(default_factory=list)
     from_disk: list[tuple[int, int]] = field(default_factory=list)

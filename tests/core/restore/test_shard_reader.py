@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tierfall.core.copies.chunk_reader import run_in_threads
+from tierfall.core.runtime.threads import run_in_threads
 
 PATIENCE_S = 20.0
 

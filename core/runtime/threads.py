@@ -1,0 +1,109 @@
+"""Work on several threads, which the end of the interpreter does not wait for: one may be in a system call that never
+returns.
+
+An interrupt (Ctrl-C) of the thread that waits for them also gives up the bounded calls (``runtime.bounded_calls``) that
+they wait for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+WAKE_S = 1.0
+_interrupts = threading.local()
+
+
+class InterruptedWaitError(BaseException):
+    """A call was given up, since the thread that waits for this one was interrupted."""
+
+
+@contextmanager
+def interrupted_by(event: threading.Event) -> Iterator[None]:
+    """Give up the bounded calls that this thread waits for in the block once ``event`` is set."""
+    _interrupts.event = event
+    try:
+        yield
+    finally:
+        del _interrupts.event
+
+
+def interrupt_of_thread() -> threading.Event | None:
+    """Return the event that interrupts this thread, if there is one."""
+    return getattr(_interrupts, "event", None)
+
+
+def run_in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
+    """Do something for each number, begun in their order, on so many threads; once it fails, no more is begun.
+
+    Raises a first failure once all threads have stopped.
+    """
+    work = _SharedWork(threads, do, numbers)
+    try:
+        for number in range(threads):
+            threading.Thread(target=work.run, name=f"tierfall-work-{number}", daemon=True).start()
+        work.wait()
+    except BaseException:  # Ctrl-C: what waits is not begun
+        work.interrupt()
+        raise
+    if work.failures:
+        raise work.failures[0]
+
+
+class _SharedWork:
+    """Numbers that several threads share. ``starts`` has one element for each thread that has not begun."""
+
+    def __init__(self, threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
+        self.failures: list[BaseException] = []
+        self._do = do
+        self._left = iter(numbers)
+        self._taking = threading.Lock()
+        self._stop = threading.Event()
+        self._interrupted = threading.Event()
+        self._starts = deque(range(threads))
+        self._running = threads
+        self._ended: deque[int] = deque()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        try:
+            start = self._starts.popleft()
+        except IndexError:  # an interrupt came before
+            return
+        try:
+            with interrupted_by(self._interrupted):
+                while (number := self._next()) is not None:
+                    self._do(number)
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            self._stop.set()
+            self.failures.append(error)
+        finally:
+            self._ended.append(start)
+            self._wake.put(None)
+
+    def _next(self) -> int | None:
+        with self._taking:
+            return None if self._stop.is_set() else next(self._left, None)
+
+    def wait(self) -> None:
+        """Wait until all threads that have begun, or will, have ended."""
+        while len(self._ended) < self._running:
+            try:
+                self._wake.get(timeout=WAKE_S)
+            except queue.Empty:  # an interrupt may have taken what was put
+                continue
+
+    def interrupt(self) -> None:
+        """End the threads; what they wait for is given up."""
+        self._stop.set()
+        self._interrupted.set()
+        while self._starts:
+            try:
+                self._starts.pop()
+            except IndexError:  # a thread has just begun
+                break
+            self._running -= 1
+        self.wait()

@@ -1,0 +1,53 @@
+"""A tier whose calls hang: those of one folder, from when a test says so until it opens the gate."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.posix.writer import PosixWriter
+
+LONG_S = 60.0
+CALLS = ("create", "read_into", "scan", "stat", "delete", "delete_some", "sync", "close")
+WRITES = ("write", "publish", "abort")
+
+
+class StuckTier:
+    """``hung`` is set once a call hangs."""
+
+    def __init__(self, root: object, patch: pytest.MonkeyPatch) -> None:
+        self.gate, self.hung = threading.Event(), threading.Event()
+        self._root, self._patch = str(root), patch
+
+    def hang_in(self, *calls: str, key: str = "") -> None:
+        """Let these methods of the backend and its writers hang; reads only those of keys that have ``key`` in them.
+        ``open`` is whatever looks at the folder."""
+        for name in calls:
+            if name == "open":
+                self._hang(os, "stat", lambda path, *_: str(path).startswith(self._root))
+            elif name in WRITES:
+                self._hang(PosixWriter, name, lambda writer, *_: writer._place == self._root)
+            elif name == "read_into":
+                self._hang(
+                    PosixBackend,
+                    name,
+                    lambda backend, read, *_: backend.place == self._root and key in read,
+                )
+            else:
+                self._hang(PosixBackend, name, lambda backend, *_: backend.place == self._root)
+
+    def _hang(self, where: Any, name: str, concerns: Callable[..., bool]) -> None:
+        real = getattr(where, name)
+
+        def late(*args: Any, **keys: Any) -> Any:
+            if concerns(*args) and not self.gate.is_set():
+                self.hung.set()
+                assert self.gate.wait(LONG_S)
+            return real(*args, **keys)
+
+        self._patch.setattr(where, name, late)

@@ -1,0 +1,224 @@
+"""``close``, and the end of a program, where a tier does not answer: within ``max_wait`` and a few seconds, and what is
+owed stays in memory for the next start."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.steps import wait_until
+from tests.stuck_tier import CALLS, LONG_S, WRITES, StuckTier
+from tierfall.backends.posix.writer import PosixWriter
+from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.scheduler.flush import lane
+from tierfall.core.types.errors import FlushError, UnreachableError
+from tierfall.setup import tiers
+from tierfall.telemetry.event_log import LogFile
+
+EVERYTHING = (*CALLS, *WRITES)
+
+
+@pytest.fixture
+def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckTier]:
+    """The tier ``pfs`` of the run, before it hangs."""
+    monkeypatch.setattr(tiers, "ANSWER_S", 0.2)
+    stuck = StuckTier(tmp_path / "pfs", monkeypatch)
+    yield stuck
+    stuck.gate.set()
+
+
+def config(root: Path, **keys: Any) -> dict[str, Any]:
+    return {
+        "run": "r",
+        "chunk": "4KiB",
+        "max_wait": "0.5s",
+        "tiers": [
+            {"name": "host", "kind": "host", "folder": str(root / "memory"), "capacity": "1MiB"},
+            {"name": "disk", "kind": "file", "path": str(root / "disk")},
+            {"name": "pfs", "kind": "file", "path": str(root / "pfs")},
+        ],
+        **keys,
+    }
+
+
+def state(step: float) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((8192,), step)}
+
+
+def opened_with_step_1(made: dict[str, Any]) -> tierfall.Checkpointer:
+    ckpt = tierfall.open(made)
+    ckpt.restore(state(0))
+    ckpt.save(1, state(1), block=True)
+    return ckpt
+
+
+def close_soon(ckpt: tierfall.Checkpointer) -> None:
+    began_s = time.monotonic()
+    ckpt.close()
+    assert time.monotonic() - began_s < LONG_S / 2
+    stays = [t.name for t in threading.enumerate() if "tierfall" in t.name and not t.daemon]
+    assert stays == []  # the interpreter would wait for it
+
+
+@pytest.mark.parametrize(
+    "calls", [("write",), ("publish",), ("scan",), ("read_into",), EVERYTHING], ids="-".join
+)
+def test_what_a_stuck_tier_is_owed_is_said_and_stays_for_the_next_start(
+    stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture, calls: tuple[str, ...]
+) -> None:
+    made = config(tmp_path)
+    ckpt = opened_with_step_1(made)
+    stuck.hang_in(*calls)
+    handle = ckpt.save(2, state(2))
+    handle.wait("disk", LONG_S)
+    assert stuck.hung.wait(LONG_S)
+    close_soon(ckpt)
+    assert "still owed: 2@1 to pfs" in caplog.text
+    assert "abandoned: tierfall-r-pfs" in caplog.text
+    with pytest.raises(FlushError, match="the run was closed before this was done"):
+        handle.wait("pfs", 0)
+    stuck.gate.set()
+    with tierfall.open(made) as again:
+        assert again.drain(LONG_S).left == ()
+    assert bool((tierfall.load(tmp_path / "pfs", step=2)["x"] == 2).all())
+
+
+def test_memory_stays_where_the_tier_that_has_its_images_cannot_be_looked_at(
+    stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = config(tmp_path)
+    del made["tiers"][1]
+    ckpt = opened_with_step_1(made)
+    stuck.hang_in(*EVERYTHING)
+    close_soon(ckpt)
+    assert "1@1 was not looked at" in caplog.text
+    assert "tier pfs was not closed" in caplog.text
+    assert (tmp_path / "memory/r/slot-0.arena").exists()
+
+
+def test_a_half_written_copy_that_cannot_be_aborted_is_left(
+    stuck: StuckTier,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No worker is stuck when the run is closed: the tier refused a write, and the next try comes later."""
+
+    def refuse(writer: PosixWriter, *args: Any) -> None:
+        if writer._place == str(tmp_path / "pfs") and not stuck.gate.is_set():
+            raise UnreachableError("no route to host")
+        write(writer, *args)
+
+    monkeypatch.setattr(lane, "FIRST_RETRY_S", LONG_S)
+    monkeypatch.setattr(tiers, "wrap", partial(tiers.wrap, first_wait_s=0.0))
+    made = config(tmp_path)
+    ckpt = opened_with_step_1(made)
+    write = PosixWriter.write
+    monkeypatch.setattr(PosixWriter, "write", refuse)
+    ckpt.save(2, state(2)).wait("disk", LONG_S)
+    wait_until(lambda: "flush of 2@1 to pfs stalls" in caplog.text, "the tier refused")
+    stuck.hang_in("abort", "close")
+    close_soon(ckpt)
+    assert "a leftover stays: abort: tier pfs has not answered" in caplog.text
+    stuck.gate.set()
+    with tierfall.open(made) as again:
+        assert again.drain(LONG_S).left == ()
+
+
+def test_ctrl_c_in_close_waits_for_no_tier(stuck: StuckTier, tmp_path: Path) -> None:
+    made = config(tmp_path, max_wait="10m")
+    ckpt = opened_with_step_1(made)
+    stuck.hang_in(*EVERYTHING)
+    ckpt.save(2, state(2)).wait("disk", LONG_S)
+    assert stuck.hung.wait(LONG_S)
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.close()
+    assert time.monotonic() - began_s < LONG_S / 2
+    assert (tmp_path / "memory/r/slot-0.arena").exists()
+
+
+def test_the_last_step_that_finds_no_memory_does_not_hold_close(
+    stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = config(tmp_path, interval={"every": 100, "at_end": True})
+    made["tiers"][0]["capacity"] = "340KiB"  # two images
+    del made["tiers"][1]
+    ckpt = opened_with_step_1(made)
+    stuck.hang_in(*EVERYTHING)
+    for step in (2, 3):
+        ckpt.save(step, state(step)).captured(LONG_S)
+    ckpt.maybe_save(4, state(4))
+    close_soon(ckpt)
+    assert "save of step 4: tier host has room for" in caplog.text
+
+
+def test_an_event_log_on_a_mount_that_hangs_does_not_hold_close(
+    stuck: StuckTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LogFile, "append", lambda file, lines: stuck.gate.wait(LONG_S) or 0)
+    close_soon(opened_with_step_1(config(tmp_path, events=str(tmp_path / "events.jsonl"))))
+
+
+def test_without_a_thread_to_ask_with_a_tier_counts_as_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.12 starts none at the end of the interpreter, when a run that was left open is closed."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    answer = BoundedCalls().call_all({"pfs": lambda: 1}, {"pfs": LONG_S}, doing="look")["pfs"]
+    with pytest.raises(UnreachableError, match="tier pfs was not asked: can't create new thread"):
+        answer.get()
+
+
+PROGRAM = """
+import json, sys, threading
+import torch, tierfall
+from tierfall.backends.posix.writer import PosixWriter
+
+made = json.loads(sys.argv[1])
+ckpt = tierfall.open(made)
+ckpt.restore({"x": torch.zeros(8192)})
+hung, write = threading.Event(), PosixWriter.write
+
+def hang(writer, *args):
+    if writer._place.endswith("pfs"):
+        hung.set()
+        threading.Event().wait()
+    write(writer, *args)
+
+PosixWriter.write = hang
+ckpt.save(1, {"x": torch.ones(8192)}).wait("disk", 60)
+assert hung.wait(60)
+print("at the end")
+"""
+
+
+@pytest.mark.parametrize("end", ["", "ckpt.close()", "sys.exit(3)"])
+def test_a_program_ends_beside_a_thread_that_hangs(tmp_path: Path, end: str) -> None:
+    made = config(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + end, json.dumps(made)],
+        capture_output=True, text=True, timeout=2 * LONG_S,
+    )  # fmt: skip
+    assert done.stdout == "at the end\n", done.stderr
+    assert done.returncode == (3 if "exit" in end else 0)
+    with tierfall.open(made) as again:
+        assert again.drain(LONG_S).left == ()
+    assert bool((tierfall.load(tmp_path / "pfs")["x"] == 1).all())
