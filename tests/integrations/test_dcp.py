@@ -355,7 +355,7 @@ def test_names_that_dcp_cannot_tell_apart_are_refused(make_config: MakeConfig) -
         ckpt.save(1, {"a.b": 1, "a": {"b": torch.ones(1)}}, block=True)
         with pytest.raises(CheckpointException) as caught:
             dcp.load({"a.b": 0}, storage_reader=TierReader(ckpt))
-    assert caught.match("are named 'a.b' in DCP's way")
+    assert caught.match("have the same name 'a.b' in DCP")
 
 
 def test_a_step_of_dcps_own_files_is_refused_and_the_step_to_name_is_said(
