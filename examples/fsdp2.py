@@ -1,6 +1,6 @@
-"""Train a sharded model that may be killed at any moment; continue with any number of ranks.
+"""Train a model that is sharded over several ranks and may be killed at any moment; continue with any number of ranks.
 
-torchrun --nproc-per-node 4 examples/fsdp2.py    # kill it, and start it again, with 2 say
+torchrun --nproc-per-node 4 examples/fsdp2.py    # kill it, and start it again, for example with 2
 """
 
 import argparse
@@ -32,7 +32,7 @@ def make_model() -> nn.Module:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's share of the data of a step: (64, 2) inputs and (64, 1) targets."""
+    """This rank's share of the data of a step."""
     seed = step * dist.get_world_size() + dist.get_rank()
     x = torch.rand(64, 2, generator=torch.Generator().manual_seed(seed)) * 4 - 2
     return x, torch.sin(x[:, :1]) * torch.cos(x[:, 1:])
@@ -62,10 +62,9 @@ def main() -> None:
             x, y = (tensor.to(device) for tensor in batch(step))
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
-            optimizer.step()  # waits only for what a save has not copied yet
+            optimizer.step()  # waits only for what is not yet captured
             optimizer.zero_grad()
-            # saves if the interval is due; returns at once; no rank waits for another
-            ckpt.maybe_save(step, state)
+            ckpt.maybe_save(step, state)  # saves if due; returns at once; no rank waits for another
             if step % 100 == 0 and dist.get_rank() == 0:
                 print(f"step {step}: loss {loss.item():.6f}", flush=True)
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 #!/bin/sh
-# A preStop hook for the container that trains. It sends SIGTERM to the trainer, since pid 1 may be a shell that does
-# not forward signals. It waits until the trainer has drained (drain: {deadline: 100s} in the file) and ended. Then it
-# flushes what is left in host memory: /dev/shm is deleted with the pod.
+# A preStop hook for the container that trains. It sends SIGTERM to the trainer itself, since pid 1 may be a shell that
+# forwards no signals. It waits until the trainer has drained (drain: {deadline: 100s} in the file) and ended. Then it
+# flushes what is still in host memory to the tiers: /dev/shm is deleted with the pod.
 #
 #     terminationGracePeriodSeconds: 120
 #     containers:

@@ -1,4 +1,4 @@
-"""Train a small model that may be killed at any moment: the next start continues from the last checkpoint.
+"""Train a small model that may be killed at any moment. Started again, it continues where it was.
 
 python examples/train.py            # press Ctrl-C, or kill -9 it, and start it again
 """
@@ -13,8 +13,7 @@ import tierfall
 
 
 class Data:
-    """A loader that records its position: any object with state_dict and load_state_dict can be part of a
-    checkpoint."""
+    """A loader that saves its position: any object with state_dict and load_state_dict can be in a checkpoint."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -47,7 +46,7 @@ def main() -> None:
 
     with tierfall.open(options.config) as ckpt:
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data}
-        report = ckpt.restore(state)  # also the random state; None at the first start
+        report = ckpt.restore(state)  # restores the random state too; None at the first start
         if report:
             tiers = ", ".join(source.tier for source in report.sources)
             print(f"restored step {report.step} from {tiers} in {report.seconds:.3f} s", flush=True)
@@ -55,11 +54,10 @@ def main() -> None:
             x, y = data.next_batch()
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
-            optimizer.step()  # waits only for what a save has not copied yet
+            optimizer.step()  # waits only for what is not yet captured
             optimizer.zero_grad()
             scheduler.step()
-            # saves if the interval is due; returns at once
-            ckpt.maybe_save(step, state, metrics={"loss": loss})
+            ckpt.maybe_save(step, state, metrics={"loss": loss})  # saves if due; returns at once
             print(f"step {step} loss {loss.item()}", flush=True)
 
 

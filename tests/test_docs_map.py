@@ -54,14 +54,43 @@ def links(page: Path) -> list[Path]:
     return [(page.parent / link).resolve() for link in found]
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
 def test_every_page_is_in_the_index() -> None:
     pages = set((ROOT / "docs").glob("*.md")) - {ROOT / "docs/README.md"}
     assert pages - set(links(ROOT / "docs/README.md")) == set()
 
 
-@pytest.mark.parametrize("page", [*MAPS, "README.md", "docs/README.md", "docs/decisions/README.md"])
+PAGES = [
+    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
+    *(page for page in (*MAPS, "README.md", "CHANGELOG.md") if not page.startswith("docs/")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_somewhere(page: str) -> None:
     assert [link for link in links(ROOT / page) if not link.exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_into_a_page_leads_to_a_heading(page: str) -> None:
+    path = ROOT / page
+    found = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text())
+    assert [
+        f"{name}#{anchor}"
+        for name, anchor in found
+        if anchor not in anchors((path.parent / name) if name else path)
+    ] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "decisions/0" not in page])
+def test_a_page_begins_with_for_whom_it_is(page: str) -> None:
+    first = re.sub(r"^# .*\n+", "", (ROOT / page).read_text()).partition("\n")[0]
+    assert page == "CHANGELOG.md" or re.match(r"For .*\w", first), first
 
 
 def test_the_navigation_is_the_index() -> None:

@@ -78,7 +78,7 @@ def test_the_rule_keeps_what_the_page_says(desk: Path) -> None:
     assert left(desk / "checkpoints") == [int(n) for n in re.findall(r"[0-9]+", told[1])]
     result = CliRunner().invoke(app, ["show", "9", "--config", "tiers.yaml"])
     assert result.exit_code == 0, result.output
-    said = re.search(r"say `(the first[^`]*)`", TEXT)
+    said = re.search(r"print `(the first[^`]*)`", TEXT)
     assert said is not None
     assert said[1] in result.stdout
 

@@ -1,5 +1,5 @@
 """Several ranks of one run in miniature: each with the production coordinator, ledger, policies, tiers and task runner,
-its own memory, the disk of its node and one disk that all see; their councils over a network that a seed delivers.
+its own memory, the disk of its node and one disk that all see; their message_trees over a network that a seed delivers.
 
 One thread and a virtual clock drive it all. Tasks, messages and coordinators go on when the test says so, in an order
 that a seed decides.
@@ -151,7 +151,7 @@ class Many:
             claim_from=self._take_number,
             found_read_only={},
             config=SimpleNamespace(host=SimpleNamespace(name="host")),
-            ranks=SimpleNamespace(topology=self.network.councils[0].topology),
+            ranks=SimpleNamespace(topology=self.network.message_trees[0].topology),
         )
         number = 1
         while True:

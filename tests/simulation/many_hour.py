@@ -162,7 +162,7 @@ class ManyHour(ManyHistory):
 
     def _training(self, rank: Rank) -> Training:
         others = AnnouncedSteps(
-            self.world.network.councils[rank.number],
+            self.world.network.message_trees[rank.number],
             run_aside=lambda call: call(),
             leave_out=partial(self._leave_out, rank),
         )

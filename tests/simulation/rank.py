@@ -197,7 +197,7 @@ class Rank:
 
     def owns(self, tier: str) -> bool:
         """Say whether this rank commits, collects and deletes on a tier, and tells the others of it."""
-        topology = self.world.network.councils[self.number].topology
+        topology = self.world.network.message_trees[self.number].topology
         return topology.is_root if self.world.shared.get(tier) else topology.is_leader
 
     def found(self, number: int) -> FoundAtStart:
@@ -229,7 +229,7 @@ class Rank:
             except UnreachableError:
                 continue  # it gets it before its first commit
         owned = frozenset(filter(self.owns, self.world.stored))
-        leads = self.world.network.councils[self.number].topology.is_leader
+        leads = self.world.network.message_trees[self.number].topology.is_leader
         self._identities.write_records(attempt, self._config, owned=owned, leads=leads)
         self.attempt = attempt
         return True
@@ -326,7 +326,7 @@ class Rank:
             submit=self.tasks.append,
             max_wait_s=self.world.max_wait_s,
             when_full=self.world.when_full,
-            message_tree=self.world.network.councils[self.number],
+            message_tree=self.world.network.message_trees[self.number],
             shared=self.world.shared,
             unread=[x.tier for x in listings if x.error is not None],
             notify=life.events.append,
@@ -341,7 +341,7 @@ class Rank:
         return self.world.now_s + self.world.wall_ahead_s.get(self.node, 0.0)
 
     def _listen(self) -> None:
-        message_tree, post = self.world.network.councils[self.number], self.coordinator.post
+        message_tree, post = self.world.network.message_trees[self.number], self.coordinator.post
         listeners: dict[str | int, Callable[[RankMessage], None]] = {}
         self.listeners = listeners  # a zombie's are not those of the process in its place
 
@@ -355,7 +355,7 @@ class Rank:
             hear(MessagesGathered(topic=topic, bodies=bodies, passed=True))
 
         def announced(topic: Topic, body: Any) -> None:
-            if self.number == 0 and message_tree is self.world.network.councils[0]:
+            if self.number == 0 and message_tree is self.world.network.message_trees[0]:
                 self.world.said(topic, body)
             hear(DecisionAnnounced(topic=topic, body=body))
 

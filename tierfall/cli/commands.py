@@ -231,7 +231,9 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
 
 
 def forget(
-    tier: Annotated[str, typer.Argument(help="The name of the tier in the configuration.")],
+    tier: Annotated[
+        str, typer.Argument(metavar="TIER", help="The name of the tier in the configuration.")
+    ],
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,

@@ -51,7 +51,7 @@ def demo(
         bool,
         typer.Option(
             "--s3",
-            help="Let the last tier be a bucket of a real S3 server, which runs for as long as the demo.",
+            help="Use a bucket of a real S3 server as the last tier. The server runs for as long as the demo.",
         ),
     ] = False,
     picture: Annotated[
@@ -64,7 +64,7 @@ def demo(
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Tell the story on stderr, and end with one JSON document on stdout."
+            "--json", help="Print the report on stderr, and one JSON document at the end on stdout."
         ),
     ] = False,
     small: Annotated[bool, typer.Option("--small", hidden=True)] = False,

@@ -2,7 +2,7 @@
 seed, and are counted. Two messages from one rank to another keep their order, as in the post.
 
     network = Network(["a", "a", "b", "b"], seed=1)
-    for message_tree in network.councils:
+    for message_tree in network.message_trees:
         message_tree.contribute(("x",), message_tree.topology.rank)
     network.deliver()
     print(network.counts())
@@ -36,7 +36,7 @@ class Counts:
 
 
 class Network:
-    """The councils of all ranks. ``heard`` lists what each was told, as (event, topic, bodies or body, ...)."""
+    """The message trees of all ranks. ``heard`` lists what each was told, as (event, topic, bodies or body, ...)."""
 
     def __init__(self, node_of: Sequence[object], *, seed: int = 0, fan_out: int = FAN_OUT) -> None:
         self._random = random.Random(seed)
@@ -47,7 +47,7 @@ class Network:
         self.heard: list[list[tuple[Any, ...]]] = [[] for _ in node_of]
         first = Topology.of(0, node_of, fan_out=fan_out)
         topologies = [Topology(rank, first.nodes, fan_out) for rank in range(len(node_of))]
-        self.councils = [self._message_tree(topology) for topology in topologies]
+        self.message_trees = [self._message_tree(topology) for topology in topologies]
         self.forget_counts()
 
     def deliver(self, limit: int | None = None) -> None:
@@ -88,7 +88,7 @@ class Network:
         if pair[1] in self.lost:
             return
         self._depth = depth
-        self.councils[pair[1]].receive(data, pair[0])
+        self.message_trees[pair[1]].receive(data, pair[0])
         self._depth = 0
 
     def _message_tree(self, topology: Topology) -> MessageTree:

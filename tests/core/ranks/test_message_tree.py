@@ -27,7 +27,7 @@ def network(request: pytest.FixtureRequest) -> Network:
 
 
 def everybody(network: Network) -> range:
-    return range(len(network.councils))
+    return range(len(network.message_trees))
 
 
 def shuffled(network: Network, seed: int = 0) -> list[int]:
@@ -42,7 +42,7 @@ def heard(network: Network, rank: int, event: str) -> list[tuple[Any, ...]]:
 
 def contribute(network: Network, *ranks: int, topic: Topic = X, **more: bool) -> None:
     for rank in ranks:
-        network.councils[rank].contribute(topic, {"of": rank}, **more)
+        network.message_trees[rank].contribute(topic, {"of": rank}, **more)
 
 
 def of(*ranks: int) -> dict[int, dict[str, int]]:
@@ -61,7 +61,7 @@ def test_what_all_say_comes_together_at_rank_0_once(network: Network) -> None:
 def test_each_other_leader_learns_what_passed_through_it(network: Network) -> None:
     contribute(network, *shuffled(network))
     network.deliver()
-    for message_tree in network.councils[1:]:
+    for message_tree in network.message_trees[1:]:
         topology = message_tree.topology
         passed = [(X, of(*topology.below))] if topology.is_leader else []
         assert heard(network, topology.rank, "passed") == passed
@@ -70,12 +70,12 @@ def test_each_other_leader_learns_what_passed_through_it(network: Network) -> No
 
 
 def test_of_every_node_only_the_leader_is_asked(network: Network) -> None:
-    leaders = network.councils[0].topology.leaders
+    leaders = network.message_trees[0].topology.leaders
     contribute(network, *shuffled(network), leaders_only=True)  # the others are not heard
     network.deliver()
     assert heard(network, 0, "gathered") == [(X, of(*leaders))]
     assert network.counts().messages == len(leaders) - 1
-    assert not any(message_tree._gatherings for message_tree in network.councils)
+    assert not any(message_tree._gatherings for message_tree in network.message_trees)
 
 
 def test_a_contribution_may_come_before_that_of_the_rank_it_comes_through(network: Network) -> None:
@@ -83,7 +83,7 @@ def test_a_contribution_may_come_before_that_of_the_rank_it_comes_through(networ
     for topic, leaders_only in ((X, False), (("y",), True)):
         last = [
             message_tree.topology.rank
-            for message_tree in network.councils
+            for message_tree in network.message_trees
             if message_tree.topology.children
         ]
         first = [rank for rank in everybody(network) if rank not in last]
@@ -93,7 +93,7 @@ def test_a_contribution_may_come_before_that_of_the_rank_it_comes_through(networ
             contribute(network, rank, topic=topic, leaders_only=leaders_only)
             network.deliver()
         (gathered,) = [what for what in heard(network, 0, "gathered") if what[0] == topic]
-        asked = network.councils[0].topology.leaders if leaders_only else everybody(network)
+        asked = network.message_trees[0].topology.leaders if leaders_only else everybody(network)
         assert list(gathered[1]) == list(asked)
 
 
@@ -101,7 +101,7 @@ def test_topics_are_gathered_apart(network: Network) -> None:
     pairs = [(rank, n) for rank in everybody(network) for n in range(3)]
     random.Random(1).shuffle(pairs)
     for rank, n in pairs:
-        network.councils[rank].contribute(("x", n), [rank, n])
+        network.message_trees[rank].contribute(("x", n), [rank, n])
         network.deliver(2)
     network.deliver()
     gathered = dict(heard(network, 0, "gathered"))
@@ -110,7 +110,7 @@ def test_topics_are_gathered_apart(network: Network) -> None:
 
 def test_all_ranks_hear_announcements_in_their_order(network: Network) -> None:
     for number in range(20):
-        network.councils[0].announce(("a", number % 3), {"number": number})
+        network.message_trees[0].announce(("a", number % 3), {"number": number})
         network.deliver(number % 5)
     network.deliver()
     for rank in everybody(network):
@@ -120,7 +120,7 @@ def test_all_ranks_hear_announcements_in_their_order(network: Network) -> None:
 
 def test_what_one_rank_tells_reaches_rank_0_alone(network: Network) -> None:
     for rank in shuffled(network):
-        network.councils[rank].report(("t", rank), [rank])
+        network.message_trees[rank].report(("t", rank), [rank])
     network.deliver()
     told = sorted(heard(network, 0, "told"))
     assert told == [(("t", rank), [rank], rank) for rank in everybody(network)]
@@ -130,22 +130,22 @@ def test_what_one_rank_tells_reaches_rank_0_alone(network: Network) -> None:
 def test_rank_0_is_told_who_has_spoken_and_gets_the_rest_later(network: Network) -> None:
     """A rank is named as missing only if it has not spoken, also below a leader that has not; what comes afterwards is
     handed on as it comes, and what was handed on is not sent again."""
-    late = set(shuffled(network, 3)[: len(network.councils) // 2])
+    late = set(shuffled(network, 3)[: len(network.message_trees) // 2])
     afterwards = sorted(late)[::2]
     early = [rank for rank in everybody(network) if rank not in late]
     contribute(network, *early)
     network.deliver()
-    network.councils[0].flush_partial(X)
+    network.message_trees[0].flush_partial(X)
     network.deliver()
-    assert network.councils[0].missing(X) == (tuple(sorted(late)) if early else ())
+    assert network.message_trees[0].missing(X) == (tuple(sorted(late)) if early else ())
     contribute(network, *afterwards)
     network.deliver()
-    assert network.councils[0].missing(X) == tuple(sorted(late - set(afterwards)))
+    assert network.message_trees[0].missing(X) == tuple(sorted(late - set(afterwards)))
     assert bool(heard(network, 0, "gathered")) == (late == set(afterwards))
     network.forget_counts()
-    network.councils[0].flush_partial(X)
+    network.message_trees[0].flush_partial(X)
     network.deliver()
-    assert network.counts().messages == len(network.councils[0].topology.leaders) - 1
+    assert network.counts().messages == len(network.message_trees[0].topology.leaders) - 1
     contribute(network, *(late - set(afterwards)))
     network.deliver()
     assert heard(network, 0, "gathered") == [(X, of(*everybody(network)))]
@@ -155,11 +155,11 @@ def test_a_leader_can_hand_on_by_itself() -> None:
     network = Network(["a", "b", "b", "b"])
     contribute(network, 0, 1, 2)
     network.deliver()
-    assert network.councils[0].missing(X) == (1, 2, 3)
-    assert network.councils[1].missing(X) == (3,)
-    network.councils[1].flush_partial(X)
+    assert network.message_trees[0].missing(X) == (1, 2, 3)
+    assert network.message_trees[1].missing(X) == (3,)
+    network.message_trees[1].flush_partial(X)
     network.deliver()
-    assert network.councils[0].missing(X) == (3,)
+    assert network.message_trees[0].missing(X) == (3,)
     contribute(network, 3)
     network.deliver()
     assert heard(network, 0, "gathered") == [(X, of(0, 1, 2, 3))]
@@ -167,17 +167,17 @@ def test_a_leader_can_hand_on_by_itself() -> None:
 
 
 def test_what_is_forgotten_is_never_told_of_nor_kept(network: Network) -> None:
-    last = len(network.councils) - 1
+    last = len(network.message_trees) - 1
     contribute(network, *range(last))
     network.deliver()
-    for message_tree in network.councils:
+    for message_tree in network.message_trees:
         message_tree.forget(X)
     contribute(network, last)
     contribute(network, *everybody(network))
-    network.councils[0].flush_partial(X)
+    network.message_trees[0].flush_partial(X)
     network.deliver()
     assert not heard(network, 0, "gathered") or last == 0
-    assert all(not message_tree.missing(X) for message_tree in network.councils)
+    assert all(not message_tree.missing(X) for message_tree in network.message_trees)
     contribute(network, *everybody(network), topic=("y",))
     network.deliver()
     assert (("y",), of(*everybody(network))) in heard(network, 0, "gathered")
@@ -187,24 +187,24 @@ def test_the_memory_of_what_is_over_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tierfall.core.ranks.message_tree._RECENT_MAX", 2)
     network = Network(["a", "a"])
     for number in range(3):
-        network.councils[0].forget(("x", number))
+        network.message_trees[0].forget(("x", number))
     contribute(network, 0, topic=("x", 0))
     contribute(network, 0, topic=("x", 1))
-    assert network.councils[0].missing(("x", 0)) == (1,)  # long ago
-    assert network.councils[0].missing(("x", 1)) == ()
+    assert network.message_trees[0].missing(("x", 0)) == (1,)  # long ago
+    assert network.message_trees[0].missing(("x", 1)) == ()
 
 
 def test_a_callback_may_call_the_council_again() -> None:
     """Rank 0 announces what was gathered; each rank answers what is announced by its next contribution."""
     network = Network(["a", "b", "a", "b"], seed=5)
-    for message_tree in network.councils:
+    for message_tree in network.message_trees:
 
         def next_round(topic: Topic, body: Any, message_tree: Any = message_tree) -> None:
             if body < 3:
                 message_tree.contribute(("round", body + 1), body + 1)
 
         message_tree.on_announced = next_round
-    root = network.councils[0]
+    root = network.message_trees[0]
     decided: list[dict[int, int]] = []
 
     def decide(topic: Topic, bodies: dict[int, int]) -> None:
@@ -212,7 +212,7 @@ def test_a_callback_may_call_the_council_again() -> None:
         root.announce(topic, bodies[3])
 
     root.on_gathered = decide
-    for message_tree in network.councils:
+    for message_tree in network.message_trees:
         message_tree.contribute(("round", 0), 0)
     network.deliver()
     assert decided == [dict.fromkeys(range(4), number) for number in range(4)]
@@ -226,7 +226,7 @@ def test_ten_thousand_ranks_speak_without_flooding_anybody() -> None:
     gathering = network.counts()
     assert len(heard(network, 0, "gathered")[0][1]) == 10_000
     network.forget_counts()
-    network.councils[0].announce(X, "go")
+    network.message_trees[0].announce(X, "go")
     network.deliver()
     announcing = network.counts()
     assert all(heard(network, rank, "announced") == [(X, "go")] for rank in everybody(network))

@@ -1,4 +1,4 @@
-"""How long a commit of 10,000 ranks takes beyond its I/O: the real councils, on clocks of their own.
+"""How long a commit of 10,000 ranks takes beyond its I/O: the real message trees, on clocks of their own.
 
 Each rank has a clock. A message costs its receiver a round trip to the store and the CPU time that the real code takes
 for it here; it costs its sender a push. What stands in docs/scale.md is what this prints.
@@ -36,7 +36,7 @@ class Clocks:
         self.received: Counter[int] = Counter()
         self._on_the_way: list[tuple[float, int, int, int, bytes]] = []
         self._number = 0
-        self.councils = [
+        self.message_trees = [
             MessageTree(Topology(rank, first.nodes), self._sender(rank))
             for rank in range(len(node_of))
         ]
@@ -50,7 +50,7 @@ class Clocks:
                 arrived_s, _, source, rank, data = heapq.heappop(self._on_the_way)
                 self.received[rank] += 1
                 self.now_s[rank] = max(self.now_s[rank], arrived_s) + ROUND_TRIP_S
-                receive = self.councils[rank].receive
+                receive = self.message_trees[rank].receive
                 self.timed(rank, partial(receive, data, source))
         finally:
             gc.unfreeze()
@@ -75,7 +75,7 @@ class Clocks:
 def test_a_commit_of_ten_thousand_ranks_is_decided_and_heard_within_a_second() -> None:
     ranks = 10_000
     clocks = Clocks([rank // 8 for rank in range(ranks)])
-    root = clocks.councils[0]
+    root = clocks.message_trees[0]
     records: list[bytes] = []
 
     def commit(topic: Topic, bodies: dict[int, Any]) -> None:
@@ -83,7 +83,7 @@ def test_a_commit_of_ten_thousand_ranks_is_decided_and_heard_within_a_second() -
         root.announce(("there", 400, 7, "store"), {"0": 1})
 
     root.on_gathered = commit
-    for rank, message_tree in enumerate(clocks.councils):
+    for rank, message_tree in enumerate(clocks.message_trees):
         shard = Shard(rank, ranks)
         body = [
             [keys.shard_name(shard), 10**10, None, None],

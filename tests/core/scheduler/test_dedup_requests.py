@@ -40,10 +40,10 @@ class Job:
         self.refused: dict[CheckpointId, SaveFailure] = {}
         self.dividers = [
             ReplicaAssigner(c, max_wait_s=MAX_WAIT_S, refuse=self.refused.__setitem__)
-            for c in self.network.councils
+            for c in self.network.message_trees
         ]
         self.answers: list[Any] = [UNANSWERED for _ in nodes]
-        for divider, message_tree in zip(self.dividers, self.network.councils, strict=True):
+        for divider, message_tree in zip(self.dividers, self.network.message_trees, strict=True):
             hear = divider.on_message
             message_tree.on_gathered = lambda t, b, hear=hear: hear(
                 MessagesGathered(topic=t, bodies=b)
