@@ -117,7 +117,7 @@ class Trainer:
         events: LogTail | None = None,
     ) -> None:
         """``name`` names its files in ``folder``; without ``config`` it saves nothing. ``events`` follows the event log
-        of its run, up to where it is started."""
+        of its run, from the present end on."""
         self._name = name
         self._stderr = folder / f"{name}.log"
         own = folder / f"{name}.jsonl"
@@ -143,7 +143,7 @@ class Trainer:
         return lines
 
     def follow(self) -> Iterator[Line]:
-        """Yield lines as they come, until the process ends; DemoError where it ends badly."""
+        """Yield lines as they are written, until the process ends; DemoError if it fails."""
         ended = False
         while not ended:
             ended = self._process.poll() is not None
@@ -161,10 +161,10 @@ class Trainer:
         return "\n".join(lines[-STDERR_LINES:])
 
     def freeze(self) -> bool:
-        """Stop every thread of it where it is; False where it had ended already."""
+        """Stop all of its threads; False if it has ended already."""
         try:
             os.kill(self.pid, signal.SIGSTOP)
-            # WNOWAIT leaves the ending, if it is one, for Popen to find.
+            # With WNOWAIT, Popen can still wait for a process that has ended.
             seen = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         except (ProcessLookupError, ChildProcessError):
             return False
