@@ -99,11 +99,11 @@ class Act:
         """Return the digest of its state when it was ``ready``, or had ``ended``."""
         for line in self.of(kind):
             return str(line["fingerprint"])
-        raise DemoError(f"a trainer was over without a line {kind!r}; see the logs")
+        raise DemoError(f"a trainer ended without a line {kind!r}; see the logs")
 
 
 class Trainer:
-    """One run of ``tierfall.demo.trainer``. Leaving the ``with`` kills it, if it still lives."""
+    """One run of ``tierfall.demo.trainer``. Leaving the ``with`` kills it if it is still running."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Trainer:
         pace_s: float = 0.0,
         events: LogTail | None = None,
     ) -> None:
-        """``name`` names its files in ``folder``; without ``config`` it saves nothing. ``events`` follows the event log
-        of its run, from the present end on."""
+        """``name`` names its files in ``folder``; without ``config`` it saves nothing. ``events`` reads the event log
+        of its run, from its present position on."""
         self._name = name
         self._stderr = folder / f"{name}.log"
         own = folder / f"{name}.jsonl"
