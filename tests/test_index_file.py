@@ -20,7 +20,7 @@ from tierfall.config import Config
 from tierfall.core.format.commit_files import without_index
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit
-from tierfall.core.scheduler import index_writer
+from tierfall.core.tensor_index import store as index_store
 from tierfall.core.tensor_index import store as reading
 from tierfall.core.tensor_index.index import read_index
 from tierfall.core.tensor_index.store import open_index
@@ -74,13 +74,13 @@ def cli(tmp_path: Path) -> Callable[..., str]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CheckpointId]:
     """Which checkpoints an index was made for, of manifests."""
     found: list[CheckpointId] = []
-    real = index_writer.build_index
+    real = index_store.build_index
 
     def note(store: Any, commit: Commit) -> bytes:
         found.append(commit.lineage.checkpoint)
         return real(store, commit)
 
-    monkeypatch.setattr(index_writer, "build_index", note)
+    monkeypatch.setattr(index_store, "build_index", note)
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from tierfall.core.ranks.messages import Message, Topic, from_json, to_json
@@ -204,7 +204,9 @@ class MessageTree:
             self._send_to(self.topology.children, message)
             self.on_announced(message.topic, message.body)
 
-    def _send_to(self, ranks: Iterable[int], message: _Envelope) -> None:
+    def _send_to(self, ranks: Collection[int], message: _Envelope) -> None:
+        if not ranks:
+            return
         envelope = [_ENVELOPES.index(type(message)), to_json(message)]
         data = json.dumps(envelope, separators=(",", ":")).encode()
         for rank in ranks:

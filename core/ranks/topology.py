@@ -48,6 +48,10 @@ class Topology:
     def leaders(self) -> tuple[int, ...]:
         return tuple(ranks[0] for ranks in self.nodes)
 
+    def name_rank(self, rank: int, text: str) -> str:
+        """Return what a rank reports, with its name where there are others."""
+        return f"rank {rank}: {text}" if self.world_size > 1 else text
+
     @property
     def is_root(self) -> bool:
         return self.rank == 0

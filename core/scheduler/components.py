@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from tierfall.core.capture.snapshot import HostMemory
 from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.deletion.verifier import BackgroundVerifier
@@ -27,14 +28,13 @@ from tierfall.core.scheduler.group.commands import Commands
 from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.group.damage import DamageReports
 from tierfall.core.scheduler.group.external_commits import ExternalCommits
-from tierfall.core.scheduler.group.group_commands import GroupCommands, NodeMarks
+from tierfall.core.scheduler.group.node_marks import NodeMarks
 from tierfall.core.scheduler.inbox import Inbox
 from tierfall.core.scheduler.ledger.attempt_starts import StartRecords
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy, ReadMarks, Task
 from tierfall.core.types.errors import FencedError
@@ -73,11 +73,12 @@ class Components(Hooks):
         retains: bool = True,
     ) -> None:
         """``lanes`` are the stored tiers that this process writes to. ``unread`` names the tiers that could not be
-        listed when the run was opened. With several ranks, ``message_tree`` sends their messages; ``shared`` has, for
-        each tier whether all ranks see the same files. ``set_pace`` limits a tier's write rate (None: no limit);
-        ``verify_bytes_per_s`` limits background verification per tier (None: no limit). Without
-        ``retains``, retention deletes nothing."""
+        listed when the run was opened. ``message_tree`` sends the messages of the ranks (None: this is the only one).
+        ``shared`` has, for each tier, whether all ranks see the same files (None: they do). ``set_pace`` limits a
+        tier's write rate (None: no limit); ``verify_bytes_per_s`` limits background verification per tier (None: no
+        limit). Without ``retains``, retention deletes nothing."""
         self.inbox = Inbox()
+        message_tree = message_tree or self._message_tree_of_one()
         self.steps = 0
         self._idle_events: list[InterruptibleEvent] = []
         self._commands_only = False
@@ -114,7 +115,13 @@ class Components(Hooks):
             bytes_per_s=verify_bytes_per_s,
         )
         self._build_flush(host, policies, max_wait_s, when_full, set_pace)
-        self._build_group(message_tree, shared or {}, policies, max_wait_s, unread)
+        shared = dict.fromkeys(lanes, True) if shared is None else shared
+        self._build_group(message_tree, shared, policies, max_wait_s, unread)
+
+    def _message_tree_of_one(self) -> MessageTree:
+        ranks = Ranks.alone()
+        ranks.set_listener(self.inbox.post)
+        return ranks.message_tree
 
     def _build_flush(
         self,
@@ -199,46 +206,41 @@ class Components(Hooks):
 
     def _build_group(
         self,
-        message_tree: MessageTree | None,
+        message_tree: MessageTree,
         shared: Mapping[str, bool],
         policies: Policies,
         max_wait_s: float,
         unread: Collection[str],
     ) -> None:
-        """Build what ranks decide together, and what one rank decides in its place."""
-        self.commits: Commits | None = None
-        self._node_marks: NodeMarks | None = None
-        alone: dict[str, Any] = {
-            "ledger": self.ledger,
-            "lanes": self.lanes.values(),
-            "deleter": self.deleter,
-            "admissions": self._admissions,
-            "hooks": self,
-            "unread": unread,
-        }
-        if message_tree is None:
-            self.group = OneRank(self.ledger)
-            self._commands = Commands(**alone)
-        else:
-            self.commits = self.group = Commits(
-                message_tree=message_tree,
-                ledger=self.ledger,
-                shared=shared,
-                flusher=self._flusher,
-                deleter=self.deleter,
-                saves=self._capture_events,
-                draining=self.drain_schedule,
-                hooks=self,
-                max_wait_s=max_wait_s,
-            )
-            self._node_marks = NodeMarks(
-                message_tree=message_tree,
-                ledger=self.ledger,
-                shared=shared,
-                deleter=self.deleter,
-                hooks=self,
-            )
-            self._commands = GroupCommands(message_tree=message_tree, commits=self.commits, **alone)
+        """Build what ranks decide together."""
+        self.commits = self.group = Commits(
+            message_tree=message_tree,
+            ledger=self.ledger,
+            shared=shared,
+            flusher=self._flusher,
+            deleter=self.deleter,
+            saves=self._capture_events,
+            draining=self.drain_schedule,
+            hooks=self,
+            max_wait_s=max_wait_s,
+        )
+        self._node_marks = NodeMarks(
+            message_tree=message_tree,
+            ledger=self.ledger,
+            shared=shared,
+            deleter=self.deleter,
+            hooks=self,
+        )
+        self._commands = Commands(
+            message_tree=message_tree,
+            commits=self.commits,
+            ledger=self.ledger,
+            lanes=self.lanes.values(),
+            deleter=self.deleter,
+            admissions=self._admissions,
+            hooks=self,
+            unread=unread,
+        )
         self.start_records = StartRecords(ledger=self.ledger, tiers=self.lanes, hooks=self)
         self.external_commits = ExternalCommits(
             ledger=self.ledger, message_tree=message_tree, hooks=self
@@ -339,13 +341,10 @@ class Components(Hooks):
         return self._commands.is_unpinning(id)
 
     def is_split(self, tier: str) -> bool:
-        return self._node_marks is not None and self._node_marks.is_split(tier)
+        return self._node_marks.is_split(tier)
 
     def read_marks(self, task: ReadMarks) -> None:
-        if self._node_marks is None:
-            self.dispatch(task)
-        else:
-            self._node_marks.read(task)
+        self._node_marks.read(task)
 
     def read_marks_first(self, task: DeleteCopy) -> bool:
-        return self._node_marks is not None and self._node_marks.read_before_deletion(task)
+        return self._node_marks.read_before_deletion(task)

@@ -97,8 +97,7 @@ class Coordinator(Components):
             if entry.handle is not None and (entry.owed or entry.snapshot is not None):
                 entry.handle.on_stopped(error)
             entry.owed.clear()
-        if self.commits is not None:
-            self.commits.replicas.stop()
+        self.commits.replicas.stop()
         self._commands.fail_all(error)
         self._admissions.fail_all(error)
 
@@ -110,9 +109,12 @@ class Coordinator(Components):
         self.ledger.refresh()
         self.steps += 1
         handled: list[Event] = []
-        for event in self.inbox.take():
-            handled.append(event)
-            _EVENT_HANDLERS[type(event)](self, event)
+        while (
+            not self.inbox.is_empty
+        ):  # what rank 0 decides by an event is a message to itself, too
+            for event in self.inbox.take():
+                handled.append(event)
+                _EVENT_HANDLERS[type(event)](self, event)
         self._admissions.observe(handled)
         self.drain_schedule.tick(now_s)
         for _ in range(2):  # a change by one of them may be what another waits for
@@ -124,8 +126,7 @@ class Coordinator(Components):
             self._flusher.drive(lane, now_s, begin=False)
         self.backlog.tick(now_s)
         self.throttle.adjust(now_s)
-        if self.commits is not None:
-            self.commits.tick(now_s)
+        self.commits.tick(now_s)
         if self.fenced is None:
             self.deleter.retry(now_s)
             self._collect_unfinished()
@@ -144,9 +145,8 @@ class Coordinator(Components):
             self.throttle.next_s(now_s),
             self.drain_schedule.next_s(),
             self.verifier.next_s(now_s),
+            self.commits.next_s(now_s),
         ]
-        if self.commits is not None:
-            retries.append(self.commits.next_s(now_s))
         return min([*times, *(when for when in retries if when is not None)], default=None)
 
     def _collect_unfinished(self) -> None:
@@ -164,7 +164,6 @@ class Coordinator(Components):
         self._admissions.enqueue(request)
 
     def _on_assignment_request(self, request: AssignmentRequest) -> None:
-        assert self.commits is not None
         self.commits.replicas.request(request)
 
     def _on_command(self, command: Command) -> None:
@@ -181,11 +180,10 @@ class Coordinator(Components):
             self.external_commits,
             self._node_marks,
         ):
-            if component is not None and component.handles(news):
+            if component.handles(news):
                 component.on_message(news)
                 return
-        if self.commits is not None:
-            self.commits.on_message(news)
+        self.commits.on_message(news)
 
     def _on_query(self, query: LedgerQuery) -> None:
         try:
@@ -212,10 +210,7 @@ class Coordinator(Components):
 
     def _on_marks_read(self, outcome: Outcome) -> None:
         assert isinstance(outcome.task, ReadMarks)
-        if self._node_marks is None:
-            self.deleter.on_marks_read(outcome.task, outcome)
-        else:
-            self._node_marks.on_outcome(outcome.task, outcome)
+        self._node_marks.on_outcome(outcome.task, outcome)
 
     def _on_mark_changed(self, outcome: Outcome) -> None:
         task = outcome.task
@@ -224,7 +219,6 @@ class Coordinator(Components):
         component.on_mark_written(task, outcome)
 
     def _on_commit_outcome(self, outcome: Outcome) -> None:
-        assert self.commits is not None
         self.commits.on_outcome(outcome)
 
     def _on_copy_outcome(self, outcome: Outcome) -> None:
@@ -234,28 +228,16 @@ class Coordinator(Components):
         active = lane.active
         done = lane.on_outcome(outcome)
         if done is not None and active is not None:
-            if isinstance(task, OpenShard):
-                self._mark_existing(lane.tier, active.entry)
             self._on_copied(lane, active.entry, done)
         elif lane.stalled is not None:
-            self._flusher.stalled(lane, task.id, lane.stalled, self.ledger.now_s)
+            self._flusher.stalled(lane, lane.stalled, self.ledger.now_s)
         elif isinstance(task, CopyRun) and outcome.error is None and lane.has_resumed():
             logger.info("flush of %s to %s continues where it stopped", task.id, lane.tier)
             self._flusher.on_recovered(lane.tier)
 
-    def _mark_existing(self, tier: str, entry: LedgerEntry) -> None:
-        """A copy turns out to be committed already: write the marks that were made since beside it."""
-        for mark in self._flusher.marks_of(entry) if self.group.decides else ():
-            self.dispatch(ChangeMark(tier=tier, mark=mark))
-
     def _on_copied(self, lane: FlushLane, entry: LedgerEntry, done: Commit | Uploaded) -> None:
-        """This rank's image is on a tier; in a run of one rank, that includes the commit."""
+        """This rank's image is on a tier."""
         self.emitter.flush_done(lane, entry)
-        if self.commits is None:
-            assert isinstance(done, Commit)
-            self._flusher.committed(lane.tier, entry.id, done.stored_bytes)
-            return
-        lane.succeeded(entry)
         files = done.files if isinstance(done, Uploaded) else files_of(done, entry.shard)
         self.commits.on_uploaded(lane.tier, entry, files)
 
@@ -267,8 +249,7 @@ class Coordinator(Components):
 
     def share_deadline(self, left_s: float) -> None:
         """Let all ranks work towards a deadline that only this rank knows."""
-        if self.commits is not None:
-            self.commits.share_deadline(left_s)
+        self.commits.share_deadline(left_s)
 
     def set_memory_survival(self, error: BaseException | None) -> None:
         """Record whether host memory survives the end of this process; ``error`` says why not."""
@@ -288,7 +269,11 @@ class Coordinator(Components):
         if entry.snapshot is None and not entry.readable_on(self.ledger.host):
             return
         has_copy = entry.states.keys() | entry.damage.keys() | entry.set_aside.keys()
-        entry.owed.update(tier for tier in self.lanes if tier not in has_copy)
+        entry.owed.update(
+            tier
+            for tier in self.lanes
+            if tier not in has_copy and not self.commits.has_given_up(tier, id)
+        )
 
     def set_when_idle(self, bell: InterruptibleEvent) -> None:
         """Set an event once no work is in progress and every copy that can be made is made."""
@@ -302,7 +287,7 @@ class Coordinator(Components):
         """Return whether work is in progress, or a copy is owed to a tier that accepts copies and may begin."""
         if self._tasks_out or self._commands.busy() or self._admissions.busy():
             return True
-        if self.deleter.busy():
+        if self.deleter.busy() or not self.inbox.is_empty:
             return True
         return not self._commands_only and any(
             e.snapshot is not None or self._may_be_copied(e) for e in self.ledger.open()

@@ -30,7 +30,6 @@ from tierfall.core.format.records import (
 )
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import waited_s
-from tierfall.core.scheduler.index_writer import IndexWriter
 from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
     ChangeMark,
@@ -53,6 +52,7 @@ from tierfall.core.scheduler.ledger.tasks import (
 )
 from tierfall.core.scheduler.shared_reads import SharedReads
 from tierfall.core.scheduler.task_store import TaskStore
+from tierfall.core.tensor_index.store import IndexWriter
 from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
@@ -137,7 +137,8 @@ class TaskRunner:
             commit = store.read_commit(task.id)  # the commit succeeded, its response was lost
             store.sync_commit(task.id)
             return commit
-        return store.discard(task.id, task.shard, attempt=self._attempt())
+        own = None if task.shard is None else _own_shard_only(task.shard)
+        return store.discard(task.id, own, attempt=self._attempt())
 
     def _change_mark(self, task: ChangeMark, store: TaskStore) -> None:
         store.check_newest(
@@ -295,52 +296,36 @@ class TaskRunner:
             f"{task.tier}: chunk {task.index} of {task.id} does not match its digest"
         )
 
-    def _finish(self, task: FinishCopy, store: TaskStore) -> Commit | Uploaded:
+    def _finish(self, task: FinishCopy, store: TaskStore) -> Uploaded:
         # publishing replaces files of that name, perhaps some that a newer attempt has committed
         store.check_publish(task.id, task.shard, attempt=self._writer())
         try:
             commit = publish_image(
                 store, task.writer, task.manifest, task.commit, id=task.id, shard=task.shard
             )
-            if not task.upload_only:
-                self._write_commit(commit, task, store)
         except BaseException as error:
             # after a retryable error the next attempt continues from what is there
             if not (task.repairs or getattr(error, "retryable", False)):
                 self._retract(task, store)
             raise
         self._forget(task.tier)
-        if task.upload_only:
-            return Uploaded(files=files_of(commit, task.shard))
-        self._name_latest(task, store)
-        return commit
+        return Uploaded(files=files_of(commit, task.shard))
 
     def _commit(self, task: CommitCopy, store: TaskStore) -> Commit:
         commit = self._complete(task.commit, task.tier)
         if task.tables and (task.repairs or not store.is_committed(task.id)):
             # where a commit record names an index already, the index must not change
             commit = self._indexer.write(store, commit, task.tables)
-        self._write_commit(commit, task, store)
-        self._name_latest(task, store)
+        store.commit(commit, attempt=self._writer(), marks=task.marks, repairs=task.repairs)
+        try:
+            if task.name_latest:
+                store.write_latest(task.id)
+        except BackendError as error:  # only a hint for people: the checkpoint is committed
+            logger.warning("%s: could not write 'latest': %s", task.tier, error)
         return commit
 
-    def _write_commit(
-        self, commit: Commit, task: FinishCopy | CommitCopy, store: TaskStore
-    ) -> None:
-        store.commit(commit, attempt=self._writer(), marks=task.marks, repairs=task.repairs)
-
-    def _name_latest(self, task: FinishCopy | CommitCopy, store: TaskStore) -> None:
-        if not task.name_latest:
-            return
-        try:
-            store.write_latest(task.id)
-        except (
-            BackendError
-        ) as error:  # only a hint for people: the checkpoint is committed without it
-            logger.warning("%s: could not write 'latest': %s", task.tier, error)
-
     def _retract(self, task: FinishCopy, store: TaskStore) -> None:
-        """Delete the published files of a copy that could not be committed, to free their room."""
+        """Delete the published files of an image whose manifest could not be written, to free their room."""
         try:
             if not store.is_committed(task.id):
                 store.discard(task.id, _own_shard_only(task.shard), attempt=self._writer())

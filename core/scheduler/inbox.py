@@ -37,6 +37,10 @@ class Inbox:
         if self.stopped is not None:
             self._refuse_all(self.stopped)
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._taken and self._arrived.empty()
+
     def wait(self, timeout: float | None) -> None:
         """Block until an event has arrived."""
         try:

@@ -17,8 +17,13 @@ import zstandard
 
 from tierfall.core.format import documents
 from tierfall.core.format.records import DIGEST_PREFIX, HEADER_BYTES_MAX, IMAGE_BYTES_MAX
-from tierfall.core.tensor_index.columns import Column, aligned, encode_column
-from tierfall.core.tensor_index.index import COLUMNS, INDEX_BYTES_MAX
+from tierfall.core.tensor_index.index import (
+    COLUMNS,
+    INDEX_BYTES_MAX,
+    Column,
+    aligned,
+    encode_column,
+)
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import CapacityError, IntegrityError
 

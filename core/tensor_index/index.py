@@ -9,29 +9,37 @@
 Each section begins at a multiple of 8 bytes. The end of a block follows from its dtype and lengths. The bytes are
 untrusted: allocations are bounded, and a defect is an IntegrityError; that of a block is raised on access to its
 tensor.
+
+Columns are delta-encoded, in the narrowest width that the largest value allows. Differences are modulo the width, so
+that they need no more bytes than values, and are decoded in place. The blocks of one tensor differ from rank to rank by
+constant steps, which zstd compresses to almost nothing.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 import zstandard
+from numpy.typing import NDArray
 
 from tierfall.core.compression.frames import check_frame
 from tierfall.core.format import documents
 from tierfall.core.format.documents import JsonFields
 from tierfall.core.format.records import DIGEST_PREFIX, HEADER_BYTES_MAX, IMAGE_BYTES_MAX
 from tierfall.core.image.merge import TensorBlock
-from tierfall.core.tensor_index.columns import WIDTHS, Column, aligned, decode_column
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
 
+Column = NDArray[Any]
+ALIGNMENT_BYTES = 8
+WIDTHS = (1, 2, 4, 8)
 INDEX_BYTES_MAX = 512 << 20
 """Maximum size of an index, unpacked: about twenty million blocks."""
 LENGTH_BYTES = 8
@@ -220,3 +228,28 @@ def _width(widths: JsonFields, name: str, what: str) -> int:
     if width not in WIDTHS:
         raise IntegrityError(f"{what}: column {name!r} has a width that no integer has")
     return width
+
+
+def encode_column(values: Iterable[int]) -> Column:
+    """Encode values (0 to 2**64 - 1) as differences, little-endian."""
+    wide = np.asarray(values, dtype=np.uint64)
+    largest = int(wide.max()) if len(wide) else 0
+    width = next(width for width in WIDTHS if largest < 1 << 8 * width)
+    column: Column = wide.astype(_dtype(width))
+    column[1:] -= column[:-1].copy()
+    return column
+
+
+def decode_column(data: bytearray, offset: int, count: int, width: int) -> Column:
+    """Decode the column at ``offset`` of ``data`` in place."""
+    column: Column = np.frombuffer(data, _dtype(width), count, offset)
+    np.add.accumulate(column, dtype=column.dtype, out=column)
+    return column
+
+
+def aligned(bytes: int) -> int:
+    return -(-bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _dtype(width: int) -> np.dtype[Any]:
+    return np.dtype(f"<u{width}")

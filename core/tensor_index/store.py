@@ -1,22 +1,31 @@
-"""Reading the merged index of a checkpoint from a tier, or building it from the manifests there.
+"""Reading the merged index of a checkpoint from a tier, or building it from the manifests there, and writing it.
 
-Several threads read manifests in groups, so that those of a thousand ranks are not in memory at once.
+Several threads read manifests in groups, so that those of a thousand ranks are not in memory at once. An index is
+written before the commit record, and rebuilt only when a rank's table of tensors has changed. Where it cannot be built,
+the checkpoint is committed without one: readers then use the manifests.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from tierfall.core.format import documents
+from tierfall.core.format.commit_files import with_index
 from tierfall.core.format.documents import JsonFields, sha256
 from tierfall.core.format.records import Commit
 from tierfall.core.tensor_index.builder import IndexBuilder
 from tierfall.core.tensor_index.index import Index, read_index
 from tierfall.core.types import keys
-from tierfall.core.types.errors import BackendError, IntegrityError, NotSupportedError
+from tierfall.core.types.errors import (
+    BackendError,
+    IntegrityError,
+    NotSupportedError,
+    TierfallError,
+)
 from tierfall.core.types.values import CheckpointId, Shard
 
 logger = logging.getLogger("tierfall")
@@ -34,6 +43,12 @@ class IndexStore(Protocol):
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
 
     def read_index(self, checkpoint: CheckpointId) -> bytes: ...
+
+
+class IndexedStore(IndexStore, Protocol):
+    """A stored tier that an index can be written to."""
+
+    def write_index(self, checkpoint: CheckpointId, data: bytes) -> None: ...
 
 
 def open_index(store: IndexStore, commit: Commit) -> Index:
@@ -101,3 +116,42 @@ def _manifests(store: IndexStore, commit: Commit) -> Iterator[tuple[Shard, bytes
         for first in range(0, len(shards), _GROUP):
             group: Sequence[Shard] = shards[first : first + _GROUP]
             yield from zip(group, executor.map(read, group), strict=True)
+
+
+class IndexWriter:
+    """Writes indexes and caches the last one. Several threads may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: tuple[str, ...] = ()
+        self._data = b""
+
+    def write(self, store: IndexedStore, commit: Commit, tables: tuple[str, ...]) -> Commit:
+        """Write the index of the images that ``commit`` names; return the record with the index added, or ``commit``
+        itself if no index can be built. ``tables`` are the digests of all ranks' tensor tables, empty if unknown.
+
+        Raises the tier's error if it is retryable: the caller then retries the commit.
+        """
+        try:
+            data = self._index_of(store, commit, tables)
+            store.write_index(commit.lineage.checkpoint, data)
+        except TierfallError as error:
+            if error.retryable:
+                raise
+            logger.warning(
+                "%s: %s is committed without a merged index: %s",
+                store.name,
+                commit.lineage.checkpoint,
+                error,
+            )
+            return commit
+        return with_index(commit, data)
+
+    def _index_of(self, store: IndexedStore, commit: Commit, tables: tuple[str, ...]) -> bytes:
+        with self._lock:
+            if tables == self._tables and "" not in tables:
+                return self._data
+        data = build_index(store, commit)
+        with self._lock:
+            self._tables, self._data = tables, data
+        return data

@@ -169,6 +169,10 @@ class ManyHistory:
         if what == "whole":
             self.whole.append(CheckpointId(int(step), int(attempt)))
             assert self.whole[-1] not in self.unlike, f"{self.whole[-1]} is a mixture"
+        if what == "committed":  # it may be deleted before the next look
+            id = CheckpointId(int(step), int(attempt))
+            assert id in self.world.committed(str(tier)), f"{id} is not committed on all nodes"
+            self.committed.add((str(tier), id))
         if what == "given_up":
             copy = str(tier), CheckpointId(int(step), int(attempt))
             # else its repair is given up, or one that could not be seen when this start began

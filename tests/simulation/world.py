@@ -509,7 +509,10 @@ class World:
     # Driving -----------------------------------------------------------------------------------------
 
     def step(self) -> float | None:
-        return self.coordinator.step(self.now_s)
+        while True:
+            next_s = self.coordinator.step(self.now_s)
+            if self.coordinator.inbox.is_empty:
+                return next_s
 
     def run_one(self) -> bool:
         """Carry out one waiting task, chosen by the seed; False when none waits."""

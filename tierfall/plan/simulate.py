@@ -29,6 +29,7 @@ from tierfall.core.scheduler.ledger.ledger import ALONE, Ledger
 from tierfall.core.scheduler.ledger.policies import Policies
 from tierfall.core.scheduler.ledger.tasks import (
     AdmissionRequest,
+    CommitCopy,
     CopyRun,
     DeleteCopy,
     Event,
@@ -37,6 +38,7 @@ from tierfall.core.scheduler.ledger.tasks import (
     Outcome,
     ReadMarks,
     Task,
+    Uploaded,
 )
 from tierfall.core.types import events, keys
 from tierfall.core.types.values import CheckpointId, SaveOutcome, TierKind, WhenFull
@@ -254,7 +256,7 @@ class Simulation:
         while self._timers and self._timers[0][0] <= self.now_s:
             heapq.heappop(self._timers)[2]()
         self._has_news = True
-        while self._has_news:
+        while self._has_news or not self._coordinator.inbox.is_empty:
             self._has_news = False
             self._wake_s = self._coordinator.step(self.now_s)
             self._work_left -= WORK_OF_STEP + len(self._coordinator.ledger.entries)
@@ -379,6 +381,8 @@ def _value_of(task: Task) -> Any:
                 None,
             )  # a writer that nothing writes with, and no manifest that was read
         case FinishCopy():
+            return Uploaded(files=task.commit.files)
+        case CommitCopy():
             return task.commit
         case ReadMarks():
             return dict.fromkeys(task.ids, frozenset())

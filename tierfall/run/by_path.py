@@ -133,9 +133,8 @@ class PathSaves:
         """Give up a step on all ranks, since one of its files was removed or could not be opened (``why``)."""
         reason = f"its file {name} {why} on rank {self._rank}"
         self._stages.give_up(step, reason)
-        if self.session.ranks.many:
-            topic = (TOPIC, _GIVE_UP, step, self._token())
-            self.session.ranks.message_tree.report(topic, GivenUpPath(reason=reason).to_json())
+        topic = (TOPIC, _GIVE_UP, step, self._token())
+        self.session.ranks.message_tree.report(topic, GivenUpPath(reason=reason).to_json())
 
     def commit(self, step: int, name: str, target: str) -> None:
         """Rename a file of a step, and save the files of all ranks as this step's checkpoint.
@@ -379,8 +378,7 @@ class PathSaves:
             entry = coordinator.ledger.entries.get(id)
             if entry is not None and not entry.failed:
                 return coordinator.ledger.has_whole_copy(entry)
-            commits = coordinator.commits
-            lost = None if commits is None else commits.why_save_failed(id)
+            lost = coordinator.commits.why_save_failed(id)
             error = lost[0] if lost else handle.exception()
             raise CaptureError(str(error or f"save of step {id.step} was given up")) from error
 

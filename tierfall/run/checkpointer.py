@@ -278,8 +278,8 @@ class Checkpointer:
         self._session.find_external_commits(deadline)
         if deadline is not None:
             deadline = max(0.0, deadline - (time.monotonic() - began))
-        drain = group_commands.drain if self._session.ranks.many else group_commands.drain_here
-        return replace(drain(self._session, deadline), seconds=time.monotonic() - began)
+        report = group_commands.drain(self._session, deadline)
+        return replace(report, seconds=time.monotonic() - began)
 
     def close(self) -> None:
         """Flush what can become durable within ``max_wait``, and release everything. May be called twice.

@@ -131,7 +131,7 @@ def prune(session: Session, *, dry_run: bool) -> list[Decision]:
             session.call(session.coordinator.deleter.trust)
             session.wait_idle(session.config.max_wait_s)
         ranks.meet("prune: dropped", timeout_s=_patience_s(session))
-        if ranks.many:
+        if not ranks.topology.is_root:
             session.wait_idle(session.config.max_wait_s)
         ranks.meet("prune: end", timeout_s=_patience_s(session))
     return list(decisions)

@@ -91,8 +91,8 @@ class Layouts:
 
     @property
     def _divider(self) -> ReplicaAssigner | None:
-        commits = self._session.coordinator.commits
-        return None if commits is None else commits.replicas
+        """What assigns replicas to ranks; None where one rank writes all."""
+        return self._session.coordinator.commits.replicas if self._session.ranks.many else None
 
     def _is_current(self, planned: _PlannedLayout, divider: ReplicaAssigner) -> bool:
         """Return whether the ranks still use the assignment that a layout was planned with."""

@@ -118,7 +118,7 @@ class Restorer:
         session, tally = self._session, self._session.new_tally()
         listings = session.list_now()
         hosts = session.tiers.hosts()
-        ranks, many = session.ranks, session.ranks.many
+        ranks = session.ranks
         with ExitStack() as seen:
 
             def look_again() -> Sequence[Listing]:
@@ -140,7 +140,7 @@ class Restorer:
                 shard=ranks.shard,
                 ring=session.ring,
                 resize=resize,
-                together=make_barrier(ranks, timeout_s=self.patience_s) if many else None,
+                together=make_barrier(ranks, timeout_s=self.patience_s),
                 exchange=self.exchange(),
                 nowhere=self.nowhere,
             )

@@ -21,8 +21,7 @@ import torch
 from tierfall.config import Config, StoredTierConfig
 from tierfall.core.capture.capturer import Capturer, as_capture_error
 from tierfall.core.capture.copier import ImageCopier
-from tierfall.core.capture.device_copies import Slab
-from tierfall.core.capture.device_places import CaptureDevices
+from tierfall.core.capture.device_copies import CaptureDevices, Slab
 from tierfall.core.capture.events import CaptureAdvanced, CaptureBegun, SaveGivenUp
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import HostRegion, ReplicaShare, Snapshot

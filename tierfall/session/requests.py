@@ -9,6 +9,7 @@ from typing import Any
 from tierfall.config.sections import OnClose
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.runtime.wait import InterruptibleEvent
+from tierfall.core.scheduler.group.commands import ALL_RANKS
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, Command, CommandKind
@@ -80,7 +81,7 @@ def submit(session: Session, kind: CommandKind, id: CheckpointId) -> dict[str, B
     if session.wait(done, session.config.max_wait_s):
         return failed
     waited = f"{session.config.max_wait_s:g} s (max_wait)"
-    late = session.call(lambda: tuple(command.waiting))
+    late = session.call(lambda: sorted(command.waiting - {ALL_RANKS}) or tuple(command.waiting))
     if done.is_set:  # since the wait has ended
         return failed
     if not late:

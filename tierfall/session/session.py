@@ -103,7 +103,7 @@ class Session:
             max_wait_s=self.config.max_wait_s,
             when_full=self.config.host.when_full,
             unread=[x.tier for x in tiers.listings if x.error is not None],
-            message_tree=self.ranks.message_tree if tiers.agrees else None,
+            message_tree=self.ranks.message_tree,
             shared={tier.name: is_shared(tier) for tier in self.config.stored},
             set_pace=lambda tier, bytes_per_s: self.stores[tier].limit_rate(bytes_per_s),
             verify_bytes_per_s=self.config.verify_bytes_per_s,

@@ -195,7 +195,7 @@ class Deleter:
         plan = self._plan(task.tier)
         drops = {d.checkpoint: d.reason for d in plan if d.checkpoint in read}
         newest = self._ledger.newest_on(task.tier, without=drops) if drops else None
-        relied = self._planner.relied_on(self._view(task.tier), task.tier, drops)
+        relied = self._planner.relied_on(self._view(task.tier), task.tier, drops) if drops else ()
         deletion = partial(DeleteCopy, tier=task.tier, next_latest=newest, relies_on=relied)
         for id, reason in drops.items():
             self._delete(deletion(id=id, reason=reason))
@@ -216,8 +216,6 @@ class Deleter:
             entry = self._ledger.entries.get(id)
             if entry is not None and entry.has_record_on(tier):
                 entry.marks[tier] = marks
-                if entry.tombstoned and not self._hooks.group.upload_only:
-                    entry.give_up(self._leaving, entry.given_up("it was deleted by a person"))
 
     def _plan(self, tier: str) -> list[Decision]:
         if self._planner.keeps_all(tier):
@@ -317,8 +315,7 @@ class Deleter:
     def collect_unfinished(self, tier: str, id: CheckpointId, reason: str) -> bool:
         """Delete this rank's files of a copy that was never committed; return False where that was begun before."""
         entry = self._ledger.entries.get(id)
-        own = entry is not None and entry.shards is None and self._hooks.group.upload_only
-        shard = entry.shard if own and entry is not None else None
+        shard = entry.shard if entry is not None and entry.shards is None else None
         return self.collect_garbage(tier, id, reason, shard=shard)
 
     def delete(self, task: DeleteCopy) -> bool:
@@ -358,7 +355,7 @@ class Deleter:
             return self._on_rest_deleted(entry, task, outcome)
         if entry is not None:
             return self._on_gone(entry, task, outcome)
-        is_part = self._hooks.group.upload_only and not task.unreadable
+        is_part = self._hooks.is_split(task.tier) and not task.unreadable
         if is_part and prevents_deletion(outcome.value, tombstoned=task.tombstoned):
             # a mark keeps this node's part, or a deletion by command is to find it
             self._ledger.partial.add((task.tier, task.id))

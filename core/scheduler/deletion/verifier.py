@@ -91,7 +91,7 @@ class BackgroundVerifier:
         *,
         ledger: Ledger,
         deleter: Deleter,
-        message_tree: MessageTree | None,
+        message_tree: MessageTree,
         hooks: Hooks,
         bytes_per_s: float | None,
     ) -> None:
@@ -100,7 +100,7 @@ class BackgroundVerifier:
         self._message_tree = message_tree
         self._hooks = hooks
         self._bytes_per_s = bytes_per_s
-        self._decides = message_tree is None or message_tree.topology.is_root
+        self._decides = message_tree.topology.is_root
         self._requested: dict[str, _VerifyRequest] = {}
         self._checks: dict[str, _RunningCheck] = {}
         self._retry_s: dict[tuple[str, CheckpointId], float] = {}
@@ -166,11 +166,7 @@ class BackgroundVerifier:
         return True
 
     def _announce(self, topic: Topic, body: Message | None) -> None:
-        data = None if body is None else body.to_json()
-        if self._message_tree is None:
-            self.on_message(DecisionAnnounced(topic=topic, body=data))
-        else:
-            self._message_tree.announce(topic, data)
+        self._message_tree.announce(topic, None if body is None else body.to_json())
 
     def _next(self, tier: str) -> CheckpointId | None:
         found = (e.id for e in self._ledger.unverified(tier))
@@ -178,24 +174,17 @@ class BackgroundVerifier:
 
     def _begin(self, number: int, id: CheckpointId, tier: str, hurry: bool) -> None:
         self._checks[tier] = _RunningCheck(id, number, hurry)
-        turn, of = 0, 1
-        if self._message_tree is not None:
-            topology = self._message_tree.topology
-            ranks = (
-                topology.local_ranks if self._hooks.is_split(tier) else range(topology.world_size)
-            )
-            turn, of = list(ranks).index(topology.rank), len(ranks)
-        self._hooks.dispatch(OpenCheck(tier=tier, id=id, turn=turn, of=of))
+        topology = self._message_tree.topology
+        split = self._hooks.is_split(tier)
+        ranks = topology.local_ranks if split else tuple(range(topology.world_size))
+        turn = ranks.index(topology.rank)
+        self._hooks.dispatch(OpenCheck(tier=tier, id=id, turn=turn, of=len(ranks)))
 
     def on_restored(self, id: CheckpointId, tiers: tuple[str, ...]) -> None:
         """A restore of this rank has read its whole share of a checkpoint on these tiers, and found it good."""
         self._restores += 1  # all ranks restore together, so that their counts agree
-        if self._message_tree is None:
-            for tier in tiers:
-                self._is_good(id, tier)
-        else:
-            body = _ReadTiers(tiers=frozenset(tiers))
-            self._message_tree.contribute(_topic(_READ, self._restores, id, ""), body.to_json())
+        body = _ReadTiers(tiers=frozenset(tiers))
+        self._message_tree.contribute(_topic(_READ, self._restores, id, ""), body.to_json())
 
     # Reading ---------------------------------------------------------------------------------------
 
@@ -263,11 +252,7 @@ class BackgroundVerifier:
         del self._checks[tier]
         damage = isinstance(error, IntegrityError | KeyNotFoundError | NotSupportedError)
         body = _Verified(text=None if error is None else str(error), damaged=damage)
-        if self._message_tree is None:
-            self._on_result(check.id, tier, body)
-        else:
-            topic = _topic(_FOUND, check.number, check.id, tier)
-            self._message_tree.contribute(topic, body.to_json())
+        self._message_tree.contribute(_topic(_FOUND, check.number, check.id, tier), body.to_json())
 
     # Results ---------------------------------------------------------------------------------------
 
@@ -297,7 +282,9 @@ class BackgroundVerifier:
         """Announce the worst result of any rank; for rank 0."""
         found = {r: _Verified.from_json(body, rank=r) for r, body in bodies.items()}
         failed = [
-            _Verified(text=f"rank {rank}: {one.text}", damaged=one.damaged)
+            _Verified(
+                text=self._message_tree.topology.name_rank(rank, one.text), damaged=one.damaged
+            )
             for rank, one in found.items()
             if one.text
         ]

@@ -130,7 +130,7 @@ class DrainSchedule:
             left_s=min(self._until_s.values()) - now_s,
         )
         for decision in self.plan:
-            if decision.displaced and not self._hooks.group.upload_only:
+            if decision.displaced and not self._ledger.many_ranks:  # no other rank copies it
                 self._preempt(decision)
 
     def _bytes_per_s(self, tier: str) -> float | None:

@@ -92,21 +92,14 @@ class Flusher:
         """Advance a lane; ``begin``: another copy may begin."""
         while True:
             free = lane.active is None and self.fenced is None and now_s >= lane.not_before_s
-            if free and begin:
+            if free and begin and not self._hooks.group.is_committing_on(lane.tier):
                 self._begin_next(lane, now_s)
             if lane.active is None:
                 return
-            entry = lane.active.entry
             # a save needs memory: read from a stored tier where possible, so that images can be evicted
             lane.spare_memory = self._hooks.memory_is_short()
             others = (other for other in self._lanes.values() if other is not lane)
-            lane.advance(
-                now_s,
-                self.marks_of(entry),
-                name_latest=partial(self.is_newest, lane.tier, entry),
-                older_owed=partial(self.older_owed, lane.tier, entry),
-                other_reads=[run for other in others for run in other.reading()],
-            )
+            lane.advance(now_s, [run for other in others for run in other.reading()])
             transfer = lane.aborted()
             if transfer is None:
                 return
@@ -122,8 +115,7 @@ class Flusher:
                 error = FlushError(
                     f"flush of {entry.id} to {lane.tier}: no tier has a good copy of it any more"
                 )
-                if not self._hooks.group.copy_failed(entry, lane.tier, error, for_good=True):
-                    self.give_up_copy(entry, lane.tier, error)
+                self._hooks.group.give_up_copy(entry, lane.tier, error)
             else:
                 decision = self._room.try_admit(lane, entry)
                 if decision.admitted:
@@ -151,19 +143,18 @@ class Flusher:
         lane.full = False
         lane.not_before_s = now_s + LONGEST_RETRY_S  # other processes may free room on the disk
         self._deleter.plan_tier(lane.tier)
-        self._report_failing(lane, entry, error, for_good=True)
+        if self._ledger.many_ranks:  # they do not wait for one of them
+            self._hooks.group.give_up_copy(entry, lane.tier, error)
+        else:
+            self._report_failing(lane.tier, entry, error)
 
-    def _report_failing(
-        self, lane: FlushLane, entry: LedgerEntry, error: BaseException, *, for_good: bool = False
-    ) -> None:
-        """Report that a tier does not accept copies at present; rank 0 decides about a failure ``for_good``."""
-        last, self._reported_failing[lane.tier] = self._reported_failing.get(lane.tier), entry.id
-        is_news = last != entry.id or lane.tier not in self._ledger.failing
-        if (for_good or is_news) and self._hooks.group.copy_failed(
-            entry, lane.tier, error, for_good=for_good
-        ):
-            return
-        self.mark_failing(lane.tier, error)
+    def _report_failing(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:
+        """Report, once for a copy, that a tier does not accept it at present."""
+        last, self._reported_failing[tier] = self._reported_failing.get(tier), entry.id
+        is_news = last != entry.id or tier not in self._ledger.failing
+        self.mark_failing(tier, error)
+        if is_news:
+            self._hooks.group.tier_failing(entry, tier, error)
 
     def mark_failing(self, tier: str, error: BaseException) -> None:
         """A tier does not accept copies at present, of this rank or another: every handle that waits for it reports
@@ -300,7 +291,7 @@ class Flusher:
             failures.lasts and lane.tries >= TRIES_BEFORE_REPORT and not self._may_be_one_copy(lane)
         )
         if lasts or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
-            self._report_failing(lane, entry, _flush_error(entry, lane.tier, error))
+            self._report_failing(lane.tier, entry, _flush_error(entry, lane.tier, error))
 
     def _may_be_one_copy(self, lane: FlushLane) -> bool:
         """Return whether all failures since the last commit are of one copy, are not retryable, and another waits."""
@@ -317,8 +308,7 @@ class Flusher:
             f"accepts others: {cause}. Fix what prevents it from being written there: the next start tries it again"
         )
         error.__cause__ = cause
-        if not self._hooks.group.set_aside(entry, tier, error):
-            self.set_aside(entry, tier, error)
+        self._hooks.group.set_aside(entry, tier, error)
 
     def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         """Stop trying a copy in this start. Commit records of later ones say that it is still owed."""
@@ -330,23 +320,40 @@ class Flusher:
         self._report(entry, tier, error)
         self.stop_copy(entry, tier, error)
 
-    def stalled(
-        self, lane: FlushLane, id: CheckpointId, error: BaseException, now_s: float
-    ) -> None:
+    def stalled(self, lane: FlushLane, error: BaseException, now_s: float) -> None:
         """A copy could not continue. Its written chunks are kept, and it is retried from there."""
-        if not lane.stall(now_s):
-            return
-        assert lane.active is not None
-        self._emitter.flush_stalled(lane.tier, id, error, lane.not_before_s)
+        if lane.stall(now_s):
+            assert lane.active is not None
+            tries, since_s = lane.active.stalls, now_s - lane.failing_for_s(now_s)
+            until_s = lane.not_before_s
+            self.note_stall(lane.tier, lane.active.entry, error, tries, since_s, until_s)
+
+    def note_stall(
+        self,
+        tier: str,
+        entry: LedgerEntry,
+        error: BaseException,
+        tries: int,
+        since_s: float,
+        until_s: float,
+    ) -> None:
+        """A tier has accepted nothing of a copy, or of its commit record, since ``since_s``, in so many tries; the next
+        is at ``until_s``."""
+        now_s = self._ledger.now_s
+        self._emitter.flush_stalled(tier, entry.id, error, until_s)
         self.counters.flush_failures += 1
         logger.log(
-            logging.WARNING if lane.active.stalls == 1 else logging.DEBUG,
+            logging.WARNING if tries == 1 else logging.DEBUG,
             "flush of %s to %s stalls, and continues in %.1f s: %s",
-            id, lane.tier, lane.not_before_s - now_s, error,
+            entry.id, tier, until_s - now_s, error,
         )  # fmt: skip
-        if lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
-            entry = lane.active.entry
-            self._report_failing(lane, entry, _flush_error(entry, lane.tier, error))
+        if now_s - since_s >= self._max_wait_s[tier]:
+            self._report_failing(tier, entry, _flush_error(entry, tier, error))
+
+    def commit_failed(self, tier: str, entry: LedgerEntry, error: BaseException) -> None:
+        """A copy was uploaded, and its commit record cannot be written: it has failed, and is still owed."""
+        transfer = Transfer(entry=entry, error=error, published=True)
+        self._on_copy_failed(self._lanes[tier], transfer, self._ledger.now_s)
 
     def _report(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         if entry.handle is not None:
@@ -403,7 +410,7 @@ class Flusher:
 
     def give_up_for_all(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         """Give up a copy that this rank can never make, on all ranks."""
-        self._hooks.group.copy_failed(entry, tier, error, for_good=True)
+        self._hooks.group.give_up_copy(entry, tier, error)
         self.give_up_copy(entry, tier, error)
 
     def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:

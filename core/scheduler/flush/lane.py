@@ -8,10 +8,10 @@ on its source only while it reads, so that a copy may change its source between 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from tierfall.core.format.records import Commit, Geometry, Manifest, Mark, geometry
+from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
 from tierfall.core.scheduler.flush.transfer import CopySources, Phase, Transfer
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
@@ -113,17 +113,8 @@ class FlushLane:
             )
         )
 
-    def advance(
-        self,
-        now_s: float,
-        marks: Sequence[Mark],
-        *,
-        name_latest: Callable[[], bool],
-        older_owed: Callable[[], tuple[CheckpointId, ...]],
-        other_reads: Sequence[CopyRun],
-    ) -> None:
-        """Dispatch what can begin now. ``other_reads`` are reads of other lanes in progress; ``marks``, ``name_latest``
-        and ``older_owed`` are for the commit."""
+    def advance(self, now_s: float, other_reads: Sequence[CopyRun]) -> None:
+        """Dispatch what can begin now. ``other_reads`` are reads of other lanes in progress."""
         transfer = self.active
         if transfer is None:
             return
@@ -131,7 +122,7 @@ class FlushLane:
         if transfer.phase is Phase.COPYING and ready:
             self._dispatch_runs(transfer, other_reads)
         if transfer.phase is Phase.COPYING and ready and self._all_copied(transfer):
-            self._finish(transfer, marks, name_latest(), older_owed())
+            self._finish(transfer)
         if transfer.error is not None and transfer.phase is not Phase.ABORTING:
             self._stop(transfer)
 
@@ -169,8 +160,8 @@ class FlushLane:
     # Outcomes --------------------------------------------------------------------------------------
 
     def on_outcome(self, outcome: Outcome) -> Commit | Uploaded | None:
-        """Apply a task's outcome. Returns the commit record if the copy is committed now, or the uploaded files where
-        the commit is left to the group; else None."""
+        """Apply a task's outcome. Returns the files once they are uploaded, or the commit record of a copy that is
+        committed already; else None."""
         transfer = self.active
         if transfer is None or transfer.entry.id != outcome.task.id:  # type: ignore[union-attr]
             raise AssertionError(f"lane {self.tier}: an outcome of a copy that is not active")
@@ -186,7 +177,7 @@ class FlushLane:
             case FinishCopy():
                 if outcome.error is None:
                     self.active = None
-                    done: Commit | Uploaded = outcome.value
+                    done: Uploaded = outcome.value
                     return done
                 self._not_finished(transfer, outcome.error)
             case AbortShard():
@@ -350,13 +341,7 @@ class FlushLane:
             and entry.commit is not None
         )
 
-    def _finish(
-        self,
-        transfer: Transfer,
-        marks: Sequence[Mark],
-        name_latest: bool,
-        older_owed: tuple[CheckpointId, ...],
-    ) -> None:
+    def _finish(self, transfer: Transfer) -> None:
         entry = transfer.entry
         assert transfer.writer is not None
         assert entry.manifest is not None
@@ -369,10 +354,7 @@ class FlushLane:
                 shard=entry.shard,
                 writer=transfer.writer,
                 manifest=entry.manifest,
-                commit=replace(entry.commit, owed=older_owed),
-                marks=tuple(marks),
-                name_latest=name_latest,
-                upload_only=self._hooks.group.upload_only,
+                commit=entry.commit,
                 repairs=self.tier in entry.damage,
             )
         )

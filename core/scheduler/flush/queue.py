@@ -113,10 +113,8 @@ class FlushQueue:
         if (tier, entry.id) in self._announced:
             return
         logger.log(level, "flush of %s to %s is given up: %s", entry.id, tier, reason)
-        if self._hooks.group.give_up_by_rule(tier, entry.id, reason):
-            self._announced.add((tier, entry.id))
-        else:
-            self.give_up_on_this_rank(entry, tier, reason)
+        self._announced.add((tier, entry.id))
+        self._hooks.group.give_up_by_rule(tier, entry.id, reason)
 
     def give_up_on_this_rank(self, entry: LedgerEntry, tier: str, reason: str) -> None:
         """Give up a copy on this rank, as rank 0 announced."""

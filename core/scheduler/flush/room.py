@@ -112,7 +112,7 @@ class TierRoom:
         """Carry out an eviction plan. A copy that fits is admitted beside evictions that only respect a watermark."""
         tier, decides = lane.tier, self._hooks.group.decides
         fits = free >= need
-        if not fits and not self._hooks.group.upload_only and self._collect_unfinished(lane, entry):
+        if not fits and not self._ledger.many_ranks and self._collect_unfinished(lane, entry):
             return WAIT
         if self._deleter.rules_are_suspended and plan.deletions:
             return (
@@ -213,7 +213,7 @@ class TierRoom:
 
     def _no_room(self, lane: FlushLane, entry: LedgerEntry, need: int, free: int) -> CapacityError:
         then = f"it is tried again when room is made, and every {LONGEST_RETRY_S:g} s"
-        if self._hooks.group.upload_only:
+        if self._ledger.many_ranks:
             then = "all ranks give it up there"
         found = "the disk is full" if lane.full else f"there is room for {format_size(free)}"
         _, damaged = self._deleter.damaged_for_room(self._ledger.view(), lane.tier)

@@ -1,25 +1,52 @@
-"""Commands of a person to a run in progress: pin, unpin, delete. Each is carried out on every tier that holds the
-checkpoint.
+"""Commands of a person to a run in progress: pin, unpin, delete. Each is given to rank 0, and carried out on every tier
+that holds the checkpoint, by each rank where it writes.
+
+    rank 0                           every rank
+    a command about 400@1         -> marks: in its memory, and on the tiers where it owns the records
+    all have marked: delete       <- marked
+                                  -> its copies are deleted, once every copy on every node bears its tombstone
+    all have deleted: ended       <- deleted
+                                  -> all ranks know what failed on any
 
 A pin protects from the moment it is requested. A deletion writes a tombstone first, so that the next start finishes a
 deletion that a kill interrupts, and waits until no task reads or writes the checkpoint. A tombstone that another
-process has written to one tier is carried out like a command: on every tier, memory included.
+process has written to one tier is carried out like a command: on every tier, memory included. All of it belongs to the
+coordinator's thread and does no I/O.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from tierfall.core.format.records import Mark
-from tierfall.core.ranks.ranks import RankMessage
+from tierfall.core.ranks.message_tree import MessageTree
+from tierfall.core.ranks.messages import CheckpointTopic, ErrorMessage
+from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.admission import Admissions
 from tierfall.core.scheduler.flush.lane import FlushLane
+from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.scheduler.group.messages import (
+    BegunCommand,
+    CommandPart,
+    EndedCommand,
+    GroupMessages,
+    MessageKind,
+    kind_of,
+    read_all,
+)
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.tasks import ChangeMark, Command, CommandKind, Outcome
+from tierfall.core.scheduler.ledger.tasks import (
+    ChangeMark,
+    Command,
+    CommandKind,
+    DeleteCopy,
+    Outcome,
+)
 from tierfall.core.types import keys
 from tierfall.core.types.errors import FencedError, StepError, TierfallError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -29,6 +56,28 @@ logger = logging.getLogger("tierfall")
 UNPIN_MARK = "unpin"
 DELETED = "deleted by a person"
 RETRY_S = 30.0
+ALL_RANKS = "other ranks"
+"""One of the tiers that a command waits for, as long as rank 0 has not announced what all ranks have done."""
+_KINDS = frozenset(
+    (
+        MessageKind.COMMAND,
+        MessageKind.MARKED,
+        MessageKind.DELETE,
+        MessageKind.DELETED,
+        MessageKind.COMMAND_ENDED,
+        MessageKind.TOMBSTONE_FOUND,
+    )
+)
+
+
+@dataclass(slots=True)
+class _OwnPart:
+    """This rank's part in a command: what it contributes next, and whether it has."""
+
+    number: int
+    command: Command
+    contributes: MessageKind = MessageKind.MARKED
+    contributed: bool = False
 
 
 class Commands:
@@ -37,16 +86,18 @@ class Commands:
     def __init__(
         self,
         *,
+        message_tree: MessageTree,
+        commits: Commits,
         ledger: Ledger,
         lanes: Iterable[FlushLane],
         deleter: Deleter,
         admissions: Admissions,
         hooks: Hooks,
         unread: Collection[str],
-        owns: Callable[[str], bool] = lambda tier: True,
     ) -> None:
-        """``owns`` returns whether this rank writes marks and deletes copies on a stored tier."""
-        self._owns = owns
+        self._messages = GroupMessages(message_tree)
+        self._commits = commits
+        self._owns = commits.owns
         self._unread = frozenset(unread)
         self._ledger = ledger
         self._lanes = list(lanes)
@@ -56,14 +107,14 @@ class Commands:
         self._open: list[Command] = []
         self._retries: dict[CheckpointId, float] = {}
         self._deleted: set[CheckpointId] = set()
+        self._parts: dict[CheckpointId, _OwnPart] = {}
+        self._count = 0
+        self._now_s = 0.0
 
     @staticmethod
     def handles(news: RankMessage) -> bool:
-        """Return whether ``on_message`` processes a message: with one rank, none."""
-        return False
-
-    def on_message(self, news: RankMessage) -> None:
-        raise AssertionError(f"a run of one rank has no messages: {news}")
+        """Return whether ``on_message`` processes a message."""
+        return kind_of(news) in _KINDS
 
     def submit(self, command: Command) -> None:
         self._open.append(command)
@@ -72,7 +123,13 @@ class Commands:
             self._retries.pop(command.id, None)
 
     def finish_deletion(self, id: CheckpointId) -> None:
-        """Carry out a tombstone that was found, or the rest of a deletion."""
+        """Carry out, once, a tombstone that any rank has found, or the rest of a deletion."""
+        if not self._commits.decides:
+            self._messages.report(MessageKind.TOMBSTONE_FOUND, id)
+            return
+        if any(c.id == id and c.kind is CommandKind.DELETE for c in self._open):
+            return
+        self._deleted.add(id)
         logger.info("%s was deleted by a person: it is deleted from every tier", id)
         self.submit(
             Command(kind=CommandKind.DELETE, id=id, wall_time_s=0.0, on_answer=_log_failed(id))
@@ -96,7 +153,9 @@ class Commands:
 
     def advance(self, now_s: float) -> None:
         """Begin the commands that can begin, and answer those that are done."""
+        self._now_s = now_s
         for id in [id for id, when in self._retries.items() if now_s >= when]:
+            del self._retries[id]
             self.finish_deletion(id)
         for command in list(self._open):
             if not command.begun:
@@ -104,25 +163,24 @@ class Commands:
             if command.deletes and not command.waiting and self._may_drop(command):
                 self._drop_all(command)
             if command.begun and not command.waiting and not command.deletes:
-                self._end(command, now_s)
+                self._end(command)
+        for part in list(self._parts.values()):
+            if not part.contributed and not part.command.waiting - {ALL_RANKS}:
+                self._contribute(part)
 
-    def _end(self, command: Command, now_s: float) -> None:
+    def _end(self, command: Command) -> None:
         self._open.remove(command)
         if command.reserving:
             self._deleter.reserved.discard(command.id)
         if command.kind is CommandKind.DELETE:
             if command.reserving and command.unmarked:  # it stays awaited until then, or for good
-                if not _is_fenced(command):
-                    self._try_later(command.id, now_s)
+                if self._commits.decides and not self._unread and not _is_fenced(command):
+                    self._retries[command.id] = self._now_s + RETRY_S
             elif not any(c.id == command.id and c.kind is command.kind for c in self._open):
                 self._deleter.awaited.discard(command.id)
             if command.reserving:
                 self._deleted.add(command.id)
         command.on_answer(command.failed)
-
-    def _try_later(self, id: CheckpointId, now_s: float) -> None:
-        if not self._unread:
-            self._retries[id] = now_s + RETRY_S
 
     def _try_to_begin(self, command: Command) -> None:
         entry = self._ledger.entries.get(command.id)
@@ -145,14 +203,18 @@ class Commands:
         command.begun = True
 
     def _begin_unknown(self, command: Command) -> None:
-        """The checkpoint is unknown: that is an error, unless it was deleted."""
-        if command.kind is not CommandKind.DELETE or command.id not in self._deleted:
+        """The checkpoint is unknown: that is an error, unless it was deleted. Another rank may have a part of it."""
+        if command.kind is CommandKind.DELETE and command.id in self._deleted:
+            self._begin(command, None)
+        else:
             command.failed["tierfall"] = StepError(f"{command.kind}: {command.id} is not known")
 
     def _is_settling(self, entry: LedgerEntry) -> bool:
         """Return whether a copy is being sealed or committed: the command would miss it, or its marks would be old.
 
         A commit whose outcome is unknown may have succeeded: the command waits until it is known."""
+        if entry.awaiting_ranks or self._commits.is_committing(entry.id):
+            return True
         return entry.snapshot is not None or any(
             lane.is_publishing(entry.id) for lane in self._lanes
         )
@@ -177,6 +239,21 @@ class Commands:
         return not (busy or arriving or self._deleter.is_deleting())
 
     def _begin(self, command: Command, entry: LedgerEntry | None) -> None:
+        """Begin a command on all ranks; for rank 0."""
+        held = self._held(command.id)
+        self._count += 1
+        body = BegunCommand(kind=command.kind, wall_time_s=command.wall_time_s)
+        self._messages.announce(MessageKind.COMMAND, command.id, body=body, number=self._count)
+        self._begin_part(self._count, command, entry)
+        if command.kind is CommandKind.DELETE:
+            for lane in self._lanes:
+                if lane.tier not in held:  # some ranks may have uploaded their images
+                    self._commits.give_up(lane.tier, command.id, f"it was {DELETED}")
+
+    def _begin_part(self, number: int, command: Command, entry: LedgerEntry | None) -> None:
+        """Begin what this rank does of a command."""
+        self._parts[command.id] = _OwnPart(number, command)
+        command.waiting.add(ALL_RANKS)
         command.reserving = True
         self._deleter.reserve(command.id)
         name = keys.TOMBSTONE_MARK if command.kind is CommandKind.DELETE else keys.PIN_MARK
@@ -208,28 +285,40 @@ class Commands:
         """Delete all copies, if every copy bears its tombstone. Else all are kept, and the command is tried again: the
         tombstone stands for all of them, and must not be deleted with the first."""
         command.deletes = False
+        part = self._parts[command.id]
+        part.contributes, part.contributed = MessageKind.DELETED, False
+        command.waiting.add(ALL_RANKS)
         if command.unmarked:
             return
         held = self._held(command.id)
-        command.waiting = {*filter(self._owns, held), *self._deleter.retry_now(command.id)}
+        command.waiting.update(filter(self._owns, held), self._deleter.retry_now(command.id))
         for tier in held:
-            self._release_memory(tier, command.id)
+            self._delete_on(tier, command.id)
         if (entry := self._ledger.entries.get(command.id)) is not None:
             self._admissions.free(entry)
 
-    def _release_memory(self, tier: str, id: CheckpointId) -> None:
-        self._deleter.request_delete(tier, id, DELETED, ordered=True)
+    def _delete_on(self, tier: str, id: CheckpointId) -> None:
+        if (tier, id) in self._ledger.partial:
+            self._ledger.partial.discard((tier, id))
+            if self._owns(tier):
+                self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=DELETED, tombstoned=True))
+        elif self._owns(tier):
+            self._deleter.request_delete(tier, id, DELETED, ordered=True)
+        elif self._hooks.is_split(tier):  # else rank 0 announces it once it is deleted
+            self._ledger.entries[id].note_gone(tier)
 
     def _held(self, id: CheckpointId) -> list[str]:
-        """Return the stored tiers that have a commit record of a checkpoint, damaged copies included."""
+        """Return the stored tiers that have a commit record of a checkpoint, damaged copies included, and those of
+        which this node has a part of a copy that is not whole."""
         entry = self._ledger.entries.get(id)
+        partial = [tier for tier, of in sorted(self._ledger.partial) if of == id]
         if entry is None:
-            return []
+            return partial
         return [
             lane.tier
             for lane in self._lanes
             if entry.state(lane.tier) is CopyState.COMMITTED or lane.tier in entry.damage
-        ]
+        ] + partial
 
     def _note_in_memory(self, command: Command, entry: LedgerEntry) -> None:
         """Mark the images in memory, unless they bear the mark: marks are appended, and their room is bounded."""
@@ -267,6 +356,76 @@ class Commands:
                 if error is not None:
                     command.failed[tier] = error
 
+    # All ranks -------------------------------------------------------------------------------------
+
+    def _contribute(self, part: _OwnPart) -> None:
+        """Contribute what this rank could not do of a command."""
+        part.contributed = True
+        failed = {tier: ErrorMessage.of(error) for tier, error in part.command.failed.items()}
+        body = CommandPart(failed=failed, unmarked=part.command.unmarked)
+        self._messages.contribute(part.contributes, part.command.id, body=body, number=part.number)
+
+    def on_message(self, news: RankMessage) -> None:
+        topic = CheckpointTopic.parse(news.topic)
+        part = self._parts.get(topic.id)
+        if isinstance(news, RankReported):
+            self.finish_deletion(topic.id)
+        elif topic.kind == MessageKind.COMMAND:
+            if not self._commits.decides:
+                assert isinstance(news, DecisionAnnounced)
+                self._join(topic, BegunCommand.from_json(news.body, rank=0))
+        elif part is None or part.number != topic.number:
+            return  # the command has ended on this rank
+        elif isinstance(news, MessagesGathered):
+            if not news.passed:
+                self._on_all_have(part, topic, read_all(CommandPart, news.bodies))
+        elif topic.kind == MessageKind.DELETE:
+            part.command.waiting.discard(ALL_RANKS)
+        elif topic.kind == MessageKind.COMMAND_ENDED:
+            self._ended(part, EndedCommand.from_json(news.body, rank=0))
+
+    def _join(self, topic: CheckpointTopic, begun: BegunCommand) -> None:
+        """Join a command that rank 0 has begun."""
+        command = Command(
+            kind=begun.kind,
+            id=topic.id,
+            wall_time_s=begun.wall_time_s,
+            on_answer=_ignore_failed,
+            begun=True,
+        )
+        self.submit(command)
+        self._begin_part(topic.number, command, self._ledger.entries.get(topic.id))
+
+    def _on_all_have(
+        self, part: _OwnPart, topic: CheckpointTopic, parts: Mapping[int, CommandPart]
+    ) -> None:
+        """All ranks have marked, or deleted, what they could."""
+        command = part.command
+        for rank, one in parts.items():
+            command.unmarked |= one.unmarked
+            for tier, error in one.failed.items():
+                command.failed.setdefault(tier, error.error_of(rank))
+        is_marked = topic.kind == MessageKind.MARKED and not command.unmarked
+        if is_marked and command.kind is CommandKind.DELETE:
+            self._messages.announce(MessageKind.DELETE, command.id, number=part.number)
+        else:
+            body = EndedCommand(failed=tuple(sorted(command.failed)), unmarked=command.unmarked)
+            self._messages.announce(
+                MessageKind.COMMAND_ENDED, command.id, body=body, number=part.number
+            )
+
+    def _ended(self, part: _OwnPart, message: EndedCommand) -> None:
+        command = part.command
+        entry = self._ledger.entries.get(command.id)
+        if command.kind is CommandKind.UNPIN and entry is not None:
+            for tier in set(self._held(command.id)) - set(message.failed):
+                entry.set_mark(tier, keys.PIN_MARK, there=False)
+        command.unmarked = message.unmarked
+        command.deletes = False
+        command.waiting.clear()
+        del self._parts[command.id]
+        self._end(command)
+
 
 def _is_fenced(command: Command) -> bool:
     """Return whether a newer attempt exists: it carries out what is marked, and this process tries nothing again."""
@@ -281,3 +440,7 @@ def _log_failed(id: CheckpointId) -> Callable[[Mapping[str, BaseException]], Non
             logger.warning("%s: the deletion of %s is not done yet: %s", tier, id, error)
 
     return log
+
+
+def _ignore_failed(failed: Mapping[str, BaseException]) -> None:
+    """What failed was contributed to rank 0."""

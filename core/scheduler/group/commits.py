@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from tierfall.core.format.records import NamedFile
 from tierfall.core.ranks.message_tree import MessageTree
@@ -36,9 +37,8 @@ from tierfall.core.scheduler.group.messages import (
 from tierfall.core.scheduler.group.seals import GroupSeals
 from tierfall.core.scheduler.group.tier_commits import TierCommits
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
-from tierfall.core.scheduler.ledger.hooks import Hooks
+from tierfall.core.scheduler.ledger.hooks import Group, Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
-from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, DeleteCopy, Outcome
 from tierfall.core.types.errors import FencedError
 from tierfall.core.types.values import CheckpointId, SaveOutcome
@@ -49,10 +49,8 @@ _RUN_KINDS = (MessageKind.DRAIN, MessageKind.ORDINAL, MessageKind.FENCED)
 """What is about the run, and no checkpoint: the topic has no other part."""
 
 
-class Commits(OneRank):
+class Commits(Group):
     """See the module. ``shared`` holds, per stored tier, whether all ranks see the same files there."""
-
-    upload_only = True
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class Commits(OneRank):
         hooks: Hooks,
         max_wait_s: float,
     ) -> None:
-        super().__init__(ledger)
+        self._ledger = ledger
         self._messages = GroupMessages(message_tree)
         self._topology = message_tree.topology
         self.decides = self._topology.is_root
@@ -82,7 +80,6 @@ class Commits(OneRank):
             flusher=flusher,
             deleter=deleter,
             hooks=hooks,
-            max_wait_s=max_wait_s,
         )
         self._seals = GroupSeals(
             message_tree,
@@ -101,15 +98,17 @@ class Commits(OneRank):
     def ranks_on(self, tier: str) -> int:
         return self._topology.world_size if self._shared[tier] else len(self._topology.local_ranks)
 
+    def is_committing_on(self, tier: str) -> bool:
+        return self._tiers.is_committing_on(tier)
+
     def admitted(self, tier: str) -> Sequence[CheckpointId] | None:
         return None if self.decides else tuple(self._tiers.admitted[tier])
 
-    def give_up_by_rule(self, tier: str, id: CheckpointId, reason: str) -> bool:
+    def give_up_by_rule(self, tier: str, id: CheckpointId, reason: str) -> None:
         if self.decides:
             self._tiers.give_up(tier, id, reason, by_rule=True, set_aside=False)
         else:  # other ranks that have uploaded wait for this one
             self._messages.report(MessageKind.GIVE_UP, id, tier, Reason(text=reason))
-        return True
 
     def give_up(self, tier: str, id: CheckpointId, reason: str) -> None:
         """Have all ranks give a copy up; for rank 0."""
@@ -117,7 +116,7 @@ class Commits(OneRank):
 
     def on_copy_begun(self, tier: str, entry: LedgerEntry) -> None:
         if self.decides:
-            self._messages.announce(MessageKind.ADMITTED, entry.id, tier)
+            self._messages.announce_to_others(MessageKind.ADMITTED, entry.id, tier)
 
     def is_stuck(self, tier: str) -> bool:
         return self._tiers.is_stuck(tier)
@@ -137,16 +136,14 @@ class Commits(OneRank):
     def on_uploaded(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
         self._tiers.contribute(tier, entry, files)
 
-    def copy_failed(
-        self, entry: LedgerEntry, tier: str, error: BaseException, *, for_good: bool
-    ) -> bool:
-        kind = MessageKind.COPY_FAILED if for_good else MessageKind.STUCK
-        self._messages.report(kind, entry.id, tier, Reason(text=str(error)))
-        return for_good
+    def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        self._tiers.report_failed(MessageKind.COPY_FAILED, tier, entry.id, error)
 
-    def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> bool:
-        self._messages.report(MessageKind.SET_ASIDE, entry.id, tier, Reason(text=str(error)))
-        return True
+    def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        self._tiers.report_failed(MessageKind.SET_ASIDE, tier, entry.id, error)
+
+    def tier_failing(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        self._messages.report(MessageKind.STUCK, entry.id, tier, Reason(text=str(error)))
 
     def save_failed(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
         failure = SaveFailure(text=str(error), outcome=outcome)
@@ -170,7 +167,7 @@ class Commits(OneRank):
         body = DeletedCopy(
             reason=task.reason, tombstoned=task.tombstoned, next_latest=task.next_latest
         )
-        self._messages.announce(MessageKind.DELETE_COPY, task.id, task.tier, body)
+        self._messages.announce_to_others(MessageKind.DELETE_COPY, task.id, task.tier, body)
 
     # Messages --------------------------------------------------------------------------------------
 
@@ -204,14 +201,16 @@ class Commits(OneRank):
             case MessageKind.FENCED:
                 reason = Reason.from_json(news.body, rank=news.rank)
                 self._messages.announce_of_run(
-                    MessageKind.FENCED, Reason(text=f"rank {news.rank}: {reason.text}")
+                    MessageKind.FENCED,
+                    Reason(text=self._topology.name_rank(news.rank, reason.text)),
                 )
 
     def _on_run_decision(self, news: DecisionAnnounced) -> None:
         match kind_of(news):
             case MessageKind.DRAIN:
                 left_s = DrainDeadline.from_json(news.body, rank=0).left_s
-                self._draining.set_deadline("rank 0", self._ledger.now_s + left_s)
+                if not self.decides:  # rank 0 plans for it
+                    self._draining.set_deadline("rank 0", self._ledger.now_s + left_s)
             case MessageKind.ORDINAL:
                 ordinal = Ordinal.from_json(news.body, rank=0).ordinal
                 self._ledger.least_ordinal = max(self._ledger.least_ordinal, ordinal)
@@ -242,7 +241,8 @@ class Commits(OneRank):
                 self._seals.on_late(id, late.ordinal, rank)
             case MessageKind.SAVE_FAILED:
                 failure = SaveFailure.from_json(news.body, rank=rank)
-                self._seals.on_failed(id, failure, rank)
+                text = self._topology.name_rank(rank, failure.text)
+                self._seals.give_up(id, replace(failure, text=text))
             case MessageKind.STUCK:
                 reason = Reason.from_json(news.body, rank=rank).text
                 self._messages.announce(
@@ -252,7 +252,7 @@ class Commits(OneRank):
                 reason = Reason.from_json(news.body, rank=rank).text
                 self._tiers.give_up(tier, id, reason, by_rule=True, set_aside=False)
             case MessageKind.COPY_FAILED | MessageKind.SET_ASIDE:
-                reason = f"rank {rank}: {Reason.from_json(news.body, rank=rank).text}"
+                reason = self._topology.name_rank(rank, Reason.from_json(news.body, rank=rank).text)
                 set_aside = topic.kind == MessageKind.SET_ASIDE
                 self._tiers.give_up(tier, id, reason, by_rule=False, set_aside=set_aside)
 

@@ -51,8 +51,7 @@ logger = logging.getLogger("tierfall")
 
 
 class DamageReports:
-    """See the module. ``tiers`` are those that copies are flushed to. A run of several ranks has ``message_tree`` and
-    ``commits``."""
+    """See the module. ``tiers`` are those that copies are flushed to."""
 
     def __init__(
         self,
@@ -62,15 +61,16 @@ class DamageReports:
         policies: Policies,
         deleter: Deleter,
         hooks: Hooks,
-        message_tree: MessageTree | None = None,
-        commits: Commits | None = None,
+        message_tree: MessageTree,
+        commits: Commits,
     ) -> None:
         self._ledger = ledger
         self._tiers = frozenset(tiers)
         self._policies = policies
         self._deleter = deleter
         self._hooks = hooks
-        self._messages = None if message_tree is None else GroupMessages(message_tree)
+        self._messages = GroupMessages(message_tree)
+        self._topology = message_tree.topology
         self._commits = commits
         self._tried: set[tuple[str, CheckpointId]] = set()
         self._marking: dict[tuple[str, CheckpointId], list[Task]] = {}
@@ -81,16 +81,13 @@ class DamageReports:
         entry = self._ledger.entries.get(id)
         if entry is None or entry.state(tier) is not CopyState.COMMITTED:
             return  # it is known, or the copy was deleted meanwhile
-        if self._messages is None:
-            self._record(entry, tier, why, repairable)
-        else:
-            body = FoundDamage(text=why, repairable=repairable)
-            self._messages.report(MessageKind.DAMAGE_FOUND, id, tier, body)
+        body = FoundDamage(text=why, repairable=repairable)
+        self._messages.report(MessageKind.DAMAGE_FOUND, id, tier, body)
 
     def plan_repairs(self, only: LedgerEntry | None = None) -> None:
         """Begin the repairs that are possible now, of all checkpoints or of one; for rank 0. A repair that failed is
         not tried again by this process."""
-        if not self._hooks.may_write() or not (self._commits is None or self._commits.decides):
+        if not (self._hooks.may_write() and self._commits.decides):
             return
         entries = self._ledger.repairable() if only is None else (only,)
         wanted = [(e, tier) for e in entries for tier in e.repairable if self._may_repair(e, tier)]
@@ -101,7 +98,8 @@ class DamageReports:
         for entry, tier in sorted(wanted, key=lambda one: (one[0].id, one[1])):
             if self._policies.needs_repair(view, views[entry.id], tier):
                 self._tried.add((tier, entry.id))
-                self._begin(entry, tier)
+                body = Reason(text=entry.damage[tier])
+                self._messages.announce(MessageKind.REPAIR, entry.id, tier, body)
 
     def _may_repair(self, entry: LedgerEntry, tier: str) -> bool:
         """Return whether the ranks of this run can write the images that they have saved of it."""
@@ -114,16 +112,8 @@ class DamageReports:
             and entry.id not in self._ledger.scattered
             and tier not in entry.owed
             and (tier, entry.id) not in self._tried
-            and not (self._commits is not None and self._commits.has_given_up(tier, entry.id))
+            and not self._commits.has_given_up(tier, entry.id)
         )
-
-    def _begin(self, entry: LedgerEntry, tier: str) -> None:
-        if self._messages is None:
-            self._owe(entry, tier)
-        else:
-            self._messages.announce(
-                MessageKind.REPAIR, entry.id, tier, Reason(text=entry.damage[tier])
-            )
 
     @staticmethod
     def handles(news: RankMessage) -> bool:
@@ -140,9 +130,9 @@ class DamageReports:
             case _ if entry is None or entry.state(topic.tier) is not CopyState.COMMITTED:
                 return
             case RankReported():
-                assert self._messages is not None
                 damage = FoundDamage.from_json(news.body, rank=news.rank)
-                body = replace(damage, text=f"rank {news.rank}: {damage.text}")
+                text = self._topology.name_rank(news.rank, damage.text)
+                body = replace(damage, text=text)
                 self._messages.announce(MessageKind.DAMAGE_FOUND, topic.id, topic.tier, body)
             case DecisionAnnounced():
                 damage = FoundDamage.from_json(news.body, rank=0)
@@ -162,7 +152,7 @@ class DamageReports:
         """Record the damage on the tier, for later listings; a repair removes the mark."""
         if entry.commit is None or tier not in self._tiers:
             return
-        if self._hooks.may_write() and (self._commits is None or self._commits.owns(tier)):
+        if self._hooks.may_write() and self._commits.owns(tier):
             name = damage_mark(entry.commit.lineage)
             wall_time_s = self._ledger.now_s + self._ledger.wall_offset_s
             mark = Mark(name=name, checkpoint=entry.id, wall_time_s=wall_time_s, reason=why)
@@ -197,15 +187,11 @@ class DamageReports:
         self, entry: LedgerEntry | None, id: CheckpointId, tier: str, why: str
     ) -> None:
         """Write this rank's images, though they may be good: a copy is committed when all ranks have uploaded."""
-        assert self._messages is not None
         if entry is None or entry.commit is None:
             reason = Reason(text="it does not know the checkpoint")
             self._messages.report(MessageKind.COPY_FAILED, id, tier, reason)
             return
         if tier not in entry.damage:
             entry.note_damage(tier, why, repairable=True)
-        self._owe(entry, tier)
-
-    def _owe(self, entry: LedgerEntry, tier: str) -> None:
         logger.info("%s: %s is damaged, and is written anew", tier, entry.id)
         entry.owed.add(tier)

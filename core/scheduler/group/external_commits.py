@@ -26,19 +26,19 @@ logger = logging.getLogger("tierfall")
 
 
 class ExternalCommits:
-    """See the module. ``message_tree`` is that of a run of several ranks."""
+    """See the module."""
 
     def __init__(
         self,
         *,
         ledger: Ledger,
-        message_tree: MessageTree | None,
+        message_tree: MessageTree,
         hooks: Hooks,
     ) -> None:
         self._ledger = ledger
         self._message_tree = message_tree
         self._hooks = hooks
-        self._looks_itself = message_tree is None or message_tree.topology.is_root
+        self._looks_itself = message_tree.topology.is_root
         self._expected: dict[CheckpointId, str] = {}
         self._under_way: dict[CheckpointId, CheckpointId | None] = {}
         self._newest: CheckpointId | None = None
@@ -109,8 +109,7 @@ class ExternalCommits:
             if self._expected:
                 logger.info("not written yet, and left to the next start: %s", [*self._expected])
             self._expected.clear()
-            if self._message_tree is not None:
-                self._message_tree.announce((MessageKind.NO_MORE_EXTERNAL_COMMITS.value,), None)
+            self._message_tree.announce((MessageKind.NO_MORE_EXTERNAL_COMMITS.value,), None)
         self._notify(last=not self._expected)
 
     def _notify(self, *, last: bool) -> None:
@@ -125,11 +124,8 @@ class ExternalCommits:
         del self._expected[task.id]
         self._newest = task.id if self._newest is None else max(self._newest, task.id)
         self._read([id for id in self._expected if id < task.id])
-        if self._message_tree is None:
-            self._enter(commit, task.tier)
-        else:
-            body = ExternalCommit(tier=task.tier, commit=commit.encode().decode())
-            self._message_tree.announce((MessageKind.EXTERNAL_COMMIT.value,), body.to_json())
+        body = ExternalCommit(tier=task.tier, commit=commit.encode().decode())
+        self._message_tree.announce((MessageKind.EXTERNAL_COMMIT.value,), body.to_json())
 
     def _is_missing(self, task: ReadCommit, newest: CheckpointId | None) -> None:
         """A checkpoint was not committed when ``newest`` had been found already: if that is a later one, its save has

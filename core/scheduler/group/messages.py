@@ -118,6 +118,13 @@ class GroupMessages:
     ) -> None:
         self._tree.announce(_topic(kind, id, tier, number), _to_json(body))
 
+    def announce_to_others(
+        self, kind: MessageKind, id: CheckpointId, tier: str, body: Message | None = None
+    ) -> None:
+        """Announce what rank 0 itself has done already."""
+        if self._tree.topology.world_size > 1:
+            self.announce(kind, id, tier, body)
+
     def report_of_run(self, kind: MessageKind, body: Message) -> None:
         """Report what is about the run, and no checkpoint."""
         self._tree.report((kind.value,), body.to_json())

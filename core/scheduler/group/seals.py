@@ -60,7 +60,7 @@ class GroupSeals:
         self._tier_commits = tier_commits
         self._saves = saves
         self._max_wait_s = max_wait_s
-        self.replicas = ReplicaAssigner(message_tree, max_wait_s=max_wait_s, refuse=self._give_up)
+        self.replicas = ReplicaAssigner(message_tree, max_wait_s=max_wait_s, refuse=self.give_up)
         self._whole: dict[CheckpointId, None] = {}
         self._waits: dict[CheckpointId, _RankWait] = {}
         self._given_up: dict[CheckpointId, tuple[TierfallError, SaveOutcome]] = {}
@@ -97,7 +97,7 @@ class GroupSeals:
                 f"{format_ranks(others)} saved it as checkpoint {ordinals[others[0]]} of the lineage, and rank 0 as "
                 f"checkpoint {ordinals[0]}: every rank saves the same steps. From the next one on the ordinals agree"
             )
-            self._give_up(id, SaveFailure(text=text))
+            self.give_up(id, SaveFailure(text=text))
             return
         shares = {rank: image.share for rank, image in images.items() if image.share is not None}
         if not self.replicas.images_agree(id, shares):
@@ -120,18 +120,14 @@ class GroupSeals:
             "saves the same steps"
         )
         self._announce_ordinal(ordinal)
-        self._give_up(id, SaveFailure(text=text))
-
-    def on_failed(self, id: CheckpointId, failure: SaveFailure, rank: int) -> None:
-        """A rank's image will never be complete."""
-        text = f"rank {rank}: {failure.text}"
-        self._give_up(id, SaveFailure(text=text, outcome=failure.outcome))
+        self.give_up(id, SaveFailure(text=text))
 
     def _announce_ordinal(self, ordinal: int) -> None:
         """Raise the number of checkpoints that all ranks count at least."""
         self._messages.announce_of_run(MessageKind.ORDINAL, Ordinal(ordinal=ordinal))
 
-    def _give_up(self, id: CheckpointId, failure: SaveFailure) -> None:
+    def give_up(self, id: CheckpointId, failure: SaveFailure) -> None:
+        """Have all ranks give a save up."""
         self._tier_commits.remember_given_up("", id)
         self._messages.announce(MessageKind.SAVE_GIVEN_UP, id, body=failure)
 

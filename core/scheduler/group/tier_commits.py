@@ -13,7 +13,7 @@ of its own. It belongs to the coordinator's thread and does no I/O: workers writ
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -72,7 +72,6 @@ class TierCommits:
         flusher: Flusher,
         deleter: Deleter,
         hooks: Hooks,
-        max_wait_s: float,
     ) -> None:
         self._messages = GroupMessages(message_tree)
         self._topology = message_tree.topology
@@ -80,9 +79,8 @@ class TierCommits:
         self._shared = shared
         self._flusher = flusher
         self._deleter = deleter
-        self._pending = _PendingCommits(
-            hooks=hooks, on_stuck=self._report_stuck, max_wait_s=max_wait_s
-        )
+        self._pending = _PendingCommits(hooks)
+        self.tick, self.due_s = self._pending.tick, self._pending.due_s
         self.admitted: dict[str, dict[CheckpointId, None]] = {tier: {} for tier in shared}
         self._of_node: dict[_Copy, dict[int, UploadedFiles]] = {}
         self._uploaded: dict[_Copy, list[NamedFile]] = {}
@@ -90,7 +88,9 @@ class TierCommits:
         self._complete: set[_Copy] = set()
         self._given_up: dict[_Copy, None] = {}
         """What rank 0 has given up: on a tier, or everywhere, which is under the tier ``""``."""
-        self._errors: dict[_Copy, FlushError] = {}
+        self._errors: dict[_Copy, BaseException] = {}
+        self._own_errors: dict[_Copy, BaseException] = {}
+        """Why this rank cannot write copies."""
 
     def owns(self, tier: str) -> bool:
         """Return whether this rank writes commit records and marks on a tier."""
@@ -103,6 +103,10 @@ class TierCommits:
     def is_committing(self, id: CheckpointId) -> bool:
         """Return, at rank 0, whether a copy of a checkpoint is being committed somewhere."""
         return any(of == id for _, of in self._complete)
+
+    def is_committing_on(self, tier: str) -> bool:
+        """Return, at rank 0, whether all ranks have uploaded a copy that is not committed yet."""
+        return any(on == tier for on, _ in self._complete)
 
     def errors_of(self, id: CheckpointId) -> dict[str, BaseException]:
         """Return why the ranks have given up copies of a checkpoint, by tier."""
@@ -129,9 +133,16 @@ class TierCommits:
         body = GivenUpCopy(reason=reason, complete=complete, by_rule=by_rule, set_aside=set_aside)
         self._messages.announce(MessageKind.GIVEN_UP, id, tier, body)
 
+    def report_failed(
+        self, kind: MessageKind, tier: str, id: CheckpointId, error: BaseException
+    ) -> None:
+        """Report why this rank cannot write a copy: all give it up."""
+        remember(self._own_errors, (tier, id), error)
+        self._messages.report(kind, id, tier, Reason(text=str(error)))
+
     def on_given_up(self, tier: str, id: CheckpointId, message: GivenUpCopy) -> None:
         entry = self._ledger.entries.get(id)
-        error = FlushError(f"flush of {id} to {tier}: {message.reason}")
+        error = self._error_of(tier, id, message.reason)
         remember(self._errors, (tier, id), error)
         self.admitted[tier].pop(id, None)
         self._on_resumed(tier, id)
@@ -148,6 +159,15 @@ class TierCommits:
                 entry.overtaken.add(tier)
             self._flusher.give_up_copy(entry, tier, error)
         self._ledger.forget_if_gone(entry)
+
+    def _error_of(self, tier: str, id: CheckpointId, reason: str) -> BaseException:
+        """Return the error of a copy that is given up for ``reason``; the original one is its cause, or is it."""
+        own = self._own_errors.pop((tier, id), None)
+        if own is not None and not self._ledger.many_ranks:
+            return own
+        error = FlushError(f"flush of {id} to {tier}: {reason}")
+        error.__cause__ = own
+        return error
 
     def give_up_everywhere(self, id: CheckpointId, entry: LedgerEntry | None, reason: str) -> None:
         """Take back what this rank has uploaded of a save that all ranks give up."""
@@ -186,6 +206,7 @@ class TierCommits:
         for one in (entry, *(entry.shards or ())):
             one.uploaded_to.discard(tier)
         self._uploaded.pop((tier, entry.id), None)
+        self._complete.discard((tier, entry.id))
         self.admitted[tier].pop(entry.id, None)
         self._of_node.pop((tier, entry.id), None)
 
@@ -247,6 +268,8 @@ class TierCommits:
         self._complete.add((tier, id))
         if self._shared[tier]:
             tables = tuple(uploads[rank].table for rank in sorted(uploads))
+            if entry.commit.world_size == 1:
+                tables = ()  # an image needs no index of its own
             commit = replace(entry.commit, files=_files(entry, uploads))
             self._commit(entry, tier, commit, tables)
             return
@@ -288,28 +311,38 @@ class TierCommits:
         )
         self._pending.begin(task)
 
-    def _report_stuck(self, task: CommitCopy, error: BaseException) -> None:
-        self._messages.report(MessageKind.STUCK, task.id, task.tier, Reason(text=str(error)))
-
     def on_outcome(self, task: CommitCopy, outcome: Outcome) -> None:
         """A commit record was written, or could not be."""
         expected = self._pending.has(task) and not self.has_given_up(task.tier, task.id)
         if expected and getattr(outcome.error, "retryable", False):
-            assert outcome.error is not None
-            self._pending.try_again(task, outcome.error, self._ledger.now_s)
+            self._try_again(task, outcome.error)
             return
         self._pending.end(task.tier, task.id)
         if not expected and not task.repairs:
             self._retract(task.tier, task.id, "it was given up meanwhile, by all")
         elif not expected:
             logger.warning("%s: the repair of %s was given up meanwhile", task.tier, task.id)
+        elif outcome.error is not None and not self._ledger.many_ranks:
+            entry = self._ledger.entries[task.id]
+            self._forget(entry, task.tier)
+            self._flusher.commit_failed(task.tier, entry, outcome.error)
         elif outcome.error is not None:
-            reason = Reason(text=str(outcome.error))
-            self._messages.report(MessageKind.COPY_FAILED, task.id, task.tier, reason)
+            self.report_failed(MessageKind.COPY_FAILED, task.tier, task.id, outcome.error)
         elif self._shared[task.tier]:
             self._announce_committed(task.tier, task.id, {0: outcome.value.stored_bytes})
         else:
             self._contribute_committed(task.tier, task.id, outcome.value.stored_bytes)
+
+    def _try_again(self, task: CommitCopy, error: BaseException | None) -> None:
+        """The tier did not accept a record, for a reason that may pass."""
+        entry = self._ledger.entries.get(task.id)
+        assert error is not None
+        assert entry is not None
+        attempt = self._pending.try_again(task, self._ledger.now_s)
+        since_s, until_s = attempt.since_s, attempt.not_before_s
+        self._flusher.note_stall(task.tier, entry, error, attempt.tries, since_s, until_s)
+        if task.tier in self._ledger.failing:  # a newer one may be committed before it
+            entry.overtaken.add(task.tier)
 
     def _contribute_committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
         body = CommittedBytes(bytes=stored_bytes)
@@ -328,7 +361,6 @@ class TierCommits:
 
     def on_committed(self, tier: str, entry: LedgerEntry, message: CommittedCopy) -> None:
         leader = 0 if self._shared[tier] else self._topology.local_ranks[0]
-        self._complete.discard((tier, entry.id))
         self._stuck.pop(tier, None)
         self._forget(entry, tier)
         self._flusher.committed(tier, entry.id, message.bytes_by_rank[leader])
@@ -347,12 +379,6 @@ class TierCommits:
                 self._ledger.partial.discard((tier, id))
                 reason = "only a part of it is there, and a newer one is whole"
                 self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason))
-
-    def tick(self, now_s: float) -> None:
-        self._pending.tick(now_s)
-
-    def due_s(self) -> list[float]:
-        return self._pending.due_s()
 
 
 def _own_shard(entry: LedgerEntry) -> Shard | None:
@@ -374,27 +400,20 @@ def _saved_by(file: NamedFile) -> int:
 
 @dataclass(slots=True)
 class _CommitAttempt:
+    """A record that is written, or is tried again at ``not_before_s``; it was refused first at ``since_s``."""
+
     task: CommitCopy
-    since_s: float | None = None
-    not_before_s: float | None = None
+    since_s: float = 0.0
+    not_before_s: float = 0.0
+    waits: bool = False
     tries: int = 0
-    reported: bool = False
 
 
 class _PendingCommits:
-    """The commit records that this rank writes: each is tried again until its tier accepts it, or it is given up.
-    ``on_stuck`` is called, once, for a record that a tier has refused for ``max_wait_s``."""
+    """The commit records that this rank writes: each is tried again until its tier accepts it, or it is given up."""
 
-    def __init__(
-        self,
-        *,
-        hooks: Hooks,
-        on_stuck: Callable[[CommitCopy, BaseException], None],
-        max_wait_s: float,
-    ) -> None:
+    def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
-        self._on_stuck = on_stuck
-        self._max_wait_s = max_wait_s
         self._attempts: dict[_Copy, _CommitAttempt] = {}
 
     def begin(self, task: CommitCopy) -> None:
@@ -404,28 +423,25 @@ class _PendingCommits:
     def end(self, tier: str, id: CheckpointId) -> bool:
         """Try a record no more; return whether a try is in flight, whose outcome is unknown."""
         attempt = self._attempts.pop((tier, id), None)
-        return attempt is not None and attempt.not_before_s is None
+        return attempt is not None and not attempt.waits
 
     def has(self, task: CommitCopy) -> bool:
         return (task.tier, task.id) in self._attempts
 
-    def try_again(self, task: CommitCopy, error: BaseException, now_s: float) -> None:
-        """The tier did not accept the record, for a reason that may pass."""
+    def try_again(self, task: CommitCopy, now_s: float) -> _CommitAttempt:
         attempt = self._attempts[task.tier, task.id]
+        attempt.since_s = attempt.since_s if attempt.tries else now_s
         attempt.tries += 1
-        attempt.since_s = now_s if attempt.since_s is None else attempt.since_s
-        if now_s >= attempt.since_s + self._max_wait_s and not attempt.reported:
-            attempt.reported = True
-            self._on_stuck(task, error)
+        attempt.waits = True
         attempt.not_before_s = now_s + AGAIN_S * min(attempt.tries, MOST_TIMES)
-        logger.warning("%s: the commit of %s is tried again: %s", task.tier, task.id, error)
+        return attempt
 
     def tick(self, now_s: float) -> None:
         for attempt in self._attempts.values():
-            if attempt.not_before_s is not None and now_s >= attempt.not_before_s:
-                attempt.not_before_s = None
+            if attempt.waits and now_s >= attempt.not_before_s:
+                attempt.waits = False
                 self._hooks.dispatch(attempt.task)
 
     def due_s(self) -> list[float]:
         """Return when each record that waits is to be tried again."""
-        return [a.not_before_s for a in self._attempts.values() if a.not_before_s is not None]
+        return [a.not_before_s for a in self._attempts.values() if a.waits]

@@ -35,6 +35,7 @@ class FlushInFlight(Protocol):
 class _Copying:
     """When a copy began, and what its lane had read from each source by then."""
 
+    id: CheckpointId
     since_s: float
     read: dict[str, int]
 
@@ -93,7 +94,7 @@ class EventEmitter:
     # Copies ------------------------------------------------------------------------------------------
 
     def flush_begun(self, flush: FlushInFlight, entry: LedgerEntry) -> None:
-        self._copies[flush.tier] = _Copying(self.now_s, dict(flush.edge_bytes))
+        self._copies[flush.tier] = _Copying(entry.id, self.now_s, dict(flush.edge_bytes))
         self._notify(
             events.FlushBegun(
                 at_s=self.now_s,
@@ -105,7 +106,7 @@ class EventEmitter:
         )
 
     def flush_done(self, flush: FlushInFlight, entry: LedgerEntry) -> None:
-        begun = self._copies.pop(flush.tier, _Copying(self.now_s, {}))
+        begun = self._copies.pop(flush.tier, _Copying(entry.id, self.now_s, {}))
         sources = {
             source: read - begun.read.get(source, 0)
             for source, read in flush.edge_bytes.items()
@@ -125,6 +126,8 @@ class EventEmitter:
     def flush_stalled(
         self, tier: str, id: CheckpointId, error: BaseException, again_s: float
     ) -> None:
+        if not self._is_under_way(tier, id):
+            return
         self._notify(
             events.FlushStalled(
                 at_s=self.now_s,
@@ -135,8 +138,14 @@ class EventEmitter:
             )
         )
 
+    def _is_under_way(self, tier: str, id: CheckpointId) -> bool:
+        """Return False for a copy that is uploaded: only its commit record may be missing."""
+        return tier in self._copies and self._copies[tier].id == id
+
     def flush_failed(self, tier: str, id: CheckpointId, error: BaseException) -> None:
-        begun = self._copies.pop(tier, _Copying(self.now_s, {}))
+        if not self._is_under_way(tier, id):
+            return
+        begun = self._copies.pop(tier)
         self._notify(
             events.FlushFailed(
                 at_s=self.now_s,

@@ -6,20 +6,84 @@ A component receives the hooks by its constructor and calls them only after all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from tierfall.core.format.records import NamedFile
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
-from tierfall.core.scheduler.ledger.one_rank import OneRank
 from tierfall.core.scheduler.ledger.tasks import DeleteCopy, ReadMarks, Task
-from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.errors import FencedError
+from tierfall.core.types.values import CheckpointId, SaveOutcome
+
+
+class Group(Protocol):
+    """What this rank asks of and reports to the ranks of the run, itself included; see ``group/commits.py:Commits``.
+
+    Rank 0 decides which copy a tier receives next, when a checkpoint is complete, what is given up and what is deleted.
+    ``decides``: this is rank 0.
+    """
+
+    decides: bool
+
+    def ranks_on(self, tier: str) -> int:
+        """Return how many ranks' images this rank sees on a tier."""
+
+    def admitted(self, tier: str) -> Sequence[CheckpointId] | None:
+        """Return the copies that rank 0 has admitted to a tier, in their order; None on the rank that decides."""
+
+    def give_up_by_rule(self, tier: str, id: CheckpointId, reason: str) -> None:
+        """A rule gives up a copy: all ranks do."""
+
+    def on_copy_begun(self, tier: str, entry: LedgerEntry) -> None:
+        """A copy was admitted to a tier."""
+
+    def is_committing_on(self, tier: str) -> bool:
+        """Return, at rank 0, whether all ranks have uploaded a copy that is not committed yet."""
+
+    def on_save_begun(self, id: CheckpointId) -> None:
+        """The capture of a save has begun, or failed to begin."""
+
+    def on_deleted(self, task: DeleteCopy) -> None:
+        """A committed copy is being deleted from a tier."""
+
+    def sealed(self, entry: LedgerEntry) -> None:
+        """This rank's image is complete."""
+
+    def on_uploaded(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
+        """This rank has uploaded an image to a tier, as ``files``; there may be none."""
+
+    def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        """This rank can never write a copy: all ranks give it up."""
+
+    def tier_failing(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        """A tier has not accepted a copy of this rank for long."""
+
+    def set_aside(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
+        """A tier accepts other copies of this rank, but not this one: no rank tries it any more in this start."""
+
+    def is_stuck(self, tier: str) -> bool:
+        """Return whether a tier accepts no copy of some other rank at present."""
+
+    def save_failed(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
+        """A save failed on this rank."""
+
+    def why_save_failed(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
+        """Return why the ranks have given up a checkpoint that this one only begins to save."""
+
+    def why_copies_given_up(self, id: CheckpointId) -> Mapping[str, BaseException]:
+        """Return the tiers, with errors, where the ranks have given up a checkpoint that this rank begins to save."""
+
+    def on_saved_in_vain(self, entry: LedgerEntry) -> None:
+        """This rank has saved what others had given up: its lineage counts that save, theirs may not."""
+
+    def on_fenced(self, error: FencedError) -> None:
+        """A newer attempt exists: no rank may commit any more."""
 
 
 class Hooks(Protocol):
     """See the module."""
 
-    group: OneRank
-    """What this rank decides itself and what it asks rank 0: ``Commits`` where the run has several ranks."""
+    group: Group
 
     def dispatch(self, task: Task) -> None:
         """Queue a task for the workers. Its outcome arrives at the coordinator."""

@@ -60,6 +60,11 @@ class Ledger:
         self.found_pinned: set[CheckpointId] = set()
         self.rates = TierThroughput()
 
+    @property
+    def many_ranks(self) -> bool:
+        """Whether the run has several ranks."""
+        return self.shard.world_size > 1
+
     def set_clock(self, *, now_s: float, wall_time_s: float) -> None:
         """Set the time of the clock of ``step``, and the wall time. Later wall times are derived from that clock, so
         that setting the wall clock changes no checkpoint's age."""
@@ -182,7 +187,7 @@ class Ledger:
             attempt=self.attempt,
             restoring=restoring,
             wall_time_s=self.now_s + self.wall_offset_s,
-            many_ranks=self.shard.world_size > 1,
+            many_ranks=self.many_ranks,
             read_bytes_per_s=self.rates.read_rates(),
         )
 

@@ -78,9 +78,8 @@ class CopyRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishCopy:
-    """Publish the image, write the manifest and commit, unless a newer attempt exists. The outcome's value is the
-    commit record as written. ``upload_only``: do not commit, as other ranks' images are needed; the value is
-    ``Uploaded``. ``repairs``: it replaces a damaged copy."""
+    """Publish the image and write its manifest, unless a newer attempt exists. The outcome's value is ``Uploaded``.
+    ``commit`` names the image's files. ``repairs``: it replaces a damaged copy."""
 
     tier: str
     id: CheckpointId
@@ -88,9 +87,6 @@ class FinishCopy:
     writer: ImageUpload
     manifest: Manifest
     commit: Commit
-    marks: tuple[Mark, ...]
-    name_latest: bool
-    upload_only: bool = False
     repairs: bool = False
 
 
@@ -105,7 +101,7 @@ class Uploaded:
 class CommitCopy:
     """Commit the images of all ranks, unless a newer attempt exists. The outcome's value is the commit record as
     written. ``tables``: the digests of all ranks' tensor tables, of which an index is written beside it; empty where
-    the tier has only some ranks' images. ``repairs`` is as in ``FinishCopy``."""
+    there is one image, or the tier has only some. ``repairs`` is as in ``FinishCopy``."""
 
     tier: str
     id: CheckpointId

@@ -26,7 +26,7 @@ from tests.core.capture.lazy_help import (
 from tests.core.fake_device import FakePlaces, FakeStream, OnDevice
 from tests.steps import wait_until
 from tierfall.core.capture import barrier, device_copies
-from tierfall.core.capture import device_places as module_places
+from tierfall.core.capture import device_copies as module_places
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.image.segments import HOST
 from tierfall.core.types.errors import CaptureError

@@ -16,6 +16,7 @@ from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.ledger.tasks import (
     Command,
     CommandKind,
+    CommitCopy,
     CopyRun,
     DeleteCopy,
     FinishCopy,
@@ -111,8 +112,8 @@ def test_while_copies_only_go_on_no_plan_is_worked_out_again_for_a_save_that_wai
             carry_out(world, lambda task: isinstance(task, CopyRun))
         assert view.call_count == 0
         assert answer == []
-        until(world, FinishCopy)
-        carry_out(world, lambda task: isinstance(task, FinishCopy))
+        until(world, CommitCopy)
+        carry_out(world, lambda task: isinstance(task, CommitCopy))
         assert view.call_count > 0
     assert answer[1] is None, "a copy that has come is no mere progress"
 
@@ -414,11 +415,11 @@ def test_nothing_goes_while_a_restore_reads() -> None:
 def test_what_is_just_being_committed_stays() -> None:
     world = superseding()
     first = world.save(1)
-    until(world, FinishCopy)
+    until(world, CommitCopy)
     world.save(2)
     answer = world.ask_for_region(3)
     assert answer == []
-    carry_out(world, lambda task: isinstance(task, FinishCopy))
+    carry_out(world, lambda task: isinstance(task, CommitCopy))
     assert answer[1] is None
     assert first.outcome is SaveOutcome.SAVED
     assert world.steps_on("nvme") == [1]

@@ -51,8 +51,6 @@ def finish() -> FinishCopy:
         writer=None,  # type: ignore[arg-type]
         manifest=None,  # type: ignore[arg-type]
         commit=None,  # type: ignore[arg-type]
-        marks=(),
-        name_latest=False,
     )
 
 

@@ -13,8 +13,7 @@ import zstandard
 from index_help import make
 
 from tierfall.core.format import documents
-from tierfall.core.tensor_index.columns import aligned
-from tierfall.core.tensor_index.index import read_index
+from tierfall.core.tensor_index.index import aligned, read_index
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
 
 READ = (IntegrityError, NotSupportedError)

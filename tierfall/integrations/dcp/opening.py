@@ -52,9 +52,7 @@ def open_checkpoint(
     listings, tally = run.session.list_now(), run.session.new_tally()
     candidates = run.restorer.candidates(listings, request, tally)
     ranks = run.session.ranks
-    exchange_failures = (
-        make_barrier(ranks, timeout_s=run.restorer.patience_s) if ranks.many else None
-    )
+    exchange_failures = make_barrier(ranks, timeout_s=run.restorer.patience_s)
 
     def instead() -> str:
         return step_instead(candidates, listings, request, run.restorer.opener(), ranks.shard)
@@ -70,13 +68,14 @@ def open_checkpoint(
             error = _error_to_raise(failure, checkpoint, request)
             if (unsent := parts.give_up(failure)) is not None:
                 raise unsent from failure
-        other = None if exchange_failures is None else exchange_failures(checkpoint, error)
+        failed = exchange_failures(checkpoint, error)
         if error is not None and not isinstance(error, (*PASSABLE, LostError)):
             raise error
-        if opened is not None and other is None:
+        if failed is None:
+            assert opened is not None
             return opened
-        reason = error if other is None else f"rank {other.rank}: {other.message}"
-        if request.step is not None or (other is not None and other.permanent):
+        reason = ranks.topology.name_rank(failed.rank, failed.message)
+        if request.step is not None or failed.permanent:
             raise RestoreError(f"{request.operation} of {checkpoint.id}: {reason}") from error
         tally.add_skipped(f"step {checkpoint.id}", reason)
         logger.error("%s: step %s is skipped: %s", request.operation, checkpoint.id, reason)
