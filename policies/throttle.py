@@ -47,7 +47,7 @@ def plan_yield(
     if rise > max(RISE, 2 * variation):
         slower = max(least, share * SLOWER)
         if slower >= share:
-            reason = f"steps take {format_share(rise)} longer, and it goes no slower than {format_share(least)}"
+            reason = f"steps take {format_share(rise)} longer, and {format_share(least)} is the smallest share"
             return YieldDecision(share=max(share, least), reason=reason)
         return YieldDecision(
             share=slower, reason=f"steps take {format_share(rise)} longer beside it"

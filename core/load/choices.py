@@ -142,7 +142,7 @@ def _check_only(prefix: str, names: Sequence[str], what: str) -> None:
             f"restore: only={prefix!r} is a part of {whole!r}, which can only be restored as a whole: pass {whole!r}"
         )
     raise RestoreError(
-        f"restore: {what} holds nothing named {prefix!r}; nearest: {_nearest(prefix, names)}"
+        f"restore: {what} has no entry named {prefix!r}; nearest: {_nearest(prefix, names)}"
     )
 
 
@@ -205,7 +205,7 @@ def renamed(header: ImageHeader, rules: Mapping[str, str] | None) -> ImageHeader
     for old in rules:
         if not any(naming.is_within(name, old) for name in names):
             raise RestoreError(
-                f"restore: rename={{{old!r}: ...}}: {header.what} holds nothing of that name; nearest: "
+                f"restore: rename={{{old!r}: ...}}: {header.what} has no entry of that name; nearest: "
                 f"{_nearest(old, names)}"
             )
     renaming = _Renamer(rules)
@@ -297,7 +297,7 @@ def _distinct(entries: list[tuple[Any, Node]], where: str) -> tuple[tuple[Any, N
     for key, _ in entries:
         if key in seen:
             raise RestoreError(
-                f"restore: rename gives two entries the name {naming.join(where, str(key))!r}"
+                f"restore: rename would give two entries the name {naming.join(where, str(key))!r}"
             )
         seen.add(key)
     return tuple(entries)

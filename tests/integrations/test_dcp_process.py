@@ -92,7 +92,10 @@ def test_orders_are_checked_where_they_are_given(make_config: MakeConfig) -> Non
 def test_without_a_stored_tier_there_is_nowhere_to_write(make_config: MakeConfig) -> None:
     config = make_config()
     del config["tiers"][1:]
-    with tierfall.open(config) as ckpt, pytest.raises(ConfigError, match="there is none"):
+    with (
+        tierfall.open(config) as ckpt,
+        pytest.raises(ConfigError, match="the configuration has none"),
+    ):
         pickle.dumps(TierWriter(ckpt, step=1))
 
 

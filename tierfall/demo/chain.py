@@ -28,7 +28,7 @@ TIERS = (HOST, FAST, STORE)
 RUN = "demo"
 SHARED_MEMORY = Path("/dev/shm")
 ROOM_IN_IMAGES = 3
-"""Host memory takes 2.2 images; with less room than this in /dev/shm, a folder on disk does as well."""
+"""Host memory needs 2.2 images; with less room than this in /dev/shm, a folder on disk is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ BYTES_A_PARAMETER = 12
 """A parameter and its two moments, in fp32."""
 BUCKET = "tierfall-demo"
 KEY_NAME, SECRET_NAME = "TIERFALL_DEMO_KEY", "TIERFALL_DEMO_SECRET"
-"""The variables that trainers take the S3 server's credentials from: they stand in no configuration."""
+"""The variables with the S3 server's credentials, which are in no configuration file."""
 
 
 def demo(
@@ -108,7 +108,7 @@ def demo(
 
 @contextmanager
 def _folder(given: Path | None) -> Iterator[Path]:
-    """Yield the working folder; a temporary one is removed at the end."""
+    """Yield the working folder; a temporary one is deleted at the end."""
     if given is None:
         with _usable("the temporary folder"):
             temporary = tempfile.TemporaryDirectory(prefix="tierfall-demo-")

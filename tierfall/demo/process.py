@@ -99,11 +99,11 @@ class Act:
         """Return the digest of its state when it was ``ready``, or had ``ended``."""
         for line in self.of(kind):
             return str(line["fingerprint"])
-        raise DemoError(f"a trainer was over without a line {kind!r}; see the logs")
+        raise DemoError(f"a trainer ended without a line {kind!r}; see the logs")
 
 
 class Trainer:
-    """One run of ``tierfall.demo.trainer``. Leaving the ``with`` kills it, if it still lives."""
+    """One run of ``tierfall.demo.trainer``. Leaving the ``with`` kills it if it is still running."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Trainer:
         pace_s: float = 0.0,
         events: LogTail | None = None,
     ) -> None:
-        """``name`` names its files in ``folder``; without ``config`` it saves nothing. ``events`` follows the event log
-        of its run, up to where it is started."""
+        """``name`` names its files in ``folder``; without ``config`` it saves nothing. ``events`` reads the event log
+        of its run, from its present position on."""
         self._name = name
         self._stderr = folder / f"{name}.log"
         own = folder / f"{name}.jsonl"
@@ -143,7 +143,7 @@ class Trainer:
         return lines
 
     def follow(self) -> Iterator[Line]:
-        """Yield lines as they come, until the process ends; DemoError where it ends badly."""
+        """Yield lines as they are written, until the process ends; DemoError if it fails."""
         ended = False
         while not ended:
             ended = self._process.poll() is not None
@@ -161,10 +161,10 @@ class Trainer:
         return "\n".join(lines[-STDERR_LINES:])
 
     def freeze(self) -> bool:
-        """Stop every thread of it where it is; False where it had ended already."""
+        """Stop all of its threads; False if it has ended already."""
         try:
             os.kill(self.pid, signal.SIGSTOP)
-            # WNOWAIT leaves the ending, if it is one, for Popen to find.
+            # With WNOWAIT, Popen can still wait for a process that has ended.
             seen = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         except (ProcessLookupError, ChildProcessError):
             return False

@@ -96,7 +96,7 @@ class SeaweedFS:
             raise DemoError(f"SeaweedFS does not remove bucket {name}; see {self._folder / 'log'}")
 
     def store(self, bucket: str, **changes: Any) -> S3Store:
-        """A client of obstore's own, to look at the server beside what is tried on it."""
+        """Return a client of obstore, to inspect the server independently of the tested client."""
         return S3Store(
             bucket,
             **{
@@ -177,10 +177,8 @@ class SeaweedFS:
 
 @contextmanager
 def running(folder: Path, bucket: str) -> Iterator[SeaweedFS]:
-    """Run a server with one bucket below ``folder``, which is made, with credentials of its own; stop it at the end.
-
-    Raises DemoError, before anything is made, where it is not installed.
-    """
+    """Run a server with one bucket below the new ``folder``, with credentials of its own; stop it at the end. Raises
+    DemoError, before anything is created, if it is not installed."""
     _program()
     folder.mkdir()
     server = SeaweedFS(folder, key=secrets.token_hex(8), secret=secrets.token_hex(16))

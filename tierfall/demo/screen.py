@@ -74,7 +74,8 @@ class Screen:
             yield
 
     def step(self, line: Line, progress: TierProgress | None, *, keep: bool) -> None:
-        """Show a step, and, of a training that saves, where its checkpoints are; ``keep`` leaves the line standing."""
+        """Print a step, and, of a training that saves, the state of each tier; with ``keep`` the line remains on
+        screen."""
         live = self._live if self._console.is_terminal else None
         if not keep and live is None:
             return

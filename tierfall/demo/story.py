@@ -31,8 +31,8 @@ SETTLE_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What every act needs. ``pace_s`` is how many seconds a step takes at least while it saves; ``events`` reads the
-    event log of the run, on from act to act."""
+    """The context of all acts. ``pace_s`` is the least duration of a step that may save; ``events`` reads the event log
+    of the run, across acts."""
 
     screen: Screen
     chain: Chain

@@ -125,10 +125,8 @@ def _process(act: Act, origin_s: float) -> Process:
 
 
 def picture_path(folder: Path | None, wanted: Path | None) -> Path:
-    """Return the path of the picture: the requested one, else in the kept folder, else in the working directory.
-
-    Raises DemoError, before anything is trained for it, where no file can be there.
-    """
+    """Return the path of the picture: the requested one, else in the kept folder, else in the working directory. Raises
+    DemoError, before any training, if no file can be written there."""
     if wanted is None:
         return Path.cwd() / LOOSE if folder is None else folder / KEPT
     path = wanted.expanduser().absolute()

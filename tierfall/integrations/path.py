@@ -186,7 +186,7 @@ def _raise_unless_absent(error: OSError) -> None:
 
 
 def _steps(where: TierPath, tiers: ReadableTiers) -> list[dict[str, Any]]:
-    # A program takes the newest of these: a list without those of one tier would send it back.
+    # A program restores the newest of these: without one tier's steps it would restore an older one.
     tiers.check_read(where, "may hold further steps")
     for listing in tiers.listings:
         for error in listing.step_folder_errors():
@@ -289,7 +289,7 @@ def _own_step(where: TierPath) -> int:
     if where.step is None:
         raise ConfigError(f"{where} names no step; expected {PROTOCOL}://{where.run}/step-STEP")
     if where.attempt is not None:
-        raise ConfigError(f"{where}: what is saved gets this start's attempt; leave it out")
+        raise ConfigError(f"{where}: a save gets the attempt of this start; leave the attempt out")
     return where.step
 
 

@@ -229,9 +229,9 @@ def test_a_module_and_its_optimizer_are_restored_under_other_names() -> None:
 @pytest.mark.parametrize(
     ("rename", "said"),
     [
-        ({"net.encodr": "net.x"}, "holds nothing of that name; nearest: net.encoder"),
+        ({"net.encodr": "net.x"}, "has no entry of that name; nearest: net.encoder"),
         ({"net.encoder": "other.encoder"}, "is not within 'net'"),
-        ({"net.encoder": "net.head"}, "gives two entries the name 'net.head.weight'"),
+        ({"net.encoder": "net.head"}, "would give two entries the name 'net.head.weight'"),
         (["net"], "must be a mapping"),
         ({"net": None}, "must be a mapping of names to names"),
         ({"config.lr": "config.rate"}, "'config.lr' is part of a plain value"),

@@ -229,7 +229,7 @@ class _Reads:
         lengths = tuple(item.lengths)
         if tuple(target.shape) != lengths:
             raise RestoreError(
-                f"dcp.load: {item.storage_index.fqn}: the planner gives {tuple(target.shape)} for {lengths}"
+                f"dcp.load: {item.storage_index.fqn}: the planner returned {tuple(target.shape)} for {lengths}"
             )
         first = item.storage_index.offset or torch.Size((0,) * len(lengths))
         offset = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True))
