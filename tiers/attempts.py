@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tierfall.core.format.catalog import start_of
+from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import Attempt, Commit, encode_start, parse_attempt_record
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -62,7 +63,7 @@ class Fence:
         attempt's."""
         key = keys.attempt_key(self._run, number)
         what = self._documents.what(key)
-        attempt = parse_attempt_record(self._documents.read(key), what=what)
+        attempt = read_twice(lambda: parse_attempt_record(self._documents.read(key), what=what))
         if (attempt.run, attempt.number) != (self._run, number):
             raise StrayAttemptError(
                 f"{what}: is the record of attempt {attempt.number} of run {attempt.run!r}, stored under the wrong "

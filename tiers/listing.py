@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing, StepFolderError
 from tierfall.core.format.commit_files import without_index, wrong_files
+from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.runtime.bounded_calls import run_in_parallel
 from tierfall.core.types import keys
@@ -110,7 +111,7 @@ class TierCatalog:
         return copy
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
-        return self._read_commit(checkpoint, None)
+        return read_twice(lambda: self._read_commit(checkpoint, None))
 
     def is_committed(self, checkpoint: CheckpointId) -> bool:
         """Ask the backend whether a commit record exists."""

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterable
 
 from tierfall.core.format.commit_files import damage_mark
+from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import Commit, Mark, parse_mark
 from tierfall.core.runtime.bounded_calls import run_in_parallel
 from tierfall.core.types import keys
@@ -64,7 +65,8 @@ class Marks:
 
     def read(self, checkpoint: CheckpointId, name: str) -> Mark:
         key = self._key(checkpoint, name)
-        return parse_mark(self._documents.read(key), what=self._documents.what(key))
+        what = self._documents.what(key)
+        return read_twice(lambda: parse_mark(self._documents.read(key), what=what))
 
     def of(self, checkpoint: CheckpointId) -> frozenset[str]:
         """Read the names of the persons' marks beside a checkpoint."""

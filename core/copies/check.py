@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.compression.frame_table import FrameTable, read_frame_table
 from tierfall.core.copies.images import (
+    ChunkDigestError,
     Image,
     PackedImage,
     ReadableStore,
@@ -23,8 +23,10 @@ from tierfall.core.copies.images import (
     StoredImage,
     checked_manifest,
     checked_packed,
+    read_chunk,
 )
 from tierfall.core.format.commit_files import image_file, wrong_files
+from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import (
     Commit,
     Manifest,
@@ -248,13 +250,16 @@ class CopyCheck:
         self._check_chunks(reader, manifest, whole, name)
         if size < packed.stored_bytes:
             return
+        self._try(name, lambda: read_twice(lambda: self._check_seek_table(image, manifest, packed)))
+
+    def _check_seek_table(self, image: StoredImage, manifest: Manifest, packed: FrameTable) -> None:
         tail = bytearray(packed.stored_bytes - packed.frames_bytes)
         if tail:
             image.store.read_into(
                 self._id, manifest.shard, packed.frames_bytes, memoryview(tail), codec=packed.codec
             )
         if tail != packed.seek_table(manifest):
-            self._record(name, "its seek table differs from the one that was written")
+            raise IntegrityError("its seek table differs from the one that was written")
 
     def _packed(self, image: StoredImage, manifest: Manifest, name: str) -> FrameTable | None:
         if self._commit is not None:
@@ -266,8 +271,9 @@ class CopyCheck:
         name = keys.INDEX_NAME
         if any(damage.file == name for damage in self.damage):
             return  # it is missing, or has another length
+        what = f"{self._tier}: {name}"
         self._try(
-            name, lambda: read_index(read_index_bytes(store, commit), what=f"{self._tier}: {name}")
+            name, lambda: read_twice(lambda: read_index(read_index_bytes(store, commit), what=what))
         )
 
     def _check_mark(self, store: CheckableStore, name: str) -> None:
@@ -333,13 +339,13 @@ class CopyCheck:
         self, image: Image, manifest: Manifest, index: int, buffer: memoryview, name: str
     ) -> None:
         try:
-            view = image.read(manifest, index, buffer)
-        except IntegrityError as error:
-            self._record(name, self._describe_error(name, error), index)
-            return
-        if chunk_digest(view) != manifest.digests[index]:
+            view = read_chunk(image, manifest, index, buffer)
+        except ChunkDigestError:
             start, end = manifest.chunk_range(index)
             self._record(name, f"bytes {start} to {end} do not match their digest", index)
+            return
+        except IntegrityError as error:
+            self._record(name, self._describe_error(name, error), index)
             return
         if index == 0:
             self._try(

@@ -12,13 +12,13 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import xxhash
 
-from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.copies.cached_reads import TargetWriter, WrittenTargets, copy_bytes
-from tierfall.core.copies.images import READ_THREADS, Image, PackedImage
+from tierfall.core.copies.images import READ_THREADS, Image, PackedImage, check_digest, read_chunk
 from tierfall.core.copies.to_device import DeviceCopies, Piece
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest
 from tierfall.core.load.build import Fill
@@ -115,7 +115,13 @@ class ChunkReader:
             if is_being_filled(buffer):
                 buffer = allocate(len(buffer))
             try:
-                view = self._read(image, index, buffer)
+                view = read_chunk(
+                    image,
+                    self._manifest,
+                    index,
+                    buffer,
+                    on_misread=partial(self._add_misread, image, index),
+                )
             except (IntegrityError, BackendError) as error:
                 failures.append(error)
                 self._tally.add_skipped(self._what(image, index), error)
@@ -145,7 +151,7 @@ class ChunkReader:
         try:
             if not image.read_cached(self._manifest, index, pieces(digest)):
                 return False
-            self._compare(image, index, DIGEST_PREFIX + digest.hexdigest())
+            check_digest(image.tier, self._manifest, index, DIGEST_PREFIX + digest.hexdigest())
         except (IntegrityError, BackendError):  # the following read reports it
             logger.debug(
                 "%s is not good in the page cache", self._what(image, index), exc_info=True
@@ -155,18 +161,8 @@ class ChunkReader:
         self._tally.read(image.tier, end - start)
         return True
 
-    def _read(self, image: Image, index: int, buffer: memoryview) -> memoryview:
-        """Return a verified chunk of an image. A chunk in storage is read twice before it counts as damaged, since a
-        cache or the transfer may have altered it."""
-        try:
-            return self._checked(image, index, image.read(self._manifest, index, buffer))
-        except IntegrityError as error:
-            if image.in_memory:
-                raise
-            first = error
-        view = self._checked(image, index, image.read(self._manifest, index, buffer, again=True))
-        self._tally.add_skipped(f"the first read of {self._what(image, index)}", first)
-        return view
+    def _add_misread(self, image: Image, index: int, error: IntegrityError) -> None:
+        self._tally.add_skipped(f"the first read of {self._what(image, index)}", error)
 
     def _what(self, image: Image, index: int) -> str:
         return f"chunk {index} of {self._manifest.lineage.checkpoint} on {image.tier}"
@@ -183,16 +179,6 @@ class ChunkReader:
                 return False
             return False
         return True
-
-    def _checked(self, image: Image, index: int, view: memoryview) -> memoryview:
-        self._compare(image, index, chunk_digest(view))
-        return view
-
-    def _compare(self, image: Image, index: int, digest: str) -> None:
-        if digest != self._manifest.digests[index]:
-            raise IntegrityError(
-                f"{image.tier}: chunk {index} of {self._manifest.lineage.checkpoint} does not match its digest"
-            )
 
 
 def count_threads(

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.compression.codec import Unpacker
 from tierfall.core.compression.frame_table import FrameTable, read_frame_table
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.format.commit_files import image_file
-from tierfall.core.format.documents import sha256
-from tierfall.core.format.records import Commit, Manifest, parse_manifest
+from tierfall.core.format.documents import log_misread, read_twice, sha256
+from tierfall.core.format.records import Commit, Manifest, NamedFile, parse_manifest
 from tierfall.core.runtime.buffers import BufferPool, is_being_filled
 from tierfall.core.types import keys
 from tierfall.core.types.errors import BackendError, IntegrityError
@@ -27,6 +28,10 @@ logger = logging.getLogger("tierfall")
 
 READ_THREADS = 3
 """Chunks of a stored image that are read at once."""
+
+
+class ChunkDigestError(IntegrityError):
+    """The bytes of a chunk do not match their digest."""
 
 
 class ReadableStore(Protocol):
@@ -231,6 +236,44 @@ class RegionImage:
             raise IntegrityError(f"{self.tier}: the image left memory: {error}") from error
 
 
+def read_chunk(
+    image: Image,
+    manifest: Manifest,
+    index: int,
+    buffer: memoryview,
+    *,
+    again: bool = False,
+    on_misread: Callable[[IntegrityError], None] = log_misread,
+) -> memoryview:
+    """Return the verified bytes of chunk ``index``; the arguments are those of ``Image.read``.
+
+    A chunk in storage is read twice before it counts as damaged, since a cache or the transfer may have altered it.
+    ``on_misread`` receives the error of the first read if the second is good.
+    """
+    try:
+        return _checked(image, manifest, index, image.read(manifest, index, buffer, again=again))
+    except IntegrityError as error:
+        if image.in_memory:
+            raise
+        misread = error
+    view = _checked(image, manifest, index, image.read(manifest, index, buffer, again=True))
+    on_misread(misread)
+    return view
+
+
+def _checked(image: Image, manifest: Manifest, index: int, view: memoryview) -> memoryview:
+    check_digest(image.tier, manifest, index, chunk_digest(view))
+    return view
+
+
+def check_digest(tier: str, manifest: Manifest, index: int, digest: str) -> None:
+    """Raise ChunkDigestError if ``digest``, of a chunk that was read from a tier, is not the one in its manifest."""
+    if digest != manifest.digests[index]:
+        raise ChunkDigestError(
+            f"{tier}: chunk {index} of {manifest.lineage.checkpoint} does not match its digest"
+        )
+
+
 def checked_manifest(image: Image, commit: Commit, shard: Shard) -> Manifest:
     """Read an image's manifest and verify it by the commit record."""
     name = keys.manifest_name(shard)
@@ -238,9 +281,7 @@ def checked_manifest(image: Image, commit: Commit, shard: Shard) -> Manifest:
     named, stored = commit.file(name), image_file(commit, shard)
     if named is None or stored is None:
         raise IntegrityError(f"{what}: its commit record does not name this shard")
-    data = image.manifest_bytes()
-    if len(data) != named.bytes or sha256(data) != named.digest:
-        raise IntegrityError(f"{what}: it is not the manifest that the commit record names")
+    data = read_twice(lambda: _as_named(image.manifest_bytes(), named, what, "manifest"))
     manifest = parse_manifest(data, what=what)
     raw_bytes = stored.file.bytes if stored.codec is Codec.NONE else stored.file.raw_bytes
     if (
@@ -250,6 +291,12 @@ def checked_manifest(image: Image, commit: Commit, shard: Shard) -> Manifest:
     ):
         raise IntegrityError(f"{what}: it contradicts its commit record")
     return manifest
+
+
+def _as_named(data: bytes, named: NamedFile, what: str, kind: str) -> bytes:
+    if len(data) != named.bytes or sha256(data) != named.digest:
+        raise IntegrityError(f"{what}: it is not the {kind} that the commit record names")
+    return data
 
 
 def checked_packed(image: StoredImage, commit: Commit, manifest: Manifest) -> FrameTable | None:
@@ -262,9 +309,8 @@ def checked_packed(image: StoredImage, commit: Commit, manifest: Manifest) -> Fr
         return None
     if named is None:
         raise IntegrityError(f"{what}: its commit record does not name it")
-    data = image.store.read_stored(image.id, shard)
-    if len(data) != named.bytes or sha256(data) != named.digest:
-        raise IntegrityError(f"{what}: it is not the record that the commit record names")
+    read = image.store.read_stored
+    data = read_twice(lambda: _as_named(read(image.id, shard), named, what, "record"))
     packed = read_frame_table(data, manifest, what=what)
     if packed.codec is not stored.codec or packed.stored_bytes != stored.file.bytes:
         raise IntegrityError(f"{what}: it contradicts its commit record")

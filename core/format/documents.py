@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, IntegrityError, NotSupportedError
 
 T = TypeVar("T")
+logger = logging.getLogger("tierfall")
 
 FORMAT = 1
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -74,6 +76,23 @@ def open_sealed(data: bytes, *, what: str) -> dict[str, Any]:
             f"tierfall reads format {FORMAT}: install the tierfall that wrote it, or a newer one"
         )
     return document
+
+
+def read_twice(read: Callable[[], T]) -> T:
+    """Return the result of ``read``. It is called once more if it raises IntegrityError, since the transfer may have
+    altered what is stored intact."""
+    try:
+        return read()
+    except IntegrityError as error:
+        misread = error
+    found = read()
+    log_misread(misread)
+    return found
+
+
+def log_misread(error: IntegrityError) -> None:
+    """Log the ``error`` of a first read whose second read was intact."""
+    logger.warning("misread once, intact when read again: %s", error)
 
 
 def refuse_constant(text: str) -> float:

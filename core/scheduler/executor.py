@@ -17,10 +17,13 @@ from tierfall.core.copies.image_writes import ImageUpload, publish_image
 from tierfall.core.copies.images import (
     Image,
     StoredImage,
+    check_digest,
     checked_manifest,
+    read_chunk,
     unpacked,
 )
 from tierfall.core.format.commit_files import files_of, shards_of
+from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import (
     Attempt,
     Commit,
@@ -181,12 +184,16 @@ class TaskRunner:
 
     def _read_manifest(self, task: OpenShard, source: CopySource) -> Manifest:
         what = f"manifest of {task.id} on {source.tier}"
-        try:
+
+        def read() -> Manifest:
             if source.region is not None:
                 data = source.region.manifest()
             else:
                 data = self._stores[source.tier].read_manifest(task.id, task.shard)
             return parse_manifest(data, what=what)
+
+        try:
+            return read_twice(read)
         except TierfallError as error:
             raise _SourceError from error
 
@@ -198,9 +205,7 @@ class TaskRunner:
         if task.source.region is not None:
             view = task.source.region.image[task.start : task.end]
             if task.manifest is not None:
-                for index in range(task.first, task.stop):
-                    start, end = task.manifest.chunk_range(index)
-                    self._check(task, index, view[start - task.start : end - task.start])
+                _check_in_memory(task, task.manifest, view)
             task.writer.write_chunks(task.first, task.start, view)
             return 0.0
         began, paced = self._clock(), waited_s()
@@ -216,8 +221,7 @@ class TaskRunner:
             for index in range(task.first, task.stop):
                 start = task.manifest.chunk_range(index)[0]
                 # again=True bypasses caches: a bad cache entry must not make a good copy count as damaged
-                view = image.read(task.manifest, index, buffer[start - task.start :], again=True)
-                self._check(task, index, view)
+                read_chunk(image, task.manifest, index, buffer[start - task.start :], again=True)
         except KeyNotFoundError as error:
             raise _SourceError from self._missing(task, error)
         except TierfallError as error:
@@ -251,14 +255,6 @@ class TaskRunner:
             for key in [key for key in self._images if key[0] == tier]:
                 del self._images[key]
 
-    def _check(self, task: CopyRun, index: int, view: memoryview) -> None:
-        assert task.manifest is not None
-        if chunk_digest(view) != task.manifest.digests[index]:
-            raise _SourceError from IntegrityError(
-                f"flush of {task.id} to {task.tier}: chunk {index} read from {task.source.tier} does not match "
-                "its digest"
-            )
-
     def _abort(self, task: AbortShard, store: TaskStore) -> None:
         self._forget(task.tier)
         task.writer.abort()
@@ -288,13 +284,7 @@ class TaskRunner:
     def _check_chunk(self, task: CheckChunk, store: TaskStore) -> None:
         start, end = task.manifest.chunk_range(task.index)
         with self._pools[task.tier].lend_view(frame_bytes_max(end - start)) as buffer:
-            for _ in range(2):  # a bit flip in transit is no damage of the copy
-                view = task.image.read(task.manifest, task.index, buffer, again=True)
-                if chunk_digest(view) == task.manifest.digests[task.index]:
-                    return
-        raise IntegrityError(
-            f"{task.tier}: chunk {task.index} of {task.id} does not match its digest"
-        )
+            read_chunk(task.image, task.manifest, task.index, buffer, again=True)
 
     def _finish(self, task: FinishCopy, store: TaskStore) -> Uploaded:
         # publishing replaces files of that name, perhaps some that a newer attempt has committed
@@ -336,6 +326,16 @@ class TaskRunner:
                 task.id,
                 error,
             )
+
+
+def _check_in_memory(task: CopyRun, manifest: Manifest, view: memoryview) -> None:
+    for index in range(task.first, task.stop):
+        start, end = manifest.chunk_range(index)
+        digest = chunk_digest(view[start - task.start : end - task.start])
+        try:
+            check_digest(task.source.tier, manifest, index, digest)
+        except IntegrityError as error:
+            raise _SourceError from error
 
 
 def _own_shard_only(shard: Shard) -> Shard | None:

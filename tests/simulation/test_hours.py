@@ -49,6 +49,8 @@ def test_no_hour_of_one_rank_breaks_a_promise(block: int) -> None:
         pytest.param(80393, id="a zombie saves into the memory of its own machine"),
         pytest.param(70108, id="two full tiers that make room for each other take copies late"),
         pytest.param(70672, id="a tier that does not answer for long takes copies late"),
+        pytest.param(84176, id="the only copy is misread once, as another tier is to get it"),
+        pytest.param(84295, id="the commit record of a source is misread once"),
     ],
 )
 def test_an_hour_that_broke_a_promise_once(seed: int) -> None:

@@ -17,13 +17,15 @@ UNSYNCED = Fault(kind=FaultKind.UNSYNCED, operation=Operation.PUBLISH)
 
 
 class Weather(Faulty):
-    """A backend with its faults or, where it is not ``bad``, none. It remembers what is visible and not durable."""
+    """A backend with its faults or, where it is not ``bad``, none. It remembers what is visible and not durable. A bit
+    flips in one read of an object, and not in the next one: two in a row are damage."""
 
     def __init__(self, disk: MemoryBackend, *, seed: int, plan: list[Fault]) -> None:
         super().__init__(disk, seed=seed, plan=plan)
         self.disk = disk
         self.bad = True
         self._replacing: set[str] = set()
+        self._misread: set[str] = set()
 
     def opened(self) -> None:
         """Another process opens it."""
@@ -60,6 +62,12 @@ class Weather(Faulty):
             yield {}
             return
         with super().inject(operation, key, size_bytes) as faults:
+            if operation is Operation.READ and key in self._misread:
+                self._misread.remove(key)
+                yield {}
+                return
+            if FaultKind.BIT_FLIP in faults:
+                self._misread.add(key)
             yield faults
 
 
