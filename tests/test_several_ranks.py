@@ -21,6 +21,7 @@ from tests.open_ranks import SOON_S, Opener, close_all, restore_all, stop_before
 from tests.steps import wait_until
 from tierfall.cli.app import app
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
+from tierfall.core.format.catalog import Listing
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.scheduler.group.messages import Ordinal
 from tierfall.core.types.backend import Backend
@@ -42,6 +43,7 @@ from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.session import Session
 from tierfall.setup import tiers as stores
 from tierfall.tiers.host import HostTier
+from tierfall.tiers.stored import StoredTier
 
 
 @pytest.fixture
@@ -270,6 +272,51 @@ def test_a_tier_that_one_rank_cannot_reach_is_left_out_by_all(
             handle.wait("nvme", SOON_S)
         assert [r.left for r in on_all([lambda c=c: c.drain(SOON_S) for c in both])] == [(), ()]  # type: ignore[misc]
     finally:
+        close_all(both)
+
+
+class EachByItsPath(WithShared):
+    """Each rank reaches the tier that all nodes see by a path of its own."""
+
+    def config(self, rank: int, **more: Any) -> Config:
+        sections = super().config(rank).model_dump(mode="json", exclude_unset=True)["tiers"]
+        sections[-1]["path"] = str(self.folder / f"pfs-{rank}")
+        return Opener.config(self, rank, tiers=sections, **more)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_cannot_list_a_shared_tier_as_it_starts_owes_it_nothing_that_is_there(
+    ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, who: int
+) -> None:
+    (tmp_path / "pfs-0").mkdir()
+    (tmp_path / "pfs-1").symlink_to(tmp_path / "pfs-0")
+    both = EachByItsPath(tmp_path, ranks).all_open()
+    for step in (1, 2):
+        for handle in [c.save(step, {"w": torch.full((4,), float(step))}) for c in both]:
+            handle.wait("nvme", timeout=SOON_S)
+    on_all([c.drain for c in both])
+    close_all(both)
+    real = StoredTier.list
+
+    def list_tier(store: StoredTier) -> Listing:
+        if store.place.endswith(f"pfs-{who}"):
+            return Listing(tier=store.name, error=UnreachableError("nobody answers"))
+        return real(store)
+
+    with network(["a", "b"]) as again:
+        with monkeypatch.context() as context:
+            context.setattr(StoredTier, "list", list_tier)
+            both = EachByItsPath(tmp_path, again).all_open()
+        states = [{"w": torch.zeros(4)} for _ in both]
+        assert [report.step for report in restore_all(both, states)] == [2, 2]
+        for step in (3, 4):
+            for handle in [c.save(step, {"w": torch.full((4,), float(step))}) for c in both]:
+                handle.wait(timeout=SOON_S)
+        reports = on_all([lambda c=c: c.drain(SOON_S) for c in both])  # type: ignore[misc]
+        assert [report.left for report in reports] == [(), ()]
+        for ckpt in both:
+            there = {c.step: c.tiers.get("pfs") for c in ckpt.checkpoints()}
+            assert (there[2], there[4]) == ("committed", "committed")
         close_all(both)
 
 

@@ -326,7 +326,12 @@ def whole_on(listing: Listing, id: CheckpointId) -> bool:
     copy = listing.copy(id)
     if copy is None or copy.commit is None or copy.damage is not None:
         return False
-    return not _absent([copy.commit])
+    return names_all_shards(copy.commit)
+
+
+def names_all_shards(commit: Commit) -> bool:
+    """Return whether a record, merged from those of all nodes, names every shard of its checkpoint."""
+    return not _absent([commit])
 
 
 def _lack(known: KnownCheckpoint, tier: str | None = None) -> str:

@@ -274,6 +274,8 @@ class Hour(History):
         """Attempts are counted anew from here on: others will be called the same."""
         for gone_for_ever in (self.deleted, self.buried, self.superseded):
             gone_for_ever -= {id for id in gone_for_ever if id.attempt > number}
+        for lost in [lost for lost in self._lives if lost > number]:
+            del self._lives[lost]
 
     def _forget_pins(self, gone: set[str]) -> None:
         """What was pinned on these tiers is lost with them."""

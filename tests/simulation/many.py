@@ -29,7 +29,7 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, WhenFull
 from tierfall.core.types.view import TierRules
-from tierfall.session.start import Start, decide, on_all_ranks, read_start
+from tierfall.session.start import Start, decide, fill_in, on_all_ranks, read_start
 
 NODE_TIER = "nvme"
 SHARED_TIER = "pfs"
@@ -169,7 +169,10 @@ class Many:
         self.unread = {x.tier for rank in self.ranks for x in rank.listings if x.error is not None}
         if self.unread:
             self.blind.add(root.attempt.id)
-        return read_start(found)
+        start = read_start(found)
+        for rank in self.ranks:
+            rank.listings = fill_in(rank.listings, start, rank.reporters())
+        return start
 
     def _take_number(self, number: int) -> Attempt:
         while not self.ranks[0].adopt(attempt := attempt_of(number, self.starts)):

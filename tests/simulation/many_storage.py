@@ -170,6 +170,7 @@ class Faults:
     def __init__(self, world: Many, damage: Damage, clock: Clock, seed: int) -> None:
         self.world, self.damage, self.clock = world, damage, clock
         self.draw = random.Random(f"storage {seed}")
+        self._sight = random.Random(f"sight {seed}")
         self.zombies: list[ZombieRanks] = []
         self.left_by_zombies: set[tuple[Place, str]] = set()
         self.fails_some: set[str] = set()
@@ -216,8 +217,8 @@ class Faults:
         return seconds
 
     def lose_sight(self) -> None:
-        """The next start cannot look at a tier: on a node or on all it is not mounted, or it does not answer; where the
-        former could not be told from an empty one, it is mounted."""
+        """The next start cannot look at a tier: on a node or on all it is not mounted, or some ranks or all get no
+        answer; where the former could not be told from an empty one, it is mounted."""
         tier, node = self._draw_views()
         views = self._views(tier, node)
         self.world.unopened = set(self.world.stored) if self.draw.random() < 0.3 else set()
@@ -225,19 +226,21 @@ class Faults:
             if self.draw.random() < 0.5:
                 self._take_away(tier, node)
             else:
-                self._say(f"{tier} is down")
-                for view in self._views(
-                    tier
-                ):  # ranks that see otherwise of it disagree on what is owed
-                    view.down = True
-                    self.clock.after(
-                        self.draw.uniform(10.0, 600.0), partial(setattr, view, "down", False)
-                    )
+                self._fall_silent(tier, self._views(tier))
+        if self._sight.random() < 0.3:
+            views = self._views(tier := self._sight.choice(self.world.stored))
+            self._fall_silent(tier, self._sight.sample(views, self._sight.randint(1, len(views))))
         for name in self.world.stored:
             for at in self.nodes:
                 if not self._is_seen(name, at) and not self._remembers(name, at):
                     for view in self._views(name, at):
                         view.mount()
+
+    def _fall_silent(self, tier: str, views: list[Troubled]) -> None:
+        self._say(f"{tier} is down for {len(views)} ranks")
+        for view in views:
+            view.down = True
+            self.clock.after(self.draw.uniform(10.0, 600.0), partial(setattr, view, "down", False))
 
     def _is_seen(self, tier: str, node: int) -> bool:
         return all(view.mounted for view in self._views(tier, node))

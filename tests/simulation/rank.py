@@ -64,7 +64,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard
 from tierfall.policies import defaults
 from tierfall.session.adopt import adopt_images, note_overtaken
-from tierfall.session.start import FoundAtStart, Start
+from tierfall.session.start import FoundAtStart, Start, unlisted
 from tierfall.setup.attempts import next_number
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import make_durable
@@ -200,6 +200,11 @@ class Rank:
         topology = self.world.network.message_trees[self.number].topology
         return topology.is_root if self.world.shared.get(tier) else topology.is_leader
 
+    def reporters(self) -> dict[str, int]:
+        """Return the rank that reports each tier to this one."""
+        leader = self.world.network.message_trees[self.number].topology.local_ranks[0]
+        return {tier: 0 if shared else leader for tier, shared in self.world.shared.items()}
+
     def found(self, number: int) -> FoundAtStart:
         """What this rank brings to the agreement on a start."""
         return FoundAtStart(
@@ -207,6 +212,7 @@ class Rank:
             unreachable={tier: str(error) for tier, error in self.errors.items()},
             read_only={},
             tiers=self.described(),
+            unlisted=unlisted(self.listings, self.reporters()),
             nothing=all(x.error is None for x in self.listings)
             and all(known.tombstoned for known in merge(self.listings)),
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.simulation import many
 from tests.simulation.hour import run_hour
 from tests.simulation.many_hour import ManyHour, run_many_hour
 from tierfall.core.capture.copier import chunk_digest
@@ -174,6 +175,11 @@ def take_a_misread_for_damage(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(executor, "read_chunk", read_once)
 
 
+def ignore_what_other_ranks_have_listed(patch: pytest.MonkeyPatch) -> None:
+    """A rank that cannot list a tier at a start does without what other ranks have found there."""
+    patch.setattr(many, "fill_in", lambda listings, start, reported_by: listings)
+
+
 def run_storage_hour(seed: int) -> ManyHour:
     """Live through an hour of several ranks whose storage fails, too."""
     return run_many_hour(seed, storage=True)
@@ -209,6 +215,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (save_at_once, run_many_hour, 4),
         (take_an_absent_tier_for_an_empty_one, run_storage_hour, 0),
         (believe_the_commit_record, run_storage_hour, 43),
+        (ignore_what_other_ranks_have_listed, run_storage_hour, 4),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

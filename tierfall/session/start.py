@@ -15,7 +15,7 @@ from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Attempt, Commit, parse_commit
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.agreement import complete, whole_on
+from tierfall.core.restore.agreement import complete, names_all_shards, whole_on
 from tierfall.core.restore.inventory import TierMessage, describe, merge_ranks
 from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
 from tierfall.core.types.lineage import AttemptStart
@@ -26,7 +26,7 @@ from tierfall.session.leftovers import committed_in_memory
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.shared_folders import ProbeFiles
 from tierfall.setup.attempts import warn_of_overtaken_starts
-from tierfall.setup.tiers import bounds_s, reported_tiers
+from tierfall.setup.tiers import bounds_s, reported_tiers, reporters
 
 TRIES = 8
 _OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
@@ -43,6 +43,7 @@ class Start:
     checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies that may be repaired, with
     their damage; ``starts`` how the attempts began that have committed a checkpoint. ``overtaken`` names the tiers that
     a checkpoint is still owed to by the record of a newer one on any node; None where each rank decides by itself.
+    ``reported`` has, by tier and reporting rank, the listings of that rank for the ranks that could not list the tier.
     """
 
     attempt: Attempt | None = None
@@ -57,6 +58,7 @@ class Start:
     damaged: Mapping[str, Mapping[CheckpointId, str]] = field(default_factory=dict)
     starts: tuple[AttemptStart, ...] = ()
     overtaken: Mapping[CheckpointId, frozenset[str]] | None = None
+    reported: Mapping[tuple[str, int], Listing] = field(default_factory=dict)
 
     @property
     def scattered(self) -> frozenset[CheckpointId]:
@@ -82,12 +84,14 @@ def begin_attempt(tiers: OpenedTiers) -> Start:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundAtStart(Message):
     """What one rank has found. ``unreachable`` and ``read_only`` hold the reason of each tier; ``tiers`` is the
-    inventory of those that it reports; ``nothing``: it knows of no checkpoint, and could read every tier."""
+    inventory of those that it reports; ``unlisted`` names, for each stored tier that it could not list, the rank that
+    reports it; ``nothing``: it knows of no checkpoint, and could read every tier."""
 
     number: int
     unreachable: Mapping[str, str]
     read_only: Mapping[str, str]
     tiers: Mapping[str, TierMessage]
+    unlisted: Mapping[str, int]
     nothing: bool
 
 
@@ -100,6 +104,15 @@ class StartMessage(Message):
     found: FoundAtStart | None = None
     refused: bool = False
     read_only: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierReport(Message):
+    """What ``rank`` has found on a tier, for the ranks that could not list it."""
+
+    tier: str
+    rank: int
+    found: TierMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +132,7 @@ class StartDecision(Message):
     starts: tuple[AttemptStart, ...]
     overtaken: tuple[tuple[CheckpointId, frozenset[str]], ...]
     first: bool
+    reported: tuple[TierReport, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +166,7 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
     tiers.make_durable()
     config = tiers.config
     order = [tier.name for tier in config.chain]
+    reported_by = reporters(config, ranks)
     number = tiers.next_number()
     for _ in range(TRIES):
         found = FoundAtStart(
@@ -159,6 +174,7 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
             unreachable={tier: str(error) for tier, error in tiers.errors.items()},
             read_only=tiers.found_read_only,
             tiers=describe(tiers.listings, mine=reported_tiers(config, ranks)),
+            unlisted=unlisted(tiers.listings, reported_by),
             nothing=tiers.finds_nothing(),
         )
         decision = ranks.agree(
@@ -176,7 +192,9 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
         answer = ranks.agree(_ATTEMPT, message, _merge_attempts, AttemptDecision)
         tiers.make_read_only(answer.read_only)
         if not answer.refused:
-            return read_start(decision)
+            start = read_start(decision)
+            tiers.listings = fill_in(tiers.listings, start, reported_by)
+            return start
         number = decision.attempt.number + 1
     raise RanksError(
         f"open: {format_ranks(answer.refused)} found another start's attempt in the place of each of {TRIES} numbers: "
@@ -199,6 +217,28 @@ def read_start(decision: StartDecision) -> Start:
         damaged={tier: dict(pairs) for tier, pairs in decision.damaged.items()},
         starts=decision.starts,
         overtaken=dict(decision.overtaken),
+        reported={
+            (report.tier, report.rank): merge_ranks(
+                {report.rank: {report.tier: report.found}}, [report.tier]
+            )[0]
+            for report in decision.reported
+        },
+    )
+
+
+def unlisted(listings: Iterable[Listing], reported_by: Mapping[str, int]) -> dict[str, int]:
+    """Return the stored tiers that this rank could not list, each with the rank that reports it."""
+    return {x.tier: reported_by[x.tier] for x in listings if x.error and x.tier in reported_by}
+
+
+def fill_in(
+    listings: Iterable[Listing], start: Start, reported_by: Mapping[str, int]
+) -> tuple[Listing, ...]:
+    """Replace the listings that failed on this rank by those of the ranks that report the tiers, where these could list
+    them. Without them, this rank would owe copies that exist, and wait for the other ranks to upload their images."""
+    return tuple(
+        x if x.error is None else start.reported.get((x.tier, reported_by.get(x.tier, -1)), x)
+        for x in listings
     )
 
 
@@ -275,9 +315,10 @@ def decide(
     listings = merge_ranks(inventories, order)
     whole_somewhere, _ = complete(listings)
     attempt = tiers.claim_from(max(one.number for one in found.values()))
+    unreachable = _first_reasons((rank, one.unreachable) for rank, one in found.items())
     read_only = _first_reasons((rank, one.read_only) for rank, one in found.items())
     return StartDecision(
-        unreachable=_first_reasons((rank, one.unreachable) for rank, one in found.items()),
+        unreachable=unreachable,
         read_only={**read_only, **tiers.found_read_only},
         attempt=attempt,
         whole={
@@ -301,6 +342,11 @@ def decide(
         starts=tuple(starts_in(listings, whole_somewhere)),
         overtaken=tuple(sorted(overtaken(merge(map(_only_whole, listings))).items())),
         first=all(one.nothing for one in found.values()),
+        reported=tuple(
+            TierReport(tier=tier, rank=rank, found=inventories[rank][tier])
+            for tier, rank in sorted({x for one in found.values() for x in one.unlisted.items()})
+            if tier not in unreachable and inventories[rank][tier].error is None
+        ),
     )
 
 
@@ -312,10 +358,13 @@ def _only_whole(listing: Listing) -> Listing:
 def damaged_copies(
     listings: Sequence[Listing], *, host: str
 ) -> dict[str, tuple[tuple[CheckpointId, str], ...]]:
-    """Return, per tier, the copies that may be repaired, with their damage; images in memory are never repaired."""
+    """Return, per tier, the copies that may be repaired, with their damage. Images in memory are never repaired, and
+    neither is a copy of which some nodes have no shard."""
     found: dict[str, tuple[tuple[CheckpointId, str], ...]] = {}
     for checkpoint in merge(listings):
         for tier, copy in checkpoint.copies.items():
+            if copy.commit is not None and not names_all_shards(copy.commit):
+                continue
             if copy.repairable and tier != host:
                 found[tier] = (*found.get(tier, ()), (checkpoint.id, str(copy.damage)))
     return found

@@ -124,6 +124,12 @@ def reported_tiers(config: Config, ranks: Ranks) -> tuple[str, ...]:
     return (config.host.name, *owned)
 
 
+def reporters(config: Config, ranks: Ranks) -> dict[str, int]:
+    """Return, per stored tier, the rank that reports its listing to this rank."""
+    leader = ranks.topology.local_ranks[0]
+    return {tier.name: 0 if is_shared(tier) else leader for tier in config.stored}
+
+
 def run_folder(config: Config, run: str) -> Path:
     """Return the folder of the run's arenas and locks on this machine."""
     base = Path(config.host.folder) if config.host.folder else default_folder()

@@ -108,7 +108,7 @@ class Ledger:
             (listing.tier, copy.id)
             for listing in listings
             for copy in listing.copies
-            if copy.state is CopyState.COMMITTED and copy.damage is None
+            if copy.state is CopyState.COMMITTED and (copy.damage is None or copy.repairable)
             if not self._has(listing.tier, copy.id)
         }
 

@@ -730,3 +730,27 @@ def test_what_was_removed_on_one_node_is_no_reason_for_any_to_drop_an_older_one(
     ]
     assert len(set.intersection(*whole)) == 2
     assert not any(rank.coordinator.busy() for rank in run.ranks)
+
+
+@pytest.mark.parametrize("node", [1, 2])
+def test_what_is_left_on_some_nodes_of_a_damaged_copy_goes_once_a_newer_one_is_whole(
+    node: int,
+) -> None:
+    """The disk of one node is lost, an image was removed on another, and no tier has the whole checkpoint."""
+    run = Many((0, 1, 2), [file_rules(NODE_TIER)], max_wait_s=10.0)
+    for rank in run.ranks:
+        rank.save(1)
+    run.settle()
+    run.crash(nodes_lost=(0, 1, 2))
+    purge(run.disk(NODE_TIER, node))
+    run.disk(NODE_TIER, 0)._objects.clear()
+    run.start()
+    for rank in run.ranks:
+        rank.save(2)
+    run.settle()
+    assert run.committed(NODE_TIER) == {CheckpointId(2, run.attempt.number)}
+    left = [
+        key for n in (1, 2) for key in run.disk(NODE_TIER, n)._objects if "00000001-a0001" in key
+    ]
+    assert not left
+    assert not any(rank.coordinator.busy() for rank in run.ranks)
