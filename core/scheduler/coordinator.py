@@ -62,7 +62,7 @@ class Coordinator(Components):
         """Determine, from what was found at open, which copies are owed and what is to be deleted."""
         self._note_owed()
         self.damage_reports.plan_repairs()
-        self._finish_deletions()
+        self._finish_commands()
         self.deleter.plan_all_tiers()
 
     def start_for_commands(self) -> None:
@@ -72,12 +72,14 @@ class Coordinator(Components):
         """
         self._commands_only = True
         self._note_owed()
-        self._finish_deletions()
+        self._finish_commands()
 
-    def _finish_deletions(self) -> None:
-        """Continue the deletions by command that no process carried out so far."""
+    def _finish_commands(self) -> None:
+        """Continue the commands that no process carried out, or that could not reach a tier."""
         if not self.group.decides:
-            return  # rank 0 knows of all tombstones
+            return  # rank 0 knows of all marks
+        for id in self.ledger.pinned_in_memory_alone():
+            self._commands.finish_pin(id)
         found = {e.id for e in self.ledger.entries.values() if e.tombstoned and not e.pinned}
         for id in sorted(found | self.ledger.deleted):
             self.finish_deletion(id)

@@ -75,6 +75,7 @@ class Hour(History):
         self._mounts = random.Random(f"mounts {seed}")
         self._cuts_power = False
         self._fails_some: set[Weather] = set()
+        self._denied: set[Weather] = set()
         self.counts: Counter[str] = Counter()
 
     # The clock ---------------------------------------------------------------------------------------
@@ -484,6 +485,9 @@ class Hour(History):
         if self._block.random() < 0.3:
             # briefly: what saves cost cannot be measured while no copy is begun
             how, seconds = "denied", self._block.uniform(10.0, 120.0)
+            if weather in self._denied:  # one copy may meet both, and others come in between
+                self._fails_some.add(weather)
+            self._denied.add(weather)
         setattr(weather, how, True)
         self.clock.after(seconds, lambda: setattr(weather, how, False))
 

@@ -17,8 +17,9 @@ coordinator's thread and does no I/O.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from tierfall.core.format.records import Mark
 from tierfall.core.ranks.message_tree import MessageTree
@@ -131,9 +132,15 @@ class Commands:
             return
         self._deleted.add(id)
         logger.info("%s was deleted by a person: it is deleted from every tier", id)
-        self.submit(
-            Command(kind=CommandKind.DELETE, id=id, wall_time_s=0.0, on_answer=_log_failed(id))
-        )
+        self._finish(CommandKind.DELETE, id)
+
+    def finish_pin(self, id: CheckpointId) -> None:
+        """Pin a checkpoint on every tier; for rank 0. Its pin was found, but not on all of them."""
+        self._finish(CommandKind.PIN, id)
+
+    def _finish(self, kind: CommandKind, id: CheckpointId) -> None:
+        answer = partial(_log_failed, kind, id)
+        self.submit(Command(kind=kind, id=id, wall_time_s=0.0, on_answer=answer))
 
     def fail_all(self, error: BaseException) -> None:
         """Answer all commands with ``error``: the coordinator has stopped."""
@@ -432,14 +439,10 @@ def _is_fenced(command: Command) -> bool:
     return any(isinstance(error, FencedError) for error in command.failed.values())
 
 
-def _log_failed(id: CheckpointId) -> Callable[[Mapping[str, BaseException]], None]:
-    """Return an answer that logs what failed; it is tried again."""
-
-    def log(failed: Mapping[str, BaseException]) -> None:
-        for tier, error in failed.items():
-            logger.warning("%s: the deletion of %s is not done yet: %s", tier, id, error)
-
-    return log
+def _log_failed(kind: CommandKind, id: CheckpointId, failed: Mapping[str, BaseException]) -> None:
+    """Log what failed of a command that no person waits for; it is tried again."""
+    for tier, error in failed.items():
+        logger.warning("%s: the command to %s %s is not done yet: %s", tier, kind, id, error)
 
 
 def _ignore_failed(failed: Mapping[str, BaseException]) -> None:

@@ -101,7 +101,7 @@ class AbandonedLines:
     def note(self, id: CheckpointId, entry: LedgerEntry | None) -> None:
         """Update a checkpoint; None: it was removed."""
         self._forget(id)
-        if entry is None or not entry.is_whole:
+        if entry is None or not (entry.is_whole or entry.damage):
             return
         start = entry.start
         self._whole[id] = (entry.attempt_id, None if start is None else start.key)

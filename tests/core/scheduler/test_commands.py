@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.simulation.many import NODE_TIER, Many
 from tests.simulation.world import IMAGE, World, file_rules, images_of
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.format.records import Mark
@@ -17,7 +18,7 @@ from tierfall.core.scheduler.ledger.tasks import (
     ReadMarks,
     Task,
 )
-from tierfall.core.types import events
+from tierfall.core.types import events, keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import AccessDeniedError, CapacityError, FlushError, StepError
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
@@ -613,3 +614,43 @@ def test_a_save_that_failed_before_it_was_announced_gives_its_region_back() -> N
     world.fail_capture(snapshot, FlushError("interrupted"))
     world.step()
     assert world.memory.regions == []
+
+
+def test_a_pin_found_in_memory_alone_is_written_to_the_tier_by_the_next_start() -> None:
+    """The tier could not be listed when the pin was requested: only memory has it, and is lost with the machine."""
+    world = World([file_rules("nvme", retain_last=1)])
+    world.save(1)
+    world.settle()
+    world.crash()
+    world.start(unread=["nvme"])
+    assert give(world, CommandKind.PIN, FIRST) == [{}]
+    world.crash()
+    world.start()
+    world.settle()
+    world.crash()
+    world.memory.regions.clear()
+    world.start()
+    for step in (2, 3, 4):
+        world.save(step)
+        world.settle()
+    assert world.steps_on("nvme") == [1, 4]
+
+
+def test_a_pin_found_in_the_memory_of_several_ranks_is_written_on_every_node() -> None:
+    run = Many((0, 1), [file_rules(NODE_TIER)])
+    for rank in run.ranks:
+        rank.save(1)
+    run.settle()
+    run.crash()
+    for is_down in (True, False):
+        for rank in run.ranks:
+            rank.troubles[NODE_TIER].down = is_down
+        run.start()
+        if is_down:
+            answer = run.ranks[0].order(CommandKind.PIN, FIRST)
+            run.settle()
+            assert answer == [{}]
+            run.crash()
+    run.settle()
+    for disk in run.disks(NODE_TIER).values():
+        assert [key for key in disk._objects if key.endswith(f"/{keys.PIN_MARK}")]
