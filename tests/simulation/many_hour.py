@@ -321,6 +321,8 @@ class ManyHour(ManyHistory):
             return
         self._under_way.clear()
         super().crash()
+        self.faults.check_number()
+        self.damage.check_seen()
         self._check_restored()
         self._train_anew()
 

@@ -25,7 +25,7 @@ from tests.simulation.world import (
     objects_on,
     start_in,
 )
-from tierfall.core.format.records import Commit, parse_commit
+from tierfall.core.format.records import Commit, parse_attempt_record, parse_commit
 from tierfall.core.types import keys
 from tierfall.core.types.events import SetAside
 from tierfall.core.types.values import CheckpointId
@@ -80,6 +80,13 @@ class Damage:
         }
         bad = {id for name, _, id, _ in self.bad if name == tier} if repaired else self.on(tier)
         return self.world.committed(tier) - bad - unsynced
+
+    def check_seen(self) -> None:
+        """A start takes no copy for good that its listing shows to lack an image."""
+        for tier, node, id, number in self.bad:
+            if self._bad[tier, node, id, number][1] is None and tier not in self.world.unread:
+                taken = [rank.number for rank in self.world.ranks if id in rank.committed(tier)]
+                assert not taken, f"{tier}: ranks {taken} take {id} for good, which was purged"
 
     def purge(self) -> None:
         """A tier loses an image; its commit record stays."""
@@ -372,6 +379,18 @@ class Faults:
                 assert not gone, f"a zombie took away {gone}"
                 # an image that it had begun: the next start collects that
                 self.left_by_zombies |= after.keys() - before.keys()
+
+    def check_number(self) -> None:
+        """No tier has a record of another attempt by the number of this start, unless both began while some tier could
+        not be listed."""
+        attempt = self.world.attempt
+        key = keys.attempt_key("run", attempt.number)
+        for place in self._places():
+            if (record := self.world.disk(*place)._objects.get(key)) is None:
+                continue
+            known = parse_attempt_record(bytes(record), what=key).id
+            both_blind = {known, attempt.id} <= self.world.blind
+            assert known == attempt.id or both_blind, f"{place} has another {attempt.number}"
 
     def begin_anew(self) -> None:
         """Another start begins."""
