@@ -64,8 +64,8 @@ def test_short_writes_and_reads_are_continued(
             else (_short_direct(pwrite, descriptor, view, offset))
         )
 
-    def short_read(descriptor: int, views: list[memoryview], offset: int) -> int:
-        return preadv(descriptor, [views[0][:65_536]], offset)
+    def short_read(descriptor: int, views: list[memoryview], *more: int) -> int:
+        return preadv(descriptor, [views[0][:65_536]], *more)
 
     monkeypatch.setattr(os, "pwrite", short_write)
     monkeypatch.setattr(os, "preadv", short_read)

@@ -664,7 +664,7 @@ def test_the_name_of_the_entry_is_kept_for_it(ckpt: tierfall.Checkpointer) -> No
         ("tiers://run/step-1/a/b", ConfigError, "expected tiers://RUN/step-STEP"),
         ("tiers://-run/step-1", ConfigError, "not a usable name"),
         ("tiers://other/step-1", ConfigError, r"no Checkpointer of run 'other' .*open: run"),
-        ("tiers://run/step-1-a0001", ConfigError, "leave it out"),
+        ("tiers://run/step-1-a0001", ConfigError, "leave the attempt out"),
         ("tiers://run", ConfigError, "names no step"),
         ("tiers://", ConfigError, "names no run"),
     ],

@@ -308,5 +308,5 @@ class Admissions:
         """Free the regions of failed and superseded images that no worker reads any more."""
         host = self._ledger.host
         for entry in self._ledger.open():
-            if entry.state(host) is CopyState.LEAVING and not entry.leases.get(host):
+            if entry.states.get(host) is CopyState.LEAVING and not entry.leases.get(host):
                 self.free(entry, "its save was given up")
