@@ -391,7 +391,8 @@ class ManyHistory:
         self.person.look()
 
     def _check_memory(self) -> None:
-        """The newest checkpoint that was whole in memory stays on all ranks until a newer one is."""
+        """The newest checkpoint that was whole in memory stays on all ranks until a newer one is; where memory has room
+        for one image, until a tier has it or none is owed it."""
         if not self.whole:
             return
         newest = max(self.whole)
@@ -400,7 +401,8 @@ class ManyHistory:
         below = any(newest in self.world.committed(tier) for tier in self.tiers)
         for rank in self.world.ranks:
             if newest not in rank.sealed():
-                may_go = self.memory_images == 1 and below
+                is_settled = all(r.handles[newest].is_settled() for r in self.world.ranks)
+                may_go = self.memory_images == 1 and (below or is_settled)
                 assert may_go, (
                     f"{newest} is the newest that was whole in memory, and rank {rank.number} has it no more"
                 )
