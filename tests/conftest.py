@@ -22,6 +22,26 @@ from tierfall.backends.wrappers import retry
 from tierfall.core.ranks.ranks import Ranks
 
 SHARED = Path("/dev/shm")
+FIRST = (
+    "tests/test_object_tier.py",
+    "tests/simulation",
+    "tests/test_benchmarks.py",
+    "tests/test_benchmarks_peers.py",
+    "tests/test_demo_s3.py",
+    "tests/distributed",
+    "tests/test_cadence_on_machine.py",
+    "tests/policies",
+)
+"""The longest: what ends a run of several workers is then short."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        firsts = (n for n, path in enumerate(FIRST) if item.nodeid.startswith(path))
+        return next(firsts, len(FIRST))
+
+    items.sort(key=place)
+
 
 # A suite that was started in the background (nohup, a CI's &) may ignore Ctrl-C, which tests send to themselves and to
 # what they start.
