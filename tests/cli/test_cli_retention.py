@@ -59,7 +59,7 @@ def test_prune_says_by_which_rule_each_copy_stays_and_does_it(cli: Cli, tmp_path
 def test_prune_and_check_say_that_no_checkpoint_has_a_metric(
     cli: Cli, make_cli: MakeCli, tmp_path: Path
 ) -> None:
-    commands = (["prune", "--dry-run"], ["check", "--size", "64KiB"])
+    commands = (["prune", "--dry-run"], ["check", "--size", "64KiB", "--save-every", "1h"])
     for words in commands:
         assert cli.json(*words)["notes"] == []
     cli.configure(make_cli(disk={"retain": {"best": {"metric": "los"}}}).config)

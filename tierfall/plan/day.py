@@ -23,8 +23,8 @@ from tierfall.plan.simulate import (
 )
 
 DAY_S = 86_400.0
-WORK_MAX = 1_000_000
-"""About 10,000 steps of the coordinator: a few seconds of one core, or the day of a run that saves every 2 minutes."""
+WORK_MAX = 500_000
+"""About 5,000 steps of the coordinator: two seconds of one core, or the day of a run that saves every 8 minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
