@@ -25,6 +25,7 @@ from tests.simulation.world import (
     objects_on,
     start_in,
 )
+from tierfall.core.format.catalog import UNSEEN_ATTEMPTS
 from tierfall.core.format.records import Commit, parse_attempt_record, parse_commit
 from tierfall.core.types import keys
 from tierfall.core.types.events import SetAside
@@ -243,7 +244,15 @@ class Faults:
                     for view in self._views(name, at):
                         view.mount()
 
+    def _is_numbered_without(self, tier: str) -> bool:
+        """Say whether a start that cannot list a tier takes a number above all there; else it is fenced there later, as
+        where all other tiers were lost."""
+        others = (self.world.disk(*place) for place in self._places() if place[0] != tier)
+        return newest_attempt(others) + UNSEEN_ATTEMPTS >= self.newest_attempt()
+
     def _fall_silent(self, tier: str, views: list[Troubled]) -> None:
+        if not self._is_numbered_without(tier):
+            return
         self._say(f"{tier} is down for {len(views)} ranks")
         for view in views:
             view.down = True
