@@ -1,4 +1,5 @@
-"""Records of attempts that are damaged, gone, or copied to another number: named, with the way out; nothing is lost."""
+"""Attempt records that are damaged, missing or copied to another number: the error names them and the way out; no
+checkpoint is lost."""
 
 from __future__ import annotations
 

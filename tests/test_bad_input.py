@@ -1,4 +1,4 @@
-"""What callers get wrong: states, steps, metrics, targets that do not fit, a Checkpointer where it cannot be used."""
+"""Invalid arguments: states, steps, metrics, targets of a restore, and a Checkpointer used where it cannot be."""
 
 from __future__ import annotations
 

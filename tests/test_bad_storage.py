@@ -1,4 +1,5 @@
-"""Tiers that cannot be used, fail or are away: training goes on, it is said, and nothing committed is lost."""
+"""Tiers that cannot be used, fail or are unreachable: training continues, the log reports them, no committed
+checkpoint is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks: their arithmetic, the state they measure, and a tiny run. No time is judged here."""
+"""The benchmarks: their arithmetic, the state that they measure, and a tiny run. No time is asserted."""
 
 from __future__ import annotations
 

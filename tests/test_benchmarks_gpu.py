@@ -1,4 +1,4 @@
-"""The part of the benchmarks that needs a GPU, rehearsed on a device that is none: its logic, and what it waits for."""
+"""The GPU part of the benchmarks on a fake device: its logic, and what it waits for."""
 
 from __future__ import annotations
 

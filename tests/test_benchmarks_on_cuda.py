@@ -1,4 +1,4 @@
-"""The benchmarks' other parts with ``--device cuda``: their states lie there, and what is timed ends there."""
+"""The other parts of the benchmarks with ``--device cuda``: their states are on the device, and timing waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The benchmarks' other systems and longer parts: each is tried for what its figures rest on, and run tiny."""
+"""The other systems in the benchmarks, and the longer parts: their assumptions are checked, and each runs once at a
+tiny size."""
 
 from __future__ import annotations
 

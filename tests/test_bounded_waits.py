@@ -1,4 +1,4 @@
-"""A tier that does not answer holds up neither ``open`` nor a restore from another one for longer than its bound."""
+"""A tier that does not answer holds up ``open``, or a restore from another tier, for no longer than its bound."""
 
 from __future__ import annotations
 

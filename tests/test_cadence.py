@@ -1,4 +1,4 @@
-"""The cadence on a virtual clock: what it measures is what was set, and the interval follows it."""
+"""The cadence on a virtual clock: it measures what was set, and the interval follows."""
 
 from __future__ import annotations
 

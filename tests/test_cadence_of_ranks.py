@@ -1,4 +1,4 @@
-"""Several ranks save the same steps by a cadence that rank 0 alone decides, however far they are apart."""
+"""Several ranks save the same steps by a cadence that rank 0 decides, even if they are at different steps."""
 
 from __future__ import annotations
 

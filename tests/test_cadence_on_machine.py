@@ -1,4 +1,4 @@
-"""The cadence on this machine: steps and saves take what they sleep, and saving takes the share that it may."""
+"""The cadence in real time: saving takes the share of the time that it is configured to take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Checkpointer promises to a training loop, from the first step to the next start."""
+"""The Checkpointer's promises to a training loop, from the first step to the next start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A person's orders to a run of several ranks: every rank makes the call, it is done once, and all hear the same."""
+"""A person's commands to a run of several ranks: every rank makes the call, it is executed once, all get the same
+answer."""
 
 from __future__ import annotations
 

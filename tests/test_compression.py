@@ -1,4 +1,5 @@
-"""Compression from the configuration to a restore: what is saved comes back, plain tools read it, and it is counted."""
+"""Compression from the configuration to a restore: the state comes back, plain tools read the files, and statistics
+count it."""
 
 from __future__ import annotations
 

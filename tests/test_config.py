@@ -1,4 +1,4 @@
-"""The configuration: read whole, or refused with every problem's place, and with no secret in any message."""
+"""The configuration: accepted, or refused with the place of every problem and without a secret in any message."""
 
 from __future__ import annotations
 

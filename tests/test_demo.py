@@ -1,4 +1,4 @@
-"""The demo as a user runs it: what it tells and draws is what its processes wrote, and what goes wrong is said."""
+"""The demo as a user runs it: its report and picture match what its processes wrote, and failures are reported."""
 
 from __future__ import annotations
 

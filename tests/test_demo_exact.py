@@ -1,4 +1,4 @@
-"""A killed run goes on as if nothing had been: bit for bit in one process, and as the example shows it."""
+"""A killed training run continues with the same losses, bit for bit, in one process and in the example."""
 
 from __future__ import annotations
 

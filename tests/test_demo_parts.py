@@ -1,4 +1,4 @@
-"""The demo's parts, each alone: its chain, its trainer process, and the checks behind what it says."""
+"""The demo's parts: its chain of tiers, its trainer process, and the checks behind its report."""
 
 from __future__ import annotations
 

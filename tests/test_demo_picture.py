@@ -1,4 +1,4 @@
-"""The timeline, from lines that a test chose: which bars it has, from when to when; and what of it is drawn."""
+"""The demo's timeline from chosen event lines: which bars it has, their times, and what is drawn."""
 
 from __future__ import annotations
 

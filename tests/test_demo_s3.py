@@ -1,4 +1,4 @@
-"""The demo on a real S3 server of its own, which is gone when the demo is over, however it ends."""
+"""The demo on its own S3 server, which stops when the demo ends, for any reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The map of the project: what ARCHITECTURE.md and its like name is there, and every page and public name is listed."""
+"""The map of the project: every place that ARCHITECTURE.md names exists; every page and public name is listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""docs/policies.md: its files are good ones, its rules are all there are, and its reasons are those that are given."""
+"""docs/policies.md: its configurations are valid, its list of rules is complete, and its reasons are those that
+commands print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/write-a-backend.md: the backend that it shows keeps every promise, and is a tier, as it stands there."""
+"""docs/write-a-backend.md: the backend that it shows passes the conformance suite and works as a tier."""
 
 from __future__ import annotations
 

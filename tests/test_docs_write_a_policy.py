@@ -1,4 +1,4 @@
-"""docs/write-a-policy.md: what it shows is run as it stands there."""
+"""docs/write-a-policy.md: the policies that it shows run as printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drain towards a deadline: of a Checkpointer, by a call and by a signal; what is foretold is what comes."""
+"""Drain towards a deadline, by a call and by a signal: the forecast matches what is flushed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Draining what several ranks have left on one machine: also what is no checkpoint, has no room, or is not allowed."""
+"""Drain of the images that several ranks left on one machine, also of incomplete checkpoints and full or forbidden
+tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever waits gets an answer: from a coordinator that broke down, a tier that hangs, a run that was closed."""
+"""Waiting callers get an error if the coordinator fails, a tier hangs or the run is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event log as a file: bounded, whole lines, and never in the way of whoever tells of an event."""
+"""The event log file: bounded, whole lines, and never blocks the code that emits an event."""
 
 from __future__ import annotations
 

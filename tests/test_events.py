@@ -1,4 +1,4 @@
-"""What a run writes to its event log, and that docs/event-log.md says it as it is."""
+"""The events that a run writes, and that docs/event-log.md describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tierfall export``: one file that other programs read, whole and verified, or nothing at all."""
+"""``tierfall export``: one complete, verified file that other programs read, or no file."""
 
 from __future__ import annotations
 

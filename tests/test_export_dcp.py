@@ -1,4 +1,4 @@
-"""``tierfall export --format dcp``: a folder that stock torch.distributed.checkpoint reads, or nothing at all."""
+"""``tierfall export --format dcp``: a folder that stock torch.distributed.checkpoint reads, or no folder."""
 
 from __future__ import annotations
 

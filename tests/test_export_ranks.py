@@ -1,4 +1,5 @@
-"""``tierfall export`` of what several ranks saved: whole, merged, and nothing of any rank lost in silence."""
+"""``tierfall export`` of a checkpoint of several ranks: merged, complete, and nothing of any rank is dropped
+silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One flipped bit, anywhere in a checkpoint: a check finds it, and a load refuses it, every time."""
+"""One flipped bit anywhere in a checkpoint: ``verify`` finds it and ``load`` refuses it, every time."""
 
 from __future__ import annotations
 

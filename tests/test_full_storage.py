@@ -1,4 +1,4 @@
-"""Tiers that are full or too small: room is made, or it is said what is missing, and training goes on."""
+"""Tiers that are full or too small: room is made, or the error says how much is missing, and training continues."""
 
 from __future__ import annotations
 

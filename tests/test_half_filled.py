@@ -1,4 +1,4 @@
-"""What must never pass unnoticed: a request that fits nothing, a state that is half filled, an interrupted capture."""
+"""Requests that fit nothing, half-filled states and interrupted captures are never silent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A tier is known again: an empty mount point is never taken for a run without checkpoints, nor one folder for two."""
+"""A tier has an identity: an empty mount point is never taken for a run without checkpoints, nor one folder for two
+tiers."""
 
 from __future__ import annotations
 

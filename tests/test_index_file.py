@@ -1,4 +1,5 @@
-"""The merged index beside a checkpoint of several ranks: there, named, kept up, gone with it, and never missed."""
+"""The merged index of a checkpoint of several ranks: written, named in the record, rewritten, deleted with it, and
+optional."""
 
 from __future__ import annotations
 

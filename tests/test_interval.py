@@ -1,4 +1,4 @@
-"""``interval`` as a training sees it: when nothing is set, at a signal, and at the end."""
+"""``interval`` in a training loop: its default, saves on a signal, and the last step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No rule drops a copy while what it relies on was not verified, or written, by this run."""
+"""No rule deletes a copy while the copies that it relies on were not verified, or written, by this run."""
 
 from __future__ import annotations
 

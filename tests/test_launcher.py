@@ -1,4 +1,4 @@
-"""A process finds its place among the ranks of its job where launchers leave it, and meets the others there."""
+"""A process finds its rank from what launchers set, and meets the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laziness, proven with the capture thread held still; and what the loop gets where it cannot be had."""
+"""Lazy capture, shown with the capture thread held still, and what a loop gets where it is not possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of saving: going back to an older step, a reused name, and an earlier start that does not know it is over."""
+"""Lineages: going back to an older step, a reused run name, and an earlier start that is still running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tierfall.load``: a checkpoint as a nested dict, from whatever points to it."""
+"""``tierfall.load``: a checkpoint as a nested dict, from anything that points to it."""
 
 from __future__ import annotations
 

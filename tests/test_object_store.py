@@ -1,4 +1,4 @@
-"""The S3 server that other tests use is one: it keeps objects and uploads over a crash, and refuses strangers."""
+"""The S3 server of the tests: it keeps objects and uploads over a crash, and refuses unknown credentials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose far end is a real S3 server: what it survives, what it says, what it sends, and what it never shows."""
+"""A run whose last tier is a real S3 server: which failures it survives, what it reports, and what it sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written by path on several ranks becomes one checkpoint of all, or none, and each rank reads what it sees."""
+"""Saving by path on several ranks: one checkpoint of all ranks or none, and each rank reads what it can see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies of a user's own: how they are registered, found, read, and kept from doing harm."""
+"""A user's own policies: how they are registered, found and validated, and that an error in one does no harm."""
 
 from __future__ import annotations
 

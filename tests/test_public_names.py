@@ -1,4 +1,4 @@
-"""What users type: the names, the arguments and their defaults are promises. Changing one here breaks users."""
+"""The public names, arguments and defaults. Changing one here breaks users."""
 
 from __future__ import annotations
 

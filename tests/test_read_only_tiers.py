@@ -1,4 +1,4 @@
-"""Tiers that are only read: restored from, never written to, and said to be so."""
+"""Read-only tiers: restored from, never written to, and reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that were alike when they divided what they write, and differ later: no checkpoint is a mixture of them."""
+"""Replicas that become different after their writers were assigned: no checkpoint mixes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that hold the same write it once, and each gets all of it back."""
+"""Replicas: each is written once by one rank, and every rank gets all of them back."""
 
 from __future__ import annotations
 

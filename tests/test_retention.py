@@ -1,4 +1,4 @@
-"""Retention of whole runs: what is saved with metrics and tags, by one rank or several, is kept by them."""
+"""Retention of whole runs: checkpoints with metrics and tags are kept by them, on one rank and on several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks open, restore and close together: what keeps one of them from it ends it for all, soon and by name."""
+"""Ranks open, restore and close together: what stops one of them stops all, soon, with its name in the error."""
 
 from __future__ import annotations
 

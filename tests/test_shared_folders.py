@@ -1,4 +1,4 @@
-"""Which folders all nodes see: found out at open, held against what is set, and nothing of it stays."""
+"""Which folders all nodes see: probed at open, compared with ``shared``, and the probe files are deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two tiers that want a copy of what lies on a third: it is read once, and neither waits for the other."""
+"""Two tiers that copy a checkpoint from a third: it is read once, and neither waits for the other."""
 
 from __future__ import annotations
 

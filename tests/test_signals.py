@@ -1,4 +1,5 @@
-"""Signals: a work runs at once whatever the main thread does, then the signal has its previous effect; flags; forks."""
+"""Signals: the drain runs at once whatever the main thread does, then the signal has its previous effect; flags;
+forks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The status that a trainer leaves for whoever watches: never in its way, and as large as it need be."""
+"""The status file of a trainer: never blocks it, and no larger than needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A restore from a file tier whose image the page cache holds: from there, and right."""
+"""A restore from a file tier whose image is in the page cache reads it from there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed is what is in the tree: every module of the rooms once, under tierfall/, and importable alone."""
+"""The installed package has every module once, under tierfall/, and each imports alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command promises: exit codes, where things are said, one JSON document, and nothing that is secret."""
+"""Promises of every command: exit codes, which stream is written, one JSON document, and no secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``check``: every tier is opened and measured, what it promises is said, and nothing is left of it."""
+"""``check``: every tier is opened and measured, its guarantees are printed, and no file of it remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``drain``: what a dead trainer left in memory becomes durable, or stays there and is said; and the fence holds."""
+"""``drain``: images that a dead trainer left in memory become durable, or stay there with a report; fencing holds."""
 
 from __future__ import annotations
 

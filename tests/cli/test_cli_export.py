@@ -1,4 +1,4 @@
-"""``export`` and ``copy`` at the command line: what they say, in words and as a document, and how they refuse."""
+"""``export`` and ``copy``: their output, in words and as a document, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``check`` says what a day brings: by options, by what the run has saved, or what is missing to say it."""
+"""``check`` forecasts a day from options or from the run's own checkpoints, or names what is missing."""
 
 from __future__ import annotations
 

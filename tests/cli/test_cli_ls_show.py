@@ -1,4 +1,4 @@
-"""``ls`` and ``show``: everything that is there is shown, what could not be read is said, and nothing is changed."""
+"""``ls`` and ``show``: everything stored is listed, what could not be read is reported, and nothing is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pin``, ``unpin``, ``rm`` and ``prune`` where no trainer lives: done wholly, or said per tier what is left."""
+"""``pin``, ``unpin``, ``rm`` and ``prune`` without a trainer: completed, or the rest is reported per tier."""
 
 from __future__ import annotations
 

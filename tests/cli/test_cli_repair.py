@@ -1,4 +1,4 @@
-"""``tierfall verify --repair``: what is damaged is written anew from good copies, and nothing good is ever risked."""
+"""``tierfall verify --repair``: damaged copies are rewritten from good ones, and no good copy is put at risk."""
 
 from __future__ import annotations
 

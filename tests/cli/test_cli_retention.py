@@ -1,4 +1,4 @@
-"""``prune`` and ``show`` say of each copy why it stays or goes, whatever the rules are."""
+"""``prune`` and ``show`` print for each copy why it is kept or deleted, for every rule."""
 
 from __future__ import annotations
 

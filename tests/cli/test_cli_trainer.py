@@ -1,4 +1,4 @@
-"""Beside a trainer that lives: orders become marks that it heeds, and nothing else of it is touched."""
+"""Commands beside a running trainer become marks that it executes, and change nothing else."""
 
 from __future__ import annotations
 

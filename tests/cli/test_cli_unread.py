@@ -1,4 +1,4 @@
-"""A tier that could not be read is named by every command, and is never taken for one that holds nothing."""
+"""Every command names a tier that could not be read, and never takes it for an empty one."""
 
 from __future__ import annotations
 

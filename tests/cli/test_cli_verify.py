@@ -1,4 +1,4 @@
-"""``verify``: what is wrong with a copy is found and named, with what helps; what is good is never called damaged."""
+"""``verify``: damage is found and named with its remedy, and a good copy is never called damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``watch``: beside a trainer that lives, after one that died, and where there was none."""
+"""``watch``: beside a running trainer, after a dead one, and without any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DCP's call patterns in one process: what it saves through a TierWriter is a checkpoint of the run like any other."""
+"""DCP in one process: what it saves through a TierWriter is a checkpoint of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cadence: the formulas give what their papers give, and the choice is the one that the measured facts ask for."""
+"""Cadence: the formulas match their papers, and the choice fits the measured facts."""
 
 from __future__ import annotations
 

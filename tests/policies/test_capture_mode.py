@@ -1,4 +1,4 @@
-"""Which capture a run is better off with: both are tried, the cheaper one stays, and it is asked again."""
+"""Which capture mode a run uses: both are measured, the cheaper one is kept, and it is measured again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file does over a day: a golden table of chains, and what holds of every one."""
+"""The forecast of a day: a golden table of chains, and properties that hold for every chain."""
 
 from __future__ import annotations
 

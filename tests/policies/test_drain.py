@@ -1,4 +1,4 @@
-"""What holds of a drain's plan whatever lies where: by Hypothesis, over random pictures."""
+"""Properties of drain plans, for random views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever lies where: properties of the policies about what flows to tiers, and what is given up on the way."""
+"""Properties of the policies about flushes and about copies that are given up, for random views."""
 
 from __future__ import annotations
 

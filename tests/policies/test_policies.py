@@ -1,4 +1,4 @@
-"""What no plan may do, whatever lies where: views drawn at random, and plans carried out as the coordinator does."""
+"""What no plan may do: random views, and plans executed as the coordinator does."""
 
 from __future__ import annotations
 

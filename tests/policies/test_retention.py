@@ -1,4 +1,4 @@
-"""What holds of retention and eviction whatever the rules are: views and rules drawn at random."""
+"""Properties of retention and eviction, for random views and rules."""
 
 from __future__ import annotations
 

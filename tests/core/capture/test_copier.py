@@ -1,4 +1,4 @@
-"""Filling an image: every byte in its place, each digest its chunk's, the watermark above final bytes only."""
+"""Copying into an image: every byte in its place, each digest of its chunk, the watermark above final bytes only."""
 
 from __future__ import annotations
 

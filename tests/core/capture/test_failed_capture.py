@@ -1,4 +1,4 @@
-"""What becomes of a save whose capture fails: it is told, nothing is left of it, and the next one works."""
+"""A save whose capture fails: it is reported, leaves nothing behind, and the next save works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save between a backward pass and the step that uses its gradients is mentioned, once; no other loop hears of it."""
+"""A save between a backward pass and the step that uses its gradients is reported once; other loops get no report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a handle tells, to whom, and when: states, waits from other threads, and exceptions that keep their cause."""
+"""What a save handle reports, to whom and when: states, waits from other threads, and causes of exceptions."""
 
 from __future__ import annotations
 

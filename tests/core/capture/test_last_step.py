@@ -1,4 +1,4 @@
-"""The last step that ``maybe_save`` was given, which close saves: as it was then, or not at all, and that is said."""
+"""The last step given to ``maybe_save``, which close saves: as it was then, or not at all with a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That capture is lazy where it says so, and right all the same: the barrier and its evidence."""
+"""Lazy capture is lazy and correct: the barrier and its evidence."""
 
 from __future__ import annotations
 

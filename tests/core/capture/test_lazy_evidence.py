@@ -1,4 +1,4 @@
-"""What is captured lazily, by what was seen of the loop; the rest is fixed when save() returns, whoever changes it."""
+"""Which tensors are captured lazily, by evidence from the loop; the others are copied before save() returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes away while a save is captured: the model, a worker, the loop itself; on the host and on a device."""
+"""The model, a worker or the loop itself ends while a save is captured, on the host and on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loops do while a save is captured, or in place of a torch optimizer's step: on the host and on a device."""
+"""Loops that write to the state during a capture, or do not use torch optimizers, on the host and on a device."""
 
 from __future__ import annotations
 

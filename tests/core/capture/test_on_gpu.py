@@ -1,4 +1,4 @@
-"""Lazy capture on a real GPU: the race that the device's order is to win, a thousand times."""
+"""Lazy capture on a real GPU: a thousand times, the device's own order wins the race."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks read of the tensors that they all hold: the same bytes on all, so that a difference is one."""
+"""The samples that ranks read of replicas are of the same bytes on all ranks."""
 
 from __future__ import annotations
 

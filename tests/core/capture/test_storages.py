@@ -1,4 +1,4 @@
-"""Storages that a loop frees in place while they are captured: the call waits for the capture, as a step does."""
+"""Storages that a loop frees while they are captured: the call waits for the capture, as a step does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a packed image: it reads back, it fits its manifest, and whatever is wrong in it is damage."""
+"""The record of a packed image: it round-trips, fits its manifest, and any error in it is damage."""
 
 from __future__ import annotations
 

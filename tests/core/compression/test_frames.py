@@ -1,4 +1,4 @@
-"""Chunks come back from their frames byte for byte, whatever the codec, the item size and the length."""
+"""Chunks round-trip through their frames, for every codec, item size and length."""
 
 from __future__ import annotations
 

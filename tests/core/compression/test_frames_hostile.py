@@ -1,4 +1,4 @@
-"""Frames that nobody vouches for: the right bytes or IntegrityError, and nothing large allocated on the way."""
+"""Untrusted frames: the right bytes or IntegrityError, and no large allocation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seek table: what strangers read, and what is refused of theirs."""
+"""The seek table: what other tools read, and which foreign tables are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How listings of several tiers come together: absence, damage, and "could not look" are three different things."""
+"""Merging the listings of several tiers: absent, damaged and unreadable are three different results."""
 
 from __future__ import annotations
 

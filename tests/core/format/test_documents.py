@@ -1,4 +1,4 @@
-"""Sealed documents: any change of their bytes is found, and what a newer tierfall wrote is refused with advice."""
+"""Sealed documents: any changed byte is found, and one of a newer tierfall is refused with advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifest, commit record, attempt and mark: they read back as written, and whatever is wrong in one is damage."""
+"""Manifest, commit record, attempt and mark: they round-trip, and any error in one is damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor of which a rank's image holds several blocks, or none: only all images together make it one."""
+"""A tensor of which one rank's image holds several blocks, or none: all images together hold it."""
 
 from __future__ import annotations
 

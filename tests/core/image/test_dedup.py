@@ -1,4 +1,4 @@
-"""Who writes what several ranks hold: each byte once, by all in parallel, and nothing that is of one rank."""
+"""Which rank writes each replica: every byte once, in parallel, and never what belongs to one rank."""
 
 from __future__ import annotations
 

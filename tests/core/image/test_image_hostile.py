@@ -1,4 +1,4 @@
-"""Headers that nobody vouches for: whatever is off is an IntegrityError, and nothing is executed or over-allocated."""
+"""Untrusted headers: any error in them is an IntegrityError; nothing is executed, no excess memory is allocated."""
 
 from __future__ import annotations
 

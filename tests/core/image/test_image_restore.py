@@ -1,4 +1,4 @@
-"""Restoring into a state: what is put back where, what a part is, and what does not fit."""
+"""Restoring into a state: where each value goes, subsets, and mismatches."""
 
 from __future__ import annotations
 

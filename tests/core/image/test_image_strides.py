@@ -1,4 +1,4 @@
-"""Moments that are laid out as their parameters are: fused steps walk both as they lie in memory."""
+"""Optimizer state with the strides of its parameters: fused steps read both in memory order."""
 
 from __future__ import annotations
 

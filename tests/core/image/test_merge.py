@@ -1,4 +1,4 @@
-"""The headers of several ranks laid over each other."""
+"""Merging the headers of several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a first save says of a state from which a run does not go on as it was."""
+"""The warnings of a first save about state that a resume would miss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank has otherwise than rank 0 is set aside by name, and refers to bytes that are there."""
+"""Values in which a rank differs from rank 0 are stored by name, and refer to bytes that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that several ranks hold together: what an image has of them, and into what it is restored."""
+"""Sharded tensors: what an image holds of them, and into what they are restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes of a tree: what lies below one, under which names, and a tree with something else in its place."""
+"""The nodes of a tree: their children, names and replacement."""
 
 from __future__ import annotations
 

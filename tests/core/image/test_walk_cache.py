@@ -1,4 +1,4 @@
-"""A walk that recalls the one before sees what a walk sees that never saw the state."""
+"""A walk that uses the cache of the last one finds what a walk without a cache finds."""
 
 from __future__ import annotations
 

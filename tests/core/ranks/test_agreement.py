@@ -1,4 +1,4 @@
-"""All ranks come to one decision, or every one that came learns who did not, and why. One thread is one rank."""
+"""All ranks come to one decision, or each learns which rank is missing and why. One thread is one rank."""
 
 from __future__ import annotations
 

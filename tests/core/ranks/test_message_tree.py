@@ -1,4 +1,4 @@
-"""What all ranks say comes together once at rank 0; what it announces reaches all in one order; nobody is flooded."""
+"""Contributions of all ranks reach rank 0 once; announcements reach all ranks in one order; no rank is flooded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a listener is told: everything, once, in its order, on no lock that keeps it from answering."""
+"""A listener receives every message once, in order, without a lock that could block its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are processes meet by a store, reach each other by stores of their own, and leave nothing behind."""
+"""Ranks as processes meet through a store, reach each other through their own stores, and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree of ranks: it reaches each rank once, is shallow, and no rank has many to talk to."""
+"""The tree of ranks reaches each rank once, is shallow, and no rank has many neighbours."""
 
 from __future__ import annotations
 

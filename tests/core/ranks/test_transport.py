@@ -1,4 +1,4 @@
-"""Messages come whole and in their order, and a store is served for as long as its guests need it."""
+"""Messages arrive complete and in order, and a store is served as long as other ranks need it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks out of the page cache: read to where they belong, hashed there, and read again where they are not good."""
+"""Reads from the page cache: into the tensor, hashed there, and read again if they are damaged."""
 
 from __future__ import annotations
 

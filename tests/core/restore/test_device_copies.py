@@ -1,4 +1,4 @@
-"""How the pieces of one chunk are launched: what many small ones cost, and a device without room."""
+"""Copies of one chunk's segments to a device: the cost of many small ones, and a device without room."""
 
 from __future__ import annotations
 

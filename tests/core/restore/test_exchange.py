@@ -1,4 +1,4 @@
-"""What several ranks want is read once and handed on; what only one can read, it sends; and none is left waiting."""
+"""Replicas are read once and sent on; what one rank alone can read, it sends; no rank waits without end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reads what: every wanted byte is read once, by a rank that has it on the fastest tier, in equal shares."""
+"""Assignment of reads: each wanted byte is read once, by a rank that has it on the fastest tier, in equal shares."""
 
 from __future__ import annotations
 

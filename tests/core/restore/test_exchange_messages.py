@@ -1,4 +1,4 @@
-"""What ranks say to each other before bytes move: little, and the same to all."""
+"""The messages of ranks before an exchange: small, and the same to all."""
 
 from __future__ import annotations
 

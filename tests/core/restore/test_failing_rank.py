@@ -1,4 +1,5 @@
-"""One rank that fails takes all with it: to the next older step, or to an error that names it. Never to a mixture."""
+"""A rank that fails in a restore: all ranks go to the next older step, or get an error that names it; never a
+mixture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks see of the tiers, told to the others and brought together as one picture."""
+"""The inventories of all ranks are merged into one view of the tiers."""
 
 from __future__ import annotations
 

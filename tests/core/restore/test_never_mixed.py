@@ -1,4 +1,4 @@
-"""A restore that passes a checkpoint over leaves nothing of it in the state: never a mixture of two steps."""
+"""A restore that skips a checkpoint leaves none of its values in the state."""
 
 from __future__ import annotations
 

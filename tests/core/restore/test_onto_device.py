@@ -1,4 +1,4 @@
-"""Restoring onto a device: copies queued on a stream of their own while reading goes on; on a device that is none."""
+"""Restoring onto a device: copies are queued on their own stream while reading continues; on a fake device."""
 
 from __future__ import annotations
 

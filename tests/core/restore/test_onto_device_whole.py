@@ -1,4 +1,4 @@
-"""A whole run that restores onto a device that is none: from which tier it may be, and what closing leaves locked."""
+"""A run that restores onto a fake device: from each tier, and no memory stays locked after close."""
 
 from __future__ import annotations
 

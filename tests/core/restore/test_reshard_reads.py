@@ -1,4 +1,4 @@
-"""Blocks that are wanted, read from blocks that are stored: every element arrives, whatever the two cuts are."""
+"""Reading wanted blocks from stored blocks: every element arrives, for any two layouts."""
 
 from __future__ import annotations
 

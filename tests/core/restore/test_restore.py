@@ -1,4 +1,4 @@
-"""Which step a restore chooses, from which copies it reads, and when it says why not instead."""
+"""Which step a restore chooses, from which copies it reads, and its reasons when it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints several ranks restore: those of which every shard is somewhere, chosen once for all."""
+"""Which checkpoint several ranks restore: one whose shards are all available, chosen once for all ranks."""
 
 from __future__ import annotations
 

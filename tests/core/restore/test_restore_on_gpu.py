@@ -1,4 +1,4 @@
-"""Restoring onto a real GPU: bit for bit, from disk and from memory, in order with what its streams do."""
+"""Restoring onto a real GPU: bit for bit, from disk and from memory, in order with its streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a restore's threads share the work."""
+"""The threads of a restore share the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that may never return: they are waited for side by side and no longer than their bound."""
+"""Calls that may never return: they run in parallel and are waited for no longer than their bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers that reads go through: aligned, used again, never more of them than was said."""
+"""Read buffers: aligned, reused, and never more of them than configured."""
 
 from __future__ import annotations
 

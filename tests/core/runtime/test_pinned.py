@@ -1,4 +1,4 @@
-"""The device layer: without CUDA nothing happens; with it, every refusal of the runtime is heard."""
+"""The device layer: without CUDA it does nothing; with it, every error of the runtime is raised."""
 
 from __future__ import annotations
 

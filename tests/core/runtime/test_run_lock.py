@@ -1,4 +1,4 @@
-"""The run lock: one owner per machine, freed by death, never lost by looking, never inherited."""
+"""The run lock: one owner per machine, freed by its death, not lost by a look at its owner, not inherited by a fork."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a tier keeps up: what is foreseen, what is said of it and when, and what a promise in time comes to."""
+"""Whether a tier keeps up: the forecast, its reports, and bounds in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A person's orders, and what happens at the same moment: nothing that was promised to the person is undone by it."""
+"""A person's commands and concurrent events: no promise to the person is undone."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What comes in while a copy stalls: orders, other copies, long nights. Nothing is acknowledged that is not so."""
+"""Commands, other copies and long pauses while a copy stalls: nothing is acknowledged that is not done."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.core.scheduler.test_stalls import failing, opened, world_with
+from tests.core.scheduler.test_stalled_copies import failing, opened, world_with
 from tests.simulation.world import World, file_rules
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.wrappers.retry import Retrying

@@ -1,4 +1,4 @@
-"""A coordinator without an attempt: it carries out a person's orders, and copies and collects nothing."""
+"""A coordinator without an attempt executes a person's commands; it copies and collects nothing."""
 
 from __future__ import annotations
 

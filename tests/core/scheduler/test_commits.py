@@ -1,4 +1,4 @@
-"""Commits of several ranks: what one of them cannot do, and what comes at the wrong moment."""
+"""Commits of several ranks: failures of one rank, and messages at the wrong moment."""
 
 from __future__ import annotations
 

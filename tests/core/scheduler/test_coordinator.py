@@ -1,4 +1,4 @@
-"""What the scheduler promises, on a virtual clock and without threads."""
+"""The scheduler's promises, on a virtual clock and without threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader has opened stays below memory until it was read: no rule drops it, a person's order does."""
+"""An open copy is not deleted by a rule while a reader uses it; a person's command deletes it."""
 
 from __future__ import annotations
 

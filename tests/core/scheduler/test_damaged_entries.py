@@ -1,4 +1,4 @@
-"""Damaged copies: they count for nothing, are written anew from a good one, and cost no other copy."""
+"""Damaged copies: never counted, rewritten from a good copy, and never the reason to delete another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drain towards a deadline: what can still arrive goes first, what cannot is not begun, and the forecast holds."""
+"""A drain towards a deadline: what can arrive goes first, what cannot is not begun, and the forecast holds."""
 
 from __future__ import annotations
 

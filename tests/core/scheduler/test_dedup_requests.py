@@ -1,4 +1,4 @@
-"""Asking all ranks to divide: every save that asks is answered, with the same for all, or with nothing."""
+"""Requests to assign replicas: each save gets the same answer on all ranks, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tier that takes nothing: everybody who waits is told, nobody spins, and it is looked at again."""
+"""A tier that accepts nothing: all waiters are answered, no loop spins, and it is retried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process does once a newer attempt exists: nothing more of its own accord, and everybody who waits is told."""
+"""A process that is fenced by a newer attempt starts nothing more by itself, and answers all waiters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order a tier that is slower than the saves takes what it is owed, and what it does not get."""
+"""The order in which a tier that is slower than the saves gets its copies, and which it does not get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where memory is full: nothing is given up in vain, nor for nobody; and what a save does that is skipped."""
+"""Full host memory: no image is given up in vain, and what a skipped save does."""
 
 from __future__ import annotations
 

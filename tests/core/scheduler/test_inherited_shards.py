@@ -1,4 +1,4 @@
-"""What other ranks had sealed is flushed on by those of now: each brings the parts that it has, some have none."""
+"""Images that ranks of an earlier start sealed are flushed by the ranks of this one; some ranks have none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two lanes that copy one checkpoint from the same stored tier: each begins with what the other has in hand."""
+"""Two lanes that copy one checkpoint from the same stored tier: each begins with the chunk that the other has read."""
 
 from __future__ import annotations
 

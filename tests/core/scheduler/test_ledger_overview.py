@@ -1,4 +1,4 @@
-"""What follows from all entries is what going through all of them gives, whatever has changed since."""
+"""Cached totals over all entries equal totals computed anew, after any change."""
 
 from __future__ import annotations
 

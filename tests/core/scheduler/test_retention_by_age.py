@@ -1,4 +1,4 @@
-"""What goes by time alone: copies that become too old while nothing is saved."""
+"""Retention by age while nothing is saved."""
 
 from __future__ import annotations
 

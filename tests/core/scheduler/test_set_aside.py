@@ -1,4 +1,4 @@
-"""One copy that can never be written, while its tier takes others: it is set aside until the next start."""
+"""A copy that can never be written, on a tier that accepts others, is set aside until the next start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One read for several writers: who shares, who reads for itself, whose buffer goes where. Nobody waits for ever."""
+"""One read for several writers: which share it, which read for themselves, and none waits without end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the coordinator stops, by an error of its own or at the end, whoever waits for something is told."""
+"""A coordinator that stops, by its own error or at the end, answers all waiters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several snapshots in flight, and which of them a save supersedes where memory is full."""
+"""Several snapshots in progress, and which of them a save supersedes when memory is full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a flush yields to training, and keeps to a share of what its tier can do; on the virtual clock."""
+"""A flush yields to training, and stays within a share of its tier's rate; on a virtual clock."""
 
 from __future__ import annotations
 

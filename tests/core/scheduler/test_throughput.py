@@ -1,4 +1,4 @@
-"""How fast tiers were seen to be, whatever goes at once, waits for a pace, or fails between."""
+"""Measured rates of tiers: with parallel copies, throttling and failures in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each tier's own ``when_full`` and ``max_wait`` do where it is slower than the saves."""
+"""Each tier's own ``when_full`` and ``max_wait``, where it is slower than the saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eviction from a stored tier that fills: at its watermarks, and in the order that is asked for."""
+"""Eviction from a stored tier at its watermarks, in the configured order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's header and the merged index say what the headers of all ranks say, or that they do not."""
+"""One rank's header with the merged index equals the merged headers of all ranks, or is refused."""
 
 from __future__ import annotations
 

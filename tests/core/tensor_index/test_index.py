@@ -1,4 +1,4 @@
-"""The merged index says of every tensor what the manifests say, at a thousandth of their price."""
+"""The merged index has for every tensor what the manifests have, at a thousandth of the cost."""
 
 from __future__ import annotations
 

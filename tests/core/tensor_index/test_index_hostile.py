@@ -1,4 +1,4 @@
-"""An index of bytes that nobody vouches for is an index or an IntegrityError, and takes bounded memory."""
+"""Untrusted index bytes: an index or an IntegrityError, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names and keys: what is written parses back, and what does not parse is not ours."""
+"""Names and keys: a written one parses back, and one that does not parse is not tierfall's."""
 
 from __future__ import annotations
 

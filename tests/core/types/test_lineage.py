@@ -1,4 +1,4 @@
-"""Lines of saving: what a later attempt continues, and what it leaves behind."""
+"""Lineages: what a later attempt continues, and what it abandons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small words of messages, and values as JSON members."""
+"""Text of messages, and values as JSON members."""
 
 from __future__ import annotations
 

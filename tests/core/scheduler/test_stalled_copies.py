@@ -1,4 +1,4 @@
-"""A tier that fails in mid-copy and comes back: the copy goes on where it was, and is said to stall once."""
+"""A tier that fails during a copy and recovers: the copy continues where it was, and reports one stall."""
 
 from __future__ import annotations
 
