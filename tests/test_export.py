@@ -19,7 +19,7 @@ import tierfall
 from tests.steps import state_of
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import load_config
-from tierfall.core.copies import chunk_reader
+from tierfall.core.copies import images
 from tierfall.core.format.catalog import merge
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.tree import MapNode, ModuleNode, TensorNode
@@ -540,7 +540,7 @@ def test_memory_that_its_trainer_uses_again_meanwhile_does_not_end_up_in_the_fil
     """The image in memory is written over right after each chunk of it was checked."""
     good = export_from(config, "raw", to=out / "good", only=only).path.read_bytes()
     (arena,) = memory.rglob("*.arena")
-    real = chunk_reader.chunk_digest
+    real = images.chunk_digest
 
     def use_again(view: Any) -> str:
         digest, start = real(view), arena.read_bytes().find(view)
@@ -550,7 +550,7 @@ def test_memory_that_its_trainer_uses_again_meanwhile_does_not_end_up_in_the_fil
                 file.write(bytes(len(view)))
         return digest
 
-    monkeypatch.setattr(chunk_reader, "chunk_digest", use_again)
+    monkeypatch.setattr(images, "chunk_digest", use_again)
     done = export_from(config, "host", "raw", to=out, only=only)
     assert done.path.read_bytes() == good
     assert "host" in done.sources
