@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,16 +34,23 @@ class Inbox:
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._taken: deque[Event] = deque()
+        self._caused: deque[Event] = deque()
+        self._taker: int | None = None
         self.stopped: BaseException | None = None
 
     def post(self, event: Event) -> None:
-        self._arrived.put(event)
+        """Add an event. One that the coordinator's thread posts while it handles another, such as a message to itself,
+        comes before those that have arrived: a query then sees all that an earlier event has caused."""
+        if self._taker == threading.get_ident():
+            self._caused.append(event)
+        else:
+            self._arrived.put(event)
         if self.stopped is not None:
             self._refuse_all(self.stopped)
 
     @property
     def is_empty(self) -> bool:
-        return not self._taken and self._arrived.empty()
+        return not (self._caused or self._taken) and self._arrived.empty()
 
     def wait(self, timeout: float | None) -> None:
         """Block until an event has arrived."""
@@ -55,8 +63,12 @@ class Inbox:
         """Yield the events that have arrived by now. Those left when the caller fails are refused by ``stop``."""
         while not self._arrived.empty():
             self._taken.append(self._arrived.get_nowait())
-        while self._taken:
-            yield self._taken.popleft()
+        self._taker = threading.get_ident()
+        try:
+            while events := self._caused or self._taken:
+                yield events.popleft()
+        finally:
+            self._taker = None
 
     def stop(self, error: BaseException) -> None:
         """Refuse all events from now on: whoever waits for an answer receives ``error``."""
@@ -68,7 +80,7 @@ class Inbox:
         # several threads may be here at once
         while True:
             try:
-                event = self._taken.popleft()
+                event = (self._caused or self._taken).popleft()
             except IndexError:
                 try:
                     event = self._arrived.get_nowait()
