@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
-from tierfall.core.scheduler.ledger.tasks import CommandKind, CopyRun, FinishCopy
+from tierfall.core.scheduler.ledger.tasks import CommandKind, CopyRun, FinishCopy, LedgerQuery
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     CapacityError,
@@ -18,7 +18,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.types.values import CheckpointId, SaveOutcome
+from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 
 
 def test_a_save_arrives_on_every_tier_with_the_same_bytes() -> None:
@@ -66,6 +66,23 @@ def test_chunks_follow_the_watermark_before_the_capture_ends() -> None:
     world.settle()
     assert world.steps_on("nvme") == [1]
     world.check("nvme")
+
+
+def test_a_query_that_follows_a_seal_sees_the_image_as_sealed() -> None:
+    """A program that waits for a capture and then asks what survives gets that checkpoint."""
+    world = World([file_rules("nvme")])
+    region, _ = world.ask_for_region(1)
+    world.seal(world.begin(1, region))
+    ledger = world.coordinator.ledger
+    seen: list[object] = []
+    world.coordinator.post(
+        LedgerQuery(
+            function=lambda: ledger.entries[CheckpointId(1, 1)].state(ledger.host),
+            on_answer=lambda state, error: seen.append(error or state),
+        )
+    )
+    world.step()
+    assert seen == [CopyState.SEALED]
 
 
 def test_nothing_is_committed_before_every_chunk_outcome_is_in() -> None:
