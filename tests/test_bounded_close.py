@@ -33,7 +33,7 @@ EVERYTHING = (*CALLS, *WRITES)
 @pytest.fixture
 def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckTier]:
     """The tier ``pfs`` of the run, before it hangs."""
-    monkeypatch.setattr(tiers, "ANSWER_S", 0.2)
+    monkeypatch.setattr(tiers, "ANSWER_S", 1.0)
     stuck = StuckTier(tmp_path / "pfs", monkeypatch)
     yield stuck
     stuck.gate.set()

@@ -28,7 +28,7 @@ READS = ["tier.json", "commit.json", "rank-00000-of-00001.json", ".safetensors"]
 def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckTier]:
     """The tier ``near`` of the run, before it hangs. The least time that tiers have to answer is short."""
     for where, name in ((tiers, "ANSWER_S"), (reader, "ANSWER_S"), (reader, "PATH_ANSWER_S")):
-        monkeypatch.setattr(where, name, 0.2)
+        monkeypatch.setattr(where, name, 1.0)
     with tierfall.open(config(tmp_path)) as ckpt:
         ckpt.restore(state(0))
         ckpt.save(1, state(1), block=True)
@@ -49,7 +49,7 @@ def config(root: Path) -> dict[str, Any]:
     return {
         "run": "r",
         "chunk": "4KiB",
-        "max_wait": "0.2s",
+        "max_wait": "1s",
         "tiers": [
             {"name": "host", "kind": "host", "folder": str(root / "memory"), "capacity": "1MiB"},
             {"name": "near", "kind": "file", "path": str(root / "near")},

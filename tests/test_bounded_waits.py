@@ -28,7 +28,7 @@ LONG_S = 60.0
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least time that a tier has to answer is short here."""
-    monkeypatch.setattr(stores, "ANSWER_S", 0.2)
+    monkeypatch.setattr(stores, "ANSWER_S", 1.0)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def config(root: Path, *more: dict[str, Any], **keys: Any) -> dict[str, Any]:
 def silent(name: str, endpoint: str) -> dict[str, Any]:
     options = {"endpoint_url": endpoint, "key": "a", "secret": "b"}
     return {
-        "name": name, "kind": "object", "url": f"s3://bucket/{name}", "options": options, "max_wait": "0.3s",
+        "name": name, "kind": "object", "url": f"s3://bucket/{name}", "options": options, "max_wait": "1s",
     }  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_a_restore_from_a_fast_tier_does_not_wait_for_a_worker_that_hangs_in_ano
 def test_a_mount_that_hangs_for_everyone_is_not_looked_at_and_never_counts_as_empty(
     tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "0.2s"}
+    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "1s"}
     with tierfall.open(config(tmp_path, pfs)) as ckpt:
         ckpt.restore(state(0))
         ckpt.save(1, state(1), block=True)
@@ -154,7 +154,7 @@ def test_opened_too_late_is_closed(
         return backend
 
     monkeypatch.setattr(stores, "_open_backend", slow)
-    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "0.2s"}
+    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "1s"}
     loaded = load_config(config(tmp_path, pfs))
     found, errors = stores.open_stores(loaded, "r")
     assert list(found) == ["disk"]
@@ -203,7 +203,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging
 def near_and_far(root: Path, **near: Any) -> dict[str, Any]:
     far = {"name": "far", "kind": "file", "path": str(root / "far"), "shared": True}
     made = config(root, far, chunk="4KiB")
-    made["tiers"][1] |= {"max_wait": "0.2s", **near}
+    made["tiers"][1] |= {"max_wait": "1s", **near}
     return made
 
 
@@ -249,7 +249,7 @@ def test_a_restore_from_one_tier_alone_that_stops_answering_says_so_within_its_b
     tmp_path: Path, short: None, hanging: Hanging
 ) -> None:
     made = config(tmp_path, chunk="4KiB")
-    made["tiers"][1]["max_wait"] = "0.2s"
+    made["tiers"][1]["max_wait"] = "1s"
     save_large(made, 1)
     with tierfall.open(made) as ckpt:
         hanging.hang("read_into", only=".safetensors")
@@ -349,7 +349,7 @@ def test_a_tier_that_is_there_and_does_not_answer_a_call_of_open_does_not_hold_i
     tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """As a store does that lists its objects, and accepts writes that it never answers."""
-    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "0.2s"}
+    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "1s"}
     stuck = StuckTier(tmp_path / "pfs", monkeypatch)
     stuck.hang_in(call)
     try:
