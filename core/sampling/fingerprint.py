@@ -31,7 +31,7 @@ from tierfall.core.tensors.tensors import readable_bytes
 TENSORS_MIN = 256
 TENSOR_S = 2e-6
 """Estimated time per tensor."""
-STEP_SHARE = 0.01
+STEP_SHARE = 0.001
 """Fraction of a training step that a fingerprint may take."""
 LEAST_S = 5e-4
 """Time that a fingerprint may take regardless of the step's duration."""

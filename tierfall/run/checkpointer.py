@@ -284,9 +284,10 @@ class Checkpointer:
     def close(self) -> None:
         """Flush what can become durable within ``max_wait``, and release everything. May be called twice.
 
-        With ``at_end``, it first saves the last step that ``maybe_save`` was called for, unless an exception is being
-        handled, and raises what prevents that. What is still owed then stays in host memory: the next start, or
-        ``tierfall drain``, flushes it. Raises, under ``on_error: raise``, what failed.
+        It first saves the last step that ``maybe_save`` was called for, unless ``at_end`` is false or an exception is
+        being handled, and raises what prevents that. What is still owed then stays in host memory: the next start, or
+        ``tierfall drain``, flushes it. It logs, at level INFO, which checkpoint is the newest and where its copies are.
+        Raises, under ``on_error: raise``, what failed.
         """
         self._opened.close("" if sys.exc_info()[0] is None else "it ended by an exception")
 

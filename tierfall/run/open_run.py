@@ -38,7 +38,7 @@ from tierfall.run.closing import (
     LastStep,
     agree_on_end,
     confirm_copies,
-    log_left,
+    log_end,
     log_lost,
 )
 from tierfall.run.drain_on_signal import DrainOnSignal
@@ -164,6 +164,8 @@ class OpenRun:
             at_end=at_end,
         )
         self.cadence.on_saved(handle)
+        if self._last is not None and self._last.step < handle.step:
+            self.forget_last()
         if not self._checked_omissions:
             self._checked_omissions = True
             for text in omissions(state):
@@ -235,7 +237,7 @@ class OpenRun:
         self._last = LastStep(step, state, metrics, tags, self.capturer.barrier.updates, kept)
 
     def forget_last(self) -> None:
-        """The state is not that of the last step any more."""
+        """The state is not that of the last step any more, or a later one is saved."""
         self._last = None
 
     def _report_unsaved(self, step: int, error: TierfallError) -> None:
@@ -346,7 +348,7 @@ class OpenRun:
             keep = not confirmed or must_keep_memory(session)
             if keep and not session.memory.repair(left_s(LAST_S)):
                 session.coordinator.errors += log_lost(session)
-            log_left(session, report)
+            log_end(session, report, memory_kept=keep)
         finally:
             self._closed = True
             OPEN.discard(self)
