@@ -105,6 +105,7 @@ class OpenRun:
                     post=self.session.coordinator.post,
                     max_wait_s=config.max_wait_s,
                     name=run,
+                    holds=self.session.holds,
                     checked=config.capture.verify is not Verify.OFF,
                     on_step=self._steps.on_step,
                 )
