@@ -163,8 +163,8 @@ class Statistics:
       process do not count. None before the first call.
     * ``write_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of each tier, in bytes of images.
     * ``behind`` is, by tier, how many more checkpoints it would be behind after an hour of this cadence (0: it keeps
-      up); ``behind_s`` the age of the oldest checkpoint that is newer than all that it has; ``late`` how often it came
-      to be further behind than ``flush.within``.
+      up, None: its rate or the cadence is not known); ``behind_s`` the age of the oldest checkpoint that is newer than
+      all that it has; ``late`` how often it came to be further behind than ``flush.within``.
     * ``flush_shares`` is, by tier that yields to training, the share of its rate that it is written at (1:
       unthrottled).
     * ``lost_events`` counts events that the event log lost; ``set_aside_copies`` copies that are left to the next
@@ -194,7 +194,7 @@ class Statistics:
     write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     loss_bound: Mapping[LossClass, LossBound] = field(default_factory=dict)
-    behind: Mapping[str, float] = field(default_factory=dict)
+    behind: Mapping[str, float | None] = field(default_factory=dict)
     behind_s: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, int] = field(default_factory=dict)
     flush_shares: Mapping[str, float] = field(default_factory=dict)
