@@ -109,12 +109,12 @@ class Checkpointer:
         self._lineage.check_begun(step)
         step = as_step(step)
         self._saver.counts.steps.record(step, time.monotonic())
-        wanted = self._cadence.is_due(step)
+        handle = None
+        if self._cadence.is_due(step) and not self._lineage.has_saved(step):
+            handle = self.save(step, state, metrics=metrics, tags=tags, block=block)
         if self._config.interval.at_end:
-            self._opened.note_last(step, state, metrics, tags, anew=wanted)
-        if not wanted or self._lineage.has_saved(step):
-            return None
-        return self.save(step, state, metrics=metrics, tags=tags, block=block)
+            self._opened.note_last(step, state, metrics, tags)
+        return handle
 
     # The barrier -------------------------------------------------------------------------------------
 

@@ -29,20 +29,21 @@ logger = logging.getLogger("tierfall")
 
 @dataclass(frozen=True, slots=True)
 class LastStep:
-    """The arguments of the last ``maybe_save``, the number of updates until then, and a fingerprint of the state."""
+    """The arguments of the last ``maybe_save``, the number of updates until then, and, if the step is not saved, a
+    fingerprint of the state."""
 
     step: int
     state: Mapping[str, Any]
     metrics: Mapping[str, Any] | None
     tags: Sequence[str]
     updates: int
-    fingerprint: Fingerprint
+    fingerprint: Fingerprint | None
 
     def describe_change(self, updates: int) -> str:
         """Return how the state differs from that step's, after ``updates``; empty where it is unchanged."""
         if updates != self.updates:
             return "the state was changed since, by an optimizer's step"
-        name = self.fingerprint.changed(self.state)
+        name = None if self.fingerprint is None else self.fingerprint.changed(self.state)
         if name is None:
             return ""
         return f"{name} was changed since: leave the with block, or call save(), before the change"
