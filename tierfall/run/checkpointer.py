@@ -66,6 +66,12 @@ class Checkpointer:
         self._saver = opened.saver
         self._cadence = opened.cadence
 
+    def __repr__(self) -> str:
+        tiers = ", ".join(tier.name for tier in self._config.tiers)
+        attempt, newest = self._lineage.attempt.number, self._lineage.last_step
+        saved = "nothing saved or restored yet" if newest is None else f"at step {newest}"
+        return f"<Checkpointer of run {self._config.run!r}, attempt {attempt}, on {tiers}: {saved}>"
+
     # Saving ------------------------------------------------------------------------------------------
 
     def save(

@@ -9,6 +9,12 @@ from tierfall.core.copies.chunk_reader import Fallback
 from tierfall.core.types.values import CopyState, LossClass
 from tierfall.core.types.view import LossBound
 from tierfall.policies.cadence import TierCadence
+from tierfall.telemetry.report_text import (
+    describe_checkpoint,
+    describe_drain,
+    describe_restore,
+    describe_statistics,
+)
 
 __all__ = [
     "CadenceReport",
@@ -51,6 +57,9 @@ class RestoreReport:
     seconds: float
     fallbacks: tuple[Fallback, ...]
 
+    def __repr__(self) -> str:
+        return describe_restore(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
@@ -74,6 +83,9 @@ class CheckpointInfo:
     owed: tuple[str, ...] = ()
     damage: Mapping[str, str] = field(default_factory=dict)
     set_aside: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return describe_checkpoint(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +114,9 @@ class DrainReport:
     seconds: float
     lost: tuple[tuple[int, int, str], ...] = ()
     forecast: tuple[DrainForecast, ...] = ()
+
+    def __repr__(self) -> str:
+        return describe_drain(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,3 +215,6 @@ class Statistics:
     flush_shares: Mapping[str, float] = field(default_factory=dict)
     lost_events: int = 0
     set_aside_copies: int = 0
+
+    def __repr__(self) -> str:
+        return describe_statistics(self)
