@@ -20,6 +20,7 @@ import yaml
 
 from tierfall.demo import chain as chains
 from tierfall.demo import command, story, timeline
+from tierfall.demo.__main__ import demo
 from tierfall.demo.process import DemoError
 from tierfall.demo.story import Stage
 from tierfall.demo.timeline import Bar, Kind, Timeline
@@ -66,7 +67,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     out, told = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(told):
         patch.setattr(command, "draw_picture", draw_picture)
-        command.demo(folder, steps=STEPS, as_json=True, small=True)
+        demo(folder, steps=STEPS, as_json=True, small=True)
     return Shown(folder, told.getvalue(), json.loads(out.getvalue()), drawn[0])
 
 
@@ -194,7 +195,7 @@ def test_picture_is_a_png_and_its_path_is_reported(shown: Shown) -> None:
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> str:
     with pytest.raises(typer.Exit) as exited:
-        command.demo(*arguments, **options)
+        demo(*arguments, **options)
     assert exited.value.exit_code == 1
     return " ".join(capsys.readouterr().out.split())
 

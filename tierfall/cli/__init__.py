@@ -1,8 +1,12 @@
-"""The command line. ``app`` lists the commands, a module each or a few of one kind; ``common`` is what they share.
+"""The command line. ``app`` lists the commands, which ``usage`` parses; each is in a module of its subject, and
+``common`` is what those share.
 
 The modules here parse options and print. The work is in modules that print nothing: ``tierfall.ops`` and
 ``tierfall.export``.
 """
+
+import io
+import sys
 
 from tierfall.cli.app import app
 
@@ -11,4 +15,7 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Run the command line with the arguments of this process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path may have what the terminal cannot show
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="tierfall")

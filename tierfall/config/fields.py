@@ -15,7 +15,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from tierfall.backends.open import check_url
@@ -227,6 +227,11 @@ def _path(value: object) -> Path:
     except (RuntimeError, UnicodeEncodeError) as error:
         raise ConfigError(f"{text!r} is not a usable path: {error}") from error
     return Path.cwd() / expanded
+
+
+def folder_of(info: ValidationInfo) -> Path:
+    """Return the folder of the file that is validated; the working directory where there is none."""
+    return (info.context or {}).get("folder") or Path.cwd()
 
 
 Size = Annotated[

@@ -41,7 +41,7 @@ def load_config(
     """Return the configuration in a YAML file, in a dict of the same shape, or in a ``Config``.
 
     ``run`` overrides the name of the run. ``${env:NAME}`` in text is replaced from ``environ``; its value appears in no
-    message. Relative paths start at the working directory.
+    message. Relative paths start at the working directory, those of ``plugins`` at the folder of the file.
 
     Raises ConfigError; the message names every problem, each with file, line and place.
     """
@@ -56,7 +56,7 @@ def load_config(
         raise ConfigError(f"{read.where(())}expected a mapping with at least run and tiers")
     if run is not None:
         values["run"] = run
-    config, found = _validate(values, filling)
+    config, found = _validate(values, filling, read.folder)
     unfilled = {problem.place for problem in filling.problems}
     problems = [*read.problems, *filling.problems, *(p for p in found if p.place not in unfilled)]
     if config is None or problems:
@@ -75,11 +75,11 @@ def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> YamlSource:
 
 
 def _validate(
-    values: dict[str, object], filling: EnvironmentFill
+    values: dict[str, object], filling: EnvironmentFill, folder: Path
 ) -> tuple[Config | None, list[Problem]]:
     """Validate the values. The error is not chained: its details contain values from the environment."""
     try:
-        return Config.model_validate(values), []
+        return Config.model_validate(values, context={"folder": folder}), []
     except ValidationError as error:
         problems = list(problems_of(error, filling))
         chain_checked = any(d["type"] == CHAIN for d in error.errors(include_url=False))

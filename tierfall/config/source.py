@@ -47,6 +47,11 @@ class YamlSource:
     lines: Mapping[Place, int] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the file; the working directory if there is none."""
+        return Path(self.label).absolute().parent if self.label else Path.cwd()
+
     def where(self, place: Place) -> str:
         """Return ``FILE:LINE: `` of a place, or of the nearest one around it; empty if there is no file."""
         if not self.label:
