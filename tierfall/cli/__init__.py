@@ -6,6 +6,7 @@ The modules here parse options and print. The work is in modules that print noth
 """
 
 import io
+import os
 import sys
 
 from tierfall.cli.app import app
@@ -15,6 +16,9 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Run the command line with the arguments of this process."""
+    # A closed stream (>&-) is None; what a command prints there is lost, and its exit code is not.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a path may have what the terminal cannot show
             stream.reconfigure(errors="backslashreplace")

@@ -6,6 +6,7 @@ on stdout. Each problem is one line on stderr. With ``--json`` there is always a
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 import sys
@@ -31,15 +32,24 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from tierfall.cli.usage import CommandRefused, Exit, StepName, print_problem, refuse, to_document
+from tierfall.cli.usage import (
+    CommandRefused,
+    Exit,
+    StepName,
+    print_out,
+    print_problem,
+    refuse,
+    to_document,
+)
 from tierfall.config import Config, load_config
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types.errors import ConfigError, StepError, TierfallError
-from tierfall.core.types.text import members
+from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration
 from tierfall.ops.commands import find, newest_restorable, unread
+from tierfall.ops.reader import find_runs
 
 T = TypeVar("T")
 Part = Table | Text | str
@@ -56,6 +66,7 @@ _STYLES = {
     "arriving": "cyan",
 }
 """Colours of the states that need attention. Rich applies them on a terminal, and honours NO_COLOR and FORCE_COLOR."""
+_STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?!\S)")
 
 
 def load_settings(config: Path | None, run: str | None) -> Config:
@@ -66,6 +77,12 @@ def load_settings(config: Path | None, run: str | None) -> Config:
         return load_config(config, run=run)
     except ConfigError as error:
         refuse(error, Exit.USAGE)
+
+
+def name_other_runs(settings: Config) -> str:
+    """Return the runs that the tiers have, to append to a message about a run that has no checkpoint."""
+    names = [name for name in find_runs(settings)[0] if name != settings.run]
+    return f"; the tiers have the runs {format_some(names)}" if names else ""
 
 
 def parse_option(word: str, text: str, parse: Callable[[str], T]) -> T:
@@ -113,7 +130,7 @@ class CommandOutput:
     def finish(self) -> None:
         """Print everything; exits with COULD_NOT where there are problems."""
         if self.as_json:
-            typer.echo(to_document(self.document, self.problems, indent=2))
+            print_out(to_document(self.document, self.problems, indent=2) + "\n")
         else:
             _print(self._shown)
         for problem in self.problems:
@@ -188,21 +205,24 @@ def screen_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
 
 
-def make_console() -> Console:
-    return Console(markup=False, highlight=False, emoji=False, soft_wrap=True, width=screen_width())
-
-
 def _print(parts: Iterable[Part]) -> None:
     """Print for a person. A terminal gets lines that end between words; a file or a pipe gets no line breaks by width,
     and no spaces at the ends of lines."""
-    console = make_console()
+    at_terminal = sys.stdout.isatty()
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=at_terminal or None,  # None: FORCE_COLOR decides
+        width=screen_width(),
+        markup=False,
+        highlight=False,
+        emoji=False,
+        soft_wrap=True,
+    )
     with console.capture() as capture:
         for part in parts:
             console.print(_wrapped(part, console.width) if isinstance(part, str) else part)
     text = capture.get()
-    if not sys.stdout.isatty():
-        text = re.sub(r" +$", "", text, flags=re.MULTILINE)
-    typer.echo(text, nl=False, color=True)  # the console has left colours out where none are wanted
+    print_out(text if at_terminal else re.sub(r" +$", "", text, flags=re.MULTILINE))
 
 
 def _wrapped(text: str, width: int) -> str:
@@ -215,8 +235,9 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def coloured(state: str, *, before: str = "") -> Text:
-    """Return the state of a copy in its colour; a share behind it (``arriving 40%``) does not change that."""
-    return Text(before).append(state, style=_STYLES.get(re.sub(r" [0-9.]+%$", "", state), ""))
+    """Return the state of a copy in its colour."""
+    found = _STATE.match(state)
+    return Text(before).append(state, style=_STYLES[found[0]] if found else "")
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
@@ -232,16 +253,27 @@ def copies_table(
     tiers: Sequence[str],
     tail: Sequence[str],
     rows: Sequence[tuple[Sequence[str], Mapping[str, str], Sequence[str]]],
-) -> Table:
+) -> Table | Text:
     """Return a table of checkpoints with a column for the state on each tier, between the columns ``head`` and
     ``tail``; with one column for all tiers if it would be wider than the terminal."""
     right = {*head, *tail} - {""}
-    wide = table(*head, *tiers, *tail, right=right)
-    for first, states, last in rows:
-        wide.add_row(*first, *(coloured(states[tier]) for tier in tiers), *last)
-    if Console(width=PIPED_WIDTH).measure(wide).maximum <= screen_width():
-        return wide
+    columns = (*head, *tiers, *tail)
+    lines = [
+        columns,
+        *((*first, *(states[t] for t in tiers), *last) for first, states, last in rows),
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if sum(widths) + 2 * len(widths) - 2 <= screen_width():
+        # Not a Table: rich takes a second for a thousand rows.
+        pads = [str.rjust if name in right else str.ljust for name in columns]
+        padded = (map(lambda pad, text, n: pad(text, n), pads, line, widths) for line in lines)
+        drawn = Text("\n".join("  ".join(cells).rstrip() for cells in padded))
+        drawn.stylize("bold", 0, len(drawn.plain.partition("\n")[0]))
+        drawn.highlight_regex(_STATE, lambda state: _STYLES[state])
+        return drawn
     narrow = table(*head, "COPIES", "", right=right)
+    for column in narrow.columns[: len(head)]:
+        column.no_wrap = True
     for first, states, last in rows:
         copies = [
             Text(tier) if state == "committed" else coloured(state, before=f"{tier} ")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from tierfall.cli.common import (
     CommandOutput,
@@ -20,6 +21,7 @@ from tierfall.cli.common import (
     document_of,
     find_step,
     load_settings,
+    name_other_runs,
     owner_members,
     rough_duration,
     table,
@@ -178,7 +180,7 @@ def _note_unread(answer: CommandOutput, facts: RunFacts) -> None:
                 answer.problem(f"{copy.id} is damaged on {with_tier(listing.tier, copy.damage)}")
 
 
-def _steps(facts: RunFacts, ids: Sequence[CheckpointId], *, metrics: bool) -> Table:
+def _steps(facts: RunFacts, ids: Sequence[CheckpointId], *, metrics: bool) -> Table | Text:
     tiers = [listing.tier for listing in facts.listings]
     shown = sorted({m for c in facts.known for m in c.metrics}) if metrics else []
     rows = []
@@ -212,7 +214,9 @@ def _remarks(facts: RunFacts, checkpoint: KnownCheckpoint) -> Iterable[str]:
 
 def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Iterable[str]:
     count = len(facts.known)
-    what = counted(count, "checkpoint", "checkpoints") if count else "no checkpoint"
+    what = counted(count, "checkpoint", "checkpoints")
+    if not count:
+        what = f"no checkpoint{name_other_runs(settings)}"
     held = ", ".join(
         f"{listing.tier} {format_size(sum(copy.bytes for copy in listing.copies))}"
         for listing in facts.listings

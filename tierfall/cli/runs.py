@@ -13,6 +13,7 @@ from tierfall.cli.common import (
     cell,
     counted,
     load_settings,
+    name_other_runs,
     owner_members,
     rough_duration,
     table,
@@ -34,7 +35,9 @@ def latest(config: Path | None, run: str | None, as_json: bool) -> None:
     answer.note_unread(facts.unread)
     newest = next(iter(newest_restorable(facts.known)), None)
     if newest is None:
-        answer.refuse(f"latest: run {settings.run} has no step that can be restored")
+        answer.refuse(
+            f"latest: run {settings.run} has no step that can be restored{name_other_runs(settings)}"
+        )
     answer.document = {
         "run": settings.run,
         **members(facts.by_id[newest], "id"),

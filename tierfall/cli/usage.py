@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import takewhile
@@ -114,6 +114,16 @@ def parse_step(text: str) -> StepName:
 # Errors ----------------------------------------------------------------------------------------------
 
 
+def print_out(text: str) -> None:
+    """Write to stdout. A reader that is gone ends the command silently; any other error is a problem."""
+    try:
+        typer.echo(text, nl=False, color=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        refuse(f"the output could not be written: {error.strerror}")
+
+
 def print_problem(message: object) -> None:
     """Print a problem on stderr."""
     typer.echo(f"tierfall: {message}", err=True)
@@ -150,7 +160,8 @@ def to_document(
 def _end(refusal: CommandRefused, *, as_json: bool) -> NoReturn:
     """Print the problems of a refusal, in the requested form, and exit with its code."""
     if as_json:
-        typer.echo(to_document({}, refusal.problems, indent=2))
+        with suppress(OSError):  # such as a full disk, which may be what is reported
+            typer.echo(to_document({}, refusal.problems, indent=2))
     for problem in refusal.problems:
         print_problem(problem)
     raise typer.Exit(refusal.code)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +47,14 @@ _SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not."""
+    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not; ``damaged`` are the
+    copies that are known to be, each by tier and checkpoint."""
 
     snapshot: RunSnapshot
     status: RunStatus
     bounds: dict[LossClass, LossBound]
     unread: tuple[str, ...] = ()
+    damaged: frozenset[tuple[str, CheckpointId]] = frozenset()
     problems: tuple[str, ...]
 
     @property
@@ -127,6 +129,12 @@ def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
         ),
         bounds=loss_bounds(facts.safety),
         unread=tuple(facts.unread),
+        damaged=frozenset(
+            (listing.tier, copy.id)
+            for listing in facts.listings
+            for copy in listing.copies
+            if copy.damage is not None
+        ),
         problems=(*snapshot.problems, *unread, *damaged),
     )
 
@@ -212,12 +220,22 @@ def _ago(snapshot: RunSnapshot, status: Status) -> str:
 
 
 def _bar(share: float | None, bars: bool) -> ProgressBar | str:
-    return "" if share is None or not bars else ProgressBar(1.0, share, width=BAR_WIDTH)
+    return "" if share is None or not bars else ProgressBar(1.0, share)
+
+
+def _table_with_bars(*columns: str, right: Sequence[str]) -> Table:
+    """Return a table whose last column has no heading, and is what a narrow terminal takes away from."""
+    made = table(*columns, "", right=right)
+    for column in made.columns:
+        column.no_wrap = True
+    made.columns[-1].no_wrap = False
+    made.columns[-1].max_width = BAR_WIDTH
+    return made
 
 
 def _tier_table(tiers: tuple[TierStatus, ...], bars: bool) -> Table:
     right = ("STEPS", "USED", "OF", "FILL", "RATE")
-    made = table("TIER", "KIND", *right, "", right=right)
+    made = _table_with_bars("TIER", "KIND", *right, right=right)
     for tier in tiers:
         of = tier.capacity_bytes
         fill = tier.used_bytes / of if of else None
@@ -234,19 +252,22 @@ def _tier_table(tiers: tuple[TierStatus, ...], bars: bool) -> Table:
     return made
 
 
-def _grid(frame: RunView, rows: int) -> Table:
+def _grid(frame: RunView, rows: int) -> Table | Text:
     names = [tier.name for tier in frame.status.tiers]
     made = []
     for one in reversed(frame.status.checkpoints[-rows:]):
         remarks = [
             word for word, holds in (("pinned", one.pinned), ("abandoned", one.abandoned)) if holds
         ]
-        states = {name: _cell(one, name, alive=frame.snapshot.live is not None) for name in names}
+        states = {name: _cell(frame, one, name) for name in names}
         made.append(([f"{one.step}@{one.attempt}"], states, [", ".join(remarks)]))
     return copies_table(("STEP",), names, ("",), made)
 
 
-def _cell(one: CheckpointStatus, tier: str, *, alive: bool) -> str:
+def _cell(frame: RunView, one: CheckpointStatus, tier: str) -> str:
+    if (tier, CheckpointId(one.step, one.attempt)) in frame.damaged:
+        return "damaged"
+    alive = frame.snapshot.live is not None
     copy = one.copies.get(tier)
     if copy is None:
         return "owed" if tier in one.owed else "set aside" if tier in one.set_aside else "-"
@@ -259,7 +280,7 @@ def _cell(one: CheckpointStatus, tier: str, *, alive: bool) -> str:
 
 def _transfer_table(transfers: tuple[TransferStatus, ...], bars: bool) -> Table:
     right = ("DONE", "SIZE", "RATE", "LEFT")
-    made = table("COPY", "TO", "PHASE", *right, "", right=right)
+    made = _table_with_bars("COPY", "TO", "PHASE", *right, right=right)
     for one in transfers:
         share = one.done_bytes / max(1, one.bytes)
         made.add_row(
