@@ -81,7 +81,7 @@ def test_demo_kills_in_mid_flush_and_finishes_it_by_adoption(shown: Shown) -> No
     cut = int(killed[1])
     assert re.search(rf"^  {cut} .* interrupted$", told, re.MULTILINE)
     assert re.search(r"rank-00000-of-00001\.safetensors: .* from host", told)
-    assert f"store is still owed checkpoint {cut}@1 by the dead process" in told
+    assert f"store is still owed checkpoint {cut}@1 by the process that was killed" in told
     assert f"finished by adoption: checkpoint {cut}@1 is committed on store" in told
     assert document["ok"]
     assert document["steps"] == STEPS

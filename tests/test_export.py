@@ -263,7 +263,7 @@ def test_a_file_that_is_there_stays_unless_it_is_to_be_replaced(
     target = out / "model.safetensors"
     target.write_text("mine")
     read: list[int] = []
-    with pytest.raises(BackendError, match="is there already; say --force"):
+    with pytest.raises(BackendError, match="exists already: --force replaces it"):
         export_from(
             config, "raw", to=out, only=("model",), watch=lambda done, total: read.append(done)
         )
