@@ -20,7 +20,7 @@ import pytest
 from cli_kit import ROOT, Cli, Trainer, flip, run_process
 
 import tierfall
-from tests.steps import state_of
+from tests.steps import state_of, wait_until
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
@@ -135,6 +135,23 @@ def test_watch_takes_the_whole_screen_and_gives_it_back(
     frame = plain(shown.split("survives")[0])
     assert frame.index("200@1") < frame.index("100@1"), "the newest step first"
     assert RED in shown
+
+
+def test_watch_gives_the_screen_back_while_ctrl_z_stops_it(cli: Cli) -> None:
+    screen = Screen("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
+    screen.read(until="survives the loss")
+    screen.process.send_signal(signal.SIGTSTP)
+    screen.read(until=LEAVE)
+    stat = Path(f"/proc/{screen.process.pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it stops")
+    assert screen.text.endswith(LEAVE)
+    screen.process.send_signal(signal.SIGCONT)
+    screen.text = ""
+    screen.read(until="survives the loss")
+    assert ENTER in screen.text
+    screen.process.send_signal(signal.SIGINT)
+    assert screen.end() == 0
+    assert LEAVE in screen.text
 
 
 def test_watch_shows_as_many_steps_as_there_are_lines_for(make_cli: MakeCli, saved: Saved) -> None:

@@ -3,6 +3,7 @@ tiers."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -85,19 +86,36 @@ def _once(frame: RunView, *, as_json: bool) -> None:
 @contextmanager
 def _screen(*, as_json: bool) -> Iterator[Callable[[RunView], None]]:
     """Give what prints a frame: as a line of JSON, on the whole screen of a terminal, or below the last one in a file
-    or pipe. The terminal is as it was at the end, after SIGTERM too."""
+    or pipe."""
     console = Console(markup=False, highlight=False, emoji=False)
     if as_json:
         yield _print_line
     elif not sys.stdout.isatty() or console.is_dumb_terminal:
         yield _print_below
     else:
-        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        try:
-            with Live(console=console, auto_refresh=False, screen=True) as live:
-                yield lambda frame: live.update(_fitted(frame, console), refresh=True)
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        live = Live(console=console, auto_refresh=False, screen=True)
+        with _giving_back(live), live:
+            yield lambda frame: live.update(_fitted(frame, console), refresh=True)
+
+
+@contextmanager
+def _giving_back(live: Live) -> Iterator[None]:
+    """Give the screen back before SIGTERM ends the process, and while Ctrl-Z stops it."""
+
+    def stop(number: int, _: object) -> None:
+        live.stop()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        live.start(refresh=True)
+
+    handlers = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)),
+        signal.SIGTSTP: signal.signal(signal.SIGTSTP, stop),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _print_line(frame: RunView) -> None:
