@@ -13,8 +13,9 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_kit import ROOT, Cli, Trainer, flip, run_process
@@ -24,6 +25,8 @@ from tests.steps import state_of, wait_until
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
+Start = Callable[..., "Screen"]
+Printed = Callable[..., str]
 WAIT_S = 120.0
 ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 RED, CYAN = "\x1b[1;31m", "\x1b[36m"
@@ -66,14 +69,39 @@ class Screen:
 
     def end(self) -> int:
         self.read()
-        os.close(self._end)
         return self.process.wait(WAIT_S)
 
+    def close(self) -> None:
+        """End the command, however a test went."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._end)
 
-def printed(*words: str, code: int = 0, columns: int = 80, **more: str) -> str:
-    screen = Screen(*words, columns=columns, **more)
-    assert screen.end() == code, screen.text
-    return screen.text.replace("\r\n", "\n")
+
+@pytest.fixture
+def at_terminal() -> Iterator[Callable[..., Screen]]:
+    """Start commands at terminals of their own."""
+    screens: list[Screen] = []
+
+    def start(*words: str, **more: Any) -> Screen:
+        screens.append(Screen(*words, **more))
+        return screens[-1]
+
+    yield start
+    for screen in screens:
+        screen.close()
+
+
+@pytest.fixture
+def printed(at_terminal: Start) -> Callable[..., str]:
+    """What a command prints at a terminal, to its end."""
+
+    def run(*words: str, code: int = 0, **more: Any) -> str:
+        screen = at_terminal(*words, **more)
+        assert screen.end() == code, screen.text
+        return screen.text.replace("\r\n", "\n")
+
+    return run
 
 
 def plain(text: str) -> str:
@@ -90,7 +118,7 @@ def cli(make_cli: MakeCli, saved: Saved, tmp_path: Path) -> Cli:
     return cli
 
 
-def test_ls_fits_the_terminal_and_colours_what_needs_attention(cli: Cli) -> None:
+def test_ls_fits_the_terminal_and_colours_what_needs_attention(cli: Cli, printed: Printed) -> None:
     config = {"TIERFALL_CONFIG": str(cli.path)}
     text = printed("ls", code=1, **config)
     listed = [line for line in text.splitlines() if not line.startswith("tierfall:")]
@@ -108,7 +136,7 @@ def test_ls_fits_the_terminal_and_colours_what_needs_attention(cli: Cli) -> None
     assert "disk" in plain(lines[1])
 
 
-def test_no_color_and_force_color_are_honoured(cli: Cli) -> None:
+def test_no_color_and_force_color_are_honoured(cli: Cli, printed: Printed) -> None:
     config = {"TIERFALL_CONFIG": str(cli.path)}
     assert "\x1b[1;31m" not in (text := printed("ls", code=1, NO_COLOR="1", **config))
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", text), "no colour at all"
@@ -120,9 +148,9 @@ def test_no_color_and_force_color_are_honoured(cli: Cli) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
 def test_watch_takes_the_whole_screen_and_gives_it_back(
-    cli: Cli, number: signal.Signals, code: int
+    cli: Cli, at_terminal: Start, number: signal.Signals, code: int
 ) -> None:
-    screen = Screen("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
+    screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
     screen.read(until="survives the loss")
     screen.process.send_signal(number)
     assert screen.end() == code
@@ -137,8 +165,8 @@ def test_watch_takes_the_whole_screen_and_gives_it_back(
     assert RED in shown
 
 
-def test_watch_gives_the_screen_back_while_ctrl_z_stops_it(cli: Cli) -> None:
-    screen = Screen("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
+def test_watch_gives_the_screen_back_while_ctrl_z_stops_it(cli: Cli, at_terminal: Start) -> None:
+    screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
     screen.read(until="survives the loss")
     screen.process.send_signal(signal.SIGTSTP)
     screen.read(until=LEAVE)
@@ -154,12 +182,14 @@ def test_watch_gives_the_screen_back_while_ctrl_z_stops_it(cli: Cli) -> None:
     assert LEAVE in screen.text
 
 
-def test_watch_shows_as_many_steps_as_there_are_lines_for(make_cli: MakeCli, saved: Saved) -> None:
+def test_watch_shows_as_many_steps_as_there_are_lines_for(
+    make_cli: MakeCli, saved: Saved, at_terminal: Start
+) -> None:
     cli = make_cli()
     saved(cli, range(1, 31))
     config = {"TIERFALL_CONFIG": str(cli.path)}
     for lines in (16, 60):
-        screen = Screen("watch", lines=lines, **config)
+        screen = at_terminal("watch", lines=lines, **config)
         screen.read(until="survives the loss")
         screen.process.send_signal(signal.SIGINT)
         assert screen.end() == 0
@@ -169,8 +199,10 @@ def test_watch_shows_as_many_steps_as_there_are_lines_for(make_cli: MakeCli, sav
         assert ("older ones" in frame) is (lines == 16)
 
 
-def test_watch_at_a_terminal_without_abilities_prints_plain_frames(cli: Cli) -> None:
-    screen = Screen("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path), TERM="dumb")
+def test_watch_at_a_terminal_without_abilities_prints_plain_frames(
+    cli: Cli, at_terminal: Start
+) -> None:
+    screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path), TERM="dumb")
     screen.read(until="survives the loss")
     screen.process.send_signal(signal.SIGINT)
     assert screen.end() == 0
@@ -178,12 +210,12 @@ def test_watch_at_a_terminal_without_abilities_prints_plain_frames(cli: Cli) -> 
 
 
 def test_watch_shows_bars_of_what_is_on_its_way(
-    make_cli: MakeCli, train: Callable[[Cli], Trainer]
+    make_cli: MakeCli, train: Callable[[Cli], Trainer], at_terminal: Start
 ) -> None:
-    cli = make_cli(disk={"capacity": "1MiB"}, slow={"bandwidth": "20kB/s"})
+    cli = make_cli(disk={"capacity": "1MiB"}, slow={"bandwidth": "2kB/s"})
     trainer = train(cli)
     trainer.tell("capture 1")
-    screen = Screen("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
+    screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
     text = screen.read(until=f"{CYAN}arriving")
     screen.process.send_signal(signal.SIGINT)
     assert screen.end() == 0
