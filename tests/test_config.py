@@ -6,8 +6,9 @@ import contextlib
 import json
 import os
 import re
+import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -454,7 +455,7 @@ def test_a_dict_has_places_and_no_lines() -> None:
         (config_of(chunk=0), "chunk: 0 does not fit"),
         (config_of(chunk=None), "chunk: None is not usable here"),
         (config_of(Run="x"), r'Run: unknown key; did you mean "run"\?'),
-        (config_of(zebra=1), "zebra: unknown key; expected one of run, interval, capture"),
+        (config_of(zebra=1), "zebra: unknown key; expected one of run, plugins, interval"),
         (
             host_of(retain={"last": 3}),
             "retain: unknown key of a host tier; it is a key of a file or an object tier",
@@ -961,12 +962,22 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
     return tier_of(capacity="1TiB", **{section: members})
 
 
+@pytest.fixture
+def my_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The module that the examples of ``plugins`` name."""
+    (tmp_path / "my_plugin.py").touch()
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("my_plugin", None)
+
+
 def test_every_key_of_the_schema_is_in_the_documentation() -> None:
     assert {heading: set(keys) for heading, keys in documented().items()} == {
         heading: set(section["properties"]) for heading, section in sections().items()
     }
 
 
+@pytest.mark.usefixtures("my_plugin")
 @pytest.mark.parametrize(
     ("heading", "key", "example"),
     [(h, k, example) for h, keys in documented().items() for k, example in keys.items()],
@@ -998,6 +1009,7 @@ def test_the_schema_serves_editors() -> None:
     json.dumps(Config.model_json_schema())
 
 
+@pytest.mark.usefixtures("my_plugin")
 def test_the_schemas_examples_are_good_ones() -> None:
     for heading, section in sections().items():
         for key, member in section["properties"].items():

@@ -20,6 +20,7 @@ import yaml
 
 from tierfall.demo import chain as chains
 from tierfall.demo import command, story, timeline
+from tierfall.demo.__main__ import demo
 from tierfall.demo.process import DemoError
 from tierfall.demo.story import Stage
 from tierfall.demo.timeline import Bar, Kind, Timeline
@@ -66,7 +67,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     out, told = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(told):
         patch.setattr(command, "draw_picture", draw_picture)
-        command.demo(folder, steps=STEPS, as_json=True, small=True)
+        demo(folder, steps=STEPS, as_json=True, small=True)
     return Shown(folder, told.getvalue(), json.loads(out.getvalue()), drawn[0])
 
 
@@ -80,7 +81,7 @@ def test_demo_kills_in_mid_flush_and_finishes_it_by_adoption(shown: Shown) -> No
     cut = int(killed[1])
     assert re.search(rf"^  {cut} .* interrupted$", told, re.MULTILINE)
     assert re.search(r"rank-00000-of-00001\.safetensors: .* from host", told)
-    assert f"store is still owed checkpoint {cut}@1 by the dead process" in told
+    assert f"store is still owed checkpoint {cut}@1 by the process that was killed" in told
     assert f"finished by adoption: checkpoint {cut}@1 is committed on store" in told
     assert document["ok"]
     assert document["steps"] == STEPS
@@ -194,7 +195,7 @@ def test_picture_is_a_png_and_its_path_is_reported(shown: Shown) -> None:
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> str:
     with pytest.raises(typer.Exit) as exited:
-        command.demo(*arguments, **options)
+        demo(*arguments, **options)
     assert exited.value.exit_code == 1
     return " ".join(capsys.readouterr().out.split())
 

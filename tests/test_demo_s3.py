@@ -20,7 +20,8 @@ import typer
 import yaml
 
 from tests.steps import wait_until
-from tierfall.demo import command, s3_server
+from tierfall.demo import s3_server
+from tierfall.demo.__main__ import demo
 from tierfall.demo.process import DemoError
 
 WITHOUT_MATPLOTLIB = """
@@ -125,7 +126,7 @@ def test_server_stops_when_the_demo_is_interrupted(tmp_path: Path) -> None:
 
 def refused(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     with pytest.raises(typer.Exit) as exited:
-        command.demo(folder, s3=True, small=True)
+        demo(folder, s3=True, small=True)
     assert exited.value.exit_code == 1
     return " ".join(capsys.readouterr().out.split())
 
@@ -157,7 +158,7 @@ def test_another_module_that_is_missing_is_not_taken_for_the_library(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tierfall.demo.s3_server", None)
     with pytest.raises(ModuleNotFoundError, match="s3_server"):
-        command.demo(tmp_path / "kept", s3=True, small=True)
+        demo(tmp_path / "kept", s3=True, small=True)
 
 
 @pytest.fixture

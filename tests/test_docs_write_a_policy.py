@@ -55,6 +55,12 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     registry._policies.update(known)
 
 
+def without_plugins(folder: Path) -> None:
+    """Let the file name no module."""
+    path = folder / "tiers.yaml"
+    path.write_text(re.sub(r"plugins: .*\n", "", path.read_text()))
+
+
 def left(folder: Path) -> list[int]:
     found = (keys.parse_step_folder(path.name) for path in (folder / "gpt-small").iterdir())
     return sorted(id.step for id in found if id is not None)
@@ -93,6 +99,7 @@ def test_settings_that_do_not_fit_are_refused_with_their_place(value: object, de
 
 
 def test_without_the_import_the_rule_is_not_known_and_it_is_said_where_to_look(desk: Path) -> None:
+    without_plugins(desk)
     with pytest.raises(ConfigError, match=r"retain.milestones: unknown key.*write-a-policy.md"):
         load_config("tiers.yaml")
 
@@ -167,6 +174,7 @@ def test_the_cadence_saves_half_as_often_at_night(
 
 
 def test_as_an_entry_point_it_is_loaded_when_a_file_asks_for_it(desk: Path) -> None:
+    without_plugins(desk)
     points = desk / "milestones-1.0.dist-info"
     points.mkdir()
     (points / "METADATA").write_text("Metadata-Version: 2.1\nName: milestones\nVersion: 1.0\n")

@@ -263,7 +263,7 @@ def test_a_file_that_is_there_stays_unless_it_is_to_be_replaced(
     target = out / "model.safetensors"
     target.write_text("mine")
     read: list[int] = []
-    with pytest.raises(BackendError, match="is there already; say --force"):
+    with pytest.raises(BackendError, match="exists already: --force replaces it"):
         export_from(
             config, "raw", to=out, only=("model",), watch=lambda done, total: read.append(done)
         )
@@ -278,7 +278,7 @@ def test_a_file_that_appears_meanwhile_stays(config: dict[str, Any], out: Path) 
     def appear(done: int, total: int) -> None:
         target.write_text("mine")
 
-    with pytest.raises(BackendError, match="is there already"):
+    with pytest.raises(BackendError, match="exists already"):
         export_from(config, "raw", to=out, watch=appear)
     assert target.read_text() == "mine"
 

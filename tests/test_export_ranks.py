@@ -297,7 +297,7 @@ def test_a_rank_whose_part_is_nowhere_is_an_error(
 def test_a_file_that_is_there_stays_unless_it_is_to_be_replaced(config: Config, out: Path) -> None:
     out.mkdir(parents=True)
     (out / "model.safetensors").write_text("mine")
-    with pytest.raises(BackendError, match="is there already; say --force"):
+    with pytest.raises(BackendError, match="exists already: --force replaces it"):
         export_from(config, "raw", to=out, only=("model",))
     export_from(config, "raw", to=out, only=("model",), replace=True)
     assert len(safetensors.torch.load_file(out / "model.safetensors")) == 2

@@ -167,7 +167,7 @@ def test_commands_leave_a_read_only_tier_alone_and_say_so(
     known = merge(listings)
     assert all(not seen.owed for seen in commands.view_of(config, known).checkpoints)
     assert {d.tier for d in commands.plan_prune(config, listings)} == {"disk"}
-    carried = commands.run_command(config, commands.CommandKind.DELETE, CheckpointId(1, 1))
+    (carried,) = commands.run_commands(config, commands.CommandKind.DELETE, [CheckpointId(1, 1)])
     assert carried.done == ("disk",)
     assert "archive is read-only: 1@1 is not changed" in str(carried.failed["archive"])
     marked = commands.set_mark_on_tiers(config, commands.CommandKind.PIN, known[1])

@@ -7,26 +7,30 @@ with tierfall.open("tiers.yaml") as ckpt:
         ckpt.maybe_save(step, state)
 """
 
-from tierfall import errors
-from tierfall.api import load, open
-from tierfall.config import Config
-from tierfall.core.capture.handle import SaveHandle, SaveStats
-from tierfall.core.state.item import item
-from tierfall.core.tensors.value_codec import register_codec
-from tierfall.run.checkpointer import Checkpointer
-from tierfall.telemetry.reports import (
-    CadenceReport,
-    CheckpointInfo,
-    Compression,
-    DrainForecast,
-    DrainReport,
-    Fallback,
-    LossBound,
-    RestoreReport,
-    ShardSource,
-    Statistics,
-    TierCadence,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tierfall import errors
+    from tierfall.api import load, open
+    from tierfall.config import Config
+    from tierfall.core.capture.handle import SaveHandle, SaveStats
+    from tierfall.core.state.item import item
+    from tierfall.core.tensors.value_codec import register_codec
+    from tierfall.run.checkpointer import Checkpointer
+    from tierfall.telemetry.reports import (
+        CadenceReport,
+        CheckpointInfo,
+        Compression,
+        DrainForecast,
+        DrainReport,
+        Fallback,
+        LossBound,
+        RestoreReport,
+        ShardSource,
+        Statistics,
+        TierCadence,
+    )
 
 __version__ = "0.1.0.dev0"
 
@@ -52,3 +56,32 @@ __all__ = [
     "open",
     "register_codec",
 ]
+
+_MODULES = {
+    "Checkpointer": "tierfall.run.checkpointer",
+    "Config": "tierfall.config",
+    "SaveHandle": "tierfall.core.capture.handle",
+    "SaveStats": "tierfall.core.capture.handle",
+    "item": "tierfall.core.state.item",
+    "load": "tierfall.api",
+    "open": "tierfall.api",
+    "register_codec": "tierfall.core.tensors.value_codec",
+}
+"""Where the public names are, except for those of ``tierfall.telemetry.reports``."""
+_SUBMODULES = ("backends", "errors", "policies")
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used, so that ``tierfall --help`` does not import torch."""
+    if name in _SUBMODULES:
+        return import_module(f"tierfall.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'tierfall' has no attribute {name!r}")
+    module = import_module(_MODULES.get(name, "tierfall.telemetry.reports"))
+    value: object = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *_SUBMODULES, "__version__"]

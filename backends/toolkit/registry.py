@@ -94,7 +94,7 @@ def find(scheme: str) -> Registered | None:
             point.load()
         except Exception as error:
             raise ConfigError(
-                f"{what} could not be loaded: {error!r}; mend or uninstall it"
+                f"{what} could not be loaded: {error!r}; repair or uninstall it"
             ) from error
         if scheme not in _registered:
             raise ConfigError(

@@ -175,3 +175,11 @@ class ByteRange:
     @property
     def length(self) -> int:
         return self.end - self.start
+
+
+class ExportFormat(StrEnum):
+    """The format of an export."""
+
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    DCP = "dcp"

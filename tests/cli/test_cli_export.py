@@ -91,7 +91,7 @@ def test_an_export_refuses_what_is_there(cli: Cli, tmp_path: Path) -> None:
     cli(*words)
     before = files_below(tmp_path)
     answer = cli(*words, code=1)
-    assert "is there already; say --force" in answer.err
+    assert "exists already: --force replaces it" in answer.err
     assert answer.err.count("\n") == 1
     assert files_below(tmp_path) == before
     cli(*words, "--force")

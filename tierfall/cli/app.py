@@ -1,77 +1,36 @@
-"""The list of commands, and how errors end them: errors of tierfall and wrong usage as one line; anything else is a
-bug, and is printed with its traceback."""
+"""The commands: their arguments, options and help. Each calls the module that does its work, and imports it only then,
+so that ``--help`` and completion need not wait for torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import takewhile
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 import tierfall
-from tierfall.cli import check, commands, copy_export, drain, ls_show, verify, watch
-from tierfall.cli.common import CommandRefused, Exit, code_of, end, listen_to_warnings
-from tierfall.core.types.errors import TierfallError
-from tierfall.demo.command import demo
-
-# Click's UsageError: newer typers carry click within them, so that it has no name to import it by.
-_UsageError: Any = typer.BadParameter.__mro__[1]
-_AS_JSON = "tierfall.as_json"
-
-
-class _CommandGroup(TyperGroup):
-    """Reports an error in the requested form (text or JSON), also where the arguments cannot be parsed."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
-    ) -> Any:
-        if not args:  # prints the help
-            return super().make_context(info_name, args, parent, **extra)
-        as_json = "--json" in takewhile(lambda word: word != "--", args)
-        with _in_one_line(as_json):
-            ctx = super().make_context(info_name, args, parent, **extra)
-        ctx.meta[_AS_JSON] = as_json
-        return ctx
-
-    def invoke(self, ctx: Any) -> Any:
-        with _in_one_line(ctx.meta.get(_AS_JSON, False)):
-            return super().invoke(ctx)
-
-
-@contextmanager
-def _in_one_line(as_json: bool) -> Iterator[None]:
-    try:
-        yield
-    except CommandRefused as refusal:
-        end(refusal, as_json=as_json)
-    except TierfallError as error:
-        end(CommandRefused([str(error)], code_of(error)), as_json=as_json)
-    except _UsageError as error:
-        end(CommandRefused([_wrong_usage(error)], Exit.USAGE), as_json=as_json)
-    except (KeyboardInterrupt, typer.Abort):
-        end(CommandRefused(["interrupted"], Exit.INTERRUPTED), as_json=as_json)
-
-
-def _wrong_usage(error: Any) -> str:
-    """Return the parser's message as one line."""
-    path = "tierfall" if error.ctx is None else error.ctx.command_path
-    command = path.partition(" ")[2]
-    text = " ".join(error.format_message().split()).rstrip(".")
-    problem = text[:1].lower() + text[1:]
-    return (
-        f"{command}: {problem}; see {path} --help" if command else f"{problem}; see {path} --help"
-    )
-
+from tierfall.cli.usage import (
+    CommandGroup,
+    ConfigOption,
+    Exit,
+    JsonOption,
+    RunOption,
+    StepArgument,
+    StepsArgument,
+    TierArgument,
+    TierOption,
+    ToTierOption,
+    listen_to_warnings,
+)
+from tierfall.core.types.values import ExportFormat
+from tierfall.demo.__main__ import demo
 
 app = typer.Typer(
-    cls=_CommandGroup,
+    cls=CommandGroup,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="List, verify and change the checkpoints of a training run, on all its tiers.",
     epilog="Exit codes: 0 done; 1 failed, or found damage; 2 wrong usage or configuration; 130 interrupted.",
 )
@@ -95,21 +54,299 @@ def _prepare(
     listen_to_warnings()
 
 
-for _function, _summary in (
-    (ls_show.ls, "List the steps of a run, tier by tier."),
-    (ls_show.show, "Show one step in full."),
-    (check.check, "Check the configuration, measure every tier, and forecast a day."),
-    (verify.verify, "Verify every file of every copy, and repair."),
-    (copy_export.export, "Write a step as one file for other programs."),
-    (copy_export.copy, "Copy a step to a tier that does not hold it."),
-    (commands.prune, "Apply the retention rules now."),
-    (commands.pin, "Protect a step from every deletion rule."),
-    (commands.unpin, "Remove the pin of a step."),
-    (commands.rm, "Delete a step from every tier."),
-    (commands.forget, "Make the other tiers forget one that was emptied on purpose."),
-    (drain.drain, "Flush what a dead trainer left in host memory."),
-    (watch.watch, "Show tiers, copies and transfers live."),
-    (ls_show.schema, "Print the JSON schema of the YAML file."),
-    (demo, "Train, kill and restore a small model, and show the timeline."),
-):
-    app.command(short_help=_summary)(_function)
+# Reading ---------------------------------------------------------------------------------------------
+
+
+@app.command(short_help="List the steps of a run, tier by tier.")
+def ls(
+    last: Annotated[
+        int | None,
+        typer.Option("--last", "-n", metavar="N", min=1, help="List the newest N steps only."),
+    ] = None,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", "-m", help="Show the metrics of each step.")
+    ] = False,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the steps of a run, the newest last: age, size, and the state on each tier."""
+    from tierfall.cli import ls_show
+
+    ls_show.ls(last, metrics, config, run, as_json)
+
+
+@app.command(short_help="Print the newest step that a restore would use.")
+def latest(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
+    """Print the newest committed step, the one that a restore would use. Exit code 1: there is none."""
+    from tierfall.cli import runs
+
+    runs.latest(config, run, as_json)
+
+
+@app.command(short_help="List the runs on the tiers.")
+def runs(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """List all runs on the tiers of a configuration, whatever run it names."""
+    from tierfall.cli import runs
+
+    runs.runs(config, as_json)
+
+
+@app.command(short_help="Show steps in full.")
+def show(
+    steps: StepsArgument,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a step in full: its lineage, its files, its copies and why each is kept or deleted."""
+    from tierfall.cli import ls_show
+
+    ls_show.show(steps, config, run, as_json)
+
+
+@app.command(short_help="Check the configuration, measure every tier, and forecast a day.")
+def check(
+    size: Annotated[
+        str, typer.Option("--size", metavar="SIZE", help="Bytes to write to each tier.")
+    ] = "64MiB",
+    image: Annotated[
+        str | None,
+        typer.Option("--image", metavar="SIZE", help="For the forecast: one rank's image."),
+    ] = None,
+    save_every: Annotated[
+        str | None,
+        typer.Option("--save-every", metavar="TIME", help="For the forecast: time between saves."),
+    ] = None,
+    step_time: Annotated[
+        str | None,
+        typer.Option("--step-time", metavar="TIME", help="For the forecast: one training step."),
+    ] = None,
+    steps_per_hour: Annotated[
+        float | None,
+        typer.Option(
+            "--steps-per-hour",
+            metavar="N",
+            help="For the forecast: steps in an hour, in place of --step-time.",
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="For the forecast: number of ranks.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
+    ] = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the configuration, measure every tier with real bytes, which are removed again, and forecast a day."""
+    from tierfall.cli import check
+
+    inputs = check.ForecastInputs.read(
+        image=image,
+        save_every=save_every,
+        step_time=step_time,
+        steps_per_hour=steps_per_hour,
+        ranks=ranks,
+        nodes=nodes,
+    )
+    check.check(size, inputs, config, run, as_json)
+
+
+@app.command(short_help="Verify every file of every copy, and repair.")
+def verify(
+    steps: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="STEP", help="Check these steps only: 400, 400@7, latest."),
+    ] = None,
+    tier: TierOption = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Rewrite damaged files from good copies.")
+    ] = False,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read and verify every file of every copy: chunks, manifests, commit records and marks."""
+    from tierfall.cli import verify
+
+    verify.verify(steps or [], tier, repair, config, run, as_json)
+
+
+# Copying ---------------------------------------------------------------------------------------------
+
+
+@app.command(short_help="Write a step as one file for other programs.")
+def export(
+    step: StepArgument,
+    to: Annotated[
+        Path,
+        typer.Option("--to", metavar="DIR", help="The folder to write into; created if missing."),
+    ],
+    format: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format",
+            help="safetensors, torch for torch.load, or dcp for torch.distributed.checkpoint: DIR itself.",
+        ),
+    ] = ExportFormat.SAFETENSORS,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PREFIX", help="Export only this part: model. May be repeated."
+        ),
+    ] = None,
+    tier: TierOption = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an existing file of that name.")
+    ] = False,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint as one file, or as a DCP folder, from the fastest good copy; every chunk is verified."""
+    from tierfall.cli import copy_export
+
+    copy_export.export(step, to, format, only or [], tier, force, config, run, as_json)
+
+
+@app.command(short_help="Copy steps to a tier that does not hold them.")
+def copy(
+    steps: StepsArgument,
+    to: ToTierOption,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a step to a tier that does not hold it, with its marks, from the fastest good copy."""
+    from tierfall.cli import copy_export
+
+    copy_export.copy(steps, to, config, run, as_json)
+
+
+# Keeping and deleting --------------------------------------------------------------------------------
+
+
+@app.command(short_help="Apply the retention rules now.")
+def prune(
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the decisions and their reasons, and delete nothing."
+        ),
+    ] = False,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Apply the retention rules now, on every stored tier; print for each copy why it is kept or deleted."""
+    from tierfall.cli import commands
+
+    commands.prune(dry_run, config, run, as_json)
+
+
+@app.command(short_help="Protect steps from every deletion rule.")
+def pin(
+    steps: StepsArgument,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Protect a step from every deletion rule, on every tier that holds it, until it is unpinned."""
+    from tierfall.cli import commands
+
+    commands.pin(steps, config, run, as_json)
+
+
+@app.command(short_help="Remove the pin of steps.")
+def unpin(
+    steps: StepsArgument,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove the pin of a step, on every tier."""
+    from tierfall.cli import commands
+
+    commands.unpin(steps, config, run, as_json)
+
+
+@app.command(short_help="Delete steps from every tier.")
+def rm(
+    steps: StepsArgument,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", "-y", help="Delete without a confirmation, the newest step too."),
+    ] = False,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete a step from every tier; a pinned one is refused."""
+    from tierfall.cli import commands
+
+    commands.rm(steps, yes, config, run, as_json)
+
+
+@app.command(short_help="Make the other tiers forget one that was emptied on purpose.")
+def forget(
+    tier: TierArgument,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
+    from tierfall.cli import commands
+
+    commands.forget(tier, config, run, as_json)
+
+
+@app.command(short_help="Flush what a dead trainer left in host memory.")
+def drain(
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            "--deadline",
+            metavar="TIME",
+            help="Stop after this time; the most valuable copies come first: 30s, 10m.",
+        ),
+    ] = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Flush what a dead trainer left in host memory, then free the memory."""
+    from tierfall.cli import commands
+
+    commands.drain(deadline, config, run, as_json)
+
+
+# Looking on ------------------------------------------------------------------------------------------
+
+
+@app.command(short_help="Show tiers, copies and transfers live.")
+def watch(
+    every: Annotated[
+        str, typer.Option("--every", metavar="TIME", help="Time between two frames.")
+    ] = "1s",
+    once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a run live, until Ctrl-C: tiers, copies, transfers, what a failure would cost, and the last events."""
+    from tierfall.cli import watch
+
+    watch.watch(every, once, config, run, as_json)
+
+
+@app.command(short_help="Print the JSON schema of the YAML file.")
+def schema(as_json: JsonOption = False) -> None:
+    """Print the JSON schema of the YAML file, for editors to complete from."""
+    from tierfall.cli import runs
+
+    runs.schema()
+
+
+app.command(short_help="Train, kill and restore a small model, and show the timeline.")(demo)

@@ -10,28 +10,24 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from tierfall.cli.common import (
     CommandOutput,
-    ConfigOption,
-    Exit,
-    JsonOption,
-    RunOption,
     cell,
     counted,
     load_settings,
     parse_option,
-    refuse,
     table,
     watched,
     with_tier,
 )
 from tierfall.cli.run_facts import RunFacts, format_bounds, known_bounds
+from tierfall.cli.usage import Exit, refuse
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.format.records import Commit
@@ -54,50 +50,11 @@ from tierfall.setup.tiers import is_shared, tier_rules
 
 
 def check(
-    size: Annotated[
-        str, typer.Option("--size", metavar="SIZE", help="Bytes to write to each tier.")
-    ] = "64MiB",
-    image: Annotated[
-        str | None,
-        typer.Option("--image", metavar="SIZE", help="For the forecast: one rank's image."),
-    ] = None,
-    save_every: Annotated[
-        str | None,
-        typer.Option("--save-every", metavar="TIME", help="For the forecast: time between saves."),
-    ] = None,
-    step_time: Annotated[
-        str | None,
-        typer.Option("--step-time", metavar="TIME", help="For the forecast: one training step."),
-    ] = None,
-    steps_per_hour: Annotated[
-        float | None,
-        typer.Option(
-            "--steps-per-hour",
-            metavar="N",
-            help="For the forecast: steps in an hour, in place of --step-time.",
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", metavar="N", help="For the forecast: number of ranks.")
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
-    ] = None,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
+    size: str, inputs: ForecastInputs, config: Path | None, run: str | None, as_json: bool
 ) -> None:
-    """Check the configuration, measure every tier with real bytes, which are removed again, and forecast a day."""
+    """Check the configuration, measure every tier, and forecast a day."""
     settings = load_settings(config, run)
     size_bytes = _size(size)
-    inputs = ForecastInputs.read(
-        image=image,
-        save_every=save_every,
-        step_time=step_time,
-        steps_per_hour=steps_per_hour,
-        ranks=ranks,
-        nodes=nodes,
-    )
     answer = CommandOutput(as_json)
     console = Console(stderr=False)
     with console.status("check", spinner="line") if watched(as_json) else _NoSpinner() as status:

@@ -1,116 +1,112 @@
-"""``prune``, ``pin``, ``unpin``, ``rm`` and ``forget``: the commands that decide what is kept and what is deleted."""
+"""``prune``, ``pin``, ``unpin``, ``rm``, ``forget`` and ``drain``: the commands that change what the tiers hold."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import typer
 from rich.table import Table
 
 from tierfall.cli.common import (
     CommandOutput,
-    ConfigOption,
-    JsonOption,
     ProgressBar,
-    RunOption,
-    StepArgument,
     counted,
+    document_of,
     find_step,
     load_settings,
     owner_members,
-    parse_step,
-    refuse,
+    parse_option,
     table,
     warn_of,
     watched,
     with_tier,
 )
+from tierfall.cli.usage import parse_step, refuse
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.types.text import members
-from tierfall.core.types.units import format_size
+from tierfall.core.types.units import format_duration, format_size, parse_duration
+from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision, Verdict
 from tierfall.ops import commands
-from tierfall.ops.reader import RunReader
+from tierfall.ops.drain import DrainResult, find_owed
+from tierfall.ops.drain import drain as drain_run
+from tierfall.ops.reader import RunReader, left_in_memory
 
 UNREAD = "Kept copies were not read; they count as good by their commit records. 'tierfall verify' reads them."
 _DONE = {CommandKind.PIN: "pinned", CommandKind.UNPIN: "unpinned", CommandKind.DELETE: "deleted"}
 
 
-def pin(
-    step: StepArgument,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Protect a step from every deletion rule, on every tier that holds it, until it is unpinned."""
-    _run_command(CommandKind.PIN, step, load_settings(config, run), CommandOutput(as_json))
+def pin(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
+    """Protect steps from every deletion rule."""
+    _run_command(CommandKind.PIN, steps, load_settings(config, run), CommandOutput(as_json))
 
 
-def unpin(
-    step: StepArgument,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Remove the pin of a step, on every tier."""
-    _run_command(CommandKind.UNPIN, step, load_settings(config, run), CommandOutput(as_json))
+def unpin(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
+    """Remove the pin of steps."""
+    _run_command(CommandKind.UNPIN, steps, load_settings(config, run), CommandOutput(as_json))
 
 
-def rm(
-    step: StepArgument,
-    yes: Annotated[
-        bool,
-        typer.Option("--yes", "-y", help="Delete without a confirmation, the newest step too."),
-    ] = False,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Delete a step from every tier; a pinned one is refused."""
+def rm(steps: list[str], yes: bool, config: Path | None, run: str | None, as_json: bool) -> None:
+    """Delete steps from every tier; nothing is deleted where one of them is pinned."""
     _run_command(
-        CommandKind.DELETE, step, load_settings(config, run), CommandOutput(as_json), yes=yes
+        CommandKind.DELETE, steps, load_settings(config, run), CommandOutput(as_json), yes=yes
     )
 
 
 def _run_command(
-    kind: CommandKind, step: str, settings: Config, answer: CommandOutput, *, yes: bool = True
+    kind: CommandKind,
+    steps: list[str],
+    settings: Config,
+    answer: CommandOutput,
+    *,
+    yes: bool = True,
 ) -> None:
-    """Find the checkpoint, and execute the command, or leave a mark for the living trainer."""
-    named = parse_step(step)
+    """Find all checkpoints first, and execute the command, or leave marks for the living trainer."""
+    names = [parse_step(step) for step in steps]
     verb = "rm" if kind is CommandKind.DELETE else str(kind)
     with RunReader(settings) as reader:
         listings = reader.list()
         known = merge(listings)
         unread = commands.unread(listings)
-        answer.note_no_folders(listings, named)
-        checkpoint = find_step(answer, known, named, unread, doing=verb)
+        for name in names:
+            answer.note_no_folders(listings, name)
+        found = {
+            checkpoint.id: checkpoint
+            for name in names
+            for checkpoint in [find_step(answer, known, name, unread, doing=verb)]
+        }
         owner = reader.owner()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
     if kind is CommandKind.DELETE:
-        _check_deletion(checkpoint, known, yes=yes, ask=not answer.as_json)
+        _check_deletion(found, known, yes=yes, ask=not answer.as_json)
     if owner is not None:
-        result = commands.set_mark_on_tiers(settings, kind, checkpoint)
-        failed = {**result.failed, **unread}
+        results = [commands.set_mark_on_tiers(settings, kind, c) for c in found.values()]
     else:
         warn_of(elsewhere)
-        result = commands.run_command(settings, kind, checkpoint.id)
-        failed = dict(result.failed)
-    answer.document = {
-        "run": settings.run,
-        "order": verb,
-        **members(checkpoint, "id"),
-        "done": list(result.done),
-        "failed": {tier: str(error) for tier, error in failed.items()},
-        "left_to": owner_members(owner),
-    }
-    answer.show(*_describe_result(kind, result, owner))
-    for tier, error in failed.items():
-        answer.problem(f"{verb} {checkpoint.id}: {with_tier(tier, error)}")
+        results = list(commands.run_commands(settings, kind, list(found)))
+    documents = []
+    for result in results:
+        failed = {**result.failed, **(unread if owner else {})}
+        documents.append(
+            {
+                "run": settings.run,
+                "order": verb,
+                **members(result, "id"),
+                "done": list(result.done),
+                "failed": {tier: str(error) for tier, error in failed.items()},
+                "left_to": owner_members(owner),
+            }
+        )
+        answer.show(*_describe_result(kind, result, owner))
+        for tier, error in failed.items():
+            answer.problem(f"{verb} {result.id}: {with_tier(tier, error)}")
+    answer.document = document_of(settings.run, documents)
     answer.finish()
 
 
@@ -130,17 +126,22 @@ def _describe_result(
 
 
 def _check_deletion(
-    checkpoint: KnownCheckpoint, known: Sequence[KnownCheckpoint], *, yes: bool, ask: bool
+    chosen: Mapping[CheckpointId, KnownCheckpoint],
+    known: Sequence[KnownCheckpoint],
+    *,
+    yes: bool,
+    ask: bool,
 ) -> None:
     """Refuse to delete a pinned checkpoint, and, without a confirmation, the one that a restore would choose."""
-    id = checkpoint.id
-    if checkpoint.pinned:
-        refuse(f"rm: {id} is pinned; unpin it first: tierfall unpin {id}")
+    for id, checkpoint in chosen.items():
+        if checkpoint.pinned:
+            refuse(f"rm: {id} is pinned; unpin it first: tierfall unpin {id}")
     restorable = commands.newest_restorable(known)
-    if yes or not restorable or restorable[0] != id:
+    if yes or not restorable or restorable[0] not in chosen:
         return
-    after = f"the next is {restorable[1]}" if len(restorable) > 1 else "there is no other"
-    what = f"{id} is the newest step that can be restored; {after}"
+    left = [id for id in restorable if id not in chosen]
+    after = f"the next is {left[0]}" if left else "there is no other"
+    what = f"{restorable[0]} is the newest step that can be restored; {after}"
     if not (ask and at_terminal()):
         refuse(f"rm: {what}. To delete it, repeat with --yes")
     if not typer.confirm(f"{what}. Delete it?"):
@@ -154,18 +155,8 @@ def at_terminal() -> bool:
 # prune -----------------------------------------------------------------------------------------------
 
 
-def prune(
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Print the decisions and their reasons, and delete nothing."
-        ),
-    ] = False,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Apply the retention rules now, on every stored tier; print for each copy why it is kept or deleted."""
+def prune(dry_run: bool, config: Path | None, run: str | None, as_json: bool) -> None:
+    """Apply the retention rules now, or print what they decide."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
@@ -230,14 +221,7 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
 # forget ----------------------------------------------------------------------------------------------
 
 
-def forget(
-    tier: Annotated[
-        str, typer.Argument(metavar="TIER", help="The name of the tier in the configuration.")
-    ],
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def forget(tier: str, config: Path | None, run: str | None, as_json: bool) -> None:
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
@@ -260,3 +244,92 @@ def forget(
     for name, error in failed.items():
         answer.problem(f"forget {tier}: {with_tier(name, error)}")
     answer.finish()
+
+
+# drain -----------------------------------------------------------------------------------------------
+
+
+def drain(deadline: str | None, config: Path | None, run: str | None, as_json: bool) -> None:
+    """Flush what a dead trainer left in host memory, then free the memory."""
+    settings = load_settings(config, run)
+    deadline_s = None if deadline is None else parse_option("--deadline", deadline, parse_duration)
+    answer = CommandOutput(as_json)
+    with RunReader(settings) as reader:
+        if not _holds_images(reader, settings, answer):
+            _report_empty(reader, answer)
+            answer.finish()
+            return
+    forecast: list[str] = []
+
+    def report_forecast(line: str) -> None:
+        forecast.append(line)
+        if not as_json:  # on stderr, while the drain runs
+            typer.echo(f"in {format_duration(deadline_s or 0.0)} {line}", err=True)
+
+    with ProgressBar("drain", 0, shown=watched(as_json)) as watch:
+        drained = drain_run(settings, deadline_s, watch.set, report_forecast)
+    answer.document = {
+        "run": settings.run,
+        "done": [members(owed) for owed in drained.done],
+        "left": [members(owed) for owed in drained.left],
+        "memory_kept": drained.memory_kept,
+        "seconds": drained.seconds,
+        "forecast": forecast,
+    }
+    _report_drain(answer, settings, drained)
+    answer.finish()
+
+
+def _holds_images(reader: RunReader, settings: Config, answer: CommandOutput) -> bool:
+    """Return whether host memory holds an image, without locking it; ends the command where a trainer is alive."""
+    owner = reader.owner()
+    if owner is not None:
+        refuse(
+            f"drain: a trainer owns run {reader.run!r} ({owner}) and flushes its memory itself; nothing was done"
+        )
+    count, problems = left_in_memory(settings)
+    for problem in problems:
+        if reader.memory().error is not None:
+            refuse(f"drain: host memory cannot be read: {problem}")
+        answer.problem(f"host memory holds a damaged image: {problem}")
+    return count > 0
+
+
+def _report_empty(reader: RunReader, answer: CommandOutput) -> None:
+    """Report the copies that are owed from another tier: only a trainer's attempt may make those."""
+    listings = reader.list()
+    left = find_owed(reader.config, listings)
+    answer.note_unread(commands.unread(listings))
+    answer.document = {
+        "run": reader.run,
+        "done": [],
+        "left": [members(owed) for owed in left],
+        "memory_kept": False,
+    }
+    answer.show(f"run {reader.run}: nothing is in host memory")
+    for owed in left:
+        answer.show(f"still owed from another tier: {owed}")
+    if left:
+        them = "that copy" if len(left) == 1 else f"those {len(left)} copies"
+        answer.show(
+            f"drain flushes only what is in memory: the next start of the trainer makes {them}"
+        )
+
+
+def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult) -> None:
+    for owed in drained.done:
+        answer.show(f"flushed {owed}")
+    if drained.done or drained.left:
+        total = format_size(sum(owed.bytes for owed in drained.done))
+        planned = counted(len(drained.done) + len(drained.left), "copy", "copies")
+        count = f"{len(drained.done)} of {planned}"
+        answer.show(
+            f"run {settings.run}: {count} made durable, {total} in {format_duration(drained.seconds)}"
+        )
+    else:
+        answer.show(f"run {settings.run}: everything in host memory was durable already")
+    answer.show("host memory is kept" if drained.memory_kept else "host memory is freed")
+    for owed in drained.left:
+        answer.problem(f"drain: not done: {owed}")
+    for problem in drained.problems:
+        answer.problem(problem)

@@ -1,4 +1,4 @@
-"""What all commands share: options, exit codes, STEP, output and the progress bar.
+"""What all commands share beside their arguments: the configuration, finding steps, output and the progress bar.
 
 A command prints its output once, at the end: tables and sentences for a person, or one JSON document and nothing else
 on stdout. Each problem is one line on stderr. With ``--json`` there is always a document, whatever the error.
@@ -6,17 +6,17 @@ on stdout. Each problem is one line on stderr. With ``--json`` there is always a
 
 from __future__ import annotations
 
-import json
-import logging
+import io
 import re
+import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import typer
 from rich.console import Console
@@ -30,87 +30,43 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
+from tierfall.cli.usage import (
+    CommandRefused,
+    Exit,
+    StepName,
+    print_out,
+    print_problem,
+    refuse,
+    to_document,
+)
 from tierfall.config import Config, load_config
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.run_lock import LockOwner
-from tierfall.core.types.errors import ConfigError, NotSupportedError, StepError, TierfallError
-from tierfall.core.types.text import members
-from tierfall.ops.commands import find, unread
+from tierfall.core.types.errors import ConfigError, StepError, TierfallError
+from tierfall.core.types.text import format_some, members
+from tierfall.core.types.units import format_duration
+from tierfall.ops.commands import find, newest_restorable, unread
+from tierfall.ops.reader import find_runs
 
 T = TypeVar("T")
+Part = Table | Text | str
+"""What a person is shown: a table, or lines."""
 PIPED_WIDTH = 10_000
 NUMBER_MAX = 1e18
-_STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
-
-
-class Exit(IntEnum):
-    """Exit codes of all commands."""
-
-    DONE = 0
-    COULD_NOT = 1
-    USAGE = 2
-    INTERRUPTED = 130
-
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        "-c",
-        envvar="TIERFALL_CONFIG",
-        metavar="FILE",
-        help="The YAML file with the tiers.",
-    ),
-]
-RunOption = Annotated[
-    str | None,
-    typer.Option("--run", metavar="NAME", help="The run, instead of the one in the file."),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
-]
-StepArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="STEP", help="A step of the live lineage (400), or of an attempt (400@7)."
-    ),
-]
-
-
-def print_problem(message: object) -> None:
-    """Print a problem on stderr."""
-    typer.echo(f"tierfall: {message}", err=True)
-
-
-class CommandRefused(Exception):
-    """Ends a command: ``problems`` are printed, ``code`` is the exit code."""
-
-    def __init__(self, problems: Sequence[str], code: Exit = Exit.COULD_NOT) -> None:
-        super().__init__(*problems)
-        self.problems = list(problems)
-        self.code = code
-
-
-def refuse(message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
-    """End the command with one problem; always raises CommandRefused."""
-    raise CommandRefused([str(message)], code)
-
-
-def code_of(error: TierfallError) -> Exit:
-    """Return USAGE for an error of the configuration, COULD_NOT for any other."""
-    wrong = isinstance(error, ConfigError) and not isinstance(error, NotSupportedError)
-    return Exit.USAGE if wrong else Exit.COULD_NOT
-
-
-def end(refusal: CommandRefused, *, as_json: bool) -> NoReturn:
-    """Print the problems of a refusal, in the requested form, and exit with its code."""
-    if as_json:
-        typer.echo(to_document({}, refusal.problems, indent=2))
-    for problem in refusal.problems:
-        print_problem(problem)
-    raise typer.Exit(refusal.code)
+_STYLES = {
+    "damaged": "bold red",
+    "DAMAGED": "bold red",
+    "set aside": "red",
+    "?": "red",
+    "owed": "yellow",
+    "unfinished": "yellow",
+    "arriving": "cyan",
+}
+"""Colours of the states that need attention. Rich applies them on a terminal, and honours NO_COLOR and FORCE_COLOR."""
+_STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?!\S)")
 
 
 def load_settings(config: Path | None, run: str | None) -> Config:
@@ -123,12 +79,10 @@ def load_settings(config: Path | None, run: str | None) -> Config:
         refuse(error, Exit.USAGE)
 
 
-def parse_step(text: str) -> tuple[int, int | None]:
-    """Parse STEP as a step and an optional attempt; ends the command where it is neither."""
-    match = _STEP.match(text)
-    if match is None:
-        refuse(f"STEP is {text!r}; expected 400, or 400@7 for attempt 7's", Exit.USAGE)
-    return int(match[1]), int(match[2]) if match[2] else None
+def name_other_runs(settings: Config) -> str:
+    """Return the runs that the tiers have, to append to a message about a run that has no checkpoint."""
+    names = [name for name in find_runs(settings)[0] if name != settings.run]
+    return f"; the tiers have the runs {format_some(names)}" if names else ""
 
 
 def parse_option(word: str, text: str, parse: Callable[[str], T]) -> T:
@@ -147,9 +101,9 @@ class CommandOutput:
     as_json: bool
     document: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    _shown: list[Table | str] = field(default_factory=list)
+    _shown: list[Part] = field(default_factory=list)
 
-    def show(self, *parts: Table | str) -> None:
+    def show(self, *parts: Part) -> None:
         """Add tables and lines for a person, in order."""
         self._shown.extend(parts)
 
@@ -163,10 +117,10 @@ class CommandOutput:
             if line not in self.problems:
                 self.problem(line)
 
-    def note_no_folders(self, listings: Iterable[Listing], named: tuple[int, int | None]) -> None:
+    def note_no_folders(self, listings: Iterable[Listing], name: StepName) -> None:
         """Report files and links that are in the place of the folder of the step that STEP names."""
-        for listing in listings:
-            for error in listing.step_folder_errors(*named):
+        for listing in listings if name.step is not None else ():
+            for error in listing.step_folder_errors(name.step, name.attempt):
                 self.problem(with_tier(listing.tier, error))
 
     def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
@@ -176,7 +130,7 @@ class CommandOutput:
     def finish(self) -> None:
         """Print everything; exits with COULD_NOT where there are problems."""
         if self.as_json:
-            typer.echo(to_document(self.document, self.problems, indent=2))
+            print_out(to_document(self.document, self.problems, indent=2) + "\n")
         else:
             _print(self._shown)
         for problem in self.problems:
@@ -188,7 +142,7 @@ class CommandOutput:
 def find_step(
     answer: CommandOutput,
     known: Sequence[KnownCheckpoint],
-    named: tuple[int, int | None],
+    name: StepName,
     unread: Mapping[str, TierfallError],
     *,
     doing: str,
@@ -196,16 +150,32 @@ def find_step(
     """Find the checkpoint that STEP names; where no tier has it, ends the command and names the tiers that could not be
     read."""
     try:
-        return find(known, *named, doing=doing, unread=unread)
+        if name.step is None:
+            return _find_latest(known, unread, doing)
+        return find(known, name.step, name.attempt, doing=doing, unread=unread)
     except StepError as error:
         answer.note_unread(unread)
         answer.refuse(error)
 
 
+def _find_latest(
+    known: Sequence[KnownCheckpoint], unread: Iterable[str], doing: str
+) -> KnownCheckpoint:
+    """Find the checkpoint that a restore would use; StepError where there is none, or a tier that could not be read may
+    hold a newer one."""
+    newest = newest_restorable(known)
+    if silent := ", ".join(unread):
+        seen = f"; of the others it is {newest[0]}" if newest else ""
+        raise StepError(f"{doing}: {silent} may hold a later step than the others{seen}: name it")
+    if not newest:
+        raise StepError(f"{doing}: the run has no step that can be restored")
+    return next(c for c in known if c.id == newest[0])
+
+
 def find_on(
     answer: CommandOutput,
     listings: Sequence[Listing],
-    named: tuple[int, int | None],
+    name: StepName,
     tier: str | None,
     *,
     doing: str,
@@ -214,8 +184,8 @@ def find_on(
     known = [c for c in merge(listings) if tier is None or tier in c.copies]
     asked = [listing for listing in listings if tier in (None, listing.tier)]
     silent = unread(asked)
-    answer.note_no_folders(asked, named)
-    return find_step(answer, known, named, silent, doing=doing)
+    answer.note_no_folders(asked, name)
+    return find_step(answer, known, name, silent, doing=doing)
 
 
 def check_tier(settings: Config, tier: str | None) -> None:
@@ -225,29 +195,49 @@ def check_tier(settings: Config, tier: str | None) -> None:
         refuse(f"no tier is named {tier!r}; there are {', '.join(known)}", Exit.USAGE)
 
 
-def to_document(
-    document: dict[str, Any], problems: Sequence[str], *, indent: int | None = None
-) -> str:
-    """Return a document with ``ok`` and ``problems`` as JSON."""
-    outcome = {"ok": not problems, "problems": list(problems)}
-    return json.dumps(document | outcome, indent=indent, allow_nan=False)
+def document_of(run: str, of_steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the document of one step as it is; those of several as ``steps``."""
+    return of_steps[0] if len(of_steps) == 1 else {"run": run, "steps": list(of_steps)}
 
 
-def _print(parts: Iterable[Table | str]) -> None:
-    """Print for a person. A file or a pipe gets no line breaks by width, and no spaces at the ends of lines."""
-    watched = sys.stdout.isatty()
+def screen_width() -> int:
+    """Return the columns that a line may have: those of the terminal; a file or a pipe has no limit."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
+
+
+def _print(parts: Iterable[Part]) -> None:
+    """Print for a person. A terminal gets lines that end between words; a file or a pipe gets no line breaks by width,
+    and no spaces at the ends of lines."""
+    at_terminal = sys.stdout.isatty()
     console = Console(
+        file=io.StringIO(),
+        force_terminal=at_terminal or None,  # None: FORCE_COLOR decides
+        width=screen_width(),
         markup=False,
         highlight=False,
         emoji=False,
         soft_wrap=True,
-        width=None if watched else PIPED_WIDTH,
     )
     with console.capture() as capture:
         for part in parts:
-            console.print(part)
+            console.print(_wrapped(part, console.width) if isinstance(part, str) else part)
     text = capture.get()
-    typer.echo(text if watched else re.sub(r" +$", "", text, flags=re.MULTILINE), nl=False)
+    print_out(text if at_terminal else re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+
+def _wrapped(text: str, width: int) -> str:
+    return "\n".join(
+        textwrap.fill(
+            line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in text.split("\n")
+    )
+
+
+def coloured(state: str, *, before: str = "") -> Text:
+    """Return the state of a copy in its colour."""
+    found = _STATE.match(state)
+    return Text(before).append(state, style=_STYLES[found[0]] if found else "")
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
@@ -258,9 +248,53 @@ def table(*columns: str, right: Iterable[str] = ()) -> Table:
     return made
 
 
+def copies_table(
+    head: Sequence[str],
+    tiers: Sequence[str],
+    tail: Sequence[str],
+    rows: Sequence[tuple[Sequence[str], Mapping[str, str], Sequence[str]]],
+) -> Table | Text:
+    """Return a table of checkpoints with a column for the state on each tier, between the columns ``head`` and
+    ``tail``; with one column for all tiers if it would be wider than the terminal."""
+    right = {*head, *tail} - {""}
+    columns = (*head, *tiers, *tail)
+    lines = [
+        columns,
+        *((*first, *(states[t] for t in tiers), *last) for first, states, last in rows),
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if sum(widths) + 2 * len(widths) - 2 <= screen_width():
+        # Not a Table: rich takes a second for a thousand rows.
+        pads = [str.rjust if name in right else str.ljust for name in columns]
+        padded = (map(lambda pad, text, n: pad(text, n), pads, line, widths) for line in lines)
+        drawn = Text("\n".join("  ".join(cells).rstrip() for cells in padded))
+        drawn.stylize("bold", 0, len(drawn.plain.partition("\n")[0]))
+        drawn.highlight_regex(_STATE, lambda state: _STYLES[state])
+        return drawn
+    narrow = table(*head, "COPIES", "", right=right)
+    for column in narrow.columns[: len(head)]:
+        column.no_wrap = True
+    for first, states, last in rows:
+        copies = [
+            Text(tier) if state == "committed" else coloured(state, before=f"{tier} ")
+            for tier, state in states.items()
+            if state != "-"
+        ]
+        remarks = [
+            f"{name} {value}".strip() for name, value in zip(tail, last, strict=True) if value
+        ]
+        narrow.add_row(*first, Text(", ").join(copies), ", ".join(remarks))
+    return narrow
+
+
 def cell(value: T | None, format: Callable[[T], str]) -> str:
     """Format a cell of a table; ``-`` where the value is not known."""
     return "-" if value is None else format(value)
+
+
+def rough_duration(seconds: float) -> str:
+    """Format a time in its largest unit: ``5 h``."""
+    return " ".join(format_duration(round(seconds)).split()[:2])
 
 
 def watched(as_json: bool) -> bool:
@@ -289,20 +323,6 @@ def warn_of(elsewhere: Attempt | None) -> None:
 
 def owner_members(owner: LockOwner | None) -> dict[str, Any] | None:
     return None if owner is None else members(owner, "pid", "node", "since_wall_s")
-
-
-class _ToStderr(logging.Handler):
-    """Prints warnings of the library on stderr, one line each."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print_problem(record.getMessage())
-
-
-def listen_to_warnings() -> None:
-    """Print warnings of the library on stderr; may be called again."""
-    logger = logging.getLogger("tierfall")
-    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
-        logger.addHandler(_ToStderr(level=logging.WARNING))
 
 
 def readable_number(value: object) -> float | None:

@@ -6,34 +6,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from tierfall.cli.common import (
     CommandOutput,
-    ConfigOption,
-    Exit,
-    JsonOption,
     ProgressBar,
-    RunOption,
-    StepArgument,
     check_tier,
-    code_of,
     counted,
+    document_of,
     find_on,
     load_settings,
-    parse_step,
-    refuse,
     warn_of,
     watched,
 )
+from tierfall.cli.usage import CommandRefused, Exit, StepName, code_of, parse_step, refuse
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
 from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CheckpointId
-from tierfall.export.export import ExportFormat, ExportOptions, ExportResult
+from tierfall.core.types.values import CheckpointId, ExportFormat
+from tierfall.export.export import ExportOptions, ExportResult
 from tierfall.export.export import export as export_checkpoint
 from tierfall.ops import commands
 from tierfall.ops.commands import unread
@@ -42,16 +33,10 @@ from tierfall.ops.copy import copy as copy_checkpoint
 from tierfall.ops.reader import RunReader
 
 
-def copy(
-    step: StepArgument,
-    to: Annotated[str, typer.Option("--to", metavar="TIER", help="The tier to copy to.")],
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Copy a step to a tier that does not hold it, with its marks, from the fastest good copy."""
+def copy(steps: list[str], to: str, config: Path | None, run: str | None, as_json: bool) -> None:
+    """Copy steps to a tier that does not hold them, one after the other."""
     settings = load_settings(config, run)
-    named = parse_step(step)
+    names = [parse_step(step) for step in steps]
     check_tier(settings, to)
     if to == settings.host.name:
         refuse(
@@ -62,24 +47,33 @@ def copy(
         owner = reader.owner()
         listings = reader.list()
         elsewhere = commands.trained_elsewhere(listings, reader.stores)
-        id = find_certain(answer, listings, named, None, doing="copy").id
+        found = [find_certain(answer, listings, name, None, doing="copy").id for name in names]
     if owner is not None:
         refuse(
             f"copy: a trainer owns run {settings.run!r} ({owner}) and flushes by the rules of the file; nothing was "
             "copied. Copy once it has ended, or start it with another flush: {every: ...} for that tier"
         )
     warn_of(elsewhere)
-    with (
-        naming_unread_tiers(answer, listings),
-        ProgressBar("copy", 0, shown=watched(as_json)) as watch,
-    ):
-        copied = copy_checkpoint(settings, id, to, watch.set)
-    _report_copy(answer, settings.run, copied)
+    documents = []
+    for id in dict.fromkeys(found):
+        try:
+            with (
+                naming_unread_tiers(answer, listings),
+                ProgressBar(f"copy {id}", 0, shown=watched(as_json)) as watch,
+            ):
+                copied = copy_checkpoint(settings, id, to, watch.set)
+        except CommandRefused as refusal:
+            if len(set(found)) == 1:
+                raise
+            answer.problems = refusal.problems
+            continue
+        documents.append({"run": settings.run, **members(copied)})
+        _report_copy(answer, copied)
+    answer.document = document_of(settings.run, documents)
     answer.finish()
 
 
-def _report_copy(answer: CommandOutput, run: str, copied: CopyResult) -> None:
-    answer.document = {"run": run, **members(copied)}
+def _report_copy(answer: CommandOutput, copied: CopyResult) -> None:
     size = format_size(copied.bytes)
     if copied.already:
         answer.show(f"{copied.tier} holds {copied.id} already, and it is good ({size} read)")
@@ -99,7 +93,7 @@ def _report_copy(answer: CommandOutput, run: str, copied: CopyResult) -> None:
 def find_certain(
     answer: CommandOutput,
     listings: Sequence[Listing],
-    named: tuple[int, int | None],
+    name: StepName,
     tier: str | None,
     *,
     doing: str,
@@ -109,12 +103,12 @@ def find_certain(
     Ends the command where it is absent, and where STEP names no attempt and an unread tier may hold that step of a
     newer attempt: the one that was found may be abandoned.
     """
-    found = find_on(answer, listings, named, tier, doing=doing)
+    found = find_on(answer, listings, name, tier, doing=doing)
     if tier is not None:
         return found
     silent = unread(listings)
     answer.note_unread(silent)
-    if silent and named[1] is None and may_be_newer(listings, found.id):
+    if silent and name.attempt is None and may_be_newer(listings, found.id):
         choice = f"name it {found.id}" + (", or a tier by --tier" if doing == "export" else "")
         answer.refuse(
             f"{doing}: a newer attempt than that of {found.id} may have saved step {found.id.step} too, on "
@@ -157,43 +151,25 @@ def naming_unread_tiers(
 
 
 def export(
-    step: StepArgument,
-    to: Annotated[
-        Path,
-        typer.Option("--to", metavar="DIR", help="The folder to write into; created if missing."),
-    ],
-    format: Annotated[
-        ExportFormat,
-        typer.Option(
-            "--format",
-            help="safetensors, torch for torch.load, or dcp for torch.distributed.checkpoint: DIR itself.",
-        ),
-    ] = ExportFormat.SAFETENSORS,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only", metavar="PREFIX", help="Export only this part: model. May be repeated."
-        ),
-    ] = None,
-    tier: Annotated[
-        str | None, typer.Option("--tier", metavar="NAME", help="Read from this tier only.")
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an existing file of that name.")
-    ] = False,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
+    step: str,
+    to: Path,
+    format: ExportFormat,
+    only: list[str],
+    tier: str | None,
+    force: bool,
+    config: Path | None,
+    run: str | None,
+    as_json: bool,
 ) -> None:
-    """Write a checkpoint as one file, or as a DCP folder, from the fastest good copy; every chunk is verified."""
+    """Write a step as one file, or as a DCP folder."""
     settings = load_settings(config, run)
-    named = parse_step(step)
+    name = parse_step(step)
     check_tier(settings, tier)
     answer = CommandOutput(as_json)
-    wish = ExportOptions(to=to.expanduser(), format=format, only=tuple(only or ()), replace=force)
+    wish = ExportOptions(to=to.expanduser(), format=format, only=tuple(only), replace=force)
     with RunReader(settings) as reader:
         listings = reader.list()
-        checkpoint = find_certain(answer, listings, named, tier, doing="export")
+        checkpoint = find_certain(answer, listings, name, tier, doing="export")
         held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
         tiers = [name for name in held if tier in (None, name)]
         with (

@@ -1,4 +1,4 @@
-"""``ls``, ``show`` and ``schema``: commands that only read, beside a living trainer too."""
+"""``ls`` and ``show``: commands that only read, beside a living trainer too."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import typer
 from rich.table import Table
+from rich.text import Text
 
 from tierfall.cli.common import (
     CommandOutput,
-    ConfigOption,
-    JsonOption,
-    RunOption,
-    StepArgument,
+    cell,
+    coloured,
+    copies_table,
     counted,
+    document_of,
     find_step,
     load_settings,
+    name_other_runs,
     owner_members,
-    parse_step,
+    rough_duration,
     table,
     with_tier,
 )
@@ -32,6 +34,7 @@ from tierfall.cli.run_facts import (
     known_bounds,
     reported_bounds,
 )
+from tierfall.cli.usage import parse_step
 from tierfall.config import Config
 from tierfall.core.copies.images import checked_manifest
 from tierfall.core.format.catalog import KnownCheckpoint
@@ -54,65 +57,80 @@ LARGEST_SHOWN = 5
 _OF_MANIFEST = ("shard", "image_bytes", "chunks", "chunk_bytes", "tensor_bytes", "tensors")
 
 
-def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
-    """List the steps of a run: age, size, and the state on each tier."""
+def ls(
+    last: int | None, metrics: bool, config: Path | None, run: str | None, as_json: bool
+) -> None:
+    """List the steps of a run, or the newest ``last`` of them: age, size, and the state on each tier."""
     settings = load_settings(config, run)
     answer = CommandOutput(as_json)
     with RunReader(settings) as reader:
         facts = RunFacts.gather(reader)
         trainer = find_living_status(settings, run=settings.run)
         _note_unread(answer, facts)
+        rows = facts.rows_with_damage()
+        listed = rows[-(last or len(rows)) :]
+        shown = set(listed)
         answer.document = {
             "run": settings.run,
             "owner": owner_members(facts.owner),
             "tiers": [_tier_members(reader, listing) for listing in facts.listings],
-            "checkpoints": [_members(facts, c) for c in facts.known],
+            "checkpoints": [_members(facts, c) for c in facts.known if c.id in shown],
             "loss_bound": to_json(
                 reported_bounds(trainer) if trainer else known_bounds(facts.safety)
             ),
         }
-        if facts.rows_with_damage():
-            answer.show(_steps(facts))
+        if listed:
+            answer.show(_steps(facts, listed, metrics=metrics))
+        if older := len(rows) - len(listed):
+            steps = counted(older, "older step is", "older steps are")
+            answer.show(f"{steps} not shown (--last {last})")
         answer.show(*_summary(facts, settings, trainer))
     answer.finish()
 
 
-def show(
-    step: StepArgument,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show one step in full: its lineage, its files, its copies and why each is kept or deleted."""
+def show(steps: list[str], config: Path | None, run: str | None, as_json: bool) -> None:
+    """Show steps in full: lineage, files, copies and why each is kept or deleted."""
     settings = load_settings(config, run)
-    named = parse_step(step)
+    names = [parse_step(step) for step in steps]
     answer = CommandOutput(as_json)
+    documents: list[dict[str, Any]] = []
     with RunReader(settings) as reader:
         facts = RunFacts.gather(reader)
         _note_unread(answer, facts)
-        checkpoint = find_step(answer, facts.known, named, facts.unread, doing="show")
-        files = {tier: _files(reader, tier, checkpoint, answer) for tier in checkpoint.copies}
-        manifests, problems = manifest_facts(reader, checkpoint)
-        for tier, error in problems:
-            answer.problem(with_tier(tier, error))
-        answer.document = {
-            "run": settings.run,
-            **_members(facts, checkpoint),
-            "owed": list(facts.owed(checkpoint.id)),
-            **members(checkpoint.commit, "world_size"),
-            "nodes": list(checkpoint.commit.nodes) if checkpoint.commit else [],
-            "manifests": [members(manifest, *_OF_MANIFEST) for manifest in manifests],
+        found = {
+            checkpoint.id: checkpoint
+            for name in names
+            for checkpoint in [find_step(answer, facts.known, name, facts.unread, doing="show")]
         }
-        for tier, of_copy in answer.document["copies"].items():
-            of_copy["decision"] = members(facts.decision(tier, checkpoint.id), "verdict", "reason")
-            of_copy["files"] = [{"name": f, "bytes": n} for f, n in files[tier]]
-        answer.show(*_in_full(facts, checkpoint, manifests, files))
+        for checkpoint in found.values():
+            if documents:
+                answer.show("")
+            documents.append(_show_step(answer, reader, facts, checkpoint))
+    answer.document = document_of(settings.run, documents)
     answer.finish()
 
 
-def schema(as_json: JsonOption = False) -> None:
-    """Print the JSON schema of the YAML file, for editors to complete from."""
-    typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+def _show_step(
+    answer: CommandOutput, reader: RunReader, facts: RunFacts, checkpoint: KnownCheckpoint
+) -> dict[str, Any]:
+    """Show one step, and return its document."""
+    files = {tier: _files(reader, tier, checkpoint, answer) for tier in checkpoint.copies}
+    manifests, problems = manifest_facts(reader, checkpoint)
+    for tier, error in problems:
+        answer.problem(with_tier(tier, error))
+    answer.show(*_in_full(facts, checkpoint, manifests, files))
+    document = {
+        "run": reader.run,
+        **_members(facts, checkpoint),
+        "owed": list(facts.owed(checkpoint.id)),
+        **members(checkpoint.commit, "world_size"),
+        "nodes": list(checkpoint.commit.nodes) if checkpoint.commit else [],
+        "manifests": [members(manifest, *_OF_MANIFEST) for manifest in manifests],
+    }
+    for tier, of_copy in document["copies"].items():
+        of_copy["decision"] = members(facts.decision(tier, checkpoint.id), "verdict", "reason")
+        of_copy["files"] = [{"name": f, "bytes": n} for f, n in files[tier]]
+    return document
 
 
 # For programs ----------------------------------------------------------------------------------------
@@ -162,30 +180,21 @@ def _note_unread(answer: CommandOutput, facts: RunFacts) -> None:
                 answer.problem(f"{copy.id} is damaged on {with_tier(listing.tier, copy.damage)}")
 
 
-def _steps(facts: RunFacts) -> Table:
+def _steps(facts: RunFacts, ids: Sequence[CheckpointId], *, metrics: bool) -> Table | Text:
     tiers = [listing.tier for listing in facts.listings]
-    rows = facts.rows_with_damage()
-    metrics = sorted({name for checkpoint in facts.known for name in checkpoint.metrics})
-    made = table(
-        "STEP", "AGE", "SIZE", *tiers, *metrics, "", right=("STEP", "AGE", "SIZE", *metrics)
-    )
-    for id in rows:
+    shown = sorted({m for c in facts.known for m in c.metrics}) if metrics else []
+    rows = []
+    for id in ids:
         checkpoint = facts.by_id.get(id)
-        if checkpoint is None:
-            made.add_row(
-                str(id), "", "", *(facts.cell(id, t) for t in tiers), *[""] * len(metrics), ""
-            )
-            continue
-        values = checkpoint.metrics
-        made.add_row(
-            str(id),
-            _age(facts, checkpoint),
-            format_size(checkpoint.bytes),
-            *(facts.cell(id, tier) for tier in tiers),
-            *(f"{values[name]:.6g}" if name in values else "" for name in metrics),
-            ", ".join(_remarks(facts, checkpoint)),
-        )
-    return made
+        head, tail = [str(id), "", ""], [""] * (len(shown) + 1)
+        if checkpoint is not None:
+            age = cell(facts.age_s(checkpoint), rough_duration)
+            head = [str(id), age, format_size(checkpoint.bytes)]
+            values = checkpoint.metrics
+            tail = [f"{values[name]:.6g}" if name in values else "" for name in shown]
+            tail.append(", ".join(_remarks(facts, checkpoint)))
+        rows.append((head, {tier: facts.cell(id, tier) for tier in tiers}, tail))
+    return copies_table(("STEP", "AGE", "SIZE"), tiers, (*shown, ""), rows)
 
 
 def _age(facts: RunFacts, checkpoint: KnownCheckpoint) -> str:
@@ -205,7 +214,9 @@ def _remarks(facts: RunFacts, checkpoint: KnownCheckpoint) -> Iterable[str]:
 
 def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Iterable[str]:
     count = len(facts.known)
-    what = counted(count, "checkpoint", "checkpoints") if count else "no checkpoint"
+    what = counted(count, "checkpoint", "checkpoints")
+    if not count:
+        what = f"no checkpoint{name_other_runs(settings)}"
     held = ", ".join(
         f"{listing.tier} {format_size(sum(copy.bytes for copy in listing.copies))}"
         for listing in facts.listings
@@ -233,7 +244,7 @@ def _in_full(
         decision = facts.decision(tier, checkpoint.id)
         copies.add_row(
             tier,
-            copy.label,
+            coloured(copy.label),
             format_size(copy.bytes),
             ", ".join(sorted(copy.marks)),
             f"{decision.verdict}: {decision.reason}",

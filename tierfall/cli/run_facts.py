@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 from tierfall.cli.common import counted, readable_number
@@ -58,11 +59,15 @@ class RunFacts:
             wall_time_s=time.time(),
         )
 
-    @property
+    @cached_property
     def by_id(self) -> dict[CheckpointId, KnownCheckpoint]:
         return {c.id: c for c in self.known}
 
-    @property
+    @cached_property
+    def _owed(self) -> dict[CheckpointId, frozenset[str]]:
+        return {c.id: c.owed - self.unread.keys() for c in self.view.checkpoints}
+
+    @cached_property
     def unread(self) -> dict[str, TierfallError]:
         return unread(self.listings)
 
@@ -83,14 +88,14 @@ class RunFacts:
         listing = next(x for x in self.listings if x.tier == tier)
         if listing.error is not None:
             return "?"
-        copy = listing.copy(id)
-        if copy is not None:
-            return copy.label
+        known = self.by_id.get(id)
+        if known is not None and tier in known.copies:
+            return known.copies[tier].label
         if listing.step_folder_errors(id.step, id.attempt):
             return "damaged"
         if id in listing.unfinished:
             return str(CopyState.ARRIVING) if self.owner else "unfinished"
-        return "-"
+        return "owed" if tier in self._owed.get(id, ()) else "-"
 
     def age_s(self, checkpoint: KnownCheckpoint) -> float | None:
         saved_s = checkpoint.wall_time_s
@@ -98,9 +103,7 @@ class RunFacts:
 
     def owed(self, id: CheckpointId) -> tuple[str, ...]:
         """Return the tiers that were read and are still owed a copy."""
-        seen = next(c for c in self.view.checkpoints if c.id == id)
-        owed = seen.owed - self.unread.keys()
-        return tuple(tier.name for tier in self.view.tiers if tier.name in owed)
+        return tuple(tier.name for tier in self.view.tiers if tier.name in self._owed.get(id, ()))
 
     def decision(self, tier: str, id: CheckpointId) -> Decision:
         """Return what retention decides about a copy, with the reason."""

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
-
-import typer
+from pathlib import Path
 
 from tierfall.cli.common import (
     CommandOutput,
-    ConfigOption,
-    JsonOption,
     ProgressBar,
-    RunOption,
     check_tier,
+    coloured,
     counted,
     find_on,
     load_settings,
-    parse_step,
-    refuse,
     table,
     warn_of,
     watched,
 )
+from tierfall.cli.usage import parse_step, refuse
 from tierfall.config import Config
 from tierfall.core.copies.verify import CheckedCopy
 from tierfall.core.types.text import members
@@ -38,23 +33,16 @@ _OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
 
 
 def verify(
-    step: Annotated[
-        str | None,
-        typer.Argument(metavar="[STEP]", help="Check this step only: 400, or 400@7."),
-    ] = None,
-    tier: Annotated[
-        str | None, typer.Option("--tier", metavar="NAME", help="Check this tier only.")
-    ] = None,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Rewrite damaged files from good copies.")
-    ] = False,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
+    steps: list[str],
+    tier: str | None,
+    repair: bool,
+    config: Path | None,
+    run: str | None,
+    as_json: bool,
 ) -> None:
-    """Read and verify every file of every copy: chunks, manifests, commit records and marks."""
+    """Verify every file of every copy, or of those of some steps, and repair what is damaged."""
     settings = load_settings(config, run)
-    named = None if step is None else parse_step(step)
+    names = [parse_step(step) for step in steps]
     check_tier(settings, tier)
     answer = CommandOutput(as_json)
     repairs: tuple[RepairResult, ...] | None = None
@@ -62,8 +50,10 @@ def verify(
         _check_ownerless(settings)
     with owned_reader(settings) if repair else RunReader(settings) as reader:
         listings = reader.list()
-        found = named and find_on(answer, listings, named, tier, doing="verify")
-        scope = VerifyScope(checkpoint=found.id if found else None, tier=tier)
+        found = frozenset(
+            find_on(answer, listings, name, tier, doing="verify").id for name in names
+        )
+        scope = VerifyScope(checkpoints=found or None, tier=tier)
         total = planned_bytes(listings, scope)
         with ProgressBar("verify", total, shown=watched(as_json)) as watch:
             if repair:
@@ -117,7 +107,11 @@ def _answer_verify(
     made = table("STEP", "TIER", "CHUNKS", "SIZE", "", right=("STEP", "CHUNKS", "SIZE"))
     for copy in sorted(report.copies, key=lambda c: c.id):
         made.add_row(
-            str(copy.id), copy.tier, str(copy.chunks), format_size(copy.bytes), _verdict(copy)
+            str(copy.id),
+            copy.tier,
+            str(copy.chunks),
+            format_size(copy.bytes),
+            coloured(_verdict(copy)),
         )
     if report.copies:
         answer.show(made)

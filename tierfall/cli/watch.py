@@ -3,73 +3,34 @@ tiers."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from tierfall.cli.common import (
-    CommandOutput,
-    ConfigOption,
-    Exit,
-    JsonOption,
-    RunOption,
-    cell,
-    counted,
-    load_settings,
-    owner_members,
-    parse_option,
-    readable_number,
-    refuse,
-    table,
-    to_document,
-    with_tier,
-)
-from tierfall.cli.run_facts import RunFacts, format_bounds, format_loss, reported_bounds
+from tierfall.cli.common import CommandOutput, load_settings, parse_option
+from tierfall.cli.run_facts import RunFacts
+from tierfall.cli.usage import Exit, refuse, to_document
+from tierfall.cli.watch_frame import RunView, view_of_facts, view_of_status
 from tierfall.config import Config
-from tierfall.core.types.text import members, to_json
-from tierfall.core.types.units import (
-    format_duration,
-    format_rate,
-    format_share,
-    format_size,
-    parse_duration,
-)
-from tierfall.core.types.values import CheckpointId, CopyState, LossClass
-from tierfall.core.types.view import LossBound
+from tierfall.core.types.units import format_duration, parse_duration
 from tierfall.ops.reader import RunReader
-from tierfall.ops.watch import LIST_EVERY_S, RankProcess, RunSnapshot, Watcher
-from tierfall.policies.forecast import loss_bounds
-from tierfall.telemetry.status import (
-    CheckpointStatus,
-    CopyStatus,
-    RunStatus,
-    Status,
-    TierStatus,
-    TransferStatus,
-)
+from tierfall.ops.watch import LIST_EVERY_S, Watcher
 
 EVERY_S_LEAST = 0.1
+ROWS_ON_SCREEN = 200
 
 
-def watch(
-    every: Annotated[
-        str, typer.Option("--every", metavar="TIME", help="Time between two frames.")
-    ] = "1s",
-    once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show a run live: tiers, copies, transfers, what a failure would cost, and the last events."""
+def watch(every: str, once: bool, config: Path | None, run: str | None, as_json: bool) -> None:
+    """Show a run live, or one frame of it."""
     settings = load_settings(config, run)
     every_s = _every(every)
     with Watcher(settings, run=settings.run) as watcher:
@@ -123,15 +84,38 @@ def _once(frame: RunView, *, as_json: bool) -> None:
 
 
 @contextmanager
-def _screen(*, as_json: bool) -> Iterator[Any]:
-    """Give what prints a frame: as a line of JSON, in place on a terminal, or below the last one in a file or pipe."""
+def _screen(*, as_json: bool) -> Iterator[Callable[[RunView], None]]:
+    """Give what prints a frame: as a line of JSON, on the whole screen of a terminal, or below the last one in a file
+    or pipe."""
+    console = Console(markup=False, highlight=False, emoji=False)
     if as_json:
         yield _print_line
-    elif not sys.stdout.isatty():
+    elif not sys.stdout.isatty() or console.is_dumb_terminal:
         yield _print_below
     else:
-        with Live(auto_refresh=False, screen=False) as live:
-            yield lambda frame: live.update(_drawn(frame), refresh=True)
+        live = Live(console=console, auto_refresh=False, screen=True)
+        with _giving_back(live), live:
+            yield lambda frame: live.update(_fitted(frame, console), refresh=True)
+
+
+@contextmanager
+def _giving_back(live: Live) -> Iterator[None]:
+    """Give the screen back before SIGTERM ends the process, and while Ctrl-Z stops it."""
+
+    def stop(number: int, _: object) -> None:
+        live.stop()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        live.start(refresh=True)
+
+    handlers = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)),
+        signal.SIGTSTP: signal.signal(signal.SIGTSTP, stop),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _print_line(frame: RunView) -> None:
@@ -146,275 +130,14 @@ def _print_below(frame: RunView) -> None:
     sys.stdout.flush()
 
 
-def _drawn(frame: RunView) -> RenderableType:
-    parts = (*frame.shown(), *(f"tierfall: {problem}" for problem in frame.problems))
+def _fitted(frame: RunView, console: Console) -> RenderableType:
+    """Draw a frame with as many steps as the screen has lines for."""
+    drawn = _drawn(frame, ROWS_ON_SCREEN)
+    over = len(console.render_lines(drawn)) - console.height
+    return drawn if over <= 0 else _drawn(frame, max(1, frame.rows(ROWS_ON_SCREEN) - over))
+
+
+def _drawn(frame: RunView, rows: int) -> RenderableType:
+    problems = (Text(f"tierfall: {problem}", style="red") for problem in frame.problems)
+    parts = (*problems, *frame.shown(rows, bars=True))
     return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
-
-
-# What is shown -------------------------------------------------------------------------------------
-
-
-ROWS_MAX = 12
-EVENTS_SHOWN = 6
-HANGS_AFTER_S = 15.0
-TIME_MAX_S = 3e10
-_SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunView:
-    """One frame. ``problems`` name what could not be read, ``unread`` the tiers that could not."""
-
-    snapshot: RunSnapshot
-    status: RunStatus
-    bounds: dict[LossClass, LossBound]
-    unread: tuple[str, ...] = ()
-    problems: tuple[str, ...]
-
-    @property
-    def document(self) -> dict[str, Any]:
-        return {
-            "run": self.status.run,
-            "wall_time_s": self.snapshot.wall_time_s,
-            "owner": owner_members(self.snapshot.owner),
-            "slots": [_slot_members(self.snapshot, slot) for slot in self.snapshot.slots],
-            **self.status.model_dump(mode="json", include=RunStatus.model_fields.keys() - {"run"}),
-            "newest": {
-                str(lost): bound.survives and bound.survives.step
-                for lost, bound in self.bounds.items()
-            },
-            "loss_bound": to_json(self.bounds),
-            "events": list(self.snapshot.events),
-        }
-
-    def shown(self) -> Iterator[Table | str]:
-        """Give the lines and tables of a frame."""
-        yield from _heading(self)
-        yield ""
-        seen = self.status
-        yield _tier_table(seen.tiers)
-        yield from (with_tier(tier.name, tier.failing) for tier in seen.tiers if tier.failing)
-        if seen.checkpoints:
-            yield ""
-            yield _grid(self)
-        if more := seen.checkpoints_known - len(seen.checkpoints[-ROWS_MAX:]):
-            yield f"and {counted(more, 'older one', 'older ones')}"
-        if seen.transfers:
-            yield ""
-            yield _transfer_table(seen.transfers)
-        yield ""
-        yield format_bounds(self.bounds, self.unread, describe=format_loss)
-        if len(self.snapshot.slots) > 1:
-            yield ""
-            yield _slot_table(self.snapshot)
-        if self.snapshot.events:
-            yield ""
-            yield from (_format_event(event) for event in self.snapshot.events[-EVENTS_SHOWN:])
-
-
-def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
-    """Return the frame of a living trainer's status."""
-    return RunView(
-        snapshot=snapshot,
-        status=status,
-        bounds=reported_bounds(status),
-        problems=snapshot.problems,
-    )
-
-
-def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
-    """Return the frame of a listing of the tiers, where no trainer is alive."""
-    unread = (with_tier(tier, error) for tier, error in facts.unread.items())
-    damaged = (with_tier(x.tier, error) for x in facts.listings for error in x.damaged)
-    return RunView(
-        snapshot=snapshot,
-        status=RunStatus(
-            run=run,
-            tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.view.tiers),
-            checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
-            checkpoints_known=len(facts.rows()),
-        ),
-        bounds=loss_bounds(facts.safety),
-        unread=tuple(facts.unread),
-        problems=(*snapshot.problems, *unread, *damaged),
-    )
-
-
-def _listed_tier(facts: RunFacts, name: str) -> TierStatus:
-    rules = facts.view.tier(name)
-    listing = next(listing for listing in facts.listings if listing.tier == name)
-    return TierStatus(
-        name=name,
-        kind=rules.kind,
-        used_bytes=listing.used_bytes,
-        capacity_bytes=rules.capacity_bytes,
-        checkpoints=len(listing.copies),
-    )
-
-
-def _listed(facts: RunFacts, id: CheckpointId) -> CheckpointStatus:
-    known = facts.by_id.get(id)
-    copies = {
-        listing.tier: CopyStatus(state=CopyState.ARRIVING, bytes=listing.unfinished[id])
-        for listing in facts.listings
-        if id in listing.unfinished
-    }
-    if known is None:
-        return CheckpointStatus(step=id.step, attempt=id.attempt, copies=copies)
-    held = {t: CopyStatus(state=c.state, bytes=c.bytes) for t, c in known.copies.items()}
-    return CheckpointStatus(
-        step=id.step,
-        attempt=id.attempt,
-        copies=copies | held,
-        owed=facts.owed(id),
-        pinned=known.pinned,
-        abandoned=known.abandoned,
-    )
-
-
-# For programs ----------------------------------------------------------------------------------------
-
-
-def _slot_members(snapshot: RunSnapshot, slot: RankProcess) -> dict[str, Any]:
-    status = slot.status
-    return {
-        "slot": slot.number,
-        "alive": slot.alive,
-        "owner": owner_members(slot.owner),
-        **members(status, "rank", "world_size", "attempt", "pid", "node"),
-        "age_s": snapshot.age_s(status) if status else None,
-        **members(status, "failure", "lost_events"),
-        "transfers": [t.model_dump(mode="json") for t in status.transfers] if status else [],
-    }
-
-
-# For people ------------------------------------------------------------------------------------------
-
-
-def _heading(frame: RunView) -> Iterator[str]:
-    snapshot = frame.snapshot
-    if (live := snapshot.live) is not None:
-        yield (
-            f"run {live.run}: trained by process {live.pid} on {live.node}, rank {live.rank} of "
-            f"{live.world_size}, attempt {live.attempt}"
-        )
-        if live.failure:
-            yield f"it has stopped flushing: {live.failure}"
-        elif (age_s := snapshot.age_s(live)) > HANGS_AFTER_S:
-            yield f"its status is {format_duration(age_s)} old: it may hang"
-        return
-    if snapshot.owner is not None:
-        yield f"run {frame.status.run}: a process owns it, and has written no status yet: {snapshot.owner}"
-    else:
-        yield f"run {frame.status.run}: no trainer is alive on this machine; this is what the tiers hold"
-    if (last := snapshot.last_status) is not None:
-        yield f"process {last.pid} has ended; its last status, {_ago(snapshot, last)}:"
-        for transfer in last.transfers:
-            share = format_share(transfer.done_bytes / max(1, transfer.bytes))
-            yield f"  {transfer.step}@{transfer.attempt} was being copied to {transfer.tier}: {share}"
-        if not last.transfers:
-            yield "  nothing was being copied"
-
-
-def _ago(snapshot: RunSnapshot, status: Status) -> str:
-    return f"{format_duration(round(snapshot.age_s(status)))} ago"
-
-
-def _tier_table(tiers: tuple[TierStatus, ...]) -> Table:
-    right = ("STEPS", "USED", "OF", "FILL", "RATE")
-    made = table("TIER", "KIND", *right, right=right)
-    for tier in tiers:
-        of = tier.capacity_bytes
-        made.add_row(
-            tier.name,
-            str(tier.kind),
-            str(tier.checkpoints),
-            format_size(tier.used_bytes),
-            cell(of, format_size),
-            "-" if not of else format_share(tier.used_bytes / of),
-            cell(tier.bytes_per_s or None, format_rate),
-        )
-    return made
-
-
-def _grid(frame: RunView) -> Table:
-    names = [tier.name for tier in frame.status.tiers]
-    made = table("STEP", *names, "", right=("STEP",))
-    for one in frame.status.checkpoints[-ROWS_MAX:]:
-        remarks = [
-            word for word, holds in (("pinned", one.pinned), ("abandoned", one.abandoned)) if holds
-        ]
-        cells = (_cell(one, name, alive=frame.snapshot.live is not None) for name in names)
-        made.add_row(f"{one.step}@{one.attempt}", *cells, ", ".join(remarks))
-    return made
-
-
-def _cell(one: CheckpointStatus, tier: str, *, alive: bool) -> str:
-    copy = one.copies.get(tier)
-    if copy is None:
-        return "owed" if tier in one.owed else "set aside" if tier in one.set_aside else "-"
-    if copy.state is CopyState.ARRIVING and not alive:
-        return "unfinished"
-    return str(copy.state) + (
-        "" if copy.fraction is None else f" {format_share(round(copy.fraction, 2))}"
-    )
-
-
-def _transfer_table(transfers: tuple[TransferStatus, ...]) -> Table:
-    right = ("DONE", "SIZE", "RATE", "LEFT")
-    made = table("COPY", "TO", "PHASE", *right, right=right)
-    for one in transfers:
-        made.add_row(
-            f"{one.step}@{one.attempt}",
-            one.tier,
-            one.phase,
-            format_share(round(one.done_bytes / max(1, one.bytes), 2)),
-            format_size(one.bytes),
-            cell(one.bytes_per_s or None, format_rate),
-            cell(one.left_s, format_duration),
-        )
-    return made
-
-
-def _slot_table(snapshot: RunSnapshot) -> Table:
-    right = ("SLOT", "RANK", "PROCESS", "SEEN")
-    made = table(*right, "IN MEMORY", "COPIES", right=right)
-    for slot in snapshot.slots:
-        status = slot.status
-        if status is None:
-            process = "-" if slot.owner is None else str(slot.owner.pid)
-            made.add_row(str(slot.number), "-", process, "-", "-", "-")
-            continue
-        host = status.tiers[0]
-        made.add_row(
-            str(slot.number),
-            str(status.rank),
-            str(status.pid) if slot.alive else f"{status.pid} (gone)",
-            _ago(snapshot, status),
-            format_size(host.used_bytes),
-            ", ".join(f"{t.step}@{t.attempt} to {t.tier}" for t in status.transfers) or "-",
-        )
-    return made
-
-
-def _format_event(event: dict[str, Any]) -> str:
-    """Format an event as one line: time, kind, step, tier and its other members."""
-    at = readable_number(event.get("wall_time_s"))
-    when = (
-        "-" if at is None or abs(at) > TIME_MAX_S else time.strftime("%H:%M:%S", time.localtime(at))
-    )
-    parts = [when, str(event["kind"]).replace("_", " ")]
-    if "step" in event:
-        parts.append(f"{event['step']}@{event.get('attempt')}")
-    if "tier" in event:
-        parts.append(str(event["tier"]))
-    for name in _SHOWN_MEMBERS:
-        value = event.get(name)
-        number = readable_number(value)
-        if name == "bytes" and number is not None:
-            parts.append(format_size(number))
-        elif name == "seconds" and number is not None:
-            parts.append(f"in {format_duration(number)}")
-        elif isinstance(value, str | int):
-            parts.append(str(value))
-    return " ".join(parts)

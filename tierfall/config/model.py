@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from tierfall.config.chain import FOLDER, check_chain, link_of
@@ -27,11 +27,14 @@ from tierfall.config.fields import (
     Wait,
     any_word,
     choice,
+    folder_of,
     is_address,
     no_address,
+    show,
     value_error,
 )
 from tierfall.config.interval import IntervalSection
+from tierfall.config.plugins import load_module
 from tierfall.config.retention import EvictSection, RetainSection
 from tierfall.config.sections import (
     CaptureSection,
@@ -44,6 +47,7 @@ from tierfall.config.sections import (
     expand_events,
 )
 from tierfall.config.source import write_place
+from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import Driver, OnError, TierKind, WhenFull
 
 CHAIN = "chain"
@@ -285,12 +289,32 @@ def _or_default(value: object) -> object:
     return IntervalSection() if value is None else value
 
 
+_EXPECTED_MODULE = "the name of a module, or the path of its file"
+
+
+def _load_module(value: object, info: ValidationInfo) -> str:
+    if not isinstance(value, str) or not value:
+        message = f"{show(value)} is not a module; expected {_EXPECTED_MODULE}"
+        raise value_error(message, expected=_EXPECTED_MODULE)
+    try:
+        return load_module(value, folder_of(info))
+    except ConfigError as error:
+        message = str(error)
+    raise value_error(message, expected=_EXPECTED_MODULE)
+
+
 class Config(Section):
     """When a training run is saved, and to which tiers."""
 
     run: Name = Field(
         description="The name of the training run: a folder of that name in every tier.",
         examples=["gpt-small"],
+    )
+    plugins: tuple[Annotated[str, BeforeValidator(_load_module, str)], ...] = Field(
+        default=(),
+        description="Modules that register policies and backends, each imported before the other keys are read: a name "
+        "that can be imported, or a file, whose path starts at the folder of this file; the .py may be left out.",
+        examples=[["my_plugin"]],
     )
     interval: Annotated[IntervalSection, BeforeValidator(_or_default, IntervalSection | None)] = (
         Field(

@@ -1,18 +1,22 @@
 """Policies by name, those of plug-ins included: found, loaded, their settings read, and their failures contained.
 
-A package provides a policy by an entry point of the group ``tierfall.policies``, named KIND.NAME, as in
-``retain.milestones = "my_package.policies"``. The module that it names is imported when a configuration uses that
-policy, and registers it. A plug-in's policy that raises, or returns an invalid answer, never costs a checkpoint.
+A module registers them. The program imports it, or the key ``plugins`` of a configuration names it, or an installed
+package has an entry point of the group ``tierfall.policies``, named KIND.NAME, as in ``retain.milestones =
+"my_package.policies"``, whose module is imported when a configuration uses that policy. A plug-in's policy that raises,
+or returns an invalid answer, never costs a checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, WithJsonSchema
@@ -31,6 +35,54 @@ GROUP = "tierfall.policies"
 LEAST_S = 1.0
 """The least seconds between two calls of a plug-in's policy that are due by time alone."""
 _NOTHING: TypeAdapter[bool] = TypeAdapter(Literal[True])
+
+
+def load_module(entry: str, folder: Path) -> str:
+    """Import a module of ``plugins``: a file, or a name, which is that of a file in ``folder`` or can be imported.
+    Return the path of the file, or the name. A file that is imported already, or is the program, is not imported again.
+
+    Raises ConfigError if it cannot be imported.
+    """
+    path = folder / Path(entry).expanduser()
+    path = path if path.suffix == ".py" else folder / f"{entry}.py"
+    try:
+        if path.is_file():
+            _import_file(path.resolve())
+            return str(path.resolve())
+        if not entry.endswith(".py"):
+            import_module(entry)
+            return entry
+    except ModuleNotFoundError as error:
+        if error.name != entry.partition(".")[0]:
+            raise _import_error(entry, error) from error
+    except (Exception, SystemExit) as error:
+        raise _import_error(entry, error) from error
+    raise ConfigError(
+        f"there is no module {entry}: expected a file in {folder}, such as {path.name}, or a module that this Python "
+        "can import (install its package, or write the path of its file)"
+    )
+
+
+def _import_error(entry: str, error: BaseException) -> ConfigError:
+    why = repr(error)
+    if isinstance(error, SystemExit):
+        why += "; a script is imported here, and must not run: put what it runs below if __name__ == '__main__'"
+    return ConfigError(f"the module {entry} cannot be imported: {why}; repair it, or remove it")
+
+
+def _import_file(path: Path) -> None:
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    if path in {Path(file).resolve() for file in files if file}:
+        return
+    if (other := sys.modules.get(path.stem)) is not None:
+        raise ImportError(
+            f"another module has the name {path.stem} ({getattr(other, '__file__', 'built in')}): rename the file"
+        )
+    sys.path.insert(0, str(path.parent))  # it may import files beside it
+    try:
+        import_module(path.stem)
+    finally:
+        sys.path.remove(str(path.parent))
 
 
 def find(kind: PolicyKind, name: str) -> Policy | None:
@@ -229,7 +281,8 @@ def registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any
             return read_rules(policy, value)
         words = dict.fromkeys((*known, *names_of(kind)))
         near = hint_at(str(name), words) or (
-            f"; expected one of {', '.join(words)}, or a policy that was registered before (docs/write-a-policy.md)"
+            f"; expected one of {', '.join(words)}, or a policy that a module of 'plugins' registers "
+            "(docs/write-a-policy.md)"
         )
         problems = [(location, f"unknown {'key' if known else 'order'}{near}")]
         expected = "a policy that is registered"

@@ -1,4 +1,4 @@
-"""``tierfall demo``: its arguments, its folder, the order of its acts, and its results."""
+"""``tierfall demo``: its folder, the order of its acts, and its results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.markup import escape
@@ -19,6 +19,7 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import format_duration
 from tierfall.demo import chain as chains
 from tierfall.demo import story
+from tierfall.demo.__main__ import SAVES
 from tierfall.demo.chain import STORE, Bucket, Chain
 from tierfall.demo.model import Gpt, parameter_count
 from tierfall.demo.process import DemoError, kill_leftovers
@@ -28,7 +29,6 @@ from tierfall.demo.timeline import draw_picture, make_timeline, picture_path
 from tierfall.demo.training import NORMAL, SMALL, Plan
 from tierfall.telemetry.event_log import LogTail
 
-SAVES = 12
 BYTES_A_PARAMETER = 12
 """A parameter and its two moments, in fp32."""
 BUCKET = "tierfall-demo"
@@ -36,41 +36,10 @@ KEY_NAME, SECRET_NAME = "TIERFALL_DEMO_KEY", "TIERFALL_DEMO_SECRET"
 """The variables with the S3 server's credentials, which are in no configuration file."""
 
 
-def demo(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[DIR]",
-            help="A new or empty folder to keep everything in. Without it, a temporary one that is removed.",
-        ),
-    ] = None,
-    steps: Annotated[
-        int, typer.Option(min=SAVES, help=f"Steps to train, rounded up to a multiple of {SAVES}.")
-    ] = 120,
-    s3: Annotated[
-        bool,
-        typer.Option(
-            "--s3",
-            help="Use a bucket of a real S3 server as the last tier. The server runs for as long as the demo.",
-        ),
-    ] = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where to write the timeline as PNG. Without it, DIR/timeline.png or ./tierfall-demo.png.",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print the report on stderr, and one JSON document at the end on stdout."
-        ),
-    ] = False,
-    small: Annotated[bool, typer.Option("--small", hidden=True)] = False,
+def play(
+    folder: Path | None, every: int, s3: bool, picture: Path | None, as_json: bool, small: bool
 ) -> None:
-    """Train a small real model through a chain of tiers, kill it, restore it, and show that nothing was lost."""
-    every = -(-steps // SAVES)
+    """Play the demo, with a save every ``every`` steps."""
     plan = SMALL if small else NORMAL
     screen = Screen(aside=as_json)
     try:

@@ -186,7 +186,7 @@ def restart(stage: Stage, left: Mapping[str, Listing]) -> Act:
     """Start the trainer again: it restores, finishes the owed copies, and trains to the end."""
     owed = chains.still_owed(stage.chain, left)
     for id, tier in sorted(owed):
-        stage.screen.print(f"  {tier} is still owed checkpoint {id} by the dead process")
+        stage.screen.print(f"  {tier} is still owed checkpoint {id} by the process that was killed")
     trainer = stage.start("again")
     for line in stage.follow(trainer):
         if line["kind"] == "ready":
@@ -198,7 +198,7 @@ def restart(stage: Stage, left: Mapping[str, Listing]) -> Act:
             )
     if owed:
         raise DemoError(
-            f"copies that the dead process had not finished are still missing: {sorted(owed)}"
+            f"copies that the killed process had not finished are still missing: {sorted(owed)}"
         )
     return trainer.act
 

@@ -31,9 +31,9 @@ from tierfall.core.image.tree import (
 )
 from tierfall.core.load.build import CPU, Builder
 from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.values import ExportFormat
 from tierfall.export.gather import MergedCheckpoint, gather, positions_in
 from tierfall.export.options import (
-    ExportFormat,
     ExportOptions,
     ExportResult,
     as_bytes,

@@ -6,7 +6,6 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,10 @@ from tierfall.core.copies.chunk_reader import Fallback, ReadTally
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError
-from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.values import CheckpointId, ExportFormat
 from tierfall.export.select import StatePart, values_of
 
 NAMES_SHOWN = 4
-
-
-class ExportFormat(StrEnum):
-    """The format of an export."""
-
-    SAFETENSORS = "safetensors"
-    TORCH = "torch"
-    DCP = "dcp"
 
 
 _SUFFIXES = {ExportFormat.SAFETENSORS: ".safetensors", ExportFormat.TORCH: ".pt"}

@@ -95,7 +95,7 @@ def check_free(path: Path, *, replace: bool) -> None:
             raise BackendError(f"export: {path} is a folder; move it, or export to another folder")
         if not replace and os.path.lexists(path):
             raise BackendError(
-                f"export: {path} is there already; say --force to replace it, or name another folder"
+                f"export: {path} exists already: --force replaces it, or name another folder"
             )
 
 

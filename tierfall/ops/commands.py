@@ -292,31 +292,32 @@ def owned_session(config: Config) -> Iterator[Session]:
         session.close(keep_memory=bool(images_in(tiers.hosts())))
 
 
-def run_command(config: Config, kind: CommandKind, id: CheckpointId) -> CommandResult:
-    """Execute a command on every tier, memory included. Raises LockError where a trainer has started."""
+def run_commands(
+    config: Config, kind: CommandKind, ids: Sequence[CheckpointId]
+) -> tuple[CommandResult, ...]:
+    """Execute a command for each checkpoint, on every tier, memory included. Raises LockError where a trainer has
+    started."""
     with owned_session(config) as session:
-        held = [tier for tier in (t.name for t in config.chain) if _holds(session, tier, id)]
-        failed = submit(session, kind, id)
-        if "tierfall" in failed:
-            raise failed["tierfall"]
-        silent = unread(session.listings)
-        for tier in held:
-            if tier in session.stores and session.stores[tier].read_only:
-                failed[tier] = StepError(f"{tier} is read-only: {id} is not changed there")
-        if kind is CommandKind.DELETE:
-            for tier in set(session.call(lambda: _still_held(session, id))) - failed.keys():
-                failed[tier] = StepError(
-                    f"{id} is marked, and is deleted once every tier has the mark"
-                )
+        return tuple(_run_command(session, kind, id) for id in ids)
+
+
+def _run_command(session: Session, kind: CommandKind, id: CheckpointId) -> CommandResult:
+    held = [listing.tier for listing in session.listings if listing.copy(id) is not None]
+    failed = submit(session, kind, id)
+    if "tierfall" in failed:
+        raise failed["tierfall"]
+    silent = unread(session.listings)
+    for tier in held:
+        if tier in session.stores and session.stores[tier].read_only:
+            failed[tier] = StepError(f"{tier} is read-only: {id} is not changed there")
+    if kind is CommandKind.DELETE:
+        for tier in set(session.call(lambda: _still_held(session, id))) - failed.keys():
+            failed[tier] = StepError(f"{id} is marked, and is deleted once every tier has the mark")
     return CommandResult(
         id=id,
         done=tuple(tier for tier in held if tier not in failed),
         failed={**failed, **silent},
     )
-
-
-def _holds(session: Session, tier: str, id: CheckpointId) -> bool:
-    return any(x.tier == tier and x.copy(id) is not None for x in session.listings)
 
 
 def _still_held(session: Session, id: CheckpointId) -> tuple[str, ...]:

@@ -7,8 +7,10 @@ record tells where it belongs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -32,6 +34,7 @@ from tierfall.setup.tiers import (
     ANSWER_S,
     READ_BYTES_PER_S_MIN,
     SLOT,
+    bounds_s,
     list_all,
     open_stores,
     run_folder,
@@ -43,6 +46,7 @@ from tierfall.tiers.stored import StoredTier
 
 T = TypeVar("T")
 _RECORD_BYTES_MAX = 64 << 20
+_ARENAS = arena_name(0).replace("0", "*")
 PATH_ANSWER_S = 60.0
 """Seconds that the file system of a path has to answer: as ``max_wait`` by default, which a path has not."""
 
@@ -80,6 +84,59 @@ def left_in_memory(config: Config) -> tuple[int, list[TierfallError]]:
         problems += listing.damaged
         host.close(keep=True)
     return count, problems
+
+
+def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
+    """Return the names of all runs on the tiers and in host memory, and the errors of the tiers that could not be
+    read."""
+    stores, errors = open_stores(config, config.run, read_only=True)
+    folders = {tier.name: tier.folder for tier in config.stored}
+    names = set[str]()
+    try:
+        names = _runs_in_memory(run_folder(config, config.run).parent)
+    except TierfallError as error:
+        errors[config.host.name] = error
+    try:
+        answers = BoundedCalls().call_all(
+            {name: partial(_runs_on, store, folders[name]) for name, store in stores.items()},
+            bounds_s(config),
+            doing="list",
+            last_answer_s=lambda name: stores[name].last_answer_s(),
+        )
+    finally:
+        close_stores(stores, ANSWER_S)
+    for name, answer in answers.items():
+        if isinstance(answer.error, TierfallError):
+            errors[name] = answer.error
+        else:
+            names |= answer.get()
+    return sorted(names), errors
+
+
+def _runs_in_memory(folder: Path) -> set[str]:
+    below = _folders_in(folder) if folder.exists() else []
+    return {run.name for run in below if any(run.glob(_ARENAS)) or find_owner(run)}
+
+
+def _runs_on(store: StoredTier, folder: Path | None) -> set[str]:
+    """Return the runs on a tier: the folders of a folder; of an object store, what its keys begin with."""
+    if folder is not None:
+        return {child.name for child in _folders_in(folder) if _is_run(child)}
+    parts = (stored.key.split("/") for stored in store.backend.scan(""))
+    return {
+        run
+        for run, *below in parts
+        if below and (below[0] == keys.ATTEMPTS_FOLDER or keys.parse_step_folder(below[0]))
+    }
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """Return the folders that may be runs, by their names."""
+    try:
+        below = [child for child in folder.iterdir() if keys.NAME_PATTERN.match(child.name)]
+        return [child for child in below if child.is_dir() and os.access(child, os.R_OK | os.X_OK)]
+    except OSError as error:
+        raise UnreachableError(f"{folder} could not be listed: {error.strerror}") from error
 
 
 class RunReader:

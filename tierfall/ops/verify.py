@@ -54,13 +54,15 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyScope:
-    """What to verify: one checkpoint (None: all), one tier (None: all)."""
+    """What to verify: some checkpoints (None: all), one tier (None: all)."""
 
-    checkpoint: CheckpointId | None = None
+    checkpoints: frozenset[CheckpointId] | None = None
     tier: str | None = None
 
     def covers(self, tier: str, id: CheckpointId | None = None) -> bool:
-        return self.tier in (None, tier) and (id is None or self.checkpoint in (None, id))
+        return self.tier in (None, tier) and (
+            id is None or self.checkpoints is None or id in self.checkpoints
+        )
 
 
 class CopyRepairer(Protocol):
@@ -109,7 +111,7 @@ def check_run(
                 ids = [c.id for c in listing.copies if scope.covers(listing.tier, c.id)]
                 found += [verifier.check_stored(store, id) for id in ids]
         stored = [x for x in covered if x.error is None and x.tier in reader.stores]
-        for listing in stored if scope.checkpoint is None else ():
+        for listing in stored if scope.checkpoints is None else ():
             store = reader.stores[listing.tier]
             try:
                 # before the copies: none is written where the newest attempt is not known
@@ -200,7 +202,7 @@ def _check_memory(
     return found, [
         Finding(tier=listing.tier, id=None, file="", problem=str(error), advice=advice)
         for error in broken
-        if scope.checkpoint is None
+        if scope.checkpoints is None
     ]
 
 

@@ -1,0 +1,129 @@
+"""What needs no checkpoint needs no torch: the version, every help, and completion answer at once.
+
+Modules are counted, not seconds, which depend on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import typer.main
+from cli_kit import ROOT
+
+from tierfall.cli import app
+
+COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+HEAVY = {"torch", "numpy", "fsspec", "botocore", "obstore", "xxhash", "zstandard"}
+PROGRAM = """
+import sys
+from tierfall.cli import main
+for line in sys.argv[1:] or [""]:
+    sys.argv[1:] = line.split()
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+print(*sys.modules, file=sys.stderr)
+"""
+
+
+def modules_of(*lines: str, **environment: str) -> tuple[str, set[str]]:
+    """What some commands print, one after the other, and the modules that they import."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *lines],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "TIERFALL_CONFIG": "", "COLUMNS": "80", **environment},
+    )
+    return done.stdout, set(done.stderr.split())
+
+
+def completions(shell: str, line: str, **environment: str) -> tuple[str, set[str]]:
+    """What a shell is offered after ``line``."""
+    asked: Mapping[str, str] = {
+        "bash": {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)},
+        "zsh": {"_TYPER_COMPLETE_ARGS": line},
+        "fish": {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }[shell]
+    return modules_of(**{"_TIERFALL_COMPLETE": f"complete_{shell}", **asked, **environment})
+
+
+def test_version_and_help_import_little() -> None:
+    printed, modules = modules_of("--version", "--help", "-h", *(f"{name} -h" for name in COMMANDS))
+    assert modules & (HEAVY | {"pydantic", "rich", "yaml"}) == set()
+    assert len(modules) < 250
+    for name in COMMANDS:
+        assert f"Usage: tierfall {name}" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_h_is_help_and_help_wins_over_wrong_arguments() -> None:
+    printed, _ = modules_of("show -h")
+    assert printed == modules_of("show --help")[0] == modules_of("show --what -h")[0]
+    assert "-h, --help" in printed
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_options_and_choices(shell: str) -> None:
+    for line, expected in (
+        ("tierfall wa", ["watch"]),
+        ("tierfall pin --co", ["--config"]),
+        ("tierfall export 1 --format sa", ["safetensors"]),
+    ):
+        offered, modules = completions(shell, line)
+        assert [word for word in expected if word not in offered] == []
+        assert "prune" not in offered
+        assert modules & HEAVY == set()
+
+
+def test_names_of_tiers_are_completed_from_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "tiers.yaml"
+    path.write_text(
+        "run: x\ntiers: [{name: host, kind: host}, {name: nvme, kind: file, path: /nowhere}]\n"
+    )
+    config = {"TIERFALL_CONFIG": str(path)}
+    offered, modules = completions("bash", "tierfall verify --tier ", **config)
+    assert offered.split() == ["host", "nvme"]
+    assert modules & HEAVY == set()
+    assert completions("bash", "tierfall copy 1 --to n", **config)[0].split() == ["nvme"]
+    assert completions("bash", f"tierfall forget -c {path} h")[0].split() == ["host"]
+
+
+@pytest.mark.parametrize("text", [None, "", "- x", "tiers: 3", "tiers: [3]", "run: [", "\udcff"])
+def test_a_file_that_cannot_be_read_completes_nothing_and_prints_nothing(
+    tmp_path: Path, text: str | None
+) -> None:
+    path = tmp_path / "tiers.yaml"
+    if text is not None:
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    for config in (str(path), ""):
+        offered, _ = completions("bash", "tierfall verify --tier ", TIERFALL_CONFIG=config)
+        assert offered.strip() == ""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_for_a_shell_is_printed(shell: str) -> None:
+    printed, modules = modules_of(_TIERFALL_COMPLETE=f"source_{shell}")
+    assert f"_TIERFALL_COMPLETE=complete_{shell}" in printed
+    assert modules & HEAVY == set()
+
+
+def test_importing_the_package_imports_no_torch_until_a_name_is_used() -> None:
+    look = "assert ('torch' in sys.modules) is"
+    program = f"import sys, tierfall; dir(tierfall); {look} False; tierfall.open; {look} True"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
+
+
+def test_all_can_be_imported_at_once() -> None:
+    program = (
+        "from tierfall import *; assert callable(load) and Checkpointer and errors.ConfigError"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)

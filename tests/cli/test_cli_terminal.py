@@ -1,0 +1,267 @@
+"""What a person at a terminal sees, and what a pipe, a full disk or a closed stream gets."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_kit import ROOT, Cli, Trainer, flip, run_process
+
+import tierfall
+from tests.steps import state_of, wait_until
+
+MakeCli = Callable[..., Cli]
+Saved = Callable[..., None]
+Start = Callable[..., "Screen"]
+Printed = Callable[..., str]
+WAIT_S = 120.0
+ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
+RED, CYAN = "\x1b[1;31m", "\x1b[36m"
+
+
+def environment(**more: str) -> dict[str, str]:
+    without = {n: v for n, v in os.environ.items() if n not in ("NO_COLOR", "FORCE_COLOR")}
+    return {**without, "TERM": "xterm-256color", **more}
+
+
+class Screen:
+    """A command at a terminal of its own."""
+
+    def __init__(self, *words: str, columns: int = 80, lines: int = 24, **more: str) -> None:
+        self._end, other = pty.openpty()
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tierfall", *words],
+            **{"stdin": other, "stdout": other, "stderr": other},
+            cwd=ROOT,
+            env=environment(**more),
+            start_new_session=True,
+        )
+        os.close(other)
+        self.text = ""
+
+    def read(self, until: str = "") -> str:
+        """Read until the text appears, or to the end."""
+        last_s = time.monotonic() + WAIT_S
+        while not (until and until in self.text):
+            assert time.monotonic() < last_s, self.text
+            if not select.select([self._end], [], [], 1)[0]:
+                continue
+            try:
+                data = os.read(self._end, 1 << 16)
+            except OSError:  # the command has ended
+                break
+            self.text += data.decode()
+        return self.text
+
+    def end(self) -> int:
+        self.read()
+        return self.process.wait(WAIT_S)
+
+    def close(self) -> None:
+        """End the command, however a test went."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._end)
+
+
+@pytest.fixture
+def at_terminal() -> Iterator[Callable[..., Screen]]:
+    """Start commands at terminals of their own."""
+    screens: list[Screen] = []
+
+    def start(*words: str, **more: Any) -> Screen:
+        screens.append(Screen(*words, **more))
+        return screens[-1]
+
+    yield start
+    for screen in screens:
+        screen.close()
+
+
+@pytest.fixture
+def printed(at_terminal: Start) -> Callable[..., str]:
+    """What a command prints at a terminal, to its end."""
+
+    def run(*words: str, code: int = 0, **more: Any) -> str:
+        screen = at_terminal(*words, **more)
+        assert screen.end() == code, screen.text
+        return screen.text.replace("\r\n", "\n")
+
+    return run
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+@pytest.fixture
+def cli(make_cli: MakeCli, saved: Saved, tmp_path: Path) -> Cli:
+    """A run on four tiers, of which one copy is damaged and one is unfinished."""
+    cli = make_cli(disk={}, shared={}, archive={}, colder={})
+    saved(cli, [100, 200])
+    flip(tmp_path / "shared" / "run" / "step-00000100-a0001" / "commit.json", 40)
+    (tmp_path / "archive" / "run" / "step-00000200-a0001" / "commit.json").unlink()
+    return cli
+
+
+def test_ls_fits_the_terminal_and_colours_what_needs_attention(cli: Cli, printed: Printed) -> None:
+    config = {"TIERFALL_CONFIG": str(cli.path)}
+    text = printed("ls", code=1, **config)
+    listed = [line for line in text.splitlines() if not line.startswith("tierfall:")]
+    assert max(len(plain(line)) for line in listed) <= 80
+    assert f"{RED}damaged" in text
+    assert plain(listed[0]).split() == [
+        *("STEP", "AGE", "SIZE", "host", "disk", "shared", "archive", "colder")
+    ]
+    narrow = printed("ls", code=1, columns=50, **config)
+    lines = [line for line in narrow.splitlines() if not line.startswith("tierfall:")]
+    assert max(len(plain(line)) for line in lines) <= 50
+    assert plain(lines[0]).split() == ["STEP", "AGE", "SIZE", "COPIES"]
+    assert " ".join(plain(narrow).split()).count("100@1 ") >= 1
+    assert f"{RED}damaged" in narrow
+    assert "disk" in plain(lines[1])
+
+
+def test_no_color_and_force_color_are_honoured(cli: Cli, printed: Printed) -> None:
+    config = {"TIERFALL_CONFIG": str(cli.path)}
+    assert "\x1b[1;31m" not in (text := printed("ls", code=1, NO_COLOR="1", **config))
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", text), "no colour at all"
+    assert "\x1b" not in run_process("ls", **config).out
+    forced = run_process("ls", **config, FORCE_COLOR="1", TERM="xterm-256color").out
+    assert f"{RED}damaged" in forced
+    assert "\x1b" not in run_process("ls", "--json", **config, FORCE_COLOR="1").out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_watch_takes_the_whole_screen_and_gives_it_back(
+    cli: Cli, at_terminal: Start, number: signal.Signals, code: int
+) -> None:
+    screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
+    screen.read(until="survives the loss")
+    screen.process.send_signal(number)
+    assert screen.end() == code
+    begun, text = screen.text.split(ENTER, 1)
+    assert begun == ""
+    shown, left, after = text.rpartition(LEAVE)
+    assert left
+    assert SHOW_CURSOR in shown[-20:]
+    assert after.strip() in ("", "^C")
+    frame = plain(shown.split("survives")[0])
+    assert frame.index("200@1") < frame.index("100@1"), "the newest step first"
+    assert RED in shown
+
+
+def test_watch_gives_the_screen_back_while_ctrl_z_stops_it(cli: Cli, at_terminal: Start) -> None:
+    screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
+    screen.read(until="survives the loss")
+    screen.process.send_signal(signal.SIGTSTP)
+    screen.read(until=LEAVE)
+    stat = Path(f"/proc/{screen.process.pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it stops")
+    assert screen.text.endswith(LEAVE)
+    screen.process.send_signal(signal.SIGCONT)
+    screen.text = ""
+    screen.read(until="survives the loss")
+    assert ENTER in screen.text
+    screen.process.send_signal(signal.SIGINT)
+    assert screen.end() == 0
+    assert LEAVE in screen.text
+
+
+def test_watch_shows_as_many_steps_as_there_are_lines_for(
+    make_cli: MakeCli, saved: Saved, at_terminal: Start
+) -> None:
+    cli = make_cli()
+    saved(cli, range(1, 31))
+    config = {"TIERFALL_CONFIG": str(cli.path)}
+    for lines in (16, 60):
+        screen = at_terminal("watch", lines=lines, **config)
+        screen.read(until="survives the loss")
+        screen.process.send_signal(signal.SIGINT)
+        assert screen.end() == 0
+        frame = plain(screen.text).replace("\r", "").partition("survives")[0]
+        assert "30@1" in frame
+        assert (" 1@1" in frame) is (lines == 60)
+        assert ("older ones" in frame) is (lines == 16)
+
+
+def test_watch_at_a_terminal_without_abilities_prints_plain_frames(
+    cli: Cli, at_terminal: Start
+) -> None:
+    screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path), TERM="dumb")
+    screen.read(until="survives the loss")
+    screen.process.send_signal(signal.SIGINT)
+    assert screen.end() == 0
+    assert "\x1b" not in screen.text
+
+
+def test_watch_shows_bars_of_what_is_on_its_way(
+    make_cli: MakeCli, train: Callable[[Cli], Trainer], at_terminal: Start
+) -> None:
+    cli = make_cli(disk={"capacity": "1MiB"}, slow={"bandwidth": "2kB/s"})
+    trainer = train(cli)
+    trainer.tell("capture 1")
+    screen = at_terminal("watch", "--every", "100ms", TIERFALL_CONFIG=str(cli.path))
+    text = screen.read(until=f"{CYAN}arriving")
+    screen.process.send_signal(signal.SIGINT)
+    assert screen.end() == 0
+    assert "━━━" in text
+    assert max(len(line) for line in plain(text).replace("\r", "").splitlines()) <= 80
+
+
+def test_a_reader_that_has_gone_ends_a_command_silently(cli: Cli) -> None:
+    config = f"TIERFALL_CONFIG={cli.path}"
+    for words in ("ls", "ls --json", "watch --every 100ms"):
+        line = f"{config} {sys.executable} -m tierfall {words} | head -n 1"
+        done = subprocess.run(
+            ["/bin/bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S
+        )
+        assert done.stdout.count("\n") == 1
+        assert "Traceback" not in done.stderr
+        assert "Errno" not in done.stderr
+
+
+def test_output_that_cannot_be_written_is_a_problem(cli: Cli) -> None:
+    config = f"TIERFALL_CONFIG={cli.path}"
+    for words in ("ls --last 1", "ls --json", "latest"):
+        line = f"{config} {sys.executable} -m tierfall {words} > /dev/full"
+        done = subprocess.run(
+            ["/bin/bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S
+        )
+        assert done.returncode == 1
+        assert "the output could not be written: No space left on device" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_with_a_closed_stdout_a_command_still_does_its_work(cli: Cli) -> None:
+    line = f"TIERFALL_CONFIG={cli.path} {sys.executable} -m tierfall pin 200 >&-"
+    done = subprocess.run(
+        ["/bin/bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S
+    )
+    assert "Traceback" not in done.stderr
+    assert cli.json("ls", code=1)["checkpoints"][1]["pinned"]
+
+
+def test_a_name_that_the_terminal_cannot_show_is_no_error(make_cli: MakeCli) -> None:
+    cli = make_cli()
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, state_of(1), metrics={"损失": 0.5}, block=True)
+    for encoding in ("latin-1", "ascii", "utf-8"):
+        config = {"TIERFALL_CONFIG": str(cli.path), "PYTHONIOENCODING": encoding}
+        answer = run_process("ls", "--metrics", **config)
+        assert (answer.code, answer.err) == (0, "")
+        assert answer.out.splitlines()[1].endswith(" 0.5")

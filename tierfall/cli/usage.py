@@ -1,0 +1,245 @@
+"""What the command line needs before a command runs: options, STEP, exit codes, and how errors end it.
+
+Errors of tierfall and wrong usage are one line; anything else is a bug, and is printed with its traceback. This module
+imports neither torch nor the configuration: ``--help``, ``--version`` and completion need it alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from tierfall.core.types.errors import ConfigError, NotSupportedError, TierfallError
+
+_STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
+_LATEST = "latest"
+
+
+class Exit(IntEnum):
+    """Exit codes of all commands."""
+
+    DONE = 0
+    COULD_NOT = 1
+    USAGE = 2
+    INTERRUPTED = 130
+
+
+# Arguments and options -------------------------------------------------------------------------------
+
+
+def _tier_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of the tiers in the configuration, for completion; none where it cannot be read."""
+    import yaml
+
+    try:
+        tiers = yaml.safe_load(Path(ctx.params["config"]).expanduser().read_bytes())["tiers"]
+        return [name for tier in tiers if (name := str(tier["name"])).startswith(incomplete)]
+    except (KeyError, TypeError, ValueError, OSError, yaml.YAMLError):
+        return []
+
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        envvar="TIERFALL_CONFIG",
+        metavar="FILE",
+        help="The YAML file with the tiers.",
+        is_eager=True,
+    ),
+]
+RunOption = Annotated[
+    str | None,
+    typer.Option("--run", metavar="NAME", help="The run, instead of the one in the file."),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
+]
+_STEP_HELP = (
+    "A step of the live lineage (400), or of an attempt (400@7); latest: the one that a restore "
+    "would use."
+)
+StepArgument = Annotated[str, typer.Argument(metavar="STEP", help=_STEP_HELP)]
+StepsArgument = Annotated[
+    list[str], typer.Argument(metavar="STEP", help=f"{_STEP_HELP} May be repeated.")
+]
+TierOption = Annotated[
+    str | None,
+    typer.Option("--tier", metavar="NAME", help="Read this tier only.", autocompletion=_tier_names),
+]
+ToTierOption = Annotated[
+    str,
+    typer.Option("--to", metavar="TIER", help="The tier to copy to.", autocompletion=_tier_names),
+]
+TierArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TIER",
+        help="The name of the tier in the configuration.",
+        autocompletion=_tier_names,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StepName:
+    """What STEP names: a step of the live lineage, one of an attempt, or, without ``step``, the latest."""
+
+    step: int | None = None
+    attempt: int | None = None
+
+
+def parse_step(text: str) -> StepName:
+    """Parse STEP; ends the command where it is none."""
+    if text == _LATEST:
+        return StepName()
+    match = _STEP.match(text)
+    if match is None:
+        refuse(f"STEP is {text!r}; expected 400, 400@7 for attempt 7's, or {_LATEST}", Exit.USAGE)
+    return StepName(int(match[1]), int(match[2]) if match[2] else None)
+
+
+# Errors ----------------------------------------------------------------------------------------------
+
+
+def print_out(text: str) -> None:
+    """Write to stdout. A reader that is gone ends the command silently; any other error is a problem."""
+    try:
+        typer.echo(text, nl=False, color=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        refuse(f"the output could not be written: {error.strerror}")
+
+
+def print_problem(message: object) -> None:
+    """Print a problem on stderr."""
+    typer.echo(f"tierfall: {message}", err=True)
+
+
+class CommandRefused(Exception):
+    """Ends a command: ``problems`` are printed, ``code`` is the exit code."""
+
+    def __init__(self, problems: Sequence[str], code: Exit = Exit.COULD_NOT) -> None:
+        super().__init__(*problems)
+        self.problems = list(problems)
+        self.code = code
+
+
+def refuse(message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
+    """End the command with one problem; always raises CommandRefused."""
+    raise CommandRefused([str(message)], code)
+
+
+def code_of(error: TierfallError) -> Exit:
+    """Return USAGE for an error of the configuration, COULD_NOT for any other."""
+    wrong = isinstance(error, ConfigError) and not isinstance(error, NotSupportedError)
+    return Exit.USAGE if wrong else Exit.COULD_NOT
+
+
+def to_document(
+    document: dict[str, Any], problems: Sequence[str], *, indent: int | None = None
+) -> str:
+    """Return a document with ``ok`` and ``problems`` as JSON."""
+    outcome = {"ok": not problems, "problems": list(problems)}
+    return json.dumps(document | outcome, indent=indent, allow_nan=False)
+
+
+def _end(refusal: CommandRefused, *, as_json: bool) -> NoReturn:
+    """Print the problems of a refusal, in the requested form, and exit with its code."""
+    if as_json:
+        with suppress(OSError):  # such as a full disk, which may be what is reported
+            typer.echo(to_document({}, refusal.problems, indent=2))
+    for problem in refusal.problems:
+        print_problem(problem)
+    raise typer.Exit(refusal.code)
+
+
+class _ToStderr(logging.Handler):
+    """Prints warnings of the library on stderr, one line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_problem(record.getMessage())
+
+
+def listen_to_warnings() -> None:
+    """Print warnings of the library on stderr; may be called again."""
+    logger = logging.getLogger("tierfall")
+    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
+        logger.addHandler(_ToStderr(level=logging.WARNING))
+
+
+# The group of commands -------------------------------------------------------------------------------
+
+# Click's UsageError: newer typers carry click within them, so that it has no name to import it by.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+_AS_JSON = "tierfall.as_json"
+_HELP = frozenset(("-h", "--help"))
+
+
+class CommandGroup(TyperGroup):
+    """Reports an error in the requested form (text or JSON), also where the arguments cannot be parsed."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        if not args:  # prints the help
+            return super().make_context(info_name, args, parent, **extra)
+        words = list(takewhile(lambda word: word != "--", args))
+        if words and words[0] in self.commands and not _HELP.isdisjoint(words):
+            self._print_help_of(words[0], typer.Context(self, info_name=info_name, **extra))
+        as_json = "--json" in words
+        with _in_one_line(as_json):
+            ctx = super().make_context(info_name, args, parent, **extra)
+        ctx.meta[_AS_JSON] = as_json
+        return ctx
+
+    def _print_help_of(self, name: str, ctx: typer.Context) -> NoReturn:
+        """Print the help of a command without parsing its arguments, for which typer imports pydantic."""
+        command = self.commands[name]
+        own: Any = typer.Context(
+            command, info_name=name, parent=ctx, help_option_names=sorted(_HELP, key=len)
+        )
+        typer.echo(command.get_help(own))
+        raise typer.Exit(Exit.DONE)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _in_one_line(ctx.meta.get(_AS_JSON, False)):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _in_one_line(as_json: bool) -> Iterator[None]:
+    try:
+        yield
+    except CommandRefused as refusal:
+        _end(refusal, as_json=as_json)
+    except TierfallError as error:
+        _end(CommandRefused([str(error)], code_of(error)), as_json=as_json)
+    except _UsageError as error:
+        _end(CommandRefused([_wrong_usage(error)], Exit.USAGE), as_json=as_json)
+    except (KeyboardInterrupt, typer.Abort):
+        _end(CommandRefused(["interrupted"], Exit.INTERRUPTED), as_json=as_json)
+
+
+def _wrong_usage(error: Any) -> str:
+    """Return the parser's message as one line."""
+    path = "tierfall" if error.ctx is None else error.ctx.command_path
+    command = path.partition(" ")[2]
+    text = " ".join(error.format_message().split()).rstrip(".")
+    problem = text[:1].lower() + text[1:]
+    return (
+        f"{command}: {problem}; see {path} --help" if command else f"{problem}; see {path} --help"
+    )
