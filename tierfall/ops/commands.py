@@ -244,10 +244,11 @@ def set_mark_on_tiers(
         for store in stores.values():
             store.close()
     host = checkpoint.copies.get(config.host.name)
-    if kind is CommandKind.UNPIN and host is not None and keys.PIN_MARK in host.marks:
+    written_to = host.pin_written_to if host and keys.PIN_MARK in host.marks else None
+    if kind is CommandKind.UNPIN and written_to is not None and written_to.isdisjoint(done):
         failed[config.host.name] = StepError(
-            f"the trainer pinned {checkpoint.id} itself: in its memory it stays pinned, until it is evicted or the "
-            "trainer calls unpin"
+            f"the trainer pinned {checkpoint.id} itself, and none of these tiers had that pin: in its memory it stays "
+            "pinned, until it is evicted or the trainer calls unpin"
         )
     return CommandResult(id=checkpoint.id, done=tuple(done), failed=failed)
 
