@@ -44,7 +44,7 @@ from tierfall.session.leftovers import (
     regions_in,
 )
 from tierfall.setup.attempts import next_number
-from tierfall.setup.bounded_tiers import ask_within_bound, bounded, close_stores
+from tierfall.setup.bounded_tiers import ask_within_bound, bounded_reads, close_stores
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
@@ -407,7 +407,7 @@ class OpenedTiers:
 
     def opener(self, regions: Regions) -> OpenImage:
         """Return what opens images of stored tiers, each read bounded, and those in ``regions``."""
-        stores = {name: bounded(store, self.config) for name, store in self.stores.items()}
+        stores = {name: bounded_reads(store, self.config) for name, store in self.stores.items()}
         return image_opener(stores, self.host.name, regions)
 
     # The end -----------------------------------------------------------------------------------------
