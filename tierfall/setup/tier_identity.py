@@ -136,13 +136,15 @@ class TierIdentities:
         """Return the tiers that are empty but should not be, and those that another tier has replaced, with why."""
         found = {listing.tier: listing for listing in listings}
         nothing = not any(map(_holds_any, listings))
-        whys = {
-            t.name: self._why_missing(t, found[t.name], nothing=nothing)
-            for t in self._config.stored
-        }
-        missing = {name: why for name, why in whys.items() if why is not None}
-        for name in missing:
-            self.records.pop(name, None)  # that of another tier
+        missing: dict[str, UnreachableError] = {}
+        for tier in self._config.stored:
+            try:
+                why = self._why_missing(tier, found[tier.name], nothing=nothing)
+            except UnreachableError as error:
+                why = error
+            if why is not None:
+                missing[tier.name] = why
+                self.records.pop(tier.name, None)  # that of another tier
         return missing
 
     def _why_missing(
@@ -159,7 +161,7 @@ class TierIdentities:
             if nothing and not known.shared:
                 logger.warning(_EMPTY_ELSEWHERE, tier.name, place, known.place)
             return self._why_moved(tier.name, place, known) if known.shared else None
-        if not known.shared and known.device in (None, _device(tier)):
+        if not known.shared and known.device in (None, self._device(tier)):
             logger.warning("open: tier %s is empty, and was not before: is it mounted?", tier.name)
             return None
         return UnreachableError(
@@ -202,7 +204,7 @@ class TierIdentities:
         name, known = tier.name, self._remembers(tier.name)
         if known is None or known.id in ("", self.records[name].id):
             return None
-        same_device = known.device in (None, _device(tier))
+        same_device = known.device in (None, self._device(tier))
         if not same_place(known.place, place) or (not known.shared and same_device):
             return None
         return UnreachableError(
@@ -351,11 +353,17 @@ class TierIdentities:
         record = self.records.get(tier.name)
         if record is None:
             return self._remembers(tier.name)
-        return self._seen(tier, record.id)
+        try:
+            return self._seen(tier, record.id)
+        except UnreachableError:
+            return self._remembers(tier.name)
 
     def _seen(self, tier: FileTierConfig | ObjectTierConfig, id: str) -> KnownTier:
-        place = self._stores[tier.name].place
-        return KnownTier(id=id, place=place, shared=shared_setting(tier), device=_device(tier))
+        place, device = self._stores[tier.name].place, self._device(tier)
+        return KnownTier(id=id, place=place, shared=shared_setting(tier), device=device)
+
+    def _device(self, tier: FileTierConfig | ObjectTierConfig) -> int | None:
+        return self._ask(tier.name, partial(_device, tier))
 
     def _remember(
         self,
