@@ -307,11 +307,11 @@ def test_a_rank_that_lives_is_left_alone(left: Opener) -> None:
 def test_orders_reach_the_memory_of_every_rank_of_the_machine(left: Opener, tmp_path: Path) -> None:
     assert command(left, "pin", "1").exit_code == 0
     with owned_memory(left.config(0)) as memory:
-        assert [i.marks.names for i in memory] == [{"pin"}, {"pin"}]
+        assert [i.marks for i in memory] == [{"pin"}, {"pin"}]
     assert "1@1 is pinned" in command(left, "rm", "1", "--yes").output
     assert command(left, "unpin", "1").exit_code == 0
     with owned_memory(left.config(0)) as memory:
-        assert [i.marks.names for i in memory] == [set(), set()]
+        assert [i.marks for i in memory] == [set(), set()]
     done = command(left, "rm", "1", "--yes")
     assert done.exit_code == 0, done.output
     assert not list(tmp_path.rglob("*.arena"))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.memory_marks import MemoryMarks, parse_memory_marks
+from tierfall.core.format.memory_marks import parse_memory_marks
 from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.types.errors import (
     CapacityError,
@@ -49,7 +49,8 @@ class SealedImage:
 
     region: Region
     commit: Commit
-    marks: MemoryMarks
+    marks: frozenset[str]
+    pin_written_to: frozenset[str] = frozenset()
 
 
 class HostTier:
@@ -157,7 +158,12 @@ class HostTier:
                 f"{self.name}: {self.path} has an image of run {commit.lineage.run!r}, not of {self._run!r}"
             )
         marks = parse_memory_marks(region.marks(), what=f"{self.name}: mark in {self.path}")
-        return SealedImage(region=region, commit=commit, marks=marks)
+        return SealedImage(
+            region=region,
+            commit=commit,
+            marks=marks.names,
+            pin_written_to=marks.pin_written_to,
+        )
 
     def list(self) -> Listing:
         """List the sealed images."""
@@ -168,8 +174,8 @@ class HostTier:
                 state=CopyState.SEALED,
                 bytes=held.commit.image_bytes,
                 commit=held.commit,
-                marks=held.marks.names,
-                pin_written_to=held.marks.pin_written_to,
+                marks=held.marks,
+                pin_written_to=held.pin_written_to,
             )
             for id, held in images.items()
         ]

@@ -228,7 +228,7 @@ def test_marks_in_memory_are_read_in_the_order_in_which_they_were_left(folder: P
     host.close(keep=True)
     after = host_in(folder)
     after.attach()
-    assert after.images()[CheckpointId(1, 1)].marks.names == {"pin", "tag-best"}
+    assert after.images()[CheckpointId(1, 1)].marks == {"pin", "tag-best"}
     after.close(keep=False)
 
 
