@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 import time
@@ -359,3 +360,25 @@ def test_a_tier_that_is_there_and_does_not_answer_a_call_of_open_does_not_hold_i
         assert time.monotonic() - began_s < LONG_S / 2
     finally:
         stuck.gate.set()
+
+
+def test_a_tier_that_hangs_while_its_device_is_looked_up_is_unreachable(
+    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is empty, as an unmounted one: "could not look" is not taken for "nothing there"."""
+    tight = config(tmp_path, max_wait="1s")
+    with tierfall.open(tight) as ckpt:
+        ckpt.restore(state(0))
+        ckpt.save(1, state(1), block=True)
+    shutil.rmtree(tmp_path / "disk")
+    gate = threading.Event()
+    monkeypatch.setattr(
+        "tierfall.setup.tier_identity._device", lambda tier: gate.wait(LONG_S) and None
+    )
+    try:
+        began_s = time.monotonic()
+        with tierfall.open(tight) as ckpt, pytest.raises(RestoreError, match="disk"):
+            ckpt.restore(state(0))
+        assert time.monotonic() - began_s < LONG_S / 2
+    finally:
+        gate.set()

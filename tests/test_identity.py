@@ -325,6 +325,21 @@ def test_a_disk_of_a_node_may_lie_in_another_folder_at_each_start(tmp_path: Path
     assert restored(chain(tmp_path, moved, tier(tmp_path, "pfs", shared=True))) == 1
 
 
+def test_a_start_in_another_working_directory_does_not_begin_anew_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A relative path is another folder there, and this machine remembers the first one."""
+    config = chain(tmp_path, {"name": "disk", "kind": "file", "path": "./checkpoints"})
+    for folder in ("here", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    save(config, 1)
+    assert "was not in" not in caplog.text
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert restored(config) is None
+    assert f"was not in {tmp_path}/here/checkpoints" in caplog.text
+
+
 @pytest.mark.parametrize("memory", ["memory", "another-nodes"])
 @pytest.mark.parametrize("how", ["renamed", "respelled", "both"])
 def test_a_tier_under_another_name_that_is_not_mounted_is_not_a_new_one(

@@ -19,6 +19,7 @@ import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all, restore_all, stop_before_any_flush
 from tests.steps import wait_until
+from tests.stuck_tier import StuckTier
 from tierfall.cli.app import app
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig
 from tierfall.core.format.catalog import Listing
@@ -483,3 +484,41 @@ def test_ranks_whose_time_is_up_still_end_together(
     assert on_all([lambda: end(0), lambda: end(1)]) == [True, True]
     assert on_all([one.close for one in ckpts]) == [None, None]
     assert "does not wait for the others" not in caplog.text
+
+
+@pytest.mark.parametrize("hung", ["pfs", "1/nvme"])
+def test_a_tier_that_hangs_in_the_cleanup_of_open_is_left_out_by_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hung: str
+) -> None:
+    """The abandoned cleanup may go on later, and would delete what other ranks are just writing."""
+    monkeypatch.setattr(stores, "ANSWER_S", 1.0)
+    tier = Path(hung).name
+    other = {"pfs": "nvme", "nvme": "pfs"}[tier]
+    stuck = StuckTier(tmp_path / hung, monkeypatch)
+
+    def train(steps: tuple[int, int], **how: Any) -> list[int | None]:
+        """Restore, save two steps, and return the steps that the ranks continued from."""
+        with network(["a", "b"]) as ranks:
+            both = WithShared(tmp_path, ranks).all_open(max_wait="2s")
+            assert all(isinstance(ckpt, Checkpointer) for ckpt in both), both
+            states = [{"w": torch.zeros(4)} for _ in both]
+            pairs = zip(both, states, strict=True)
+            found = on_all([lambda c=c, s=s: c.restore(s, **how) for c, s in pairs])  # type: ignore[misc]
+            for step in steps:
+                saved = [{"w": torch.full((4,), float(step))} for _ in both]
+                handles = [ckpt.save(step, of) for ckpt, of in zip(both, saved, strict=True)]
+            for handle in handles:
+                handle.wait(other, timeout=SOON_S)
+            used = [tier in open_run_of(ckpt).session.stores for ckpt in both]
+            assert used == [not stuck.hung.is_set() or stuck.gate.is_set()] * 2
+            close_all(both)
+        return [None if report is None else report.step for report in found]
+
+    assert train((1, 2)) == [None, None]
+    stuck.hang_in("discard_unfinished")
+    try:
+        assert train((3, 4), unreachable="ignore") == [2, 2]
+        assert f"goes on without tier {tier}" in caplog.text
+    finally:
+        stuck.gate.set()
+    assert train((5, 6)) == [4, 4]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.records import Commit, parse_commit, parse_mark
-from tierfall.core.types import keys
+from tierfall.core.format.memory_marks import parse_memory_marks
+from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.types.errors import (
     CapacityError,
     ConfigError,
@@ -32,7 +32,6 @@ from tierfall.tiers.arena.region import Region
 
 logger = logging.getLogger("tierfall")
 _ARENA = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.arena")
-UNPIN_MARK = "unpin"
 GROWTH = 2.2
 RENEWAL_WAIT_S = 5.0
 """How long a growth waits while a removed file is recreated: as long as an image may take to be sealed."""
@@ -51,6 +50,7 @@ class SealedImage:
     region: Region
     commit: Commit
     marks: frozenset[str]
+    pin_written_to: frozenset[str] = frozenset()
 
 
 class HostTier:
@@ -157,14 +157,13 @@ class HostTier:
             raise ConfigError(
                 f"{self.name}: {self.path} has an image of run {commit.lineage.run!r}, not of {self._run!r}"
             )
-        marks: set[str] = set()
-        for data in region.marks():
-            mark = parse_mark(data, what=f"{self.name}: mark in {self.path}").name
-            if mark == UNPIN_MARK:
-                marks.discard(keys.PIN_MARK)
-            else:
-                marks.add(mark)
-        return SealedImage(region=region, commit=commit, marks=frozenset(marks))
+        marks = parse_memory_marks(region.marks(), what=f"{self.name}: mark in {self.path}")
+        return SealedImage(
+            region=region,
+            commit=commit,
+            marks=marks.names,
+            pin_written_to=marks.pin_written_to,
+        )
 
     def list(self) -> Listing:
         """List the sealed images."""
@@ -176,6 +175,7 @@ class HostTier:
                 bytes=held.commit.image_bytes,
                 commit=held.commit,
                 marks=held.marks,
+                pin_written_to=held.pin_written_to,
             )
             for id, held in images.items()
         ]

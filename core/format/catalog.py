@@ -35,7 +35,8 @@ class FoundCopy:
 
     With ``damage`` and no ``commit``, the record cannot be parsed or belongs to another checkpoint. With both, files
     that the record names are missing, or the copy may not survive a power cut. A damaged copy is read only if there is
-    no better one, and counts for nothing else. ``foreign``: another attempt of the same number saved it."""
+    no better one, and counts for nothing else. ``foreign``: another attempt of the same number saved it.
+    ``pin_written_to``, of a copy in memory: the tiers that its pin was written to."""
 
     id: CheckpointId
     state: CopyState
@@ -43,6 +44,7 @@ class FoundCopy:
     commit: Commit | None
     damage: TierfallError | None = None
     marks: frozenset[str] = frozenset()
+    pin_written_to: frozenset[str] = frozenset()
     foreign: bool = False
 
     @property

@@ -373,12 +373,14 @@ def _known_tier(entry: object, what: str) -> KnownTier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A mark beside a checkpoint: pin, tombstone, tag. ``name`` is also the last component of its key."""
+    """A mark beside a checkpoint: pin, tombstone, tag. ``name`` is also the last component of its key. ``written_to``,
+    of a pin in memory: the tiers that bear the same pin."""
 
     name: str
     checkpoint: CheckpointId
     wall_time_s: float
     reason: str = ""
+    written_to: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         return documents.seal(
@@ -388,6 +390,7 @@ class Mark:
                 "attempt": self.checkpoint.attempt,
                 "wall_time_s": self.wall_time_s,
                 "reason": self.reason,
+                **({"written_to": list(self.written_to)} if self.written_to else {}),
             }
         )
 
@@ -408,6 +411,7 @@ def parse_mark(data: bytes, *, what: str) -> Mark:
         checkpoint=_checkpoint(reader),
         wall_time_s=reader.real("wall_time_s"),
         reason=reader.get("reason", str),
+        written_to=tuple(reader.list_of("written_to", str)) if reader.has("written_to") else (),
     )
 
 

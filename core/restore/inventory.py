@@ -133,14 +133,17 @@ def unite_copies(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[Tierfa
     that does not concern the merged copy."""
     copies = of_one_lineage(dict(found))
     marks = frozenset().union(*(copy.marks for copy in copies.values()))
+    written_to = frozenset().union(*(copy.pin_written_to for copy in copies.values()))
     damages = [copy.damage for copy in copies.values() if copy.damage is not None]
     good = {where: copy for where, copy in copies.items() if copy.commit is not None}
+    first = next(iter((good or copies).values()))
+    first = replace(first, marks=marks, pin_written_to=written_to)
     if not good:
-        return replace(next(iter(copies.values())), marks=marks), damages[1:]
+        return first, damages[1:]
     sizes = {frozenset(copy.commit.files): copy.bytes for copy in good.values() if copy.commit}
     lacks = next((copy.damage for copy in good.values() if copy.damage is not None), None)
     damages = [damage for damage in damages if damage is not lacks]
-    one = replace(next(iter(good.values())), bytes=sum(sizes.values()), marks=marks, damage=lacks)
+    one = replace(first, bytes=sum(sizes.values()), damage=lacks)
     try:
         commit = _unite_records({where: copy.commit for where, copy in good.items() if copy.commit})
     except IntegrityError as error:

@@ -29,6 +29,7 @@ from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.group.damage import DamageReports
 from tierfall.core.scheduler.group.external_commits import ExternalCommits
 from tierfall.core.scheduler.group.node_marks import NodeMarks
+from tierfall.core.scheduler.group.pins import Pins
 from tierfall.core.scheduler.inbox import Inbox
 from tierfall.core.scheduler.ledger.attempt_starts import StartRecords
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
@@ -231,6 +232,7 @@ class Components(Hooks):
             deleter=self.deleter,
             hooks=self,
         )
+        self._pins = Pins(self.ledger)
         self._commands = Commands(
             message_tree=message_tree,
             commits=self.commits,
@@ -239,6 +241,7 @@ class Components(Hooks):
             deleter=self.deleter,
             admissions=self._admissions,
             hooks=self,
+            pins=self._pins,
             unread=unread,
         )
         self.start_records = StartRecords(ledger=self.ledger, tiers=self.lanes, hooks=self)
@@ -273,6 +276,7 @@ class Components(Hooks):
         return self.fenced is None and not self._commands_only
 
     def on_committed(self, tier: str, entry: LedgerEntry) -> None:
+        self._pins.note_written(entry, [tier])
         if self.group.decides and self.may_write():
             self.start_records.committed(tier, entry.commit)
         if entry.repairable:  # the new copy may be the source of a repair

@@ -78,8 +78,8 @@ class Coordinator(Components):
         """Continue the commands that no process carried out, or that could not reach a tier."""
         if not self.group.decides:
             return  # rank 0 knows of all marks
-        for id in self.ledger.pinned_in_memory_alone():
-            self._commands.finish_pin(id)
+        self._commands.finish_unpins()
+        self._commands.finish_pins()
         found = {e.id for e in self.ledger.entries.values() if e.tombstoned and not e.pinned}
         for id in sorted(found | self.ledger.deleted):
             self.finish_deletion(id)
@@ -213,6 +213,8 @@ class Coordinator(Components):
     def _on_marks_read(self, outcome: Outcome) -> None:
         assert isinstance(outcome.task, ReadMarks)
         self._node_marks.on_outcome(outcome.task, outcome)
+        if self.group.decides and self.may_write():
+            self._commands.finish_unpins()
 
     def _on_mark_changed(self, outcome: Outcome) -> None:
         task = outcome.task

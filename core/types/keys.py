@@ -33,6 +33,8 @@ MARKS_FOLDER = "marks"
 PROBE_FOLDER = "probe"
 STORED_SUFFIX = ".stored.json"
 PIN_MARK = "pin"
+UNPIN_MARK = "unpin"
+"""In memory, where marks are appended, it ends the pins before it."""
 TOMBSTONE_MARK = "tombstone"
 
 _STEP_DIGITS, _ATTEMPT_DIGITS = 18, 12

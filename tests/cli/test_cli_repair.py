@@ -153,11 +153,15 @@ def test_nothing_damaged_changes_nothing(cli: Cli, tmp_path: Path) -> None:
 def test_two_raw_copies_damaged_in_different_places_mend_each_other(
     cli: Cli, tmp_path: Path
 ) -> None:
-    before = files_below(tmp_path)
+    before = files_of_persons(tmp_path)
     flip(folder(tmp_path / "disk") / IMAGE, 70_000)
     flip(folder(tmp_path / "far") / IMAGE, -1)
+    advice = {one["tier"]: one["advice"] for one in cli.json("verify", code=1)["damage"]}
+    for tier, other in (("disk", "far"), ("far", "disk")):
+        repair = f"tierfall verify 1@1 --tier {tier} --repair"
+        assert advice[tier] == f"restores read this part from {other}; to repair it: {repair}"
     assert [repair["done"] for repair in cli.json("verify", "--repair")["repairs"]] == [True, True]
-    assert files_below(tmp_path) == before
+    assert files_of_persons(tmp_path) == before
 
 
 def test_damage_in_every_copy_is_said_and_changes_nothing(cli: Cli, tmp_path: Path) -> None:

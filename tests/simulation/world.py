@@ -25,6 +25,7 @@ from tierfall.core.copies.images import Image, StoredImage, checked_manifest, un
 from tierfall.core.format.catalog import FoundCopy, Listing, merge, next_attempt
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import Spliced, sha256
+from tierfall.core.format.memory_marks import parse_memory_marks
 from tierfall.core.format.records import (
     Attempt,
     Commit,
@@ -228,6 +229,7 @@ def found_in(region: FakeRegion) -> FoundCopy:
         bytes=IMAGE,
         commit=commit,
         marks=marks_in(region),
+        pin_written_to=parse_memory_marks(region.marks(), what="memory").pin_written_to,
     )
 
 

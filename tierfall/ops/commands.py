@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from tierfall.config import Config
@@ -40,7 +41,7 @@ from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.tier_identity import TierIdentities
-from tierfall.setup.tiers import ANSWER_S, open_stores, run_folder, tier_rules
+from tierfall.setup.tiers import ANSWER_S, bounds_s, open_stores, run_folder, tier_rules
 from tierfall.tiers.stored import StoredTier
 
 POLL_S = 0.2
@@ -186,11 +187,13 @@ def check_folders(config: Config) -> None:
 
     Opening a tier for writing creates its folder; after that, "not mounted" could not be told from "empty".
     """
-    missing = [
-        f"tier {tier.name}: {tier.folder}"
-        for tier in config.stored
-        if tier.folder is not None and _is_missing(tier.folder)
-    ]
+    folders = {tier.name: tier.folder for tier in config.stored if tier.folder is not None}
+    answers = BoundedCalls().call_all(
+        {name: partial(_is_missing, folder) for name, folder in folders.items()},
+        bounds_s(config),
+        doing="open",
+    )
+    missing = [f"tier {name}: {folder}" for name, folder in folders.items() if answers[name].value]
     if missing:
         raise UnreachableError(
             f"nothing was changed, since a folder is missing ({', '.join(missing)}): mount or restore it; for a new "
@@ -203,7 +206,7 @@ def _is_missing(path: Path) -> bool:
         os.stat(path)
     except FileNotFoundError:
         return True
-    except OSError:  # reported where the tier is opened
+    except OSError:  # reported where the tier is opened, as is one that does not answer
         return False
     return False
 
@@ -225,7 +228,9 @@ def set_mark_on_tiers(
             "until it is flushed, or call it in the trainer"
         )
     holding = [tier for tier in config.chain if tier.name in stored]
-    stores, errors = open_stores(config.model_copy(update={"tiers": holding}), config.run)
+    stores, errors = open_stores(
+        config.model_copy(update={"tiers": holding}), config.run, is_bounded=True
+    )
     done: list[str] = []
     failed: dict[str, BaseException] = {}
     try:
@@ -241,13 +246,13 @@ def set_mark_on_tiers(
             else:
                 done.append(tier)
     finally:
-        for store in stores.values():
-            store.close()
+        close_stores(stores, ANSWER_S)
     host = checkpoint.copies.get(config.host.name)
-    if kind is CommandKind.UNPIN and host is not None and keys.PIN_MARK in host.marks:
+    written_to = host.pin_written_to if host and keys.PIN_MARK in host.marks else None
+    if kind is CommandKind.UNPIN and written_to is not None and written_to.isdisjoint(done):
         failed[config.host.name] = StepError(
-            f"the trainer pinned {checkpoint.id} itself: in its memory it stays pinned, until it is evicted or the "
-            "trainer calls unpin"
+            f"the trainer pinned {checkpoint.id} itself, and none of these tiers had that pin: in its memory it stays "
+            "pinned, until it is evicted or the trainer calls unpin"
         )
     return CommandResult(id=checkpoint.id, done=tuple(done), failed=failed)
 
@@ -357,7 +362,7 @@ def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResul
 def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
     """Remove the id of a tier from what the other tiers of the run and this machine remember, so that an empty folder
     in its place counts as a new tier. Return where it was removed, and the errors by tier."""
-    stores, failed = open_stores(config, config.run)
+    stores, failed = open_stores(config, config.run, is_bounded=True)
     try:
         folder = run_folder(config, config.run)
         ask = ask_within_bound(config, stores, BoundedCalls())

@@ -87,7 +87,8 @@ def drain(
         tiers.write_for(writer_of(newest, tiers.listings, tiers.stores, tiers.host.path))
         planned = _owed(tiers.config, tiers.listings)
         shards = MachineShards(tiers, slots) if tiers.agrees else None
-        if shards is None:
+        if shards is None:  # else other machines may be writing
+            tiers.discard_unfinished()
             session = Session(tiers, Start(listings=tiers.listings))
         else:
             inherited = shards.prepare({owed.tier for owed in planned})

@@ -82,6 +82,8 @@ def _advice(
         return f"restores read {good[0]} instead; to repair it: {repair}"
     if good:
         return f"restores read {good[0]} instead"
+    if mending := [c.tier for c in same if c.tier != copy.tier and _has_part(c, damage)]:
+        return f"restores read this part from {mending[0]}; to repair it: {repair}"
     if left_out:
         return f"other tiers hold it too; to repair it from them: {repair}"
     if unread:
@@ -93,6 +95,18 @@ def _advice(
     if any(d.newer for c in same for d in c.damage):
         return "this tierfall finds no good copy of it; a newer version wrote some of it: use that version"
     return f"no good copy of it is left: restores choose an older step; to delete it: tierfall rm {copy.id}"
+
+
+def _has_part(copy: CheckedCopy, damage: Damage) -> bool:
+    """Return whether a damaged copy has the chunk that is damaged in another one."""
+    shard = keys.parse_shard(damage.file)
+    if damage.chunk is None or copy.commit is None or copy.error is not None or copy.gone:
+        return False
+    return not any(
+        d.file == keys.COMMIT_NAME
+        or (keys.parse_shard(d.file) == shard and d.chunk in (None, damage.chunk))
+        for d in copy.damage
+    )
 
 
 def contradictions(copies: Sequence[CheckedCopy]) -> list[Finding]:

@@ -13,7 +13,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from mmap import PAGESIZE
 from pathlib import Path
@@ -24,6 +24,8 @@ from tierfall.backends.open import place_of
 from tierfall.config import Config, HostTierConfig, Tier
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.copies.images import READ_THREADS
+from tierfall.core.format.catalog import Listing
+from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.buffers import BufferPool, allocate
 from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.scheduler.flush.lane import LaneLimits
@@ -33,12 +35,14 @@ from tierfall.core.types.errors import (
     CapacityError,
     IntegrityError,
     TierfallError,
+    UnreachableError,
 )
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import TierKind
 from tierfall.ops.reader import RunReader
 from tierfall.ops.write_copy import open_writable
-from tierfall.setup.tiers import lane_limits, open_stores, run_folder
+from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
+from tierfall.setup.tiers import ANSWER_S, lane_limits, open_stores, run_folder
 from tierfall.tiers.arena.folder import room_for_arena
 from tierfall.tiers.stored import StoredTier
 
@@ -51,8 +55,8 @@ TRIPS = 5
 class TierMeasurement:
     """The measurements of one tier; None: not known.
 
-    ``round_trip_s`` is the median of ``TRIPS`` calls of ``stat``. ``fenced``: a newer start stops an older one from
-    committing there, at any moment. ``free_bytes`` is by the medium, ``capacity_bytes`` by the configuration.
+    ``round_trip_s`` is the median of ``TRIPS`` bounded calls of ``stat``. ``fenced``: a newer start stops an older one
+    from committing there, at any moment. ``free_bytes`` is by the medium, ``capacity_bytes`` by the configuration.
     ``read_only``: it is restored from, and not written to. ``error`` ended the measurement.
     """
 
@@ -133,11 +137,13 @@ def _measure_stored(
                 durable=traits.durable,
                 fenced=traits.conditional_create,
                 direct_io=traits.direct_io,
-                free_bytes=_free_bytes(section.folder),
+                free_bytes=ask_within_bound(config, {store.name: store}, BoundedCalls())(
+                    store.name, lambda: _free_bytes(section.folder)
+                ),
             )
             limits = lane_limits(store, config)
             _remove_leftovers(store)
-            _check_capacity(store, known, size_bytes)
+            _check_capacity(config, store, known, size_bytes)
             return _measure_bytes(store, known, limits, config.chunk_bytes, size_bytes)
     except AccessDeniedError as error:
         is_read = _read_error(config, section.name) is None
@@ -149,12 +155,15 @@ def _measure_stored(
 def _read_error(config: Config, tier: str) -> TierfallError | None:
     """Return the error of reading a tier, or None."""
     only = config.model_copy(update={"tiers": [t for t in config.tiers if t.name == tier]})
-    stores, errors = open_stores(only, config.run, read_only=True)
+    stores, errors = open_stores(only, config.run, read_only=True, is_bounded=True)
     try:
-        return errors[tier] if tier in errors else stores[tier].list().error
+        return errors[tier] if tier in errors else _list(config, stores[tier]).error
     finally:
-        for store in stores.values():
-            store.close()
+        close_stores(stores, ANSWER_S)
+
+
+def _list(config: Config, store: StoredTier) -> Listing:
+    return ask_within_bound(config, {store.name: store}, BoundedCalls())(store.name, store.list)
 
 
 def _free_bytes(folder: Path | None) -> int | None:
@@ -212,11 +221,13 @@ def _folder() -> str:
     return f"{PROBE_PREFIX}{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:64]}/"
 
 
-def _check_capacity(store: StoredTier, known: TierMeasurement, size_bytes: int) -> None:
+def _check_capacity(
+    config: Config, store: StoredTier, known: TierMeasurement, size_bytes: int
+) -> None:
     """Raise CapacityError where the bytes to write exceed what is left of the tier's capacity."""
     if known.capacity_bytes is None:
         return
-    listing = store.list()
+    listing = _list(config, store)
     if listing.error is not None:
         raise listing.error
     room = max(0, known.capacity_bytes - listing.used_bytes)
@@ -240,8 +251,9 @@ def _probe(store: StoredTier) -> Iterator[str]:
         except TierfallError as second:
             raise BackendError(f"{error}; {_left_behind(store, key, second)}") from error
         raise
-    except BaseException:
-        store.backend.delete(key)
+    except BaseException:  # Ctrl-C
+        with suppress(UnreachableError):  # the next check removes it
+            store.backend.delete(key)
         raise
     try:
         store.backend.delete(key)

@@ -17,8 +17,8 @@ from typing import Self, TypeVar
 
 from tierfall.backends.posix.backend import NoFolderError, PosixBackend
 from tierfall.backends.wrappers.base import LastAnswer
+from tierfall.backends.wrappers.bounded import Bounded
 from tierfall.config import Config
-from tierfall.core.copies.bounded_store import BoundedStore
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Lineage, parse_commit
@@ -28,7 +28,7 @@ from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.session.leftovers import regions_in
-from tierfall.setup.bounded_tiers import ask_within_bound, bounded, close_stores
+from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
@@ -140,14 +140,14 @@ def _folders_in(folder: Path) -> list[Path]:
 
 
 class RunReader:
-    """The tiers of one run, open for reading."""
+    """The tiers of one run, open for reading. Each call to a tier has a bound."""
 
     def __init__(self, config: Config, *, run: str | None = None) -> None:
         self.config = config
         self.run = run or config.run
         folder = run_folder(config, self.run)
         self._lock_path = folder / lock_name(SLOT)
-        self.stores, self.errors = open_stores(config, self.run, read_only=True)
+        self.stores, self.errors = open_stores(config, self.run, read_only=True, is_bounded=True)
         self._calls = BoundedCalls()
         self._folder = folder
         self._host_error: TierfallError | None = None
@@ -220,9 +220,8 @@ class RunReader:
         return self.host.images()
 
     def opener(self) -> OpenImage:
-        """Return a function that opens images, each read bounded, also those in memory now."""
-        stores = {name: bounded(store, self.config) for name, store in self.stores.items()}
-        return image_opener(stores, self.host.name, regions_in([self.host]))
+        """Return a function that opens images, also those in memory now."""
+        return image_opener(self.stores, self.host.name, regions_in([self.host]))
 
     def close(self) -> None:
         close_stores(self.stores, ANSWER_S)
@@ -312,13 +311,20 @@ def _is_run(path: Path) -> bool:
 
 
 def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, Listing]]:
-    """Open the root of a resolved path as a tier, for reading."""
+    """Open the root of a resolved path as a tier, for reading, each read with a bound."""
     backend = PosixBackend(place.root, read_only=True)
     heard = LastAnswer(backend)
+    bounded = Bounded(
+        heard,
+        tier=str(place.root),
+        bound_s=PATH_ANSWER_S,
+        bytes_per_s_min=READ_BYTES_PER_S_MIN,
+        last_answer_s=lambda: heard.last_answer_s,
+    )
     store = StoredTier(
         name=str(place.root),
         run=place.run,
-        backend=heard,
+        backend=bounded,
         links=backend.links,
         last_answer_s=lambda: heard.last_answer_s,
     )
@@ -338,14 +344,7 @@ class PathReader:
         )
 
     def opener(self) -> OpenImage:
-        """Return a function that opens images, each read bounded."""
-        store = BoundedStore(
-            self.store,
-            bound_s=PATH_ANSWER_S,
-            bytes_per_s_min=READ_BYTES_PER_S_MIN,
-            last_answer_s=self.store.last_answer_s,
-        )
-        return image_opener({store.name: store})
+        return image_opener({self.store.name: self.store})
 
     def advice_if_moved(self) -> str | None:
         """See ``advice_if_moved``."""

@@ -32,7 +32,8 @@ from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.commands import check_folders
 from tierfall.ops.reader import RunReader
 from tierfall.setup.attempts import attempt_of, newest_attempt
-from tierfall.setup.tiers import SLOT, open_stores, run_folder
+from tierfall.setup.bounded_tiers import close_stores
+from tierfall.setup.tiers import ANSWER_S, SLOT, open_stores, run_folder
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.stored import StoredTier
@@ -56,7 +57,7 @@ def owned_reader(config: Config) -> Iterator[RunReader]:
 
 @contextmanager
 def open_writable(config: Config, tier: str) -> Iterator[StoredTier]:
-    """Open one stored tier for writing.
+    """Open one stored tier for writing, each call with a bound.
 
     Raises UnreachableError, before anything is created, where its folder is missing, and where it does not answer;
     ConfigError where it is read-only.
@@ -65,13 +66,13 @@ def open_writable(config: Config, tier: str) -> Iterator[StoredTier]:
     if not only.written:
         raise ConfigError(f"tier {tier} is read_only: nothing is changed there")
     check_folders(only)
-    stores, errors = open_stores(only, config.run)
+    stores, errors = open_stores(only, config.run, is_bounded=True)
     if tier in errors:
         raise errors[tier]
     try:
         yield stores[tier]
     finally:
-        stores[tier].close()
+        close_stores(stores, ANSWER_S)
 
 
 def writing_attempt(

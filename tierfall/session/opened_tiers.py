@@ -7,7 +7,6 @@ reach. A ``Session`` is built on the result. Nothing here knows the ledger.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import socket
@@ -45,7 +44,7 @@ from tierfall.session.leftovers import (
     regions_in,
 )
 from tierfall.setup.attempts import next_number
-from tierfall.setup.bounded_tiers import ask_within_bound, bounded, close_stores
+from tierfall.setup.bounded_tiers import ask_within_bound, bounded_reads, close_stores
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
@@ -336,40 +335,40 @@ class OpenedTiers:
             except (StorageFullError, UnreachableError) as error:
                 logger.warning("tier %s was not asked for newer attempts: %s", name, error)
 
-    def discard_unfinished(self) -> None:
-        """Delete what earlier starts left half written on the tiers that this rank owns.
+    def discard_unfinished(self) -> bool:
+        """Delete what earlier starts left half written on the tiers that this rank owns, before any rank writes. Return
+        whether each of them can be written to now.
 
         A tier that does not finish in time may go on deleting. It spares the writers of this process, but not those of
-        other ranks: with several ranks this waits without a bound.
+        other ranks: with several ranks it is excluded, and no rank may write to it.
         """
         attempt = self.attempt
         assert attempt is not None
         own = [t.name for t in self.config.written if is_owner(t, self.ranks)]
         stores = [self.stores[name] for name in own if name in self.stores]
-        bound_s = math.inf if self.ranks.many else None
-        answers = self._call(
-            stores, lambda store: store.discard_unfinished(attempt=attempt), bound_s=bound_s
-        )
+        answers = self._call(stores, lambda store: store.discard_unfinished(attempt=attempt))
         for name, answer in answers.items():
-            try:
-                answer.get()
-            except (BackendError, FencedError) as error:
-                logger.warning("open: tier %s: leftovers stay: %s", name, error)
+            match answer.error:
+                case UnreachableError() as error if self.ranks.many:
+                    self.exclude(name, error)
+                    _log_excluded(name, error)
+                case BackendError() | FencedError() as error:
+                    logger.warning("open: tier %s: leftovers stay: %s", name, error)
+                case _:
+                    answer.get()
+        return answers.keys() <= self.stores.keys()
 
     def _call(
         self,
         stores: Iterable[StoredTier],
         call: Callable[[StoredTier], T],
-        *,
-        bound_s: float | None = None,
     ) -> dict[str, CallResult[T]]:
-        """Call these tiers side by side. One that does not answer within its bound (``bound_s`` seconds, where given)
-        is unreachable."""
+        """Call these tiers side by side. One that does not answer within its bound is unreachable."""
         called = list(stores)
         bounds = bounds_s(self.config)
         return self._calls.call_all(
             {store.name: partial(call, store) for store in called},
-            {s.name: bounds[s.name] if bound_s is None else bound_s for s in called},
+            {store.name: bounds[store.name] for store in called},
             doing="ask",
             last_answer_s=lambda name: self.stores[name].last_answer_s(),
         )
@@ -408,7 +407,7 @@ class OpenedTiers:
 
     def opener(self, regions: Regions) -> OpenImage:
         """Return what opens images of stored tiers, each read bounded, and those in ``regions``."""
-        stores = {name: bounded(store, self.config) for name, store in self.stores.items()}
+        stores = {name: bounded_reads(store, self.config) for name, store in self.stores.items()}
         return image_opener(stores, self.host.name, regions)
 
     # The end -----------------------------------------------------------------------------------------

@@ -64,10 +64,8 @@ class Session:
     ) -> None:
         """Build the ledger, and all that works on it.
 
-        Copies that earlier starts left half written are deleted here, before any other rank writes. Without an attempt
-        none is: on a shared tier, another node may be writing them. ``complete`` adds to the commit record of several
-        ranks what other machines have uploaded to a tier: they may be writing too, so that nothing is deleted here, nor
-        by retention.
+        ``complete`` adds to the commit record of several ranks what other machines have uploaded to a tier: they may be
+        writing too, so that nothing is deleted by retention.
         """
         self.tiers = tiers
         self.run, self.node, self.ranks = tiers.run, tiers.node, tiers.ranks
@@ -95,8 +93,6 @@ class Session:
             {name: limits.parallel for name, limits in lanes.items()},
             name=self.run,
         )
-        if tiers.attempt is not None and complete is None:
-            tiers.discard_unfinished()
         self.coordinator = Coordinator(
             ledger=ledger,
             lanes=lanes,

@@ -30,6 +30,7 @@ from tierfall.setup.tiers import bounds_s, reported_tiers, reporters
 
 TRIES = 8
 _OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
+_LEFTOVERS = "open: leftovers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +68,17 @@ class Start:
 
 
 def begin_attempt(tiers: OpenedTiers) -> Start:
-    """Take an attempt, together with the other ranks, and return what the tiers hold."""
+    """Take an attempt, together with the other ranks, and return what the tiers hold. The first attempt deletes what
+    earlier starts left half written."""
     if tiers.agrees:
         start = agree_on_start(tiers)
         start = replace(start, listings=on_all_ranks(tiers, start))
     else:
         tiers.make_durable()
+        is_first = tiers.attempt is None
         attempt = tiers.claim_from(tiers.next_number())
+        if is_first:
+            tiers.discard_unfinished()
         start = Start(attempt=attempt, listings=tiers.listings, first=tiers.finds_nothing())
     if tiers.ranks.topology.is_root:
         held = start.listings
@@ -97,12 +102,13 @@ class FoundAtStart(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartMessage(Message):
-    """What one rank contributes to a call of ``open``: what it has found, or whether a tier ``refused`` the attempt; or
-    the ``error`` that keeps it from starting."""
+    """What one rank contributes to a call of ``open``: what it has found, or whether a tier ``refused`` the attempt, or
+    has fallen ``silent`` since; or the ``error`` that keeps it from starting."""
 
     error: str | None = None
     found: FoundAtStart | None = None
     refused: bool = False
+    silent: bool = False
     read_only: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -159,9 +165,10 @@ def tend(tiers: OpenedTiers) -> Start:
 def agree_on_start(tiers: OpenedTiers) -> Start:
     """Take one attempt for all ranks. Raises, on every rank, what kept one of them from starting.
 
-    All ranks exclude a tier that one rank cannot reach: no checkpoint would ever be whole there.
+    All ranks exclude a tier that one rank cannot reach: no checkpoint would ever be whole there. Where one falls silent
+    after that, they decide again, without it.
     """
-    ranks = tiers.ranks
+    ranks, is_first = tiers.ranks, tiers.attempt is None
     _find_shared(tiers)
     tiers.make_durable()
     config = tiers.config
@@ -191,7 +198,7 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
         message = StartMessage(refused=not taken, read_only=tiers.found_read_only)
         answer = ranks.agree(_ATTEMPT, message, _merge_attempts, AttemptDecision)
         tiers.make_read_only(answer.read_only)
-        if not answer.refused:
+        if not answer.refused and (not is_first or _discard_unfinished(tiers)):
             start = read_start(decision)
             tiers.listings = fill_in(tiers.listings, start, reported_by)
             return start
@@ -200,6 +207,21 @@ def agree_on_start(tiers: OpenedTiers) -> Start:
         f"open: {format_ranks(answer.refused)} found another start's attempt in the place of each of {TRIES} numbers: "
         "another job of this run's name is starting at the same time"
     )
+
+
+def _discard_unfinished(tiers: OpenedTiers) -> bool:
+    """Delete what earlier starts left half written, now that all ranks have written the attempt, and none writes
+    anything else. Return whether all ranks can go on with all tiers."""
+    timeout_s = _patience_s(tiers)
+    with _report_error(tiers.ranks, _LEFTOVERS, timeout_s):
+        silent = not tiers.discard_unfinished()
+    message = StartMessage(silent=silent)
+    return tiers.ranks.agree(_LEFTOVERS, message, _none_silent, bool, timeout_s=timeout_s)
+
+
+def _none_silent(messages: Mapping[int, StartMessage]) -> bool:
+    _check_started(messages)
+    return not any(message.silent for message in messages.values())
 
 
 def read_start(decision: StartDecision) -> Start:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 from tierfall.config import Config
-from tierfall.core.copies.bounded_store import BoundedStore
 from tierfall.core.runtime.bounded_calls import BoundedCalls, NotAskedError
 from tierfall.core.types.errors import TierfallError
-from tierfall.setup.tiers import READ_BYTES_PER_S_MIN, SHARES, bounds_s
+from tierfall.setup.tiers import bounded, bounds_s
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -43,16 +42,12 @@ def ask_within_bound(
     return ask
 
 
-def bounded(store: StoredTier, config: Config) -> BoundedStore:
-    """Return a tier for reading, whose reads have a bound. With a configured rate, a read has as much longer as all
-    reads in flight take at that rate."""
-    limit = next((t.bandwidth_bytes_per_s for t in config.stored if t.name == store.name), None)
-    slowest = READ_BYTES_PER_S_MIN if limit is None else min(READ_BYTES_PER_S_MIN, limit / SHARES)
-    return BoundedStore(
-        store,
-        bound_s=bounds_s(config)[store.name],
-        bytes_per_s_min=slowest,
-        last_answer_s=store.last_answer_s,
+def bounded_reads(store: StoredTier, config: Config) -> StoredTier:
+    """Return a tier of a trainer for reading, each read with a bound."""
+    tier = next(tier for tier in config.stored if tier.name == store.name)
+    backend = bounded(store.backend, tier, config, store.last_answer_s)
+    return StoredTier(
+        name=store.name, run=config.run, backend=backend, read_only="it is only to be read"
     )
 
 

@@ -30,6 +30,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.setup.bounded_tiers import AskTier, ask_without_bound
+from tierfall.setup.places import is_same_folder, same_place
 from tierfall.setup.tiers import shared_setting
 from tierfall.tiers.stored import StoredTier
 
@@ -37,6 +38,9 @@ logger = logging.getLogger("tierfall")
 
 MEMORY_NAME = "tiers.json"
 """The file of what this machine remembers of a run's tiers until it is restarted, beside the run's host memory."""
+_EMPTY_ELSEWHERE = (
+    "open: tier %s is empty in %s, was not in %s, and no tier has a checkpoint: is its path right?"
+)
 
 
 class TierIdentities:
@@ -88,8 +92,7 @@ class TierIdentities:
             return None
 
     def _remembers(self, name: str) -> KnownTier | None:
-        """Return the newest memory of a tier by its name, or else of its place by a name that is no longer
-        configured."""
+        """Return the newest memory of a tier by its name, or else of its place by a name that is configured no more."""
         known = self._newest_of(name)
         if known is None and name in self._places:
             known = self._newest_at(self._places[name])
@@ -132,16 +135,20 @@ class TierIdentities:
     def missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
         """Return the tiers that are empty but should not be, and those that another tier has replaced, with why."""
         found = {listing.tier: listing for listing in listings}
-        whys = {
-            tier.name: self._why_missing(tier, found[tier.name]) for tier in self._config.stored
-        }
-        missing = {name: why for name, why in whys.items() if why is not None}
-        for name in missing:
-            self.records.pop(name, None)  # that of another tier
+        nothing = not any(map(_holds_any, listings))
+        missing: dict[str, UnreachableError] = {}
+        for tier in self._config.stored:
+            try:
+                why = self._why_missing(tier, found[tier.name], nothing=nothing)
+            except UnreachableError as error:
+                why = error
+            if why is not None:
+                missing[tier.name] = why
+                self.records.pop(tier.name, None)  # that of another tier
         return missing
 
     def _why_missing(
-        self, tier: FileTierConfig | ObjectTierConfig, listing: Listing
+        self, tier: FileTierConfig | ObjectTierConfig, listing: Listing, *, nothing: bool
     ) -> UnreachableError | None:
         if tier.name not in self._stores or listing.error is not None:
             return None
@@ -151,8 +158,10 @@ class TierIdentities:
         if _holds_any(listing) or known is None:
             return None
         if not same_place(known.place, place):
+            if nothing and not known.shared:
+                logger.warning(_EMPTY_ELSEWHERE, tier.name, place, known.place)
             return self._why_moved(tier.name, place, known) if known.shared else None
-        if not known.shared and known.device in (None, _device(tier)):
+        if not known.shared and known.device in (None, self._device(tier)):
             logger.warning("open: tier %s is empty, and was not before: is it mounted?", tier.name)
             return None
         return UnreachableError(
@@ -195,7 +204,7 @@ class TierIdentities:
         name, known = tier.name, self._remembers(tier.name)
         if known is None or known.id in ("", self.records[name].id):
             return None
-        same_device = known.device in (None, _device(tier))
+        same_device = known.device in (None, self._device(tier))
         if not same_place(known.place, place) or (not known.shared and same_device):
             return None
         return UnreachableError(
@@ -344,11 +353,17 @@ class TierIdentities:
         record = self.records.get(tier.name)
         if record is None:
             return self._remembers(tier.name)
-        return self._seen(tier, record.id)
+        try:
+            return self._seen(tier, record.id)
+        except UnreachableError:
+            return self._remembers(tier.name)
 
     def _seen(self, tier: FileTierConfig | ObjectTierConfig, id: str) -> KnownTier:
-        place = self._stores[tier.name].place
-        return KnownTier(id=id, place=place, shared=shared_setting(tier), device=_device(tier))
+        place, device = self._stores[tier.name].place, self._device(tier)
+        return KnownTier(id=id, place=place, shared=shared_setting(tier), device=device)
+
+    def _device(self, tier: FileTierConfig | ObjectTierConfig) -> int | None:
+        return self._ask(tier.name, partial(_device, tier))
 
     def _remember(
         self,
@@ -385,8 +400,8 @@ class TierIdentities:
     def forget(
         self, name: str, *, wall_time_s: float
     ) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
-        """Delete a tier from the records of all other tiers and of this machine, also by earlier names of its place;
-        return where it was deleted, and the error of each tier where that failed."""
+        """Delete a tier from all records, also by earlier names of its place; return where, and the error of each tier
+        where that failed."""
         forgot: list[str] = []
         failed = {tier: error for tier, error in self._unread.items() if tier != name}
         names = {name}
@@ -408,23 +423,6 @@ class TierIdentities:
             self._write_memory(left, wall_time_s)
             forgot.append("this machine")
         return tuple(forgot), failed
-
-
-def same_place(one: str, other: str) -> bool:
-    """Return whether two places are equal, after ``..`` and symbolic links of paths are resolved."""
-    if one == other:
-        return True
-    if not (os.path.isabs(one) and os.path.isabs(other)):
-        return False
-    return os.path.realpath(one) == os.path.realpath(other)
-
-
-def is_same_folder(one: str, other: str) -> bool:
-    """Return whether two places are the same folder of this machine, by device and inode."""
-    try:
-        return os.path.isabs(one) and os.path.isabs(other) and os.path.samefile(one, other)
-    except OSError:
-        return False
 
 
 def _holds_any(listing: Listing) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from pathlib import Path
 from tierfall.backends.open import is_remote, open_backend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.wrappers.base import LastAnswer
+from tierfall.backends.wrappers.bounded import Bounded
 from tierfall.backends.wrappers.retry import wrap
 from tierfall.config import Config, FileTierConfig, ObjectTierConfig, Tier
 from tierfall.config import StoredTierConfig as StoredSection
@@ -52,7 +53,7 @@ WORKERS_MAX = 4
 SYNCS_AT_ONCE = 64
 """Concurrent flushes of a disk's cache: the disk carries them out as one."""
 READ_BYTES_PER_S_MIN = 1 << 20
-"""A read of n bytes has n divided by this more seconds to return: it answers only once it is complete."""
+"""A call that moves n bytes has n divided by this more seconds to return: it answers only once it is complete."""
 SHARES = 16
 """Reads that share a tier's configured rate at most."""
 ANSWER_S = 5.0
@@ -148,13 +149,35 @@ def bounds_s(config: Config) -> dict[str, float]:
     }
 
 
+def bounded(
+    backend: Backend, tier: StoredSection, config: Config, last_answer_s: Callable[[], float]
+) -> Bounded:
+    """Return a tier's backend with a bound for each call. With a configured rate, a call has as much longer as all
+    calls in flight take at that rate."""
+    limit = tier.bandwidth_bytes_per_s
+    slowest = READ_BYTES_PER_S_MIN if limit is None else min(READ_BYTES_PER_S_MIN, limit / SHARES)
+    return Bounded(
+        backend,
+        tier=tier.name,
+        bound_s=bounds_s(config)[tier.name],
+        bytes_per_s_min=slowest,
+        last_answer_s=last_answer_s,
+    )
+
+
 def open_stores(
-    config: Config, run: str, *, read_only: bool = False, find_read_only: bool = False
+    config: Config,
+    run: str,
+    *,
+    read_only: bool = False,
+    find_read_only: bool = False,
+    is_bounded: bool = False,
 ) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
     """Open every stored tier, side by side; return them, and the errors of those that did not answer in time.
 
     A permanent refusal is raised; with ``read_only`` it is returned with the other errors. With ``find_read_only``, a
-    tier that refuses writes and has files of the run is opened for reading.
+    tier that refuses writes and has files of the run is opened for reading. With ``is_bounded``, each call to a tier
+    ends within its bound, as commands need it; a trainer bounds its waits by itself.
     """
 
     def open_one(tier: FileTierConfig | ObjectTierConfig) -> StoredTier:
@@ -166,7 +189,7 @@ def open_stores(
             if found is None:
                 raise
             return found
-        return _store(tier, backend, config, run, read_only=only)
+        return _store(tier, backend, config, run, read_only=only, is_bounded=is_bounded)
 
     opened = BoundedCalls().call_all(
         {tier.name: partial(open_one, tier) for tier in config.stored},
@@ -246,14 +269,18 @@ def _store(
     run: str,
     *,
     read_only: str,
+    is_bounded: bool = False,
 ) -> StoredTier:
     limit = tier.bandwidth_bytes_per_s
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
     answering = LastAnswer(backend)
+    wrapped = wrap(answering, bandwidth=limit, writes=pace)
+    if is_bounded:
+        wrapped = bounded(wrapped, tier, config, lambda: answering.last_answer_s)
     return StoredTier(
         name=tier.name,
         run=run,
-        backend=wrap(answering, bandwidth=limit, writes=pace),
+        backend=wrapped,
         packing=_packing(tier, config),
         pace=pace,
         set_identity_check=backend.set_identity_check

@@ -38,6 +38,7 @@ from tierfall.core.scheduler.group.messages import (
     kind_of,
     read_all,
 )
+from tierfall.core.scheduler.group.pins import Pins
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -54,7 +55,6 @@ from tierfall.core.types.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
 
-UNPIN_MARK = "unpin"
 DELETED = "deleted by a person"
 RETRY_S = 30.0
 ALL_RANKS = "other ranks"
@@ -94,6 +94,7 @@ class Commands:
         deleter: Deleter,
         admissions: Admissions,
         hooks: Hooks,
+        pins: Pins,
         unread: Collection[str],
     ) -> None:
         self._messages = GroupMessages(message_tree)
@@ -105,6 +106,7 @@ class Commands:
         self._deleter = deleter
         self._admissions = admissions
         self._hooks = hooks
+        self._pins = pins
         self._open: list[Command] = []
         self._retries: dict[CheckpointId, float] = {}
         self._deleted: set[CheckpointId] = set()
@@ -134,9 +136,17 @@ class Commands:
         logger.info("%s was deleted by a person: it is deleted from every tier", id)
         self._finish(CommandKind.DELETE, id)
 
-    def finish_pin(self, id: CheckpointId) -> None:
-        """Pin a checkpoint on every tier; for rank 0. Its pin was found, but not on all of them."""
-        self._finish(CommandKind.PIN, id)
+    def finish_pins(self) -> None:
+        """Write the pins that were found in memory, but not on every tier; for rank 0 at a start."""
+        self._pins.note_found()
+        for entry in self._pins.missing():
+            self._finish(CommandKind.PIN, entry.id)
+
+    def finish_unpins(self) -> None:
+        """Remove the pins from memory that a person has removed from the stored tiers; for rank 0."""
+        for entry in self._pins.removed():
+            if not any(c.id == entry.id for c in self._open):
+                self._finish(CommandKind.UNPIN, entry.id)
 
     def _finish(self, kind: CommandKind, id: CheckpointId) -> None:
         answer = partial(_log_failed, kind, id)
@@ -272,7 +282,7 @@ class Commands:
             entry.deleted = True  # whichever tiers accept the tombstone
             self._stop_flushes(entry)
         else:
-            self._note_in_memory(command, entry)
+            self._pin_in_memory(command, entry)
         for tier in self._held(command.id):
             if not removing and entry is not None:
                 entry.set_mark(tier, name, there=True)
@@ -327,23 +337,11 @@ class Commands:
             if entry.state(lane.tier) is CopyState.COMMITTED or lane.tier in entry.damage
         ] + partial
 
-    def _note_in_memory(self, command: Command, entry: LedgerEntry) -> None:
-        """Mark the images in memory, unless they bear the mark: marks are appended, and their room is bounded."""
-        host = self._ledger.host
-        pinning = command.kind is CommandKind.PIN
-        pinned = keys.PIN_MARK in entry.marks.get(host, ())
-        regions = [region for region in entry.regions if region.sealed]
-        if pinning == pinned or not (regions or entry.shards == ()):
-            return
-        name = keys.PIN_MARK if pinning else UNPIN_MARK
-        mark = Mark(name=name, checkpoint=entry.id, wall_time_s=command.wall_time_s)
+    def _pin_in_memory(self, command: Command, entry: LedgerEntry) -> None:
         try:
-            for region in regions:
-                region.add_mark(mark.encode())
+            self._pins.note(entry, command)
         except TierfallError as error:
-            command.failed[host] = error
-        else:
-            entry.set_mark(host, keys.PIN_MARK, there=pinning)
+            command.failed[self._ledger.host] = error
 
     def on_mark_written(self, task: ChangeMark, outcome: Outcome) -> None:
         """A mark was written or removed: that ends a pin or an unpin; a deletion goes on."""
@@ -424,8 +422,11 @@ class Commands:
     def _ended(self, part: _OwnPart, message: EndedCommand) -> None:
         command = part.command
         entry = self._ledger.entries.get(command.id)
+        done = set(self._held(command.id)) - set(message.failed)
+        if command.kind is CommandKind.PIN and entry is not None:
+            self._pins.note_written(entry, done)
         if command.kind is CommandKind.UNPIN and entry is not None:
-            for tier in set(self._held(command.id)) - set(message.failed):
+            for tier in done:
                 entry.set_mark(tier, keys.PIN_MARK, there=False)
         command.unmarked = message.unmarked
         command.deletes = False

@@ -26,6 +26,7 @@ class LedgerEntry:
     Copies: ``states`` and ``bytes``; ``verified``: this run wrote the copy, or compared all of it with its digests.
     ``damage`` tells what is wrong with a copy: it has no state and protects nothing, but occupies ``bytes`` and bears
     ``marks``; a ``repairable`` one is rewritten from a good copy. ``leases`` counts the tasks that read a copy.
+    ``pin_written_to``: the tiers that the pin in memory was written to.
 
     Flushes: ``owed``; ``uploaded_to``: this rank's image is there, but the commit waits for other ranks';
     ``commit_unknown_on``: a commit ended without a response; ``failures``; ``set_aside``: this start does not try the
@@ -63,6 +64,7 @@ class LedgerEntry:
     verified: set[str] = field(default_factory=set)
     repairable: set[str] = field(default_factory=set)
     leases: dict[str, int] = field(default_factory=dict)
+    pin_written_to: frozenset[str] = frozenset()
     owed: set[str] = field(default_factory=set)
     uploaded_to: set[str] = field(default_factory=set)
     commit_unknown_on: set[str] = field(default_factory=set)

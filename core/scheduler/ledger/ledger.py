@@ -83,6 +83,7 @@ class Ledger:
                 else:
                     entry.set_state(tier, copy.state, copy.bytes)
                 entry.marks[tier] = copy.marks
+                entry.pin_written_to |= copy.pin_written_to
             entry.overtaken.update(late.get(checkpoint.id, ()))
             self.entries[checkpoint.id] = entry
         listings = tuple(listings)
@@ -115,21 +116,6 @@ class Ledger:
     def _has(self, tier: str, id: CheckpointId) -> bool:
         entry = self.entries.get(id)
         return entry is not None and (tier in entry.states or tier in entry.damage)
-
-    def pinned_in_memory_alone(self) -> list[CheckpointId]:
-        """Return the checkpoints with a pin in memory, but not beside a copy on some stored tier: once the image leaves
-        memory, no pin protects that copy."""
-        return [
-            entry.id
-            for entry in self.ordered()
-            if keys.PIN_MARK in entry.marks.get(self.host, ()) and not entry.tombstoned
-            if any(
-                entry.has_record_on(rules.name)
-                and keys.PIN_MARK not in entry.marks.get(rules.name, ())
-                for rules in self.rules
-                if rules.name != self.host
-            )
-        ]
 
     def continue_from(self, checkpoint: CheckpointId | None, *, attempt: int) -> None:
         """Note what was restored, and the attempt that continues from it."""

@@ -360,7 +360,7 @@ def test_a_pin_that_is_there_is_not_written_again() -> None:
     assert world.memory.regions[0].marks() == ()
     for _ in range(3):
         assert world.order(CommandKind.PIN, FIRST) == {}
-    assert len(world.memory.regions[0].marks()) == 1
+    assert len(world.memory.regions[0].marks()) == 2  # the pin, and that nvme has it
 
 
 def test_a_deletion_takes_over_a_drop_that_had_failed() -> None:
@@ -654,3 +654,101 @@ def test_a_pin_found_in_the_memory_of_several_ranks_is_written_on_every_node() -
     run.settle()
     for disk in run.disks(NODE_TIER).values():
         assert [key for key in disk._objects if key.endswith(f"/{keys.PIN_MARK}")]
+
+
+def unpin_from_outside(world: World, *tiers: str) -> None:
+    """A person's unpin beside the trainer, from a process that cannot write its memory."""
+    for tier in tiers:
+        world.stores[tier].remove_mark(FIRST, keys.PIN_MARK)
+
+
+def save_three_more(world: World) -> None:
+    for step in (2, 3, 4):
+        world.save(step)
+        world.settle()
+
+
+def test_an_unpin_from_outside_is_not_undone_by_the_pin_that_memory_kept() -> None:
+    world = World([file_rules("nvme", retain_last=1), file_rules("store", retain_last=1)])
+    world.save(1)
+    world.settle()
+    assert world.order(CommandKind.PIN, FIRST) == {}
+    unpin_from_outside(world, "nvme", "store")
+    for _ in range(2):  # the trainer dies before it reads the marks
+        world.crash()
+        world.start()
+        world.settle()
+    assert world.stores["nvme"].marks(FIRST) == world.stores["store"].marks(FIRST) == frozenset()
+    save_three_more(world)
+    assert world.steps_on("nvme") == world.steps_on("store") == [4]
+
+
+def test_a_running_trainer_unpins_what_a_person_has_unpinned_on_the_tiers() -> None:
+    world = World([file_rules("nvme", retain_last=1)], memory_images=4)
+    world.save(1)
+    answer = give(world, CommandKind.PIN, FIRST)  # before its flush, which takes the pin along
+    world.settle()
+    assert answer == [{}]
+    unpin_from_outside(world, "nvme")
+    world.save(2)
+    world.settle()
+    assert not world.coordinator.ledger.entries[FIRST].pinned
+    save_three_more(world)
+    assert world.steps_on("nvme") == [4]
+
+
+def test_a_pin_that_a_kill_came_between_can_be_removed_from_outside() -> None:
+    """The tier has the pin, but memory does not know it yet."""
+    world = World([file_rules("nvme", retain_last=1)])
+    world.save(1)
+    world.settle()
+    give(world, CommandKind.PIN, FIRST)
+    task = next(task for task in world.tasks if isinstance(task, ChangeMark))
+    world.runner.run(task)
+    world.crash()
+    world.start()
+    world.settle()
+    assert world.stores["nvme"].marks(FIRST) == {keys.PIN_MARK}
+    unpin_from_outside(world, "nvme")
+    world.crash()
+    world.start()
+    world.settle()
+    save_three_more(world)
+    assert world.steps_on("nvme") == [4]
+
+
+def test_a_pin_on_one_tier_holds_while_a_person_has_removed_it_from_the_other() -> None:
+    world = World([file_rules("nvme", retain_last=1), file_rules("store", retain_last=1)])
+    world.save(1)
+    world.settle()
+    assert world.order(CommandKind.PIN, FIRST) == {}
+    unpin_from_outside(world, "nvme")  # the other tier did not answer, and the person was told
+    world.crash()
+    world.start()
+    save_three_more(world)
+    assert world.steps_on("nvme") == world.steps_on("store") == [1, 4]
+    unpin_from_outside(world, "nvme", "store")
+    world.crash()
+    world.start()
+    world.save(5)
+    world.settle()
+    assert world.steps_on("nvme") == world.steps_on("store") == [5]
+
+
+def test_an_unpin_from_outside_holds_on_every_rank() -> None:
+    run = Many((0, 1), [file_rules(NODE_TIER)])
+    for rank in run.ranks:
+        rank.save(1)
+    run.settle()
+    answer = run.ranks[0].order(CommandKind.PIN, FIRST)
+    run.settle()
+    assert answer == [{}]
+    for rank in run.ranks:
+        rank.stores[NODE_TIER].remove_mark(FIRST, keys.PIN_MARK)
+    for _ in range(2):
+        run.crash()
+        run.start()
+        run.settle()
+        assert not any(rank.coordinator.ledger.entries[FIRST].pinned for rank in run.ranks)
+    for disk in run.disks(NODE_TIER).values():
+        assert not [key for key in disk._objects if key.endswith(f"/{keys.PIN_MARK}")]
