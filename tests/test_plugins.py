@@ -270,7 +270,7 @@ def test_a_policy_without_settings_takes_none(value: Any) -> None:
         ({"evict": {"low": "50%"}}, r"evict: low has no effect without high; expected \{high: 90%"),
         ({"evict": {"high": "50%", "low": "60%"}}, "evict: high must be above 0%, and low no high"),
         ({"evict": {"high": "0%"}}, "evict: high must be above 0%"),
-        ({"evict": {"high": 0.9}}, "evict.high: 0.9 is not usable here; expected a share"),
+        ({"evict": {"high": 0.9}}, "evict.high: 0.9 is not a share; expected a share"),
         (
             {"evict": {"high": "90%"}, "capacity": None},
             r"^tiers\[1\]: evict.high is a share of the tier's capacity, which is not set",
