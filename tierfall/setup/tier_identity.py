@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -329,8 +329,10 @@ class TierIdentities:
             if tier.name in owned:
                 self._remember(tier, attempt, there)
         if leads:
-            without_id = {t.name: self._seen(t, "") for t in tiers if t.name not in there}
-            self._write_memory({**there, **without_id}, attempt.wall_time_s)
+            for tier in tiers:
+                with suppress(UnreachableError):  # nothing is remembered of it then
+                    there.setdefault(tier.name, self._seen(tier, ""))
+            self._write_memory(there, attempt.wall_time_s)
 
     def _assign_id(self, tier: FileTierConfig | ObjectTierConfig, attempt: Attempt) -> None:
         """Write a new id, the same on all ranks of a start that see the same files."""
