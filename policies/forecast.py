@@ -19,10 +19,10 @@ MARGIN = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BacklogForecast:
-    """By how many checkpoints a tier falls behind in an hour of this cadence (0: it keeps up, or its rate is unknown),
-    and the warning (None: none)."""
+    """By how many checkpoints a tier falls behind in an hour of this cadence (0: it keeps up; None: its rate or the
+    cadence is not known), and the warning (None: none)."""
 
-    behind: float = 0.0
+    behind: float | None = None
     warning: str | None = None
 
 

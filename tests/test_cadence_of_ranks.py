@@ -80,7 +80,7 @@ def committed(opener: Opener) -> list[list[int]]:
 def test_all_ranks_save_the_steps_that_rank_0_chose(
     opener: Opener, interval: dict[str, Any]
 ) -> None:
-    both = opener.all_open(interval=interval)
+    both = opener.all_open(interval={**interval, "at_end": False})
     training = Training(both, last=400)
     training.run()
     mine, others = training.saved
@@ -99,7 +99,7 @@ def test_all_ranks_save_the_steps_that_rank_0_chose(
 def test_a_signal_to_any_rank_saves_one_step_of_all(
     opener: Opener, signalled: tuple[int, ...]
 ) -> None:
-    both = opener.all_open(interval={"every": 10**6})
+    both = opener.all_open(interval={"every": 10**6, "at_end": False})
     training = Training(both, last=160)
     for rank in signalled:
         training.before_step[rank, 10] = lambda r=rank: both[r]._cadence.request("SIGTERM")  # type: ignore[misc]
@@ -117,7 +117,7 @@ def test_a_rank_that_hears_too_late_gives_the_step_up_for_all_at_once_and_hears_
 ) -> None:
     """Rank 1 is always 30 steps ahead of rank 0: what rank 0 announces it has passed, the first time."""
     monkeypatch.setattr(announced_steps, "AHEAD_S", 0.0)
-    both = opener.all_open(interval={"every": 10**6})
+    both = opener.all_open(interval={"every": 10**6, "at_end": False})
     heard = both[1]._cadence._others
     assert heard is not None
     for step in range(1, 31):
@@ -145,7 +145,7 @@ def test_a_rank_that_hears_too_late_gives_the_step_up_for_all_at_once_and_hears_
 
 
 def test_a_step_that_a_rank_saved_anyway_is_not_given_up_for_hearing_late(opener: Opener) -> None:
-    both = opener.all_open(interval={"every": 20})
+    both = opener.all_open(interval={"every": 20, "at_end": False})
     heard = both[1]._cadence._others
     assert heard is not None
     for step in range(1, 31):
@@ -164,7 +164,7 @@ def test_a_step_that_a_rank_saved_anyway_is_not_given_up_for_hearing_late(opener
 def test_a_rank_that_never_hears_saves_nothing_alone_and_nobody_hangs(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = opener.all_open(interval={"every": 10**6}, max_wait="1s")
+    both = opener.all_open(interval={"every": 10**6, "at_end": False}, max_wait="1s")
     monkeypatch.setattr(both[1]._cadence._others, "_messages", _Deaf())
     training = Training(both, last=160)
     training.before_step[0, 10] = lambda: both[0]._cadence.request("SIGTERM")
@@ -196,7 +196,7 @@ def test_what_was_announced_before_a_restore_is_not_saved_after_it(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AnnouncedSteps, "lead_steps", lambda self, pace_s: 50)
-    both = opener.all_open(interval={"every": 10**6})
+    both = opener.all_open(interval={"every": 10**6, "at_end": False})
     for ckpt in both:
         ckpt.save(1, state_of(1))
     wait_until(

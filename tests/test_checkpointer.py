@@ -80,7 +80,8 @@ def test_a_run_that_is_interrupted_and_goes_on_is_the_run_that_was_not(
 ) -> None:
     whole: list[float] = []
     train({**make_config(whole={}, run="whole"), "interval": {"every": 4}}, 12, whole)
-    config = {**make_config(disk={}, far={"flush": {"every": 2}}), "interval": {"every": 4}}
+    interval = {"every": 4, "at_end": False}  # as if it were killed
+    config = {**make_config(disk={}, far={"flush": {"every": 2}}), "interval": interval}
     parts: list[float] = []
     assert train(config, 10, parts) == 0
     assert parts == whole[:10]
@@ -96,9 +97,9 @@ def test_a_run_that_is_interrupted_and_goes_on_is_the_run_that_was_not(
 
 def test_maybe_save_asks_the_cadence(make_config: MakeConfig, tmp_path: Path) -> None:
     with tierfall.open({**make_config(), "interval": {"every": 3}}) as ckpt:
-        told = [ckpt.maybe_save(step, state_of(step)) for step in range(8)]
-    assert [handle.step for handle in told if handle is not None] == [3, 6]
-    assert steps_on(tmp_path / "disk") == [3, 6]
+        handles = [ckpt.maybe_save(step, state_of(step)) for step in range(8)]
+    assert [handle.step for handle in handles if handle is not None] == [3, 6]
+    assert steps_on(tmp_path / "disk") == [3, 6, 7]  # and close saves the last step
 
 
 def test_block_returns_when_the_last_tier_of_this_step_has_it(

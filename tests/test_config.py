@@ -195,6 +195,76 @@ def test_nulls_stand_for_defaults() -> None:
     assert load_config(config_of(interval=nulls)) == load_config(config_of())
 
 
+def test_a_relative_path_in_a_file_starts_at_the_folder_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run finds its checkpoints from wherever it is started; in a dict it starts at the working directory."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "tiers.yaml").write_text("{run: r, tiers: ../never}")
+    file = tmp_path / "job" / "tiers.yaml"
+    file.write_text(
+        "run: r\nevents: e.jsonl\ntiers:\n"
+        "  - {name: host, kind: host, folder: ../memory}\n"
+        "  - {name: disk, kind: file, path: c}\n"
+    )
+    (tmp_path / "linked.yaml").symlink_to(file)
+    for folder, written in (
+        (tmp_path, "job/tiers.yaml"),
+        (tmp_path / "job", "tiers.yaml"),
+        (Path("/"), file),
+    ):
+        monkeypatch.chdir(folder)
+        config = load_config(written)
+        assert config.stored[0].path == tmp_path / "job" / "c"
+        assert config.events is not None
+        assert config.events.path == tmp_path / "job" / "e.jsonl"
+        assert config.host.folder is not None
+        assert config.host.folder.resolve() == tmp_path / "memory"
+    assert load_config(tmp_path / "linked.yaml").stored[0].path == tmp_path / "c"
+
+
+def test_an_address_alone_is_an_object_store() -> None:
+    host, store = load_config(config_of(tiers="s3://bucket/prefix")).tiers
+    assert (host.kind, store.kind) == ("host", "object")
+    assert (
+        store
+        == load_config(
+            config_of(
+                tiers=[HOST, {"name": "store", "kind": "object", "url": "s3://bucket/prefix"}]
+            )
+        ).tiers[1]
+    )
+
+
+def test_a_tier_inside_another_ones_folder_is_refused(tmp_path: Path) -> None:
+    tiers = [
+        HOST,
+        {"name": "a", "kind": "file", "path": "c"},
+        {"name": "b", "kind": "file", "path": "c/d/"},
+    ]
+    for written in (tiers, [HOST, *reversed(tiers[1:])]):
+        with pytest.raises(ConfigError, match=r"path: inside the folder of tiers\[[12]\]"):
+            load_config(config_of(tiers=written))
+    (tmp_path / "link").symlink_to(tmp_path)
+    inside = [
+        {"name": "a", "kind": "file", "path": tmp_path},
+        {"name": "b", "kind": "file", "path": tmp_path / "link/x"},
+    ]
+    with pytest.raises(ConfigError, match="inside the folder"):
+        load_config(config_of(tiers=[HOST, *inside]))
+    beside = [
+        {"name": "a", "kind": "file", "path": "c"},
+        {"name": "b", "kind": "file", "path": "c2"},
+    ]
+    load_config(config_of(tiers=[HOST, *beside]))
+
+
+def test_a_tab_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tiers.yaml").write_text("run: r\ntiers:\n\t- name: host\n")
+    with pytest.raises(ConfigError, match=r"tiers.yaml:3:1: a tab; YAML is indented with spaces"):
+        load_config(tmp_path / "tiers.yaml")
+
+
 def test_paths_are_absolute_and_the_home_folder_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +376,7 @@ def test_a_dict_has_places_and_no_lines() -> None:
         ({"run": "x"}, "tiers: missing"),
         (config_of(run="../x"), "^run: '../x' is not a usable name"),
         (config_of(run=7), 'run: 7 is not a name; .*put it in quotes: "7"'),
-        (config_of(run=None), "run: nothing is not a name"),
+        (config_of(run=None), "run: an empty value is not a name"),
         (config_of(tiers=[]), "tiers: the list is empty; expected at least a tier of kind host"),
         (config_of(tiers=7), "tiers: 7 does not fit; expected a list"),
         (config_of(tiers=[7]), r"tiers\[0\]: 7 does not fit; expected a mapping"),
@@ -388,7 +458,7 @@ def test_a_dict_has_places_and_no_lines() -> None:
         (config_of(zebra=1), "zebra: unknown key; expected one of run, plugins, interval"),
         (
             host_of(retain={"last": 3}),
-            "retain: unknown key of a host tier; expected one of name, kind, capacity",
+            "retain: unknown key of a host tier; it is a key of a file or an object tier",
         ),
         (host_of(capacity="16GIB"), r'capacity: unknown unit "GIB" \(did you mean "GiB"\?\)'),
         (host_of(capacity=0), "capacity: 0 bytes are not a size"),
@@ -401,7 +471,10 @@ def test_a_dict_has_places_and_no_lines() -> None:
             r'tiers\[0\].when_full: "supercede" .*; did you mean "supersede"\?',
         ),
         (host_of(when_full=True), "when_full: true does not fit; expected one of wait, skip"),
-        (host_of(when_full=None), "when_full: nothing does not fit; expected one of wait, skip"),
+        (
+            host_of(when_full=None),
+            "when_full: an empty value does not fit; expected one of wait, skip",
+        ),
         (tier_of(path=""), 'path: "" is not a path; expected a folder such as ./checkpoints'),
         (tier_of(path="a\0b"), "path: not a path as text"),
         (tier_of(path="\ud800"), "path: .* is not a usable path"),
@@ -426,7 +499,7 @@ def test_a_dict_has_places_and_no_lines() -> None:
         (tier_of(bandwidth=0), "bandwidth: 0 bytes per second is not a rate"),
         (
             tier_of(flush=None),
-            r"flush: nothing does not fit; expected a mapping such as \{every: 1\}",
+            r"flush: an empty value does not fit; expected a mapping such as \{every: 1\}",
         ),
         (
             tier_of(retain={"last": "many"}),
@@ -437,6 +510,37 @@ def test_a_dict_has_places_and_no_lines() -> None:
             r'compress.codec: "zst" does not fit; .*did you mean "zstd"\?',
         ),
         (tier_of(name="a/b"), "name: .*is not a usable name"),
+        # A key at the wrong level
+        (config_of(retain={"last": 3}), "retain: unknown key; it is a key of a tier: write it in"),
+        (config_of(every=10), "every: unknown key; it belongs under interval"),
+        (config_of(deadline="5s"), "deadline: unknown key; it belongs under drain"),
+        (tier_of(last=3), "last: unknown key of a file tier; it belongs under retain"),
+        (tier_of(codec="zstd"), "codec: unknown key of a file tier; it belongs under compress"),
+        (tier_of(every=3), "every: unknown key of a file tier; it belongs under flush or retain"),
+        (tier_of(interval={"every": 3}), "interval: unknown key of .*; it belongs at the top"),
+        (tier_of(url="s3://b"), "url: unknown key .* of an object tier: write kind: object"),
+        (
+            tier_of(kind="object", url="s3://b", endpoint="http://x"),
+            r"endpoint: unknown key .* under options: options: \{endpoint_url: ...\}",
+        ),
+        # What people call a tier
+        (tier_of(kind="s3"), 'kind: "s3" does not fit; .*did you mean "object"'),
+        (tier_of(kind="NVMe"), 'kind: "NVMe" does not fit; .*did you mean "file"'),
+        (host_of(kind="ram"), 'kind: "ram" does not fit; .*did you mean "host"'),
+        (config_of(tiers=["./c"]), r"tiers\[0\]: .* a mapping such as \{name: disk, kind: file"),
+        (tier_of(path="s3://key:secret@b/c"), r"path: s3://... is an address; .*kind: object, url"),
+        (host_of(folder="s3://b/c"), "folder: s3://... is an address"),
+        (config_of(events="s3://b/c"), "events.path: s3://... is an address; expected a file"),
+        # Units
+        (tier_of(bandwidth="100Mbit/s"), "'100Mbit/s' counts bits; .*: 12.5MB/s"),
+        (tier_of(bandwidth="8 Gbps"), "'8 Gbps' counts bits; .*: 1GB/s"),
+        (tier_of(bandwidth="1Gb/s"), "'1Gb/s' counts bits; .*: 0.125GB/s"),
+        (tier_of(max_wait="1m30s"), "'1m30s' has two units; expected one: 90s"),
+        (tier_of(capacity="3 gigabytes"), 'unknown unit "gigabytes" .did you mean "GB"'),
+        (config_of(interval={"every": "100 steps"}), "a number of steps has no unit; expected 100"),
+        (config_of(interval={"every": "1e3"}), '"1e3" does not fit; expected a whole number of'),
+        (config_of(interval={"every": "1h30m"}), "'1h30m' has two units; expected one: 90m"),
+        (config_of(interval={"overhead": 0.05}), "0.05 is not a share; expected .* such as 5%"),
     ],
 )
 def test_what_is_wrong_is_refused_with_what_was_expected(

@@ -55,7 +55,7 @@ def deterministic() -> Iterator[None]:
 def chain_in(folder: Path) -> dict[str, Any]:
     return {
         "run": "exact",
-        "interval": {"every": EVERY},
+        "interval": {"every": EVERY, "at_end": False},  # as if it were killed
         "tiers": [
             {"name": "host", "kind": "host", "folder": str(folder / "memory")},
             {"name": "disk", "kind": "file", "path": str(folder / "disk")},

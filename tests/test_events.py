@@ -205,7 +205,7 @@ def test_rank_0_writes_for_all_or_each_rank_a_file_of_its_own(
     [
         ({"path": "e.jsonl", "max": "1KiB"}, "events.max", "64 KiB or more"),
         ({"path": "e-{host}.jsonl"}, "events.path", '"{host}" is not a placeholder'),
-        ("s3://bucket/events.jsonl", "events.path", "an address cannot be appended to"),
+        ("s3://bucket/events.jsonl", "events.path", "is an address; expected a file"),
         ({"max": "1MiB"}, "events.path", "missing"),
         ({"path": "e.jsonl", "maximum": 1}, "events.maximum", 'did you mean "max"'),
         (7, "events", "expected"),

@@ -37,7 +37,7 @@ def test_without_an_interval_saves_take_a_small_share_and_the_first_comes_soon(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     pause = threading.Event()
-    with tierfall.open(make_config()) as ckpt:
+    with tierfall.open({**make_config(), "interval": {"at_end": False}}) as ckpt:
         for step in range(1, 31):
             pause.wait(0.002)
             ckpt.maybe_save(step, state_of(step))
@@ -298,3 +298,60 @@ def test_a_training_without_a_step_ends_without_one(
     with caplog.at_level(logging.WARNING), tierfall.open(at_end(make_config)):
         pass
     assert "last step" not in caplog.text
+
+
+def test_the_last_step_is_saved_by_default(make_config: MakeConfig, tmp_path: Path) -> None:
+    with tierfall.open({**make_config(), "interval": {"every": 10}}) as ckpt:
+        for step in range(1, 96):
+            ckpt.maybe_save(step, state_of(step))
+    assert steps_on(tmp_path / "disk")[-2:] == [90, 95]
+    with tierfall.open({**make_config(), "interval": {"every": 10, "at_end": False}}) as ckpt:
+        ckpt.restore(blank())
+        ckpt.maybe_save(96, state_of(96))
+    assert steps_on(tmp_path / "disk")[-2:] == [90, 95]
+
+
+def test_a_later_step_that_was_saved_by_hand_is_the_last_one(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tierfall.open(at_end(make_config)) as ckpt:
+        ckpt.maybe_save(1, state_of(1))
+        ckpt.save(100, state_of(100), tags=["final"])
+    assert steps_on(tmp_path / "near") == [100]
+    assert "not saved" not in caplog.text
+
+
+def test_close_says_which_checkpoint_is_the_newest_and_where(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="tierfall")
+    with tierfall.open(at_end(make_config)):
+        pass
+    assert caplog.messages[-1] == "run run is closed; no tier has a checkpoint of it"
+    with tierfall.open(at_end(make_config)) as ckpt:
+        for step in range(1, 7):
+            ckpt.maybe_save(step, state_of(step))
+    assert caplog.messages[-1] == "run run is closed; its newest checkpoint is 6@2, on near, far"
+    with tierfall.open(at_end(make_config)) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(7, state_of(7))
+    assert caplog.messages[-1] == "run run is closed; its newest checkpoint is 7@3, on near"
+
+
+def test_a_run_of_host_memory_alone_is_warned_of_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {
+        "run": "r",
+        "tiers": [{"name": "host", "kind": "host", "folder": str(tmp_path), "capacity": "1MiB"}],
+    }
+    with tierfall.open(config) as ckpt:
+        assert "run r has host memory alone" in caplog.text
+        ckpt.maybe_save(1, state_of(1))
+    caplog.set_level(logging.INFO, logger="tierfall")
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        report = ckpt.restore(state)
+        assert report is not None
+        assert report.step == 1
+    assert caplog.messages[-1] == "run r is closed; its newest checkpoint is 1@1, on host"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from tierfall.setup.launcher import find_ranks, find_transport
 from tierfall.setup.lineage import as_step
 from tierfall.setup.tiers import SHARD
 
+logger = logging.getLogger("tierfall")
 _YAML = (".yaml", ".yml")
 LOAD_CHUNKS = 2
 """Chunks that ``load`` has in memory beside its result."""
@@ -55,6 +57,12 @@ def open(
     settings = load_config(config, run=run)
     ranks = find_ranks(settings, run=settings.run, process_group=process_group)
     connect = find_transport() if ranks.many else None
+    if not settings.stored and ranks.topology.is_root:
+        logger.warning(
+            "run %s has host memory alone: a checkpoint survives the loss of this process, and not a restart of the "
+            "machine. Add a tier of kind file or object",
+            settings.run,
+        )
     return Checkpointer(settings, run=settings.run, fresh=fresh, ranks=ranks, connect=connect)
 
 

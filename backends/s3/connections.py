@@ -201,8 +201,24 @@ def _answering(url: SplitResult) -> Iterator[None]:
     try:
         yield
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise NoAnswerError(f"{reason} at {_server(url)}") from None
+        reason, hint = _describe(error)
+        raise NoAnswerError(f"{reason} at {_server(url)}{hint}") from None
+
+
+def _describe(error: OSError | http.client.HTTPException) -> tuple[str, str]:
+    """Describe why a server gave no answer, without anything that was sent, and what to look at."""
+    reason = str(getattr(error, "strerror", None) or type(error).__name__)
+    match error:
+        case socket.gaierror():
+            return reason, " (a host name without an address: is endpoint_url right?)"
+        case ConnectionRefusedError():
+            return reason, " (no server accepts connections there: is endpoint_url right?)"
+        case ssl.SSLCertVerificationError():
+            return f"a certificate that is not trusted ({error.verify_message})", ""
+        case ssl.SSLError() if error.reason == "WRONG_VERSION_NUMBER":
+            return "no TLS", " (the server answers by http: is endpoint_url http://?)"
+        case _:
+            return reason, ""
 
 
 def _send_request(connection: Connection, request: Any, target: str) -> None:

@@ -37,6 +37,7 @@ from tierfall.backends.s3.client import S3Client, translated
 from tierfall.backends.s3.connections import Connections, tls_context
 from tierfall.backends.toolkit.keys import place_below
 from tierfall.core.types.errors import ConfigError, TierfallError
+from tierfall.core.types.text import hint_at
 
 # One try, because wrappers retry; no checksums that stores other than Amazon's may not support; bounded waits.
 _DEFAULTS = {
@@ -54,6 +55,18 @@ _S3_NAMES = frozenset(
     ("addressing_style", "payload_signing_enabled", "us_east_1_regional_endpoint", "use_accelerate_endpoint")
     + ("use_arn_region", "use_dualstack_endpoint")
 )  # fmt: skip
+_NAMES = (
+    ("key", "secret", "token", "anon", "profile", "endpoint_url", "use_ssl", "requester_pays", "s3_additional_kwargs")
+    + ("client_kwargs", "config_kwargs")
+)  # fmt: skip
+# What other libraries call them.
+_SAME = {
+    **dict.fromkeys(("access_key", "access_key_id", "aws_access_key_id"), "key"),
+    **dict.fromkeys(("secret_key", "secret_access_key", "aws_secret_access_key"), "secret"),
+    **dict.fromkeys(("session_token", "aws_session_token"), "token"),
+    **dict.fromkeys(("endpoint", "url", "host"), "endpoint_url"),
+    **dict.fromkeys(("region", "region_name"), "client_kwargs: {region_name: ...}"),
+}
 # Options of s3fs for its own files and caches, which this client does not have.
 _WITHOUT_EFFECT = frozenset(
     ("cache_regions", "default_block_size", "default_cache_type", "default_fill_cache", "fixed_upload_size")
@@ -169,10 +182,13 @@ def _client_words(options: dict[str, Any], what: str) -> dict[str, Any]:
             words[name] = os.environ[variable]
     if words.get("endpoint_url"):
         words["endpoint_url"] = _checked_endpoint(words["endpoint_url"], what)
-    unknown = ", ".join(sorted(options.keys() - _WITHOUT_EFFECT))
+    unknown = sorted(options.keys() - _WITHOUT_EFFECT)
     if unknown:
+        same = _SAME.get(unknown[0])
+        near = f'; did you mean "{same}"?' if same else hint_at(unknown[0], _NAMES)
         raise ConfigError(
-            f"{what}: unknown options {unknown}; docs/object-stores.md lists those of s3://"
+            f"{what}: unknown options {', '.join(unknown)}{near or ';'} known are {', '.join(_NAMES)} "
+            "(docs/object-stores.md)"
         )
     return words
 

@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierfall.core.capture.gradients import GradientWatch
@@ -71,6 +72,16 @@ class Barrier:
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """The hook. ``torch.compile`` of a step must not trace what it calls: that would compile this package."""
+        traced = set_eval_frame(None)
+        try:
+            self._at_step(optimizer, args, kwargs)
+        finally:
+            set_eval_frame(traced)
+
+    _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # nor is the hook inlined
+
+    def _at_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if os.getpid() != self._pid:
             return
         if is_recording():

@@ -24,7 +24,9 @@ from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.capture.storage_watch import StorageWatch
 from tierfall.core.format.commit_files import raw_files
 from tierfall.core.format.records import Commit, Manifest
+from tierfall.core.runtime.holds import Holds
 from tierfall.core.types.errors import CaptureError, StateChangedError
+from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
@@ -44,12 +46,14 @@ class Capturer:
         post: Callable[[CaptureFailed | CaptureSealed], None],
         max_wait_s: float,
         name: str,
+        holds: Holds | None = None,
         checked: bool = True,
         on_step: Callable[[torch.optim.Optimizer], None] = ignore_step,
     ) -> None:
-        """``on_step``: see ``Barrier``."""
+        """``holds`` records what training waits for; ``on_step``: see ``Barrier``."""
         self._post = post
         self._max_wait_s = max_wait_s
+        self._holds = holds or Holds()
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._current: Snapshot | None = None
         self._seal_lock = threading.Lock()
@@ -144,7 +148,9 @@ class Capturer:
                     _waited_too_long(snapshot, timeout), even_if_hashed=not snapshot.past_barrier
                 )
             elif snapshot is not None:
-                self._wait_copied(snapshot, timeout, deadline, in_order=in_order)
+                what = f"the capture of step {snapshot.id.step}"
+                with self._holds.hold(what, partial(_describe_progress, snapshot)):
+                    self._wait_copied(snapshot, timeout, deadline, in_order=in_order)
         finally:
             if is_locked:
                 self._waiting.release()
@@ -358,6 +364,11 @@ def _as_raisable(snapshot: Snapshot, error: BaseException) -> Exception:
     failure = _interrupted(snapshot, error)
     failure.__cause__ = error
     return failure
+
+
+def _describe_progress(snapshot: Snapshot) -> str:
+    left, total = snapshot.copier.left_bytes, snapshot.geometry.image_bytes
+    return f"the state must not change until it is copied; {format_size(left)} of {format_size(total)} are left"
 
 
 def as_capture_error(id: CheckpointId, error: BaseException) -> BaseException:

@@ -43,7 +43,7 @@ DEVICE_POLL_S = 0.0005
 
 
 def chunk_digest(view: memoryview) -> str:
-    """The XXH3-128 digest of a chunk's bytes, in the form of manifests."""
+    """The XXH3-128 digest of a chunk, as in manifests."""
     return DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(view)
 
 
@@ -281,6 +281,11 @@ class ImageCopier:
         with self._lock:
             return not (self._segments or self._copies.segments)
 
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of the image that are not copied yet."""
+        return sum(self._missing)
+
     def reads(self, address: int, length: int) -> bool:
         """Whether a lazily captured tensor begins in this memory."""
         if self._addresses is None:
@@ -307,11 +312,10 @@ class ImageCopier:
 
     def _wait_copied(self, deadline: float | None) -> bool:
         while (copy := self._copies.first) is not None:
-            if deadline is not None:
-                while not copy.event.is_done():
-                    if time.monotonic() >= deadline:
-                        return False
-                    time.sleep(DEVICE_POLL_S)
+            while deadline is not None and not copy.event.is_done():
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(DEVICE_POLL_S)
             self._complete(copy)
         return True
 

@@ -132,7 +132,19 @@ class SaveHandle:
             return name in self._done
 
     def __repr__(self) -> str:
-        return f"<SaveHandle step={self.step} attempt={self.attempt} outcome={self.outcome}>"
+        with self._lock:
+            done, failed = sorted(self._done), dict(self._failed)
+            outcome, captured, failure = self._outcome, self._captured, self._failure
+        parts = [f"step {self.step} (attempt {self.attempt}): {outcome}"]
+        parts += ["captured"] if captured else []
+        parts += [f"on {', '.join(done)}"] if done else []
+        parts += [f"not on {tier}: {error}" for tier, error in failed.items()]
+        parts += [str(failure)] if failure is not None else []
+        return f"<SaveHandle of {', '.join(parts)}>"
+
+    def __dir__(self) -> list[str]:
+        """The names for a training loop, without those for capture and coordinator."""
+        return [name for name in super().__dir__() if not name.startswith(("on_", "add_"))]
 
     # For capture and coordinator -------------------------------------------------------------------
 

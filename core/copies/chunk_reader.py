@@ -26,6 +26,7 @@ from tierfall.core.runtime.buffers import Buffer, BufferPool, allocate, is_being
 from tierfall.core.runtime.streams import Streams
 from tierfall.core.runtime.threads import run_in_threads
 from tierfall.core.types.errors import BackendError, IntegrityError, KeyNotFoundError, TierfallError
+from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
@@ -73,6 +74,14 @@ class ReadTally:
         """Add bytes that another rank read from the tier and sent."""
         with self.lock:
             self.received[tier, rank] = self.received.get((tier, rank), 0) + bytes
+
+    def describe(self) -> str:
+        """Return how much was read so far, and from where."""
+        with self.lock:
+            read = [f"{format_size(n)} from {tier}" for tier, n in self.bytes.items()]
+            received = sum(self.received.values())
+        read += [f"{format_size(received)} from other ranks"] if received else []
+        return f"{', '.join(read) or 'nothing'} is read so far"
 
     def add_skipped(self, what: str, reason: object) -> None:
         with self.lock:

@@ -31,7 +31,7 @@ from tierfall.core.image.tree import (
     ValueNode,
     leaves,
 )
-from tierfall.core.tensors import numpy_values, tensors, value_codec
+from tierfall.core.tensors import builtin_codecs, numpy_values, tensors, value_codec
 from tierfall.core.tensors.value_codec import MAPPING_TYPES
 from tierfall.core.types.errors import IntegrityError, RestoreError
 
@@ -238,7 +238,7 @@ class Builder:
         except ValueError as error:
             raise IntegrityError(f"{self.header.what}: a value is damaged: {error}") from error
 
-    def _codec(self, name: str) -> value_codec.ValueCodec:
+    def _codec(self, name: str) -> builtin_codecs.ValueCodec:
         found = value_codec.codec_named(name)
         if found is None:
             raise RestoreError(
@@ -261,8 +261,8 @@ class _NameCheck:
         return None
 
     def registered(self, name: str, value: object) -> object:
-        self._builder._codec(name)
-        return None
+        codec = self._builder._codec(name)
+        return codec.decode(value) if name.startswith(builtin_codecs.CLASSES) else None
 
 
 class _BlobReader:

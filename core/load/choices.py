@@ -20,8 +20,8 @@ from tierfall.core.image.tree import (
     ValueNode,
     leaves,
 )
+from tierfall.core.tensors import builtin_codecs, value_codec
 from tierfall.core.tensors import names as naming
-from tierfall.core.tensors import value_codec
 from tierfall.core.types.errors import RestoreError
 
 
@@ -170,7 +170,7 @@ def key_names(value: object, name: str) -> Iterator[str]:
         for key, child in value.items():  # type: ignore[attr-defined]
             try:
                 below = naming.join(name, naming.component(key))
-            except value_codec.NotEncodableError:  # no checkpoint has such a key
+            except builtin_codecs.NotEncodableError:  # no checkpoint has such a key
                 continue
             yield below
             yield from key_names(child, below)

@@ -21,7 +21,7 @@ from tierfall.core.state import modules
 from tierfall.core.state.item import unwrap
 from tierfall.core.state.modules import Scans
 from tierfall.core.state.state_dicts import is_stateful
-from tierfall.core.tensors import names, value_codec
+from tierfall.core.tensors import builtin_codecs, names, value_codec
 
 Action = Callable[[], None]
 Setter = Callable[[object], None]
@@ -111,7 +111,7 @@ class RestoreWork:
 def _names_of(key: Any, value: object) -> Iterator[str]:
     try:
         name = names.component(key)
-    except value_codec.NotEncodableError:
+    except builtin_codecs.NotEncodableError:
         return
     yield name
     yield from live_names(value, name)

@@ -23,6 +23,7 @@ from tierfall.core.types.errors import TierfallError, UnreachableError
 logger = logging.getLogger("tierfall")
 
 POLL_S = 0.005
+SLOW_S = 1.0
 INTERRUPT_S = 0.1
 """Seconds after which a wait looks whether its thread was interrupted."""
 K = TypeVar("K")
@@ -78,12 +79,14 @@ class BoundedCalls:
         doing: str,
         last_answer_s: Callable[[str], float] = lambda name: -math.inf,
         too_late: Callable[[T], None] = lambda value: None,
+        log_slow: bool = False,
     ) -> dict[str, CallResult[T]]:
         """Make all calls in parallel; return their results in the given order.
 
         A call counts as unreachable ``bounds_s`` seconds after it began, or after its tier last answered another call
         (``last_answer_s``, on the monotonic clock), whichever is later. A value that it returns after that is passed to
-        ``too_late`` on the call's own thread. A tier whose previous call has not returned is unreachable at once.
+        ``too_late`` on the call's own thread. A tier whose previous call has not returned is unreachable at once. With
+        ``log_slow``, tiers that have not answered after SLOW_S are logged.
         """
         finished: queue.SimpleQueue[str] = queue.SimpleQueue()
         made: dict[str, _Call] = {}
@@ -97,7 +100,7 @@ class BoundedCalls:
                 else:
                     made[name] = _Call(bound_s=bounds_s[name], began_s=time.monotonic())
                     _start_call(name, made[name], function, finished, too_late)
-            for name in self._wait(made, finished, last_answer_s):
+            for name in self._wait(made, finished, last_answer_s, doing if log_slow else None):
                 is_late = self._late.get(name) is made[name]
                 results[name] = (
                     _timeout_error(name, doing, bounds_s[name]) if is_late else made[name].result
@@ -118,9 +121,11 @@ class BoundedCalls:
         made: Mapping[str, _Call],
         finished: queue.SimpleQueue[str],
         last_answer_s: Callable[[str], float],
+        log_as: str | None,
     ) -> Iterator[str]:
-        """Yield each name once its call has returned or is abandoned."""
+        """Yield each name once its call has returned or is abandoned. Slow ones are logged as ``log_as``, if given."""
         waiting = dict(made)
+        log_s = math.inf if log_as is None else time.monotonic() + SLOW_S
         interrupt = interrupt_of_thread()
         while waiting:
             if interrupt is not None and interrupt.is_set():
@@ -134,7 +139,10 @@ class BoundedCalls:
                 if _pop(waiting[name].end_token):  # else it is returning right now
                     self._late[name] = waiting.pop(name)
                     yield name
-            wait_s = min((left_s[n] for n in waiting), default=0.0)
+            if waiting and now_s >= log_s:
+                logger.info("%s: still waiting for an answer of %s", log_as, ", ".join(waiting))
+                log_s = math.inf
+            wait_s = min(log_s - now_s, *(left_s[n] for n in waiting)) if waiting else 0.0
             if interrupt is not None:
                 wait_s = min(wait_s, INTERRUPT_S)
             if waiting and (name := _next(finished, wait_s)):

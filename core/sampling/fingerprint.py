@@ -28,12 +28,12 @@ from tierfall.core.tensors import names, value_codec
 from tierfall.core.tensors.dtensor import any_sharded, local_tensor
 from tierfall.core.tensors.tensors import readable_bytes
 
-TENSORS_MIN = 256
+TENSORS_MIN = 64
 TENSOR_S = 2e-6
 """Estimated time per tensor."""
-STEP_SHARE = 0.01
+STEP_SHARE = 0.001
 """Fraction of a training step that a fingerprint may take."""
-LEAST_S = 5e-4
+LEAST_S = 1e-4
 """Time that a fingerprint may take regardless of the step's duration."""
 LINE_S = 5e-8
 """Estimated time per cache line."""

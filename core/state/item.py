@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from tierfall.core.tensors import names, value_codec
+from tierfall.core.tensors import builtin_codecs, names, value_codec
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import Changes
 
@@ -74,7 +74,7 @@ def resize_rules(state: object, name: str = "", depth: int = 0) -> dict[str, OnR
         is_mapping = type(state) in value_codec.MAPPINGS
         for key, value in value_codec.children(state):
             # planning refuses an invalid key, with its path
-            with suppress(value_codec.NotEncodableError):
+            with suppress(builtin_codecs.NotEncodableError):
                 part = names.component(key) if is_mapping else str(key)
                 rules.update(resize_rules(value, names.join(name, part), depth + 1))
     return rules

@@ -15,7 +15,7 @@ from torch import nn
 from tierfall.core.state.tensor_table import TensorTable
 from tierfall.core.state.view import DECLARED, NO_OWNER, Node
 from tierfall.core.state.walk_cache import WalkCache
-from tierfall.core.tensors import names, numpy_values, tensors, value_codec
+from tierfall.core.tensors import builtin_codecs, names, numpy_values, tensors, value_codec
 from tierfall.core.tensors.dtensor import (
     LocalBlocks,
     NotOneBlockError,
@@ -45,6 +45,8 @@ def call_user_code(call: Callable[[], T], what: str, trail: Trail) -> T:
     """Call a method of the user's; a CaptureError names the path if it raises."""
     try:
         return call()
+    except builtin_codecs.NotEncodableError as error:
+        refuse(trail, f"cannot be saved: {error}; {_ADVICE}")
     except Exception as error:
         reason = f"cannot be saved: its {what} raised {type(error).__name__}: {error}"
         raise refusal(trail, reason) from error
@@ -59,6 +61,15 @@ class PlainValue:
     def __init__(self, coded: Coded, blobs: Sequence[tuple[dict[str, Any], int]] = ()) -> None:
         self.coded = coded
         self.blobs = blobs
+
+    @staticmethod
+    def are(found: list[Any]) -> bool:
+        return all(type(child) is PlainValue for child in found)
+
+    @classmethod
+    def join(cls, coded: Coded, found: list[PlainValue]) -> PlainValue:
+        """Return the plain value of a container, which has the blobs of its children."""
+        return cls(coded, [blob for child in found for blob in child.blobs])
 
 
 class Leaves:
@@ -88,7 +99,13 @@ class Leaves:
     def atom(self, value: object, trail: Trail) -> Coded:
         try:
             return value_codec.encode_atom(value)
-        except value_codec.NotEncodableError as error:
+        except builtin_codecs.NotEncodableError as error:
+            refuse(trail, f"cannot be saved: {error}; {_ADVICE}")
+
+    def builtin_codec(self, value: object, trail: Trail) -> builtin_codecs.ValueCodec | None:
+        try:
+            return builtin_codecs.codec_of(value)
+        except builtin_codecs.NotEncodableError as error:
             refuse(trail, f"cannot be saved: {error}; {_ADVICE}")
 
     def key(self, key: object, trail: Trail) -> str | tuple[str]:

@@ -21,8 +21,8 @@ from torch import nn
 from tierfall.core.state.item import Item
 from tierfall.core.state.module_tree import KnownModuleTree, ModuleTree, tree_of
 from tierfall.core.state.view import NO_OWNER
+from tierfall.core.tensors import builtin_codecs, tensors, value_codec
 from tierfall.core.tensors import names as naming
-from tierfall.core.tensors import tensors, value_codec
 from tierfall.core.tensors.dtensor import local_tensor
 
 EXTRA_STATE = "_extra_state"
@@ -342,7 +342,7 @@ def _find(
 def _may_name(key: object) -> bool:
     try:
         naming.component(key)
-    except value_codec.NotEncodableError:
+    except builtin_codecs.NotEncodableError:
         return False  # the walk refuses it, with its path
     return True
 

@@ -25,9 +25,9 @@ from tierfall.core.state.view import NO_OWNER, UNSHARED, Node, StateView
 from tierfall.core.state.walk_cache import WalkCache, take_fingerprints
 from tierfall.core.tensors import names as naming
 from tierfall.core.tensors import numpy_values, rng, tensors, value_codec
+from tierfall.core.tensors.builtin_codecs import ValueCodec
 from tierfall.core.tensors.dtensor import Branch, LocalBlocks, any_sharded, is_sharded
 from tierfall.core.tensors.names import Trail
-from tierfall.core.tensors.value_codec import Coded
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.text import with_article
 
@@ -151,7 +151,13 @@ class _Walk:
             return self._guard_cycle(
                 value, trail, lambda: self._stateful(value, name, trail, depth)
             )
-        return PlainValue(self.leaves.atom(value, trail))
+        return self._value(value, name, trail, depth)
+
+    def _value(self, value: object, name: str, trail: Trail, depth: int) -> Node | PlainValue:
+        builtin = self.leaves.builtin_codec(value, trail)
+        if builtin is None:
+            return PlainValue(self.leaves.atom(value, trail))
+        return self._registered(builtin, value, name, trail, depth)
 
     def _guard_cycle(self, value: object, trail: Trail, visit: Callable[[], T]) -> T:
         if id(value) in self._ancestors:
@@ -163,7 +169,7 @@ class _Walk:
             self._ancestors.discard(id(value))
 
     def _registered(
-        self, registered: value_codec.ValueCodec, value: object, name: str, trail: Trail, depth: int
+        self, registered: ValueCodec, value: object, name: str, trail: Trail, depth: int
     ) -> Node | PlainValue:
         def encoded() -> Node | PlainValue:
             inner = call_user_code(
@@ -193,9 +199,9 @@ class _Walk:
                 self._walk(child, f"{name}.{i}", (trail, i), depth + 1)
                 for i, child in enumerate(value)
             ]
-            if _all_plain(found):
+            if PlainValue.are(found):
                 coded = [child.coded for child in found]
-                return _join_plain(
+                return PlainValue.join(
                     coded if type(value) is list else value_codec.tagged("tuple", coded), found
                 )
             return ("l" if type(value) is list else "t", tuple(map(self.leaves.to_node, found)))
@@ -205,8 +211,8 @@ class _Walk:
             self._walk(child, f"{name}.{naming.component(key)}", (trail, key), depth + 1)
             for key, child in value.items()
         ]
-        if _all_plain(found):
-            return _join_plain(
+        if PlainValue.are(found):
+            return PlainValue.join(
                 value_codec.encode_items(kind, list(value), [c.coded for c in found]), found
             )
         return ("d", kind, tuple(keys), tuple(map(self.leaves.to_node, found)))
@@ -440,11 +446,3 @@ class _Walk:
 
 def _all_str(keys: Iterable[object]) -> bool:
     return set(map(type, keys)) <= {str}
-
-
-def _all_plain(found: list[Any]) -> bool:
-    return all(type(child) is PlainValue for child in found)
-
-
-def _join_plain(coded: Coded, found: list[PlainValue]) -> PlainValue:
-    return PlainValue(coded, [blob for child in found for blob in child.blobs])

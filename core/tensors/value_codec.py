@@ -15,13 +15,13 @@ import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from inspect import isclass
 from typing import Any, Protocol
 
 import torch
 
-from tierfall.core.tensors import dtypes, numpy_values
+from tierfall.core.tensors import builtin_codecs, dtypes, numpy_values
+from tierfall.core.tensors.builtin_codecs import NotEncodableError, ValueCodec
 from tierfall.core.types.errors import ConfigError
 
 TAG = "%"
@@ -30,20 +30,6 @@ BLOB_BYTES = 64 << 10
 DEPTH_MAX = 64
 
 Coded = Any  # what json.dumps accepts
-
-
-class NotEncodableError(TypeError):
-    """A value without a codec; the caller adds its path."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValueCodec:
-    """A user's conversion of values of one type to and from values that tierfall encodes."""
-
-    type: type
-    name: str
-    encode: Callable[[Any], object]
-    decode: Callable[[Any], object]
 
 
 class BlobSource(Protocol):
@@ -71,6 +57,8 @@ def register_codec(
     _check_codec(type, name, encode, decode)
     if type in MAPPINGS or type in _ATOMS or type in (list, tuple, set, torch.Tensor):
         raise ConfigError(f"register_codec: {type.__qualname__} has a codec of tierfall's own")
+    if name.startswith(builtin_codecs.PREFIX):
+        raise ConfigError(f"register_codec: names that begin with {name[:3]!r} are tierfall's own")
     known = _BY_NAME.get(name)
     if known is not None and known.type is not type:
         raise ConfigError(
@@ -94,7 +82,8 @@ def codec_for(type: type) -> ValueCodec | None:
 
 
 def codec_named(name: str) -> ValueCodec | None:
-    return _BY_NAME.get(name)
+    """Return the codec of a name. Raises RestoreError for a class of a program that is not imported."""
+    return _BY_NAME.get(name) or builtin_codecs.codec_named(name)
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -109,7 +98,8 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def encode_atom(value: object, depth: int = 0) -> Coded:
-    """Encode a value without blobs: an atom, or a tuple or set of such. Raises NotEncodableError."""
+    """Encode a value without blobs: an atom, a tuple or set of such, or a small value of the standard library. Raises
+    NotEncodableError."""
     encode = _ATOMS.get(type(value))
     if encode is not None:
         return encode(value)
@@ -117,10 +107,15 @@ def encode_atom(value: object, depth: int = 0) -> Coded:
         raise NotEncodableError(f"it is nested deeper than {DEPTH_MAX} levels")
     if type(value) is tuple:
         return tagged("tuple", [encode_atom(v, depth + 1) for v in value])
+    if type(value) is list and depth:  # what a codec has returned
+        return [encode_atom(v, depth + 1) for v in value]
     if type(value) is set:
         # Sorted as text, so that equal sets give equal bytes in every process.
         return tagged("set", sorted((encode_atom(v, depth + 1) for v in value), key=json.dumps))
     scalar = numpy_values.encode_scalar(value)
+    if scalar is None and (codec := builtin_codecs.codec_of(value)) is not None:
+        coded = encode_atom(codec.encode(value), depth + 1)
+        return {TAG: "codec", "n": codec.name, "v": coded}
     if scalar is None:
         raise NotEncodableError(f"{type(value).__module__}.{type(value).__qualname__} has no codec")
     return {TAG: "scalar", "d": scalar[0], "v": scalar[1]}
@@ -234,7 +229,10 @@ class _NoBlobs:
         raise ValueError("a key holds a blob")
 
     def registered(self, name: str, value: object) -> object:
-        raise ValueError("a key has a registered type")
+        codec = builtin_codecs.codec_named(name)
+        if codec is None:
+            raise ValueError("a key has a registered type")
+        return codec.decode(value)
 
 
 _NO_BLOBS = _NoBlobs()

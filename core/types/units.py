@@ -53,7 +53,7 @@ N = TypeVar("N", int, Decimal)
 _NUMBER_AND_UNIT = re.compile(rf"({NUMBER_PATTERN})\s*([^0-9.\s].*)?", re.DOTALL)
 _MAX_BYTES = (1 << 63) - 1
 _MAX_SECONDS = 10**10
-_DURATION_WORDS = {  # units that people write, and that an error can suggest a correction for
+_UNIT_WORDS = {  # units that people write, and that an error can suggest a correction for
     "sec": "s",
     "secs": "s",
     "second": "s",
@@ -68,7 +68,14 @@ _DURATION_WORDS = {  # units that people write, and that an error can suggest a 
     "hours": "h",
     "day": "d",
     "days": "d",
+    **{
+        f"{word}byte{plural}": unit
+        for word, unit in {"": "B", "kilo": "kB", "mega": "MB", "giga": "GB", "tera": "TB"}.items()
+        for plural in ("", "s")
+    },
 }
+_BITS = re.compile(r"([kKmMgGtT]?)(?:bits?/s|bits?ps|bps)|([kMGT])b/s")
+_PARTS = re.compile(rf"(?:{NUMBER_PATTERN} ?(?:ms|s|m|h|d) ?){{2,}}")
 
 FOREVER_S = 1e9
 """The longest wait: system calls bound their timeouts."""
@@ -83,6 +90,11 @@ def parse_size(value: int | str) -> int:
 def parse_rate(value: int | str) -> int:
     """Parse a rate to bytes per second; an integer is in bytes per second. Raises ConfigError."""
     number, unit = _split(value, EXPECTED_RATE)
+    if unit not in RATE_UNITS and (bits := _BITS.fullmatch(unit)):
+        scale = (bits[1] or bits[2] or "").upper().replace("K", "k")
+        raise ConfigError(
+            f"{value!r} counts bits; expected bytes per second: {(number / 8).normalize():f}{scale}B/s"
+        )
     if unit == "" and isinstance(value, str) and not value.strip().isdigit():
         raise ConfigError(f"{value!r} has no unit; expected {EXPECTED_RATE}")
     return _whole_bytes(value, number, _factor(unit or "B/s", RATE_UNITS, EXPECTED_RATE))
@@ -92,6 +104,12 @@ def parse_duration(value: float | str) -> float:
     """Parse a time to seconds; a number, or text without a unit, is in seconds. Raises ConfigError."""
     if isinstance(value, float) and math.isfinite(value) and value >= 0:
         value = f"{value:.9f}"
+    if isinstance(value, str) and _PARTS.fullmatch(value.strip()):
+        total = sum(
+            Decimal(number) * DURATION_UNITS[unit]
+            for number, _, unit in re.findall(rf"({NUMBER_PATTERN}) ?(ms|s|m|h|d)", value)
+        )
+        raise ConfigError(f"{value!r} has two units; expected one: {format_period(float(total))}")
     number, unit = _split(value, EXPECTED_DURATION)
     seconds = number * _factor(unit or "s", DURATION_UNITS, EXPECTED_DURATION)
     if seconds > _MAX_SECONDS:
@@ -110,8 +128,11 @@ def as_seconds(value: float | None, *, what: str) -> float | None:
     return min(float(value), FOREVER_S)
 
 
-def parse_share(value: str) -> float:
+def parse_share(value: float | str) -> float:
     """Parse a percentage to a fraction between 0 and 1. Raises ConfigError."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 100:
+        percent = value * 100 if isinstance(value, float) and value <= 1 else value
+        raise ConfigError(f"{value!r} is not a share; expected a share such as {percent:g}%")
     number, unit = _split(value, EXPECTED_SHARE)
     if unit != "%":
         raise ConfigError(
@@ -148,7 +169,7 @@ def _factor(unit: str, units: Mapping[str, N], expected: str) -> N:
 def nearest_units(unit: str, units: Iterable[str]) -> list[str]:
     """At most two units that ``unit`` may stand for, the likeliest first."""
     known = list(units)
-    if (word := _DURATION_WORDS.get(unit.lower())) in known:
+    if (word := _UNIT_WORDS.get(unit.lower())) in known:
         return [word]
     folded = unit.lower().replace("ps", "/s")
     same = [name for name in known if name.lower() == folded]

@@ -170,5 +170,6 @@ def test_a_tier_that_keeps_up_is_never_warned_of(
         stretches=8,
         waiting=waiting,
     )
+    assert told.behind is not None
     assert (told.behind > 0) == (size / every_s > rate)
     assert told.warning is None or (told.behind > 0 and waiting > 1 and saves > 5)

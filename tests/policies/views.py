@@ -251,7 +251,8 @@ def _forecast(tier: TierRules, options: dict[str, str]) -> list[str]:
         stretches=int(options["stretches"]),
         waiting=int(options["waiting"]),
     )
-    return [f"{told.behind:.2f} behind in an hour", *([told.warning] if told.warning else [])]
+    behind = 0.0 if told.behind is None else told.behind
+    return [f"{behind:.2f} behind in an hour", *([told.warning] if told.warning else [])]
 
 
 def _tier(words: list[str]) -> TierRules:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tierfall.config.source import Problem
 from tierfall.core.types.text import with_article
@@ -29,13 +30,15 @@ class Link:
     unshared: bool = False
 
 
-def link_of(tier: object) -> Link:
-    """Return the link of a tier as YAML yields it, valid or not."""
+def link_of(tier: object, base: Path | None = None) -> Link:
+    """Return the link of a tier as YAML yields it, valid or not; a relative path starts at ``base``."""
     if not isinstance(tier, Mapping):
         return Link()
     name, kind, path, url = (tier.get(key) for key in ("name", "kind", "path", "url"))
     endpoint = _endpoint(tier.get("options"))
-    folder = os.path.expanduser(path) if isinstance(path, str | os.PathLike) else None
+    folder = None
+    if isinstance(path, str | os.PathLike) and path:
+        folder = os.path.join(base or "", os.path.expanduser(path))
     if isinstance(url, str) and url.startswith(FOLDER):
         folder, url = url.removeprefix(FOLDER), None
     return Link(
@@ -66,6 +69,7 @@ def check_chain(links: Sequence[Link]) -> list[Problem]:
     keys = ["url" if link.kind is TierKind.OBJECT else "path" for link in links]
     return [
         *_kinds(links),
+        *_inside(folders),
         *_order(links),
         *_shared(links),
         *_twice(
@@ -86,6 +90,17 @@ def _shared(links: Sequence[Link]) -> Iterator[Problem]:
             yield _problem(
                 "every node sees an object store; leave shared out", "tiers", index, "shared"
             )
+
+
+def _inside(folders: Sequence[str | None]) -> Iterator[Problem]:
+    for index, folder in enumerate(folders):
+        for other, around in enumerate(folders):
+            if folder and around and folder != around and Path(folder).is_relative_to(around):
+                yield _problem(
+                    f"inside the folder of tiers[{other}], which would take it for a run of its own; expected a folder "
+                    "beside it",
+                    *("tiers", index, "path"),
+                )
 
 
 def _real_path(path: str) -> str | None:

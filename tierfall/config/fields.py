@@ -26,6 +26,8 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import hint_at
 
 WRONG = "wrong_value"
+BASE = "base"
+"""The key of pydantic's context with the folder that relative paths start at; absent: the working directory."""
 
 _NAME_SCHEMA = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "maxLength": 200}
 _EXPECTED_NAME = "up to 200 letters, digits, '.', '_' and '-', beginning with a letter or digit"
@@ -38,6 +40,8 @@ _EXPECTED_BANDWIDTH = f"{units.EXPECTED_RATE}, or a share such as 50%"
 _EXPECTED_WAIT = "a time above 0, such as 60s"
 _EXPECTED_EVERY = "a whole number of training steps, 1 or more, or a time such as 10m"
 
+_STEPS = re.compile(r"([0-9]+) ?(?:steps?|it|iters?|iterations?)")
+_TIME = re.compile(rf"{units.NUMBER_PATTERN} ?(?!e[0-9])[a-z]", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 
 
@@ -50,7 +54,7 @@ def show(value: object) -> str:
     """Format a value for an error message as in YAML, 60 characters at most."""
     match value:
         case None:
-            return "nothing"
+            return "an empty value"
         case bool():
             return "true" if value else "false"
         case str():
@@ -174,8 +178,12 @@ def every() -> BeforeValidator:
 
 
 def _every(value: object) -> int | float:
+    if isinstance(value, str) and (steps := _STEPS.fullmatch(value)):
+        raise ConfigError(f"{show(value)}: a number of steps has no unit; expected {steps[1]}")
     number = _whole(value)
     if number is None and isinstance(value, str):
+        if not _TIME.match(value):
+            raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_EVERY}")
         seconds = units.parse_duration(value)
         if seconds == 0:
             raise ConfigError(f"{show(value)} is not above 0; expected {_EXPECTED_EVERY}")
@@ -209,8 +217,30 @@ def _name(value: object) -> str:
         raise ConfigError(str(error).removeprefix(": ")) from error
 
 
-def _path(value: object) -> Path:
-    """Make a path absolute, so that a later change of the working directory does not affect it."""
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+def is_address(value: object) -> bool:
+    """Return whether a value is an address such as ``s3://bucket``, not a path."""
+    return isinstance(value, str) and _ADDRESS.match(value) is not None
+
+
+def no_address(expected: str) -> BeforeValidator:
+    """Refuse an address where a path is expected. The message has its scheme only: an address may contain a secret."""
+
+    def check(value: object) -> object:
+        if is_address(value):
+            scheme = str(value).partition("://")[0]
+            raise value_error(
+                f"{scheme}://... is an address; expected {expected}", expected=expected
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
+def _path(value: object, base: Path | None) -> Path:
+    """Make a path absolute: a relative one starts at ``base``, or at the working directory."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ConfigError(f"{show(value)} is not a path; expected a folder such as ./checkpoints")
     text = os.fspath(value)
@@ -226,12 +256,20 @@ def _path(value: object) -> Path:
         expanded = Path(text).expanduser()
     except (RuntimeError, UnicodeEncodeError) as error:
         raise ConfigError(f"{text!r} is not a usable path: {error}") from error
-    return Path.cwd() / expanded
+    return Path.cwd() / (base or "") / expanded
+
+
+def _read_path(value: object, info: ValidationInfo) -> Path:
+    try:
+        return _path(value, (info.context or {}).get(BASE))
+    except ConfigError as error:
+        message = str(error)
+    raise value_error(message, expected=_EXPECTED_FOLDER)
 
 
 def folder_of(info: ValidationInfo) -> Path:
     """Return the folder of the file that is validated; the working directory where there is none."""
-    return (info.context or {}).get("folder") or Path.cwd()
+    return (info.context or {}).get(BASE) or Path.cwd()
 
 
 Size = Annotated[
@@ -300,7 +338,7 @@ Url = Annotated[
 Name = Annotated[str, _parsed(_name, _EXPECTED_NAME), WithJsonSchema(_NAME_SCHEMA)]
 Folder = Annotated[
     Path,
-    _parsed(_path, _EXPECTED_FOLDER),
+    BeforeValidator(_read_path),
     WithJsonSchema({"type": "string", "minLength": 1}),
 ]
 

@@ -156,10 +156,10 @@ class IntervalSection(Section):
         examples=[["SIGTERM"]],
     )
     at_end: Flag = Field(
-        default=False,
+        default=True,
         description="Whether close saves the last step that maybe_save was called with, if it is not saved yet; every "
-        "tier receives it.",
-        examples=[True],
+        "tier receives it. After an exception it is not saved.",
+        examples=[False],
     )
 
     @model_validator(mode="before")

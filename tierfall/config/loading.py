@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tierfall.config.chain import check_chain, link_of
-from tierfall.config.fields import WRONG, show
-from tierfall.config.model import CHAIN, TIER_MODELS, Config
+from tierfall.config.fields import BASE, WRONG, show
+from tierfall.config.model import CHAIN, TIER_MODELS, Config, ObjectTierConfig
 from tierfall.config.source import (
     EnvironmentFill,
     Place,
@@ -41,7 +41,8 @@ def load_config(
     """Return the configuration in a YAML file, in a dict of the same shape, or in a ``Config``.
 
     ``run`` overrides the name of the run. ``${env:NAME}`` in text is replaced from ``environ``; its value appears in no
-    message. Relative paths start at the working directory, those of ``plugins`` at the folder of the file.
+    message. Relative paths in a file start at the file's folder, others at the
+    working directory.
 
     Raises ConfigError; the message names every problem, each with file, line and place.
     """
@@ -75,18 +76,18 @@ def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> YamlSource:
 
 
 def _validate(
-    values: dict[str, object], filling: EnvironmentFill, folder: Path
+    values: dict[str, object], filling: EnvironmentFill, base: Path | None
 ) -> tuple[Config | None, list[Problem]]:
     """Validate the values. The error is not chained: its details contain values from the environment."""
     try:
-        return Config.model_validate(values, context={"folder": folder}), []
+        return Config.model_validate(values, context={BASE: base}), []
     except ValidationError as error:
         problems = list(problems_of(error, filling))
         chain_checked = any(d["type"] == CHAIN for d in error.errors(include_url=False))
     # pydantic checks the chain only if all else is valid; one message is to name all problems
     tiers = values.get("tiers")
     if not chain_checked and isinstance(tiers, list):
-        problems += check_chain([link_of(tier) for tier in tiers])
+        problems += check_chain([link_of(tier, base) for tier in tiers])
     return None, problems
 
 
@@ -104,6 +105,7 @@ def _format_problem(problem: Problem) -> str:
     return f"{place}: {problem.message}" if place else problem.message
 
 
+_TIER = " such as {name: disk, kind: file, path: ./checkpoints}"
 _EXPECTED = {
     "string_type": "text",
     "tuple_type": "a list",
@@ -134,7 +136,8 @@ def _problem(details: ErrorDetails, filling: EnvironmentFill) -> Problem:
         return Problem(place=place, message=f"missing; expected a value{_example(location)}")
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         return _wrong_kind((*place, "kind"), context.get("tag"), filling)
-    expected = context.get("expected") or f"{_EXPECTED.get(kind, 'a value')}{_example(location)}"
+    example = _example(location) or (_TIER if len(location) == 2 and location[0] == "tiers" else "")
+    expected = context.get("expected") or f"{_EXPECTED.get(kind, 'a value')}{example}"
     return Problem(
         place=place,
         message=f"{_describe_value(details['input'], original)} does not fit; expected {expected}",
@@ -150,22 +153,107 @@ def _wrong_kind(place: Place, tag: object, filling: EnvironmentFill) -> Problem:
     if tag is None:
         return Problem(place=place, message=f"missing; {expected}")
     original = filling.original(place)
-    near = hint_at(str(tag), TierKind) if original is None else ""
+    near = _kind_near(str(tag)) if original is None else ""
     return Problem(
         place=place, message=f"{_describe_value(tag, original)} does not fit; {expected}{near}"
     )
 
 
+_KINDS = {
+    TierKind.DEVICE: ("gpu", "cuda", "hbm", "vram"),
+    TierKind.HOST: ("ram", "memory", "cpu", "dram", "shm", "pinned"),
+    TierKind.FILE: (
+        "disk",
+        "nvme",
+        "ssd",
+        "local",
+        "folder",
+        "dir",
+        "directory",
+        "posix",
+        "pfs",
+        "nfs",
+        "lustre",
+        "fs",
+    ),
+    TierKind.OBJECT: (
+        "s3",
+        "gs",
+        "gcs",
+        "az",
+        "azure",
+        "abfs",
+        "minio",
+        "http",
+        "https",
+        "bucket",
+        "fsspec",
+        "store",
+    ),
+}
+"""What people call each kind of tier."""
+
+
+_OPTIONS = {
+    **{
+        name: name
+        for name in ("endpoint_url", "key", "secret", "token", "profile", "anon", "client_kwargs")
+    },
+    "endpoint": "endpoint_url",
+    "access_key": "key",
+    "secret_key": "secret",
+    "aws_access_key_id": "key",
+    "aws_secret_access_key": "secret",
+}
+"""Keys that people write beside an address, and the options of the store that they mean."""
+
+
+def _kind_near(word: str) -> str:
+    """Return a hint at the kind of tier that was probably meant."""
+    for kind, words in _KINDS.items():
+        if word.lower() in words:
+            return f'; did you mean "{kind}"?'
+    return hint_at(word, TierKind)
+
+
 def _unknown_key(location: Place) -> str:
     model, key = _model_at(location[:-1]), location[-1]
     known = list(_fields(model))
-    near = hint_at(str(key), known) or f"; expected one of {', '.join(known)}"
+    near = (
+        _belongs(str(key), model)
+        or hint_at(str(key), known)
+        or f"; expected one of {', '.join(known)}"
+    )
     kind = (
         f" of {with_article(str(location[2]))} tier"
         if len(location) == 4 and location[0] == "tiers"
         else ""
     )
     return f"unknown key{kind}{near}"
+
+
+def _belongs(key: str, model: type[BaseModel]) -> str:
+    """Return where a key belongs that this section lacks and another has, to append to a message; empty if none has."""
+    inner = [name for name, field in _fields(model).items() if key in _fields_in(field)]
+    if inner:
+        return f"; it belongs under {' or '.join(inner)}"
+    kinds = [with_article(kind) for kind, tier in TIER_MODELS.items() if key in _fields(tier)]
+    if kinds and model in TIER_MODELS.values():
+        only = kinds[0].split()[1]
+        return f"; it is a key of {' or '.join(kinds)} tier" + (
+            f": write kind: {only}" if len(kinds) == 1 else ""
+        )
+    if key in _OPTIONS and model is ObjectTierConfig:
+        return f"; it belongs under options: options: {{{_OPTIONS[key]}: ...}}"
+    if kinds:
+        return "; it is a key of a tier: write it in an entry of tiers"
+    return "; it belongs at the top, beside run and tiers" if key in _fields(Config) else ""
+
+
+def _fields_in(field: FieldInfo) -> Mapping[str, FieldInfo]:
+    """Return the fields of the section that a field holds, if it holds one."""
+    section = _section_in(field.annotation)
+    return {} if section is None or section in TIER_MODELS.values() else _fields(section)
 
 
 def _example(location: Place) -> str:

@@ -28,6 +28,8 @@ from tierfall.config.fields import (
     any_word,
     choice,
     folder_of,
+    is_address,
+    no_address,
     show,
     value_error,
 )
@@ -91,7 +93,7 @@ class HostTierConfig(_Tier):
         "copying, if that one is not needed; else it waits.",
         examples=["supersede"],
     )
-    folder: Folder | None = Field(
+    folder: Annotated[Folder, no_address("a folder of the machine")] | None = Field(
         default=None,
         description="The folder of the memory's files; absent: a folder of the user's own in /dev/shm, or in "
         "the temporary folder if there is no /dev/shm.",
@@ -207,12 +209,16 @@ class StoredTierConfig(_Tier):
         return self
 
 
+_EXPECTED_FOLDER = 'a folder such as ./checkpoints; a tier at an address is {name: store, kind: object, url: "s3://bucket/prefix"}'
+
+
 class FileTierConfig(StoredTierConfig):
     """A folder: a local disk, or a parallel file system."""
 
     kind: Literal[TierKind.FILE] = Field(description="file: a folder.")
-    path: Folder = Field(
-        description="The folder; ~ is the home folder, and a relative path starts at the working directory.",
+    path: Annotated[Folder, no_address(_EXPECTED_FOLDER)] = Field(
+        description="The folder; ~ is the home folder, and a relative path starts at the folder of the YAML file, "
+        "in a dict at the working directory.",
         examples=["./checkpoints"],
     )
 
@@ -270,13 +276,13 @@ TIER_MODELS: dict[str, type[_Tier]] = {
 
 
 def _expand_tiers(value: object) -> object:
-    """Expand a path alone to host memory and a folder named ``disk``."""
-    if isinstance(value, str | Path):
-        return [
-            {"name": "host", "kind": TierKind.HOST.value},
-            {"name": "disk", "kind": TierKind.FILE.value, "path": value},
-        ]
-    return value
+    """Expand a path alone to host memory and a folder named ``disk``, an address alone to an object tier ``store``."""
+    if not isinstance(value, str | Path):
+        return value
+    stored = {"name": "disk", "kind": TierKind.FILE.value, "path": value}
+    if is_address(value):
+        stored = {"name": "store", "kind": TierKind.OBJECT.value, "url": value}
+    return [{"name": "host", "kind": TierKind.HOST.value}, stored]
 
 
 def _or_default(value: object) -> object:
@@ -366,8 +372,14 @@ class Config(Section):
     )
     tiers: Annotated[tuple[Tier, ...], BeforeValidator(_expand_tiers, str | tuple[Tier, ...])] = (
         Field(
-            description="The chain, fastest first; or a path alone, which means host memory and that folder.",
-            examples=[[{"name": "host", "kind": "host"}]],
+            description="The chain, fastest first; or a path or an address alone, which means host memory and that "
+            "folder or object store.",
+            examples=[
+                [
+                    {"name": "host", "kind": "host"},
+                    {"name": "disk", "kind": "file", "path": "./checkpoints"},
+                ]
+            ],
         )
     )
 

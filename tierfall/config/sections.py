@@ -31,6 +31,7 @@ from tierfall.config.fields import (
     Wait,
     any_word,
     choice,
+    no_address,
     show,
     value_error,
 )
@@ -194,15 +195,10 @@ class CompressSection(Section):
 MAX_BYTES_LEAST = 64 << 10
 RANK, RUN = "{rank}", "{run}"
 _EXPECTED_FILE = f"a file such as ./events.jsonl, with {RANK} and {RUN} to be filled in"
-_ADDRESS = re.compile(r"/[a-z][a-z0-9+.-]+:/")
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 
 
 def _check_placeholders(path: Path) -> Path:
-    if _ADDRESS.search(str(path)):  # Path has turned // into /
-        raise value_error(
-            f"an address cannot be appended to; expected {_EXPECTED_FILE}", expected=_EXPECTED_FILE
-        )
     for found in _PLACEHOLDER.findall(str(path)):
         if found not in (RANK, RUN):
             raise value_error(
@@ -210,6 +206,9 @@ def _check_placeholders(path: Path) -> Path:
                 expected=_EXPECTED_FILE,
             )
     return path
+
+
+EventsFile = Annotated[Folder, AfterValidator(_check_placeholders)]
 
 
 def _check_max_bytes(max_bytes: int) -> int:
@@ -222,7 +221,7 @@ def _check_max_bytes(max_bytes: int) -> int:
 class EventsSection(Section):
     """The event log: one line of JSON per event."""
 
-    path: Annotated[Folder, AfterValidator(_check_placeholders)] = Field(
+    path: Annotated[EventsFile, no_address(_EXPECTED_FILE)] = Field(
         description="The file. {run} is replaced by the name of the run. Rank 0 writes it, for all; with {rank} in it "
         "every rank writes its own.",
         examples=["./events.jsonl"],

@@ -106,7 +106,51 @@ def forecast_day(
         ),
         reasons=(),
     )
+    if refused := tuple(_refusals(chain, load)):
+        return _without_saves(forecast, refused)
     return replace(forecast, reasons=tuple(_reasons_of_run(forecast)))
+
+
+def _without_saves(forecast: DayForecast, reasons: tuple[str, ...]) -> DayForecast:
+    """Return the forecast of a run whose saves all raise an error."""
+    tiers = (
+        replace(
+            tier,
+            busy=None,
+            behind_per_h=0.0,
+            kept=0,
+            kept_max=0,
+            bytes=0,
+            bytes_max=0,
+            full_s=None,
+            waits=False,
+            lag_s=None,
+            late_s=None,
+            reasons=(),
+        )
+        for tier in forecast.tiers
+    )
+    return DayForecast(
+        horizon_s=forecast.horizon_s,
+        played_s=forecast.horizon_s,
+        saves=0,
+        skipped=0,
+        superseded=0,
+        waited_s=0.0,
+        reasons=reasons,
+        tiers=tuple(tiers),
+    )
+
+
+def _refusals(chain: SimulatedChain, load: Workload) -> Iterator[str]:
+    """Name each tier that cannot hold one image: a save raises CapacityError then."""
+    for rules in chain.rules:
+        capacity = chain.host_bytes if rules.kind is TierKind.HOST else rules.capacity_bytes
+        if capacity is not None and capacity < load.image_bytes:
+            yield (
+                f"every save raises CapacityError: one image takes {format_size(load.image_bytes)}, {rules.name} has a "
+                f"capacity of {format_size(capacity)}"
+            )
 
 
 def _reasons_of_run(run: DayForecast) -> Iterator[str]:

@@ -66,6 +66,12 @@ class Checkpointer:
         self._saver = opened.saver
         self._cadence = opened.cadence
 
+    def __repr__(self) -> str:
+        tiers = ", ".join(tier.name for tier in self._config.tiers)
+        attempt, newest = self._lineage.attempt.number, self._lineage.last_step
+        saved = "nothing saved or restored yet" if newest is None else f"at step {newest}"
+        return f"<Checkpointer of run {self._config.run!r}, attempt {attempt}, on {tiers}: {saved}>"
+
     # Saving ------------------------------------------------------------------------------------------
 
     def save(
@@ -109,12 +115,12 @@ class Checkpointer:
         self._lineage.check_begun(step)
         step = as_step(step)
         self._saver.counts.steps.record(step, time.monotonic())
-        wanted = self._cadence.is_due(step)
+        handle = None
+        if self._cadence.is_due(step) and not self._lineage.has_saved(step):
+            handle = self.save(step, state, metrics=metrics, tags=tags, block=block)
         if self._config.interval.at_end:
-            self._opened.note_last(step, state, metrics, tags, anew=wanted)
-        if not wanted or self._lineage.has_saved(step):
-            return None
-        return self.save(step, state, metrics=metrics, tags=tags, block=block)
+            self._opened.note_last(step, state, metrics, tags)
+        return handle
 
     # The barrier -------------------------------------------------------------------------------------
 
@@ -284,9 +290,10 @@ class Checkpointer:
     def close(self) -> None:
         """Flush what can become durable within ``max_wait``, and release everything. May be called twice.
 
-        With ``at_end``, it first saves the last step that ``maybe_save`` was called for, unless an exception is being
-        handled, and raises what prevents that. What is still owed then stays in host memory: the next start, or
-        ``tierfall drain``, flushes it. Raises, under ``on_error: raise``, what failed.
+        It first saves the last step that ``maybe_save`` was called for, unless ``at_end`` is false or an exception is
+        being handled, and raises what prevents that. What is still owed then stays in host memory: the next start, or
+        ``tierfall drain``, flushes it. It logs, at level INFO, which checkpoint is the newest and where its copies are.
+        Raises, under ``on_error: raise``, what failed.
         """
         self._opened.close("" if sys.exc_info()[0] is None else "it ended by an exception")
 

@@ -29,20 +29,21 @@ logger = logging.getLogger("tierfall")
 
 @dataclass(frozen=True, slots=True)
 class LastStep:
-    """The arguments of the last ``maybe_save``, the number of updates until then, and a fingerprint of the state."""
+    """The arguments of the last ``maybe_save``, the number of updates until then, and, if the step is not saved, a
+    fingerprint of the state."""
 
     step: int
     state: Mapping[str, Any]
     metrics: Mapping[str, Any] | None
     tags: Sequence[str]
     updates: int
-    fingerprint: Fingerprint
+    fingerprint: Fingerprint | None
 
     def describe_change(self, updates: int) -> str:
         """Return how the state differs from that step's, after ``updates``; empty where it is unchanged."""
         if updates != self.updates:
             return "the state was changed since, by an optimizer's step"
-        name = self.fingerprint.changed(self.state)
+        name = None if self.fingerprint is None else self.fingerprint.changed(self.state)
         if name is None:
             return ""
         return f"{name} was changed since: leave the with block, or call save(), before the change"
@@ -177,8 +178,14 @@ def _only_in_memory(session: Session) -> set[CheckpointId]:
     return session.call(ask)
 
 
-def log_left(session: Session, report: DrainReport) -> None:
-    """Log the copies that ``close`` leaves owed, and what writes them later, without those that ``log_lost`` names."""
+def log_end(session: Session, report: DrainReport, *, memory_kept: bool) -> None:
+    """Log what ``close`` leaves owed, and on rank 0 the newest checkpoint and which tiers have it."""
+    _log_left(session, report)
+    _log_newest(session, memory_kept=memory_kept)
+
+
+def _log_left(session: Session, report: DrainReport) -> None:
+    """Log the copies that are still owed, and what writes them later, without those that ``log_lost`` names."""
     if not report.left:
         return
     held, gone = {id for id, _ in images_in(session.tiers.hosts())}, set[CheckpointId]()
@@ -208,6 +215,30 @@ def log_left(session: Session, report: DrainReport) -> None:
             "close: still owed: %s; the next start copies it from the tier that has it",
             format_some(elsewhere),
         )
+
+
+def _log_newest(session: Session, *, memory_kept: bool) -> None:
+    if not session.ranks.topology.is_root:
+        return
+    tiers = [*([session.host.name] if memory_kept else []), *session.stores]
+
+    def ask() -> tuple[CheckpointId, list[str]] | None:
+        ledger = session.coordinator.ledger
+        left = ledger.abandoned()
+        for id in ledger.entries.ids(newest_first=True):
+            entry = ledger.entries.peek(id)
+            there = [tier for tier in tiers if entry.readable_on(tier)]
+            if there and id not in left and not entry.tombstoned:
+                return id, there
+        return None
+
+    newest = session.call(ask)
+    if newest is None:
+        logger.info("run %s is closed; no tier has a checkpoint of it", session.run)
+        return
+    id, there = newest
+    where = ", ".join(there)
+    logger.info("run %s is closed; its newest checkpoint is %s, on %s", session.run, id, where)
 
 
 def _who(rank: int, reports: Mapping[int, LastStepReport]) -> str:

@@ -163,7 +163,8 @@ def drain_here(
             forecast = start_drain(
                 session, asker, began + deadline_s, doing=doing, left_s=deadline_s
             )
-        session.wait_idle(deadline_s)
+        with session.holds.hold(doing, session.status.describe_flushes, level=logging.INFO):
+            session.wait_idle(deadline_s)
     finally:
         if continues:
             end_drain(session, asker)

@@ -38,7 +38,7 @@ from tierfall.run.closing import (
     LastStep,
     agree_on_end,
     confirm_copies,
-    log_left,
+    log_end,
     log_lost,
 )
 from tierfall.run.drain_on_signal import DrainOnSignal
@@ -82,6 +82,7 @@ class OpenRun:
         self.pid = os.getpid()
         self._closed = False
         self._last: LastStep | None = None
+        self._fingerprint: Fingerprint | None = None
         self._checked_omissions = False
         ranks = ranks or Ranks.alone()
         with ExitStack() as undo:
@@ -105,6 +106,7 @@ class OpenRun:
                     post=self.session.coordinator.post,
                     max_wait_s=config.max_wait_s,
                     name=run,
+                    holds=self.session.holds,
                     checked=config.capture.verify is not Verify.OFF,
                     on_step=self._steps.on_step,
                 )
@@ -164,6 +166,8 @@ class OpenRun:
             at_end=at_end,
         )
         self.cadence.on_saved(handle)
+        if self._last is not None and self._last.step < handle.step:
+            self._last = None  # a later step is saved
         if not self._checked_omissions:
             self._checked_omissions = True
             for text in omissions(state):
@@ -218,25 +222,23 @@ class OpenRun:
         state: Mapping[str, Any],
         metrics: Mapping[str, Any] | None,
         tags: Sequence[str],
-        *,
-        anew: bool,
     ) -> None:
-        """Keep what ``close`` has to save if no other step follows, with a fingerprint of the state.
-
-        The fingerprint of the step before is updated, unless ``anew``: its tensors are then searched for again.
-        """
-        kept = None if self._last is None or anew else self._last.fingerprint
-        if kept is None or not kept.refresh(state):
-            kept = Fingerprint(state, self._steps.step_s)
-        metrics = {
-            name: value if isinstance(value, float) else value.clone()
-            for name, value in checked_metrics(metrics or {}).items()
-        }
-        self._last = LastStep(step, state, metrics, tags, self.capturer.barrier.updates, kept)
+        """Keep what ``close`` has to do if no other step follows. A step that is not saved has a fingerprint of the
+        state with it: the one of an earlier step is updated."""
+        if not self.lineage.has_saved(step):
+            if self._fingerprint is None or not self._fingerprint.refresh(state):
+                self._fingerprint = Fingerprint(state, self._steps.step_s)
+            metrics = {
+                name: value if isinstance(value, float) else value.clone()
+                for name, value in checked_metrics(metrics or {}).items()
+            }
+        self._last = LastStep(
+            step, state, metrics, tags, self.capturer.barrier.updates, self._fingerprint
+        )
 
     def forget_last(self) -> None:
         """The state is not that of the last step any more."""
-        self._last = None
+        self._last = self._fingerprint = None
 
     def _report_unsaved(self, step: int, error: TierfallError) -> None:
         """Report to the other ranks, which save this step, that this rank has passed it."""
@@ -346,7 +348,7 @@ class OpenRun:
             keep = not confirmed or must_keep_memory(session)
             if keep and not session.memory.repair(left_s(LAST_S)):
                 session.coordinator.errors += log_lost(session)
-            log_left(session, report)
+            log_end(session, report, memory_kept=keep)
         finally:
             self._closed = True
             OPEN.discard(self)

@@ -130,6 +130,7 @@ class Restorer:
                 return None
             open_image = session.tiers.opener(regions_in(hosts))
             where = (candidates, listings, request, open_image, ranks.shard)
+            seen.enter_context(session.holds.hold("restore", tally.describe, level=logging.INFO))
             return fill_first(
                 candidates,
                 listings,

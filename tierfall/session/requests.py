@@ -17,6 +17,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
+from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.session.session import Session
 
@@ -50,11 +51,22 @@ class RegionRequest:
     def wait(self) -> tuple[HostRegion | None, BaseException | None]:
         """Return the region, or None and the reason."""
         try:
-            self._session.wait(self._done)
+            if not self._done.is_set:
+                with self._session.holds.hold(
+                    f"save of step {self._request.id.step}", self._describe
+                ):
+                    self._session.wait(self._done)
         except BaseException:  # Ctrl-C, for example
             self.cancel()
             raise
         return self._answer[0], self._answer[1]
+
+    def _describe(self) -> str:
+        host = self._session.host
+        need, room = format_size(self._request.image_bytes), format_size(host.capacity_bytes)
+        return (
+            f"no room in {host.name} ({room}) for {need}; {self._session.status.describe_flushes()}"
+        )
 
     def cancel(self) -> None:
         """Release the region, now or when it comes; no other image is evicted for it any more."""

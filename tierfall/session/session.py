@@ -19,6 +19,7 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.ranks import RankMessage
 from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.executor import TaskRunner
@@ -114,8 +115,14 @@ class Session:
             retains=complete is None,
         )
         self.memory = MemoryFiles(tiers, self.coordinator, call=self.call, call_soon=self.call_soon)
-        self._status = StatusWriter(
-            tiers, self.coordinator, self.journal, call=self.call, loss_bounds=self.loss_bounds
+        self.holds = Holds()
+        self.status = StatusWriter(
+            tiers,
+            self.coordinator,
+            self.journal,
+            call=self.call,
+            loss_bounds=self.loss_bounds,
+            holds=self.holds,
         )
 
     @property
@@ -148,7 +155,7 @@ class Session:
         self.ranks.set_listener(self._on_message)
         self.memory.start()
         if self.attempt is not None:
-            self._status.start()
+            self.status.start()
 
     def _on_message(self, news: RankMessage) -> None:
         self.listeners.get(news.topic[0], self.coordinator.post)(news)
@@ -293,7 +300,7 @@ class Session:
         if keep_memory:
             self.memory.repair(timeout_s)
         self.memory.close()
-        self._status.close()
+        self.status.close()
         try:
             stopped = self.workers.stop(lambda: self.call_soon(int), timeout_s)
             if stopped:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import islice
 
+from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.flush.lane import FlushLane
@@ -31,6 +32,7 @@ from tierfall.telemetry.status import (
     Status,
     TierStatus,
     TransferStatus,
+    describe_flushes,
     remove_status,
     to_loss_status,
     write_status,
@@ -56,13 +58,16 @@ class StatusWriter:
         *,
         call: Callable[[Callable[[], Status]], Status],
         loss_bounds: Callable[[], Mapping[LossClass, LossBound]],
+        holds: Holds,
     ) -> None:
-        """``call`` runs a function on the coordinator's thread: see ``Session``. ``loss_bounds`` is called there."""
+        """``call`` runs a function on the coordinator's thread: see ``Session``. ``loss_bounds`` is called there. What
+        ``holds`` training is logged while it lasts."""
         self._tiers = tiers
         self._coordinator = coordinator
         self._journal = journal
         self._call = call
         self._loss_bounds = loss_bounds
+        self._holds = holds
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._start_ticks = own_start_ticks()
@@ -94,7 +99,13 @@ class StatusWriter:
                     return
                 # making the status was a step of the coordinator itself
                 seen, written_s = self._coordinator.steps, now_s
+            self._holds.log_present()
             self._closing.wait(EVERY_S)
+
+    def describe_flushes(self) -> str:
+        """Return what is being copied to which tier, and what is owed, as of the last status; for any thread."""
+        status = self._last
+        return "nothing is known yet" if status is None else describe_flushes(status)
 
     def _write(self) -> bool:
         """Write the status; False where the coordinator has stopped."""

@@ -24,7 +24,8 @@ def as_step(step: Any, *, doing: str = "save", what: str = "step") -> int:
 class SavingLineage:
     """One run's lineage in this process. ``begun``: it may save, after a restore, by ``fresh``, or in a new run.
 
-    ``started_from`` is the checkpoint that it continues from, ``ordinal`` that of its last checkpoint. ``half_filled``
+    ``started_from`` is the checkpoint that it continues from, ``last_step`` the last that was saved or restored,
+    ``ordinal`` that of its checkpoint. ``half_filled``
     are the parts of the state (``only``; None: all of it) that failed restores have left half filled.
     """
 
@@ -36,7 +37,7 @@ class SavingLineage:
         self.started_from: CheckpointId | None = None
         self.half_filled: set[tuple[str, ...] | None] = set()
         self.ordinal = 0
-        self._last_step: int | None = None
+        self.last_step: int | None = None
 
     def check(self, step: int) -> None:
         """Raise StepError unless ``step``, a plain integer (``as_step``), may be saved now."""
@@ -45,9 +46,9 @@ class SavingLineage:
         if step > STEP_MAX:
             raise StepError(f"save: step must be at most {STEP_MAX}, the largest that has a name")
         self.check_begun(step)
-        if self._last_step is not None and step <= self._last_step:
+        if self.last_step is not None and step <= self.last_step:
             raise StepError(
-                f"save of step {step}: this lineage is at step {self._last_step} already, and a committed step is "
+                f"save of step {step}: this lineage is at step {self.last_step} already, and a committed step is "
                 "never overwritten; to go back, restore(step=...) first"
             )
 
@@ -82,7 +83,7 @@ class SavingLineage:
 
     def is_at(self, step: int) -> bool:
         """Return whether ``step`` is the last that was saved or restored."""
-        return step == self._last_step
+        return step == self.last_step
 
     def has_saved(self, step: int) -> bool:
         """Return whether ``step`` is the last step that was saved since the last restore."""
@@ -90,12 +91,12 @@ class SavingLineage:
 
     def is_past(self, step: int) -> bool:
         """Return whether a step above ``step`` was saved or restored."""
-        return self._last_step is not None and self._last_step > step
+        return self.last_step is not None and self.last_step > step
 
     def advance(self, line: Lineage) -> None:
         """Note that the capture of a checkpoint has begun."""
         self.saved_any = True
-        self._last_step = line.checkpoint.step
+        self.last_step = line.checkpoint.step
         self.ordinal = line.ordinal
 
     def continue_from(self, commit: Commit, attempt: Attempt) -> None:
@@ -108,6 +109,6 @@ class SavingLineage:
         self.saved_any = False
         self.half_filled.clear()
         self.started_from = checkpoint
-        self._last_step = checkpoint.step
+        self.last_step = checkpoint.step
         self.ordinal = ordinal
         self.begun = True

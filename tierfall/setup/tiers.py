@@ -172,6 +172,7 @@ def open_stores(
         {tier.name: partial(open_one, tier) for tier in config.stored},
         bounds_s(config),
         doing="open",
+        log_slow=True,
         too_late=StoredTier.close,
     )
     stores = {name: x.get() for name, x in opened.items() if x.error is None}
@@ -343,6 +344,7 @@ def list_all(
         {name: partial(ask, name) for name in names if name not in errors},
         {host.name: math.inf, **bounds_s(config)},
         doing="list",
+        log_slow=True,
         last_answer_s=lambda name: stores[name].last_answer_s() if name in stores else -math.inf,
     )
 

@@ -9,6 +9,12 @@ from tierfall.core.copies.chunk_reader import Fallback
 from tierfall.core.types.values import CopyState, LossClass
 from tierfall.core.types.view import LossBound
 from tierfall.policies.cadence import TierCadence
+from tierfall.telemetry.report_text import (
+    describe_checkpoint,
+    describe_drain,
+    describe_restore,
+    describe_statistics,
+)
 
 __all__ = [
     "CadenceReport",
@@ -51,6 +57,9 @@ class RestoreReport:
     seconds: float
     fallbacks: tuple[Fallback, ...]
 
+    def __repr__(self) -> str:
+        return describe_restore(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
@@ -74,6 +83,9 @@ class CheckpointInfo:
     owed: tuple[str, ...] = ()
     damage: Mapping[str, str] = field(default_factory=dict)
     set_aside: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return describe_checkpoint(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +114,9 @@ class DrainReport:
     seconds: float
     lost: tuple[tuple[int, int, str], ...] = ()
     forecast: tuple[DrainForecast, ...] = ()
+
+    def __repr__(self) -> str:
+        return describe_drain(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +178,8 @@ class Statistics:
       process do not count. None before the first call.
     * ``write_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of each tier, in bytes of images.
     * ``behind`` is, by tier, how many more checkpoints it would be behind after an hour of this cadence (0: it keeps
-      up); ``behind_s`` the age of the oldest checkpoint that is newer than all that it has; ``late`` how often it came
-      to be further behind than ``flush.within``.
+      up, None: its rate or the cadence is not known); ``behind_s`` the age of the oldest checkpoint that is newer than
+      all that it has; ``late`` how often it came to be further behind than ``flush.within``.
     * ``flush_shares`` is, by tier that yields to training, the share of its rate that it is written at (1:
       unthrottled).
     * ``lost_events`` counts events that the event log lost; ``set_aside_copies`` copies that are left to the next
@@ -194,9 +209,12 @@ class Statistics:
     write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     loss_bound: Mapping[LossClass, LossBound] = field(default_factory=dict)
-    behind: Mapping[str, float] = field(default_factory=dict)
+    behind: Mapping[str, float | None] = field(default_factory=dict)
     behind_s: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, int] = field(default_factory=dict)
     flush_shares: Mapping[str, float] = field(default_factory=dict)
     lost_events: int = 0
     set_aside_copies: int = 0
+
+    def __repr__(self) -> str:
+        return describe_statistics(self)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tierfall.core.format import documents
 from tierfall.core.types.errors import BackendError, IntegrityError
 from tierfall.core.types.text import members
+from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CopyState, LossClass, TierKind
 from tierfall.core.types.view import LossBound
 
@@ -125,6 +126,24 @@ def to_loss_status(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, Los
         lost: None if bound.survives is None else LossStatus(**members(bound))
         for lost, bound in bounds.items()
     }
+
+
+def describe_flushes(status: RunStatus) -> str:
+    """Return what is being copied to which tier, what is owed, and which tiers accept nothing at present."""
+    parts = [_describe_transfer(transfer) for transfer in status.transfers]
+    owed: dict[str, int] = {}
+    for checkpoint in status.checkpoints:
+        for tier in checkpoint.owed:
+            owed[tier] = owed.get(tier, 0) + 1
+    parts += [f"{tier} is owed {count}" for tier, count in owed.items()]
+    parts += [f"{tier.name} fails: {tier.failing}" for tier in status.tiers if tier.failing]
+    return "; ".join(parts) or "no copy is in progress or owed"
+
+
+def _describe_transfer(transfer: TransferStatus) -> str:
+    done = f"{format_size(transfer.done_bytes)} of {format_size(transfer.bytes)}"
+    left = "" if transfer.left_s is None else f", about {format_duration(transfer.left_s)} left"
+    return f"{transfer.step}@{transfer.attempt} to {transfer.tier}: {done}{left}"
 
 
 def status_name(slot: int) -> str:

@@ -26,8 +26,8 @@ DUE_REMEMBERED = 4096
 
 
 class Backlog:
-    """See the module. ``behind`` is the forecast per tier, in checkpoints; ``late`` counts per tier how often it fell
-    further behind than ``flush.within``."""
+    """See the module. ``behind`` is the forecast per tier, in checkpoints (None: not known); ``late`` counts per tier
+    how often it fell further behind than ``flush.within``."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Backlog:
             for rules in ledger.rules
             if rules.kind not in (TierKind.DEVICE, TierKind.HOST)
         }
-        self.behind: dict[str, float] = {}
+        self.behind: dict[str, float | None] = dict.fromkeys(self._stored)
         self.late: dict[str, int] = {}
         self._saves = 0
         self._trained_since_s: float | None = None

@@ -18,10 +18,10 @@ from tierfall.core.types.view import (
 
 
 class BacklogOutlook(Protocol):
-    """How many checkpoints a tier will be behind in an hour, and the warning to log, if any."""
+    """How many checkpoints a tier will be behind in an hour (None: not known), and the warning to log, if any."""
 
     @property
-    def behind(self) -> float: ...
+    def behind(self) -> float | None: ...
 
     @property
     def warning(self) -> str | None: ...

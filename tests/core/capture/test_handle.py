@@ -48,7 +48,7 @@ def test_a_new_handle_is_pending_and_nothing_is_done() -> None:
     assert handle.exception() is None
     assert handle.stats.captured_s is None
     assert dict(handle.stats.durable_s) == {}
-    assert repr(handle) == "<SaveHandle step=400 attempt=7 outcome=pending>"
+    assert repr(handle) == "<SaveHandle of step 400 (attempt 7): pending>"
 
 
 def test_it_is_saved_when_the_last_tier_has_it_and_not_before() -> None:
@@ -238,6 +238,7 @@ def test_a_tier_on_the_way_that_failed_is_told_but_does_not_decide() -> None:
 def test_a_skipped_save_raises_why_it_was_skipped() -> None:
     handle = handle_for("nvme")
     handle.on_given_up(SaveOutcome.SKIPPED, CapacityError("no room"))
+    assert repr(handle) == "<SaveHandle of step 400 (attempt 7): skipped, no room>"
     assert handle.outcome is SaveOutcome.SKIPPED
     with pytest.raises(CapacityError, match="no room"):
         handle.wait()

@@ -148,17 +148,48 @@ def test_values_that_are_no_size_are_refused(value) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [True, None, -1, -0.5, float("inf"), float("nan"), "3w", "1h30m", "400000000d"]
+    "value", [True, None, -1, -0.5, float("inf"), float("nan"), "3w", "400000000d"]
 )
 def test_values_that_are_no_time_are_refused(value) -> None:
     with pytest.raises(ConfigError, match="such as 250ms"):
         parse_duration(value)
 
 
-@pytest.mark.parametrize("value", ["3.5", "3.5 percent", "101%", "-1%", 0.035, 3, "%"])
+@pytest.mark.parametrize("value", ["3.5", "3.5 percent", "101%", "-1%", 0.035, 101, -1, "%"])
 def test_values_that_are_no_share_are_refused(value) -> None:
     with pytest.raises(ConfigError, match=r"such as 3\.5%"):
         parse_share(value)
+
+
+def test_a_number_without_a_percent_sign_is_answered_by_the_share_that_was_meant() -> None:
+    for value, meant in ((0.05, "5%"), (1.0, "100%"), (3, "3%"), (3.5, "3.5%")):
+        with pytest.raises(ConfigError, match=f"such as {re.escape(meant)}$"):
+            parse_share(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("1h30m", "90m"), ("1m30s", "90s"), ("2d 12h", "60h"), ("1s 500ms", "1500ms")],
+)
+def test_a_time_of_two_units_is_answered_by_one_of_one(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"expected one: {meant}$"):
+        parse_duration(text)
+    assert parse_duration(meant) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("100Mbit/s", "12.5MB/s"),
+        ("10 Gbps", "1.25GB/s"),
+        ("1Gb/s", "0.125GB/s"),
+        ("80kbit/s", "10kB/s"),
+    ],
+)
+def test_a_rate_in_bits_is_answered_in_bytes(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"counts bits; expected bytes per second: {meant}$"):
+        parse_rate(text)
+    assert parse_rate(meant) > 0
 
 
 def test_a_rate_with_a_fraction_needs_its_unit() -> None:

@@ -1,0 +1,292 @@
+"""Codecs of values of the standard library, and of enums, named tuples and dataclasses. Nothing is pickled.
+
+The names begin with ``py:``. A class is found by module and qualified name among the modules that are imported
+already: decoding imports nothing, and calls no ``__init__`` of a dataclass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from argparse import Namespace
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone, tzinfo
+from decimal import Decimal
+from enum import Enum, Flag
+from functools import cached_property, partial
+from io import BytesIO
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+from tierfall.core.types.errors import RestoreError
+
+PREFIX = "py:"
+_WORDS = {"enum": "an enum", "namedtuple": "a named tuple", "dataclass": "a dataclass"}
+CLASSES = tuple(f"{PREFIX}{word}:" for word in _WORDS)
+"""The beginnings of the names of codecs of a program's classes."""
+
+
+class NotEncodableError(TypeError):
+    """A value without a codec; the caller adds its path."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueCodec:
+    """A conversion of values of one type to and from values that tierfall encodes."""
+
+    type: type
+    name: str
+    encode: Callable[[Any], object]
+    decode: Callable[[Any], object]
+
+
+def codec_of(value: object) -> ValueCodec | None:
+    """Return the codec of a value; None if it has none here. Raises NotEncodableError for a class that a restore could
+    not find again."""
+    kind = type(value)
+    simple = _BY_TYPE.get(kind)
+    if simple is not None:
+        return simple
+    if kind is deque:
+        return _deque("" if value.maxlen is None else str(value.maxlen))  # type: ignore[attr-defined]
+    if kind is defaultdict:
+        return _defaultdict(_factory_name(value.default_factory))  # type: ignore[attr-defined]
+    if isinstance(value, Enum):
+        return _of_class("enum", kind)
+    if isinstance(value, tuple) and _is_named_tuple(kind):
+        return _of_class("namedtuple", kind)
+    if dataclasses.is_dataclass(kind):
+        return _of_class("dataclass", kind)
+    return None
+
+
+def codec_named(name: str) -> ValueCodec | None:
+    """Return the codec of a name; None if it is none of these. Raises RestoreError for a class that is not imported."""
+    if not name.startswith(PREFIX):
+        return None
+    kind, _, argument = name.removeprefix(PREFIX).partition(":")
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if kind == "deque" and argument.isdecimal():
+        return _deque(argument)
+    if kind == "defaultdict" and argument in _FACTORIES:
+        return _defaultdict(argument)
+    if kind in _WORDS:
+        module, _, qualname = argument.partition(":")
+        found = _find_class(module, qualname)
+        if found is None or not _is_of(kind, found):
+            raise RestoreError(
+                f"restore: the checkpoint holds a value of {module}.{qualname}, which is not there as "
+                f"{_WORDS[kind]}: import the module that defines it first"
+            )
+        return _of_class(kind, found)
+    return None
+
+
+# Values of the standard library ----------------------------------------------------------------------
+
+
+def _encode_zone(zone: tzinfo | None) -> object:
+    if zone is None:
+        return None
+    if type(zone) is timezone:
+        return [zone.utcoffset(None).total_seconds(), zone.tzname(None)]
+    if type(zone) is ZoneInfo and zone.key is not None:
+        return zone.key
+    raise NotEncodableError(
+        f"its time zone is a {type(zone).__qualname__}, not a timezone or a ZoneInfo"
+    )
+
+
+def _decode_zone(value: Any) -> tzinfo | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return ZoneInfo(value)
+    seconds, name = value
+    offset = timedelta(seconds=seconds)
+    plain = timezone(offset)
+    return plain if plain.tzname(None) == name else timezone(offset, name)
+
+
+def _encode_time(value: datetime | time) -> object:
+    return [value.replace(tzinfo=None).isoformat(), value.fold, _encode_zone(value.tzinfo)]
+
+
+def _decode_time(kind: type[datetime] | type[time], value: Any) -> datetime | time:
+    text, fold, zone = value
+    return kind.fromisoformat(text).replace(fold=fold, tzinfo=_decode_zone(zone))
+
+
+def _decode_file(value: Any) -> BytesIO:
+    content, position = value
+    file = BytesIO(content)
+    file.seek(position)
+    return file
+
+
+def _simple(
+    kind: type, encode: Callable[[Any], object], decode: Callable[[Any], object]
+) -> ValueCodec:
+    return ValueCodec(kind, f"{PREFIX}{kind.__name__}", encode, decode)
+
+
+_FIXED = (
+    _simple(complex, lambda v: [v.real, v.imag], lambda v: complex(*v)),
+    _simple(frozenset, set, frozenset),
+    _simple(bytearray, bytes, bytearray),
+    _simple(range, lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
+    _simple(Decimal, str, Decimal),
+    _simple(UUID, str, UUID),
+    _simple(SimpleNamespace, lambda v: dict(vars(v)), lambda v: SimpleNamespace(**v)),
+    _simple(Namespace, lambda v: dict(vars(v)), lambda v: Namespace(**v)),
+    _simple(BytesIO, lambda v: [v.getvalue(), v.tell()], _decode_file),
+    _simple(type(Path()), str, Path),
+    _simple(PurePosixPath, str, PurePosixPath),
+    _simple(PureWindowsPath, str, PureWindowsPath),
+    _simple(datetime, _encode_time, partial(_decode_time, datetime)),
+    _simple(time, _encode_time, partial(_decode_time, time)),
+    _simple(date, date.isoformat, date.fromisoformat),
+    _simple(timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda v: timedelta(*v)),
+    _simple(timezone, _encode_zone, _decode_zone),
+    _simple(ZoneInfo, _encode_zone, _decode_zone),
+)
+_BY_TYPE = {codec.type: codec for codec in _FIXED}
+_BY_NAME = {codec.name: codec for codec in _FIXED}
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "": None,
+    **{
+        kind.__name__: kind
+        for kind in (list, dict, set, tuple, int, float, bool, str, bytes, deque)
+    },
+}
+
+
+def _deque(maxlen: str) -> ValueCodec:
+    limit = int(maxlen) if maxlen else None
+    return ValueCodec(deque, f"{PREFIX}deque:{maxlen}", list, lambda value: deque(value, limit))
+
+
+def _factory_name(factory: Callable[[], Any] | None) -> str:
+    for name, known in _FACTORIES.items():
+        if known is factory:
+            return name
+    raise NotEncodableError(
+        f"the default_factory of a defaultdict is {getattr(factory, '__qualname__', factory)}; it can be a built-in "
+        "type such as list, or None"
+    )
+
+
+def _defaultdict(name: str) -> ValueCodec:
+    factory = _FACTORIES[name]
+    return ValueCodec(
+        defaultdict, f"{PREFIX}defaultdict:{name}", dict, lambda value: defaultdict(factory, value)
+    )
+
+
+_BY_NAME[f"{PREFIX}deque:"] = _deque("")
+
+
+# Classes of a program --------------------------------------------------------------------------------
+
+
+def _is_named_tuple(kind: type) -> bool:
+    return (
+        issubclass(kind, tuple)
+        and isinstance(getattr(kind, "_fields", None), tuple)
+        and hasattr(kind, "_make")
+    )
+
+
+def _is_of(word: str, kind: type) -> bool:
+    return {
+        "enum": issubclass(kind, Enum),
+        "namedtuple": _is_named_tuple(kind),
+        "dataclass": dataclasses.is_dataclass(kind),
+    }[word]
+
+
+def _find_class(module: str, qualname: str) -> type | None:
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) else None
+
+
+def _of_class(word: str, kind: type) -> ValueCodec:
+    if _find_class(kind.__module__, kind.__qualname__) is not kind:
+        raise NotEncodableError(
+            f"{kind.__module__}.{kind.__qualname__} is not found under this name; define it at the top of a module"
+        )
+    name = f"{PREFIX}{word}:{kind.__module__}:{kind.__qualname__}"
+    functions: dict[str, tuple[Callable[[Any], object], Callable[..., object]]] = {
+        "enum": (_encode_enum, _decode_enum),
+        "namedtuple": (tuple, _decode_named_tuple),
+        "dataclass": (_encode_dataclass, _decode_dataclass),
+    }
+    encode, decode = functions[word]
+    return ValueCodec(kind, name, encode, partial(decode, kind))
+
+
+def _encode_enum(value: Enum) -> object:
+    return value.value if isinstance(value, Flag) else value.name
+
+
+def _decode_enum(kind: Any, value: Any) -> Enum:
+    try:
+        found: Enum = kind[value] if isinstance(value, str) else kind(value)
+    except (KeyError, ValueError) as error:
+        raise RestoreError(
+            f"restore: {kind.__module__}.{kind.__qualname__} has no member {value!r} any more"
+        ) from error
+    return found
+
+
+def _decode_named_tuple(kind: Any, value: Any) -> Any:
+    if len(value) != len(kind._fields):
+        raise RestoreError(
+            f"restore: {kind.__module__}.{kind.__qualname__} has {len(kind._fields)} fields now, and the checkpoint "
+            f"{len(value)}"
+        )
+    return kind._make(value)
+
+
+def _encode_dataclass(value: Any) -> object:
+    kind, fields = type(value), [field.name for field in dataclasses.fields(value)]
+    others = [
+        name
+        for name in getattr(value, "__dict__", ())
+        if name not in fields and not isinstance(getattr(kind, name, None), cached_property)
+    ]
+    if others:
+        raise NotEncodableError(
+            f"{kind.__qualname__} is a dataclass with attributes that are no fields: {', '.join(others)}"
+        )
+    return {name: getattr(value, name) for name in fields if hasattr(value, name)}
+
+
+def _decode_dataclass(kind: Any, value: Any) -> Any:
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    unknown, missing = [n for n in value if n not in known], [n for n in known if n not in value]
+    made = object.__new__(kind)
+    for name in missing:
+        field = known[name]
+        if field.default is not dataclasses.MISSING:
+            value = {**value, name: field.default}
+        elif field.default_factory is not dataclasses.MISSING:
+            value = {**value, name: field.default_factory()}
+        else:
+            unknown.append(name)
+    if unknown:
+        raise RestoreError(
+            f"restore: {kind.__module__}.{kind.__qualname__} has other fields now than in the checkpoint: "
+            f"{', '.join(unknown)}"
+        )
+    for name, each in value.items():
+        object.__setattr__(made, name, each)
+    return made

@@ -1,0 +1,159 @@
+"""Whatever holds training for more than a second is logged while it lasts, with what it waits for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.stuck_tier import StuckTier
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.runtime import holds
+from tierfall.core.runtime.holds import Holds
+
+MiB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def every_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tierfall")
+
+
+def config(root: Path, **disk: Any) -> dict[str, Any]:
+    return {
+        "run": "r",
+        "chunk": "64KiB",
+        "tiers": [
+            {"name": "host", "kind": "host", "folder": str(root / "memory"), "capacity": "5MiB"},
+            {"name": "disk", "kind": "file", "path": str(root / "disk"), **disk},
+        ],
+    }
+
+
+def state(step: float) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((MiB // 2,), float(step))}
+
+
+def test_a_save_that_waits_for_memory_and_a_close_that_flushes_say_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt = tierfall.open(config(tmp_path, bandwidth="500kB/s"))
+    ckpt.restore(state(0))
+    for step in (1, 2, 3):
+        ckpt.save(step, state(step))
+    lines = [m for m in caplog.messages if m.startswith("save of step 3: waiting for")]
+    assert lines
+    assert "no room in host (5 MiB) for 2.1 MiB; 1@1 to disk: " in lines[0]
+    assert any(m.startswith("save of step 3: done after") for m in caplog.messages)
+    ckpt.close()
+    lines = [m for m in caplog.messages if m.startswith("close: waiting for")]
+    assert any("to disk: " in line and " of 2.1 MiB" in line for line in lines)
+    assert caplog.messages[-1] == "run r is closed; its newest checkpoint is 3@1, on disk"
+
+
+def test_an_update_that_waits_for_a_capture_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tierfall.core.capture.copier import ImageCopier
+
+    gate = threading.Event()
+    real = ImageCopier.copy_next
+
+    def late(copier: ImageCopier) -> bool:
+        gate.wait(60)
+        return real(copier)
+
+    with tierfall.open(config(tmp_path)) as ckpt:
+        weight = torch.nn.Parameter(torch.zeros(MiB // 4))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        state = {"weight": weight, "optimizer": optimizer}
+        for step in (1, 2):
+            weight.sum().backward()
+            optimizer.step()
+            ckpt.save(step, state).captured()
+        monkeypatch.setattr(ImageCopier, "copy_next", late)
+        opener = threading.Timer(3.0, gate.set)
+        weight.sum().backward()
+        optimizer.step()
+        ckpt.save(3, state)
+        opener.start()
+        optimizer.step()
+    lines = [m for m in caplog.messages if m.startswith("the capture of step 3: waiting for")]
+    assert lines
+    assert "the state must not change until it is copied; 1 MiB of " in lines[0]
+
+
+def test_a_long_restore_reports_its_progress(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tierfall.open(config(tmp_path)) as ckpt:
+        ckpt.restore(state(0))
+        ckpt.save(1, state(1), block=True)
+    real = PosixBackend.read_into
+
+    def slow(backend: PosixBackend, *args: Any) -> Any:
+        time.sleep(0.2)
+        return real(backend, *args)
+
+    monkeypatch.setattr(PosixBackend, "read_cached", lambda *args: False)
+    monkeypatch.setattr(PosixBackend, "read_into", slow)
+    with tierfall.open(config(tmp_path)) as ckpt:
+        assert ckpt.restore(state(0)) is not None
+    lines = [m for m in caplog.messages if m.startswith("restore: waiting for")]
+    assert lines
+    assert " from disk is read so far" in lines[-1]
+
+
+def test_an_open_that_waits_for_a_tier_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tierfall.open(config(tmp_path)):
+        pass
+    stuck = StuckTier(tmp_path / "disk", monkeypatch)
+    stuck.hang_in("open")
+    opener = threading.Timer(2.0, stuck.gate.set)
+    opener.start()
+    with tierfall.open(config(tmp_path)):
+        assert "open: still waiting for an answer of disk" in caplog.messages
+
+
+def test_what_takes_no_second_is_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tierfall.open(config(tmp_path)) as ckpt:
+        ckpt.restore(state(0))
+        ckpt.save(1, state(1), block=True)
+    assert "waiting for" not in caplog.text
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(holds, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_the_innermost_hold_is_logged_again_and_again_and_is_a_warning_in_the_end(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    all_holds = Holds()
+    with all_holds.hold("close", lambda: "a", level=logging.INFO):
+        clock[0] += 5
+        with all_holds.hold("inner", lambda: "b", level=logging.INFO):
+            for _ in range(30):
+                all_holds.log_present()
+                clock[0] += 0.5
+        found = [(r.levelname, r.getMessage()) for r in caplog.records]
+    assert found == [
+        ("INFO", "inner: waiting for 1 s: b"),
+        ("INFO", "inner: waiting for 6 s: b"),
+        ("WARNING", "inner: waiting for 11 s: b"),
+        ("WARNING", "inner: done after 15 s"),
+    ]

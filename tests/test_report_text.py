@@ -1,0 +1,65 @@
+"""What print and a notebook show of reports, handles and a run: lines that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import tierfall
+from tierfall.telemetry.reports import DrainReport, Fallback
+
+MakeConfig = Callable[..., dict[str, Any]]
+
+
+def state(step: float) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((1024,), float(step))}
+
+
+def test_a_run_its_handles_and_reports_are_shown_as_sentences(make_config: MakeConfig) -> None:
+    config = {**make_config(), "interval": {"every": 10}}
+    with tierfall.open(config) as ckpt:
+        assert "run 'run', attempt 1, on host, disk: nothing saved or restored yet" in repr(ckpt)
+        handle = ckpt.save(10, state(10), metrics={"loss": 1.5}, tags=["good"], block=True)
+        assert repr(handle) == "<SaveHandle of step 10 (attempt 1): saved, captured, on disk, host>"
+        assert "disk: at step 10>" in repr(ckpt)
+        (info,) = ckpt.checkpoints()
+        assert repr(info).startswith("<step 10 (attempt 1): ")
+        assert " on host, disk; " in repr(info)
+        assert repr(info).endswith("tags good; loss 1.5>")
+        damaged = replace(info, damage={"disk": "gone"}, owed=("far",), pinned=True)
+        assert "owed to far; damaged on disk; pinned" in repr(damaged)
+        shown = str(ckpt.statistics())
+        assert "  saves         1 (0 lazy)\n" in shown
+        assert "  survives      step 10 a lost process, " in shown
+        assert "  commits       disk 1\n" in shown
+        assert "trouble" not in shown
+        assert "  trouble       2 failed flushes" in str(
+            replace(ckpt.statistics(), flush_failures=2)
+        )
+        assert repr(ckpt.drain(0)).endswith("  nothing was owed")
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(state(0))
+        assert repr(report).startswith("restored step 10 (attempt 1) in ")
+        assert repr(report).endswith(" from disk")
+        skipped = Fallback(what="step 11", reason="damaged everywhere")
+        assert report is not None
+        shown = str(replace(report, fallbacks=(skipped,)))
+        assert shown.endswith("\n  skipped step 11: damaged everywhere")
+
+
+def test_a_drain_names_what_is_left() -> None:
+    report = DrainReport(done=((1, 1, "disk"),), left=((2, 1, "disk"), (2, 1, "far")), seconds=1.5)
+    assert (
+        repr(report) == "drained in 1.5 s\n  durable: 1@1 to disk\n  left: 2@1 to disk, 2@1 to far"
+    )
+
+
+def test_dir_of_a_handle_has_the_public_names(make_config: MakeConfig) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        handle = ckpt.save(1, state(1))
+        shown = {name for name in dir(handle) if not name.startswith("_")}
+    assert {"step", "attempt", "tiers", "outcome", "stats", "captured", "wait", "done"} <= shown
+    assert not {name for name in shown if name.startswith(("on_", "add_"))}
