@@ -26,6 +26,8 @@ from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.text import hint_at
 
 WRONG = "wrong_value"
+BASE = "base"
+"""The key of pydantic's context with the folder that relative paths start at; absent: the working directory."""
 
 _NAME_SCHEMA = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "maxLength": 200}
 _EXPECTED_NAME = "up to 200 letters, digits, '.', '_' and '-', beginning with a letter or digit"
@@ -237,8 +239,8 @@ def no_address(expected: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _path(value: object, base: Path) -> Path:
-    """Make a path absolute: a relative one starts at ``base``."""
+def _path(value: object, base: Path | None) -> Path:
+    """Make a path absolute: a relative one starts at ``base``, or at the working directory."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ConfigError(f"{show(value)} is not a path; expected a folder such as ./checkpoints")
     text = os.fspath(value)
@@ -254,12 +256,12 @@ def _path(value: object, base: Path) -> Path:
         expanded = Path(text).expanduser()
     except (RuntimeError, UnicodeEncodeError) as error:
         raise ConfigError(f"{text!r} is not a usable path: {error}") from error
-    return base / expanded
+    return Path.cwd() / (base or "") / expanded
 
 
 def _read_path(value: object, info: ValidationInfo) -> Path:
     try:
-        return _path(value, folder_of(info))
+        return _path(value, (info.context or {}).get(BASE))
     except ConfigError as error:
         message = str(error)
     raise value_error(message, expected=_EXPECTED_FOLDER)
@@ -267,7 +269,7 @@ def _read_path(value: object, info: ValidationInfo) -> Path:
 
 def folder_of(info: ValidationInfo) -> Path:
     """Return the folder of the file that is validated; the working directory where there is none."""
-    return (info.context or {}).get("folder") or Path.cwd()
+    return (info.context or {}).get(BASE) or Path.cwd()
 
 
 Size = Annotated[

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tierfall.config.chain import check_chain, link_of
-from tierfall.config.fields import WRONG, show
+from tierfall.config.fields import BASE, WRONG, show
 from tierfall.config.model import CHAIN, TIER_MODELS, Config, ObjectTierConfig
 from tierfall.config.source import (
     EnvironmentFill,
@@ -41,7 +41,8 @@ def load_config(
     """Return the configuration in a YAML file, in a dict of the same shape, or in a ``Config``.
 
     ``run`` overrides the name of the run. ``${env:NAME}`` in text is replaced from ``environ``; its value appears in no
-    message. Relative paths in a file start at the file's folder, others at the working directory.
+    message. Relative paths in a file start at the file's folder, others at the
+    working directory.
 
     Raises ConfigError; the message names every problem, each with file, line and place.
     """
@@ -75,18 +76,18 @@ def _read(source: str | os.PathLike[str] | Mapping[str, object]) -> YamlSource:
 
 
 def _validate(
-    values: dict[str, object], filling: EnvironmentFill, folder: Path
+    values: dict[str, object], filling: EnvironmentFill, base: Path | None
 ) -> tuple[Config | None, list[Problem]]:
     """Validate the values. The error is not chained: its details contain values from the environment."""
     try:
-        return Config.model_validate(values, context={"folder": folder}), []
+        return Config.model_validate(values, context={BASE: base}), []
     except ValidationError as error:
         problems = list(problems_of(error, filling))
         chain_checked = any(d["type"] == CHAIN for d in error.errors(include_url=False))
     # pydantic checks the chain only if all else is valid; one message is to name all problems
     tiers = values.get("tiers")
     if not chain_checked and isinstance(tiers, list):
-        problems += check_chain([link_of(tier, folder) for tier in tiers])
+        problems += check_chain([link_of(tier, base) for tier in tiers])
     return None, problems
 
 

@@ -40,17 +40,13 @@ _FILE_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YamlSource:
-    """Plain values, the line of each place, and the errors of the text itself."""
+    """Plain values, the line of each place, the errors of the text itself, and the folder of the file."""
 
     label: str
     value: object
     lines: Mapping[Place, int] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the file; the working directory if there is none."""
-        return Path(self.label).absolute().parent if self.label else Path.cwd()
+    folder: Path | None = None
 
     def where(self, place: Place) -> str:
         """Return ``FILE:LINE: `` of a place, or of the nearest one around it; empty if there is no file."""
@@ -67,10 +63,10 @@ class YamlSource:
 
 def read_yaml(path: Path) -> YamlSource:
     """Read a configuration file. Raises ConfigError where it cannot be read, or is not YAML."""
-    return parse_yaml(_read_text(path), label=str(path))
+    return parse_yaml(_read_text(path), label=str(path), folder=path.absolute().parent)
 
 
-def parse_yaml(text: str, *, label: str) -> YamlSource:
+def parse_yaml(text: str, *, label: str, folder: Path | None = None) -> YamlSource:
     """Parse the text of a configuration file. Raises ConfigError where it is not YAML."""
     try:
         node, problems, value = _compose(text)
@@ -83,7 +79,9 @@ def parse_yaml(text: str, *, label: str) -> YamlSource:
         raise ConfigError(f"{label}: cannot be read as YAML: {error}") from error
     if node is None:
         raise ConfigError(f"{label}: the file is empty; expected at least run and tiers")
-    return YamlSource(label=label, value=value, lines=dict(_lines(node, ())), problems=problems)
+    return YamlSource(
+        label=label, value=value, lines=dict(_lines(node, ())), problems=problems, folder=folder
+    )
 
 
 class _Loader(yaml.SafeLoader):
