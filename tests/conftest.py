@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import secrets
 import shutil
 import signal
@@ -33,6 +35,17 @@ FIRST = (
     "tests/policies",
 )
 """The longest: what ends a run of several workers is then short."""
+
+
+# Tests run beside each other: more threads of torch would wait for each other in loops, on cores that others need.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector does not walk what is there until the end: all modules and all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
