@@ -32,7 +32,6 @@ FIRST = (
     "tests/test_benchmarks_peers.py",
     "tests/test_demo_s3.py",
     "tests/distributed",
-    "tests/test_cadence_on_machine.py",
     "tests/policies",
 )
 """The longest: what ends a run of several workers is then short."""
