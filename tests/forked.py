@@ -30,6 +30,7 @@ IMPORTED = [
     "tierfall.backends",
     "tierfall.run.checkpointer",
     "tierfall.integrations.dcp",
+    "torch._dynamo",  # of the first optimizer
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",

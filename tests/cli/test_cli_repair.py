@@ -28,6 +28,14 @@ IMAGE = "rank-00000-of-00001.safetensors"
 MANIFEST = "rank-00000-of-00001.json"
 STORED = "rank-00000-of-00001.stored.json"
 SUFFIX = {"none": "", "zstd": ".zst", "planes": ".tfz"}
+CODECS = list(SUFFIX)
+DAMAGED = [
+    (what, here, CODECS[(CODECS.index(here) + turn) % 3])
+    for turn, what in enumerate(["commit", "manifest", "image", "record", "missing", "all"])
+    for here in CODECS
+    if (what, here) != ("record", "none")
+]
+"""What is damaged, and the codecs of the damaged copy and of its source: each pair of the three once at least."""
 ONE, TWO = CheckpointId(1, 1), CheckpointId(2, 1)
 
 
@@ -81,16 +89,7 @@ def cli(make: Callable[..., Cli]) -> Cli:
     return make()
 
 
-@pytest.mark.parametrize("there", SUFFIX)
-@pytest.mark.parametrize(
-    ("what", "here"),
-    [
-        (what, here)
-        for what in ("commit", "manifest", "image", "record", "missing", "all")
-        for here in SUFFIX
-        if (what, here) != ("record", "none")
-    ],
-)
+@pytest.mark.parametrize(("what", "here", "there"), DAMAGED)
 def test_whatever_is_damaged_is_written_anew_as_the_tier_packs(
     make: Callable[..., Cli], tmp_path: Path, here: str, there: str, what: str
 ) -> None:

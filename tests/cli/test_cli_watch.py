@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import ROOT, Cli, Trainer
+from cli_kit import Cli, Trainer
 
+from tests import forked
 from tests.steps import wait_until
 from tierfall.core.format import documents
 from tierfall.telemetry import status
@@ -242,22 +240,16 @@ def test_nobody_else_can_read_a_status(make_cli: MakeCli, train: Train, memory: 
 
 
 def test_each_frame_is_one_document_until_it_is_interrupted(
-    make_cli: MakeCli, train: Train
+    make_cli: MakeCli, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli = make_cli()
     trainer = train(cli)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tierfall", "watch", "--json", "--every", "100ms"],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "TIERFALL_CONFIG": str(cli.path)},
-    )
-    assert process.stdout is not None
+    monkeypatch.setenv("TIERFALL_CONFIG", str(cli.path))
+    process = forked.start(["-m", "tierfall", "watch", "--json", "--every", "100ms"])
     try:
         first = json.loads(process.stdout.readline())
         trainer.tell("save 1")
-        for line in process.stdout:
+        while line := process.stdout.readline():
             frame = json.loads(line)
             assert frame["ok"]
             if steps_of(frame).get(1, {}).get("disk") == "committed":
@@ -267,8 +259,8 @@ def test_each_frame_is_one_document_until_it_is_interrupted(
         assert process.wait(30) == 0, "an interrupt is how it ends"
     finally:
         process.kill()
-        process.stdout.close()
         process.wait()
+        process.close()
 
 
 @pytest.mark.parametrize("every", ["0s", "10ms", "soon"])

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 import tierfall
+from tests import forked
 from tests.cli.cli_kit import Cli
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.errors import (
@@ -733,9 +734,7 @@ def test_a_run_that_another_process_trains_is_not_fenced(
     monkeypatch.setenv("TIERFALL_CONFIG", str(tmp_path / "tiers.yaml"))
     with tierfall.open(make_config()) as ckpt:
         program = f"import fsspec; fsspec.filesystem('tiers').makedirs({path(1)!r})"
-        out = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
-        )
+        out = forked.run(["-c", program])
         assert LockError.__name__ in out.stderr
         assert "THREAD" in out.stderr
         ckpt.save(1, {"w": torch.ones(1)}, block=True)

@@ -1,4 +1,4 @@
-"""Hundreds of hours of training, each drawn by a seed: nothing that was promised is broken. There is more of it in
+"""A hundred hours of training, each drawn by a seed: nothing that was promised is broken. There is more of it in
 ``make simulate``.
 """
 
@@ -13,8 +13,8 @@ from tests.simulation.hour import run_hour
 from tierfall.core.types.values import LossClass
 from tierfall.policies.cadence import IntervalBound
 
-HOURS = 160
-BLOCKS = 32
+HOURS = 100
+BLOCKS = 20
 
 
 @cache

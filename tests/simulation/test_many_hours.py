@@ -10,8 +10,8 @@ import pytest
 from tests.simulation.many_hour import run_many_hour
 from tierfall.policies.cadence import IntervalBound
 
-HOURS = 40
-BLOCKS = 20
+HOURS = 25
+BLOCKS = 25
 STORAGE_SEEDS = (0, 1, 2, 3, 5)
 
 
