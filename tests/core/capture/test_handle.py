@@ -287,3 +287,13 @@ def test_a_handle_keeps_nothing_alive_but_the_exception() -> None:
     gc.collect()
     assert alive() is None
     assert handle.done("host")
+
+
+def test_a_time_in_place_of_a_tier_is_answered_by_the_right_call() -> None:
+    handle = handle_for("nvme")
+    with pytest.raises(
+        ConfigError, match=r"60 is not a tier; a time is given as wait\(timeout=60\)"
+    ):
+        handle.wait(60)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"not .30s.: expected 30$"):
+        handle.wait(timeout="30s")  # type: ignore[arg-type]
