@@ -250,6 +250,29 @@ def test_an_old_one_is_brought_where_a_deletion_makes_room() -> None:
     assert owed_in(world) == []
 
 
+def test_an_old_one_is_brought_where_abandoned_ones_may_go_once_newer_ones_are_verified() -> None:
+    """The start that abandoned them could not list the tier: it is above its capacity."""
+    world, faulty = world_with(refusing(OF_FIRST), capacity_bytes=int(2.5 * IMAGE))
+    for step in (5, 6):
+        world.save(step)
+    world.settle(limit_s=20)
+    world.crash()
+    world.take_other_memory()
+    world.ordinal = 0
+    world.start(unread=["nvme"])
+    world.coordinator.ledger.continue_from(None, attempt=world.attempt.number)
+    for step in (1, 2):
+        world.save(step)
+    world.settle(limit_s=20)
+    assert world.steps_on("nvme") == [2, 5, 6]
+    faulty.stop()
+    start_again(world, 2)
+    world.coordinator.ledger.continue_from(world.started_from, attempt=world.attempt.number)
+    world.settle(limit_s=20)
+    assert world.steps_on("nvme") == [1, 2]
+    assert owed_in(world) == []
+
+
 def test_what_is_set_aside_takes_no_place_of_those_that_are_kept() -> None:
     """The newest goes first here, and cannot be written: the older one is the newest that the tier has."""
     world, _ = world_with(refusing("run/step-00000003-*"), retain_last=1, flush_order=NEWEST_FIRST)
