@@ -288,7 +288,8 @@ class Admissions:
         entry = self._ledger.entries[decision.checkpoint]
         level, why = logging.INFO, ""
         if entry.id in self._ledger.scattered:
-            level, why = logging.WARNING, "; no rank flushes it, as no tier has all its images"
+            level = logging.WARNING
+            why = "; no rank flushes it, as no tier that all ranks reach has all its images"
         logger.log(level, "%s: %s is deleted: %s%s", decision.tier, entry.id, decision.reason, why)
         if not any(state is CopyState.COMMITTED for state in entry.states.values()):
             for name in tuple(entry.owed):
