@@ -11,6 +11,7 @@ from tests.core.scheduler.test_commits import failing, folder_is_empty, talk
 from tests.core.scheduler.test_commits import world as ranks
 from tests.rules import NEWEST_FIRST
 from tests.simulation.many import NODE_TIER, SHARED_TIER
+from tests.simulation.rank import CUT
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.format.records import Mark
@@ -322,6 +323,33 @@ def test_all_ranks_set_aside_what_one_cannot_write(tier: str, rank: int) -> None
         for disk in run.disks(tier).values()
         for key in disk._objects
     ), "what others had brought of it is taken back"
+
+
+def test_a_copy_that_is_given_up_and_found_on_another_tier_is_no_reason_to_fail() -> None:
+    """One rank cannot write it on a node; the shared tier has it, which no rank could list at the start."""
+    run = ranks()
+    refuses = failing(Operation.CREATE, AccessDeniedError, keys=OF_FIRST)
+    run.ranks[1].troubles[NODE_TIER].strike(refuses)
+    for one in run.ranks:
+        one.save(1)
+    run.settle(limit_s=5)
+    assert run.committed(SHARED_TIER) == {FIRST}
+    run.crash()
+    for one in run.ranks:
+        one.troubles[SHARED_TIER].down = True
+    run.start()
+    run.ranks[0].troubles[NODE_TIER].strike(failing(Operation.CREATE, UnreachableError))
+    run.ranks[1].troubles[NODE_TIER].strike(refuses)
+    run.settle(limit_s=30)
+    run.ranks[1].troubles[SHARED_TIER].down = False
+    for step in (2, 3, 4):
+        asked = [one.ask(step) for one in run.ranks]
+        run.settle(limit_s=70)
+        for one, (region, error) in zip(run.ranks, asked, strict=True):
+            assert error is None
+            one.advance(one.begin(step, region), CUT.chunk_count)
+    assert FIRST in run.ranks[1].committed(SHARED_TIER)
+    assert FIRST not in run.ranks[1].sealed()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
