@@ -460,6 +460,7 @@ class Hour(History):
         """The next start brings what can be written now, where neither a rule nor want of room keeps it off."""
         now = self.look()
         gone = self._abandoned(self._known(now)) | self._tombstoned(now)
+        owed = {(event.tier, event.id) for event in was_set_aside}
         for event in was_set_aside:
             rules = self.world.coordinator.ledger.view().tier(event.tier)
             commit = self._known(now).get(event.id)
@@ -471,7 +472,12 @@ class Hour(History):
                 continue
             beside = {id: c for id, c in now[rules.name].commits.items() if id not in gone}
             both = {**beside, event.id: commit}
-            both |= {id: c for (t, id), (_, c) in self.rotten.items() if t == rules.name}
+            # what is damaged unseen takes up a place there, and where this start had it to bring
+            both |= {
+                id: c
+                for (t, id), (_, c) in self.rotten.items()
+                if t == rules.name or (rules.name, id) in owed
+            }
             if not rules.retain or event.id in self.wants[rules.name].wanted(
                 both, self.world.wall_s
             ):
