@@ -17,6 +17,7 @@ from tests.simulation.clock import INSTANT, Clock, Medium
 from tests.simulation.history import RANK, Asked, Held, History, check_restorable, live
 from tests.simulation.mounts import MountedWorld
 from tests.simulation.training import Training, draw_pace
+from tests.simulation.tries import check_tries
 from tests.simulation.weather import Outage, Weather
 from tests.simulation.world import IMAGE, Place, Zombie, newest_attempt, objects_on
 from tierfall.backends.memory import MemoryBackend
@@ -530,6 +531,7 @@ def run_hour(seed: int, *, seconds: float = HOUR_S) -> Hour:
         hour.check_mended(was_set_aside)
         hour.check_ledger_is_true()
         check_restorable(hour)
+        check_tries(hour.log)
     except (AssertionError, TierfallError, KeyError) as error:
         rules = "\n".join(map(str, hour.world.rules))
         raise AssertionError(
