@@ -51,6 +51,7 @@ def test_no_hour_of_one_rank_breaks_a_promise(block: int) -> None:
         pytest.param(70672, id="a tier that does not answer for long takes copies late"),
         pytest.param(84176, id="the only copy is misread once, as another tier is to get it"),
         pytest.param(84295, id="the commit record of a source is misread once"),
+        pytest.param(84297, id="a commit record is misread once as it is written anew"),
         pytest.param(84597, id="a pin in memory of what a tier has that does not answer"),
         pytest.param(85042, id="a damaged copy of a lineage that was left behind"),
         pytest.param(
