@@ -53,6 +53,7 @@ def test_no_hour_of_one_rank_breaks_a_promise(block: int) -> None:
         pytest.param(84295, id="the commit record of a source is misread once"),
         pytest.param(84297, id="a commit record is misread once as it is written anew"),
         pytest.param(84597, id="a pin in memory of what a tier has that does not answer"),
+        pytest.param(84459, id="an image leaves memory while its commit record is written"),
         pytest.param(85042, id="a damaged copy of a lineage that was left behind"),
         pytest.param(
             85701, id="a late copy, and room that older ones leave once newer are verified"

@@ -292,7 +292,7 @@ class Admissions:
             why = "; no rank flushes it, as no tier that all ranks reach has all its images"
         logger.log(level, "%s: %s is deleted: %s%s", decision.tier, entry.id, decision.reason, why)
         if not any(state is CopyState.COMMITTED for state in entry.states.values()):
-            for name in tuple(entry.owed):
+            for name in sorted(entry.owed - entry.uploaded_to):  # an uploaded image needs no source
                 error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")
                 self._flusher.give_up_for_all(entry, name, error)
         self.free(entry, decision.reason)

@@ -97,6 +97,21 @@ def test_the_next_ones_go_on_and_it_is_said_once_with_what_to_do(
     assert len(world.trace) == trace, "it is tried again in this start"
 
 
+def test_an_uploaded_copy_is_committed_although_its_image_has_left_memory() -> None:
+    """The tier refuses its commit record for long, and a save needs the memory."""
+    world, faulty = world_with(refusing("*/commit.json", UnreachableError), images=2)
+    first = world.save(1)
+    world.settle(limit_s=100)
+    assert world.coordinator.ledger.failing.keys() == {"nvme"}
+    for step in (2, 3):
+        world.save(step)
+    assert len(world.memory.regions) == 2
+    faulty.stop()
+    world.settle(limit_s=200)
+    assert world.steps_on("nvme") == [1, 2, 3]
+    assert first.outcome is SaveOutcome.SAVED
+
+
 def test_whoever_waits_for_the_next_one_is_not_told_that_the_tier_fails() -> None:
     world, _ = world_with(refusing(OF_FIRST))
     first, second = world.save(1), world.save(2)
