@@ -42,6 +42,10 @@ def test_an_hour_whose_storage_fails_that_broke_a_promise_once(seed: int) -> Non
     run_many_hour(seed, storage=True)
 
 
+def test_the_only_image_in_memory_does_not_go_before_what_an_earlier_start_left() -> None:
+    run_many_hour(84500)
+
+
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_no_hour_of_several_ranks_breaks_a_promise(block: int) -> None:
     for seed in range(block, HOURS, BLOCKS):

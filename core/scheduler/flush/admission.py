@@ -240,7 +240,9 @@ class Admissions:
             free_bytes=free,
         )
         if plan.deletions:
-            self._evict(plan.deletions[0])
+            # what an earlier start left of other ranks' images goes before the only image of this one
+            if not (self._has_one_image() and self._hooks.evict_leftovers()):
+                self._evict(plan.deletions[0])
             return True
         if self._hooks.evict_leftovers():
             return True
@@ -253,6 +255,10 @@ class Admissions:
             return False
         self._release_given_up()
         return True
+
+    def _has_one_image(self) -> bool:
+        held = (e.state(self._ledger.host) is not CopyState.ABSENT for e in self._ledger.open())
+        return sum(held) == 1
 
     def _would_fit(
         self, gone: Collection[HostRegion], *, image_bytes: int, records_bytes: int
