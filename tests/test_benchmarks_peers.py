@@ -263,8 +263,9 @@ def test_systems_are_measured_beside_each_other(tmp_path: Path) -> None:
     for key in ("tierfall", "torch"):
         for what in side_by_side.COLUMNS:
             assert len(found.samples[f"peers.{key}.{what}"]) == 1
-        save = f"peers.{key}.save"
-        assert found.samples[f"{save}/blocked"] <= found.samples[save]
+        step = f"peers.{key}.step"
+        held, call = found.samples[f"{step}/held"], found.samples[f"{step}/call"]
+        assert call <= held <= found.samples[step]
         assert found.facts["systems"][key] in text
     taken = found.facts["systems_memory"]
     assert {key: set(kinds) for key, kinds in taken.items()} == {
