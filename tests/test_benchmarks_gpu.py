@@ -159,7 +159,7 @@ def test_between_save_and_update_nothing_waits_for_the_device(
     assert calls == ["backward", "save", "update", "mark", "mark", "synchronize", "seconds"]
 
 
-def test_without_room_for_a_slab_its_figures_are_left_out_and_that_is_said(
+def test_without_room_for_a_slab_its_figures_are_left_out_and_that_is_reported(
     tmp_path: Path, rehearsal: Rehearsal
 ) -> None:
     rehearsal.free = 1 << 20
@@ -210,7 +210,7 @@ def test_save_that_captured_blocking_is_not_measured(tmp_path: Path, rehearsal: 
         part._save(ckpt)  # no update since the last
 
 
-def test_save_that_found_no_room_is_told_as_it_was(
+def test_save_that_found_no_room_is_reported_as_it_was(
     tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = gpu.Gpu(plan(tmp_path), lambda line: None, Results(), rehearsal)
@@ -338,7 +338,7 @@ def test_fingerprint_tells_one_changed_byte(place: int) -> None:
 # The command -----------------------------------------------------------------------------------------
 
 
-def test_on_the_cpu_the_part_is_left_out_and_that_is_said(tmp_path: Path) -> None:
+def test_on_the_cpu_the_part_is_left_out_and_that_is_reported(tmp_path: Path) -> None:
     said: list[str] = []
     found = Results()
     gpu.measure(plan(tmp_path), said.append, found)

@@ -74,7 +74,7 @@ def close_soon(ckpt: tierfall.Checkpointer) -> None:
 @pytest.mark.parametrize(
     "calls", [("write",), ("publish",), ("scan",), ("read_into",), EVERYTHING], ids="-".join
 )
-def test_what_a_stuck_tier_is_owed_is_said_and_stays_for_the_next_start(
+def test_what_a_stuck_tier_is_owed_is_reported_and_stays_for_the_next_start(
     stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture, calls: tuple[str, ...]
 ) -> None:
     made = config(tmp_path)

@@ -175,7 +175,7 @@ def test_sigterm_drains_while_training_is_in_c_and_then_ends_the_process(
     assert steps_on(tmp_path / "disk") == [1, 2]
 
 
-def test_what_a_deadline_does_not_carry_is_said_and_stays_in_memory(
+def test_what_a_deadline_does_not_carry_is_reported_and_stays_in_memory(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(disk={"bandwidth": "300kB/s"}, host={"capacity": "16MiB"})

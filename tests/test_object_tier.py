@@ -275,7 +275,7 @@ def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_m
         assert torch.equal(tierfall.load(alone, step=step)["w"], large(step, mib=16)["w"])
 
 
-def test_throttling_is_said_once_counted_and_waited_out(
+def test_throttling_is_reported_once_counted_and_waited_out(
     make_config: Make,
     s3_server: SeaweedFS,
     bucket: str,
@@ -331,7 +331,7 @@ def test_a_listing_that_fails_is_never_an_empty_one(
         assert step_in(tierfall.load(config)) == 1, "and nothing was collected meanwhile"
 
 
-def test_no_server_is_said_and_never_taken_for_nothing_there(
+def test_no_server_is_reported_and_never_taken_for_nothing_there(
     make_config: Make,
     tmp_path: Path,
     own_server: SeaweedFS,

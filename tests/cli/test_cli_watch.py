@@ -129,7 +129,7 @@ def test_a_trainer_that_says_nothing_for_long_may_hang(
 # No trainer that lives -------------------------------------------------------------------------------
 
 
-def test_a_dead_trainers_status_is_said_to_be_so_with_its_age(
+def test_a_dead_trainers_status_is_reported_to_be_so_with_its_age(
     make_cli: MakeCli, train: Train, memory: Path
 ) -> None:
     cli = make_cli(disk={}, slow={"bandwidth": "20kB/s"})
@@ -168,7 +168,7 @@ def test_without_any_trainer_the_tiers_are_listed(
     assert "no trainer is alive on this machine" in cli("watch", "--once").out
 
 
-def test_a_tier_that_cannot_be_read_is_said(
+def test_a_tier_that_cannot_be_read_is_reported(
     make_cli: MakeCli, saved: Callable[..., None], tmp_path: Path
 ) -> None:
     cli = make_cli(disk={}, far={})
@@ -200,7 +200,7 @@ def test_events_of_a_run_that_ended_come_from_its_log(
     [b"", b"{}", documents.seal({"run": "run"}), documents.seal({"run": 7, "pid": "x"})],
     ids=["empty", "no envelope", "members missing", "wrong types"],
 )
-def test_a_status_that_is_none_is_said_and_the_tiers_are_listed(
+def test_a_status_that_is_none_is_reported_and_the_tiers_are_listed(
     make_cli: MakeCli, saved: Callable[..., None], memory: Path, data: bytes
 ) -> None:
     cli = make_cli()

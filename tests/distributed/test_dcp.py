@@ -146,7 +146,7 @@ def test_a_group_that_is_not_the_checkpointers_is_refused(make_job: MakeJob) -> 
     assert answers[2] == ""
 
 
-def test_damage_that_one_rank_meets_is_told_to_all(make_job: MakeJob, tmp_path: Path) -> None:
+def test_damage_that_one_rank_meets_is_reported_to_all(make_job: MakeJob, tmp_path: Path) -> None:
     run(make_job(2, program=PROGRAM), "save_sharded")
     good = run(make_job(2, program=PROGRAM), "damaged")
     assert [(a["said"], a["own"]) for a in good] == [("loaded", 0), ("loaded", 1)]

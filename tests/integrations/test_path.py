@@ -573,7 +573,7 @@ def test_a_tier_that_may_not_be_read_is_not_passed_over_by_find_and_glob(
         assert files.find("tiers://run/step-00000007") == []
 
 
-def test_a_step_folder_that_is_a_link_is_told_by_open_and_ls(
+def test_a_step_folder_that_is_a_link_is_reported_by_open_and_ls(
     make_config: Make, files: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tierfall.open(make_config()) as ckpt:
@@ -740,7 +740,9 @@ def test_a_run_that_another_process_trains_is_not_fenced(
         ckpt.save(1, {"w": torch.ones(1)}, block=True)
 
 
-def test_two_runs_of_one_name_are_told_apart(make_config: Make, tmp_path: Path, files: Any) -> None:
+def test_two_runs_of_one_name_are_distinguished(
+    make_config: Make, tmp_path: Path, files: Any
+) -> None:
     other = make_config(elsewhere={}, host={"folder": str(tmp_path / "memory")})
     with (
         tierfall.open(make_config()),

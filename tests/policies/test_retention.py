@@ -184,7 +184,7 @@ def test_without_a_measured_difference_the_chain_decides(
 
 @EXAMPLES
 @given(VIEWS)
-def test_nothing_goes_by_time_before_it_is_said_to_be_due(view: View) -> None:
+def test_nothing_goes_by_time_before_it_is_reported_to_be_due(view: View) -> None:
     for tier in view.tiers[1:]:
         now = dropped(view, tier.name)
         due = next_due_s(view, tier.name)

@@ -235,7 +235,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_planted_bug_is_found_and_its_seed_is_said(
+def test_a_planted_bug_is_found_and_its_seed_is_reported(
     plant: Callable[[pytest.MonkeyPatch], None],
     run: Callable[[int], Any],
     first: int,

@@ -581,7 +581,7 @@ def test_a_number_that_another_process_took_fences_too(tier: StoredTier) -> None
         tier.check_fence(attempt(1, "b"))
 
 
-def test_a_tier_that_was_away_at_open_is_told_of_the_attempt_at_the_first_commit(
+def test_a_tier_that_was_away_at_open_is_reported_of_the_attempt_at_the_first_commit(
     disk: MemoryBackend,
 ) -> None:
     tier = tier_on(disk)

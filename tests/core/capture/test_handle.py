@@ -115,7 +115,7 @@ def test_blocked_time_is_that_in_save_and_that_at_the_barrier() -> None:
         (lambda h: h.wait(timeout=PATIENCE_S), lambda h: h.on_committed("store")),
     ],
 )
-def test_threads_that_wait_are_woken_when_it_is_told(
+def test_threads_that_wait_are_woken_when_it_is_notified(
     wait: Callable[[SaveHandle], None], told: Callable[[SaveHandle], None]
 ) -> None:
     handle = handle_for("nvme", "store")
@@ -224,7 +224,7 @@ def test_a_tier_that_failed_and_then_got_it_is_forgiven() -> None:
     handle.wait(timeout=0)
 
 
-def test_a_tier_on_the_way_that_failed_is_told_but_does_not_decide() -> None:
+def test_a_tier_on_the_way_that_failed_is_reported_but_does_not_decide() -> None:
     handle = handle_for("nvme", "store")
     handle.on_captured()
     handle.on_tier_failed("nvme", FlushError("nvme is full"))

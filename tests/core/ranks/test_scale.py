@@ -82,7 +82,7 @@ class Clocks:
         return send
 
 
-def test_a_commit_of_ten_thousand_ranks_is_decided_and_heard_within_a_second() -> None:
+def test_a_commit_of_ten_thousand_ranks_is_decided_and_received_within_a_second() -> None:
     ranks = 10_000
     clocks = Clocks([rank // 8 for rank in range(ranks)])
     root = clocks.message_trees[0]

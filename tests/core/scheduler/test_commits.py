@@ -178,7 +178,7 @@ def test_a_rank_that_loses_patience_as_the_last_image_is_sealed_takes_nothing_aw
         assert rank.handles[CheckpointId(1, 1)].outcome is SaveOutcome.SAVED
 
 
-def test_others_are_told_of_a_tier_that_does_not_answer_one_rank_and_train_on() -> None:
+def test_others_are_notified_of_a_tier_that_does_not_answer_one_rank_and_train_on() -> None:
     """Later saves too; a drop that makes room here does not help there; and memory is given for the next saves."""
     run = world(tiers=SHARED_TIER, memory_images=2)
     bad = run.ranks[1]
@@ -257,7 +257,7 @@ def test_a_rank_that_recovers_before_another_does_not_wait_for_that_one(early: i
     assert not any(rank.coordinator.ledger.failing for rank in run.ranks)
 
 
-def test_a_commit_that_does_not_get_through_is_said() -> None:
+def test_a_commit_that_does_not_get_through_is_reported() -> None:
     run = world(tiers=SHARED_TIER)
     trouble = run.ranks[0].troubles[SHARED_TIER]
     trouble.strike(failing(Operation.PUBLISH, UnreachableError, COMMITS))

@@ -69,7 +69,7 @@ def owed_in(world: World) -> list[tuple[int, str]]:
     return [(id.step, tier) for id, tier in world.coordinator.owed_copies()]
 
 
-def test_the_next_ones_go_on_and_it_is_said_once_with_what_to_do(
+def test_the_next_ones_go_on_and_it_is_reported_once_with_what_to_do(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world, _ = world_with(refusing(OF_FIRST))
@@ -112,7 +112,7 @@ def test_an_uploaded_copy_is_committed_although_its_image_has_left_memory() -> N
     assert first.outcome is SaveOutcome.SAVED
 
 
-def test_whoever_waits_for_the_next_one_is_not_told_that_the_tier_fails() -> None:
+def test_whoever_waits_for_the_next_one_is_not_reported_that_the_tier_fails() -> None:
     world, _ = world_with(refusing(OF_FIRST))
     first, second = world.save(1), world.save(2)
     told = []

@@ -50,7 +50,7 @@ def test_every_tensor_has_the_blocks_of_the_tables(world_size: int) -> None:
     assert index.find("none") == ()
 
 
-def test_ranks_with_different_tensors_under_one_name_are_told_apart() -> None:
+def test_ranks_with_different_tensors_under_one_name_are_distinguished() -> None:
     tables = [[piece("w", [n], [0], [n], 0)] for n in (3, 4, 3)]
     first, second = read_index(make(3, *tables), what="index").find("w")
     assert (first.shape, [b.rank for b in first.blocks]) == ((3,), [0, 2])
