@@ -194,7 +194,7 @@ def test_a_cadence_of_ones_own_waits_for_the_slowest_tier() -> None:
 
 def test_a_cadence_of_ones_own_beside_another_measure_is_refused() -> None:
     register("interval", "mine")(lambda measured, rules, now_s: (1, ""))
-    with pytest.raises(ConfigError, match="interval: every and mine contradict each other"):
+    with pytest.raises(ConfigError, match="interval: every and mine cannot stand together"):
         interval_of(every=10, mine=True)
     with pytest.raises(ConfigError, match=r"interval\.mien: unknown key; did you mean \"mine\""):
         interval_of(mien=True)

@@ -54,6 +54,8 @@ def open(
     process trains this run on this machine, BackendError where a tier refuses, RanksError where other ranks do not
     call.
     """
+    if not isinstance(fresh, bool):
+        raise ConfigError(f"open: fresh is {fresh!r}; expected True or False")
     settings = load_config(config, run=run)
     ranks = find_ranks(settings, run=settings.run, process_group=process_group)
     connect = find_transport() if ranks.many else None

@@ -230,7 +230,7 @@ class SaveHandle:
         name = str(tier or (self._tiers[-1] if self._tiers else self._in_memory))
         if name != self._in_memory and name not in self._tiers:
             raise ConfigError(
-                f"step {self.step} is not flushed to tier {name!r}; expected one of "
+                f"step {self.step} goes to no tier {name!r}; expected one of "
                 f"{', '.join((self._in_memory, *self._tiers))}"
             )
         return name

@@ -60,8 +60,8 @@ class Choices:
                 raise RestoreError(f"restore: {what} must be a list of names, not {names!r}")
         if rename is not None and not _are_names(rename):
             raise RestoreError(
-                "restore: rename must be a mapping of names to names such as {'encoder': 'backbone'}, not "
-                f"{rename!r}; to leave an entry of the state unchanged, pass skip=[...]"
+                "restore: rename must be a mapping {name in the checkpoint: name in the state}, such as "
+                f"{{'encoder': 'backbone'}}, not {rename!r}; to leave an entry of the state unchanged, pass skip=[...]"
             )
         return cls(
             only=None if only is None else tuple(only),

@@ -11,7 +11,7 @@ ABSENT = "in the checkpoint, not in the state"
 EXTRA = "in the state, not in the checkpoint"
 _ADVICE = (
     "\nTo allow it by name: skip=[...] leaves an entry of the state unchanged, rename={...} restores a tensor or an "
-    "entry of the state from another name, only=[...] restores a part."
+    "entry of the state from another name, only=[...] restores a part, and leaves out what only the checkpoint has."
 )
 
 

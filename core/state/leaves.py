@@ -42,13 +42,13 @@ _LEFT_OUT = (
     types.BuiltinFunctionType,
     types.MethodType,
     types.ModuleType,
-    types.GeneratorType,
     type,
     io.IOBase,
     type(threading.Lock()),
     threading.Thread,
 )
 _ADVICE_BY_KIND = {
+    "builtins.generator": "save how many items were taken, and skip so many after restore: docs/exact-resume.md",
     "random.Random": "save getstate(), and call setstate() after restore",
     "numpy.random._generator.Generator": "save its bit_generator.state, and set that after restore",
     "numpy.random.mtrand.RandomState": "save get_state(legacy=False), and call set_state() after restore",

@@ -23,6 +23,7 @@ import torch
 from tierfall.core.tensors import builtin_codecs, dtypes, numpy_values
 from tierfall.core.tensors.builtin_codecs import NotEncodableError, ValueCodec
 from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.text import with_article
 
 TAG = "%"
 INT_LIMIT = 1 << 63
@@ -118,9 +119,8 @@ def encode_atom(value: object, depth: int = 0) -> Coded:
         return {TAG: "codec", "n": codec.name, "v": coded}
     if scalar is None:
         kind = type(value)
-        raise NotEncodableError(
-            f"it is a {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
-        )
+        name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+        raise NotEncodableError(f"it is {with_article(name)}")
     return {TAG: "scalar", "d": scalar[0], "v": scalar[1]}
 
 

@@ -136,7 +136,8 @@ def _bandwidth(value: int | str) -> int | float:
 
 
 def _wait(value: float | str) -> float:
-    seconds = units.parse_duration(value)
+    negative = isinstance(value, int | float) and value < 0
+    seconds = 0.0 if negative else units.parse_duration(value)
     if seconds == 0:
         raise ConfigError(f"{show(value)} is not above 0; expected {_EXPECTED_WAIT}")
     return seconds
@@ -244,8 +245,10 @@ def _path(value: object, base: Path | None) -> Path:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ConfigError(f"{show(value)} is not a path; expected a folder such as ./checkpoints")
     text = os.fspath(value)
-    if not isinstance(text, str) or "\0" in text:
-        raise ConfigError("not a path as text; expected a folder such as ./checkpoints")
+    if not isinstance(text, str) or not text.isprintable():
+        raise ConfigError(
+            f"{text!a} is not a path of printable text; expected a folder such as ./checkpoints"
+        )
     if variable := _VARIABLE.search(text):
         name = variable[1] or variable[2]
         raise ConfigError(

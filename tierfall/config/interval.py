@@ -175,8 +175,8 @@ class IntervalSection(Section):
         named += self.model_extra or {}
         if len(named) > 1:
             raise value_error(
-                f"{' and '.join(named)} contradict each other; keep {named[0]} alone, or remove it: every is fixed, "
-                "overhead depends on what saving costs, mtbf also on what failures cost",
+                f"{' and '.join(named)} cannot stand together; keep one: every (a fixed interval), overhead (from what "
+                "saving costs) or mtbf (from what saving and failures cost)",
                 expected="one of every, overhead and mtbf",
             )
         return self

@@ -7,17 +7,16 @@ examples). A value that came from the environment is never shown.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tierfall.config.chain import check_chain, link_of
 from tierfall.config.fields import BASE, WRONG, show
-from tierfall.config.model import CHAIN, TIER_MODELS, Config, ObjectTierConfig
+from tierfall.config.hints import example, example_of, hint_key, hint_kind
+from tierfall.config.model import CHAIN, Config
 from tierfall.config.source import (
     EnvironmentFill,
     Place,
@@ -28,7 +27,7 @@ from tierfall.config.source import (
 )
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.keys import check_name
-from tierfall.core.types.text import hint_at, with_article
+from tierfall.core.types.text import hint_at
 from tierfall.core.types.values import TierKind
 
 
@@ -54,7 +53,12 @@ def load_config(
     filling = EnvironmentFill(environ)
     values = filling.fill(read.value)
     if not isinstance(values, dict):
-        raise ConfigError(f"{read.where(())}expected a mapping with at least run and tiers")
+        colon = (
+            '; is a colon missing? "run: r", then "tiers: ./checkpoints"'
+            if isinstance(values, str)
+            else ""
+        )
+        raise ConfigError(f"{read.where(())}expected a mapping with at least run and tiers{colon}")
     if run is not None:
         values["run"] = run
     config, found = _validate(values, filling, read.folder)
@@ -105,7 +109,7 @@ def _format_problem(problem: Problem) -> str:
     return f"{place}: {problem.message}" if place else problem.message
 
 
-_TIER = " such as {name: disk, kind: file, path: ./checkpoints}"
+_UNKNOWN = ("extra_forbidden", "invalid_key")
 _EXPECTED = {
     "string_type": "text",
     "tuple_type": "a list",
@@ -116,12 +120,21 @@ _EXPECTED = {
 
 
 def problems_of(error: ValidationError, filling: EnvironmentFill) -> Iterator[Problem]:
-    """Describe every error of a validation."""
-    for details in error.errors(include_url=False):
+    """Describe every error of a validation. A key that is missing where its place is taken by a wrong one is that
+    mistake again, and left out."""
+    found = error.errors(include_url=False)
+    unknown = {details["loc"] for details in found if details["type"] in _UNKNOWN}
+    for details in found:
         if details["type"] == CHAIN:
             yield from details["ctx"]["findings"]
-        else:
+        elif details["type"] != "missing" or not _stands_for(details["loc"], unknown):
             yield _problem(details, filling)
+
+
+def _stands_for(missing: Place, unknown: Collection[Place]) -> bool:
+    beside = [str(place[-1]) for place in unknown if place[:-1] == missing[:-1]]
+    key = str(missing[-1])
+    return any({key, other} == {"path", "url"} or hint_at(other, [key]) for other in beside)
 
 
 def _problem(details: ErrorDetails, filling: EnvironmentFill) -> Problem:
@@ -130,14 +143,14 @@ def _problem(details: ErrorDetails, filling: EnvironmentFill) -> Problem:
     original = filling.original(place)
     if kind == WRONG and original is None:
         return Problem(place=place, message=context["message"])
-    if kind in ("extra_forbidden", "invalid_key"):
-        return Problem(place=place, message=_unknown_key(location))
+    if kind in _UNKNOWN:
+        return Problem(place=place, message=hint_key(location))
     if kind == "missing":
-        return Problem(place=place, message=f"missing; expected a value{_example(location)}")
+        return Problem(place=place, message=f"missing; expected a value{example(location)}")
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         return _wrong_kind((*place, "kind"), context.get("tag"), filling)
-    example = _example(location) or (_TIER if len(location) == 2 and location[0] == "tiers" else "")
-    expected = context.get("expected") or f"{_EXPECTED.get(kind, 'a value')}{example}"
+    shown = example_of(location, details["input"]) if original is None else example(location)
+    expected = context.get("expected") or f"{_EXPECTED.get(kind, 'a value')}{shown}"
     return Problem(
         place=place,
         message=f"{_describe_value(details['input'], original)} does not fit; expected {expected}",
@@ -153,153 +166,12 @@ def _wrong_kind(place: Place, tag: object, filling: EnvironmentFill) -> Problem:
     if tag is None:
         return Problem(place=place, message=f"missing; {expected}")
     original = filling.original(place)
-    near = _kind_near(str(tag)) if original is None else ""
+    near = hint_kind(str(tag)) if original is None else ""
     return Problem(
         place=place, message=f"{_describe_value(tag, original)} does not fit; {expected}{near}"
     )
 
 
-_KINDS = {
-    TierKind.DEVICE: ("gpu", "cuda", "hbm", "vram"),
-    TierKind.HOST: ("ram", "memory", "cpu", "dram", "shm", "pinned"),
-    TierKind.FILE: (
-        "disk",
-        "nvme",
-        "ssd",
-        "local",
-        "folder",
-        "dir",
-        "directory",
-        "posix",
-        "pfs",
-        "nfs",
-        "lustre",
-        "fs",
-    ),
-    TierKind.OBJECT: (
-        "s3",
-        "gs",
-        "gcs",
-        "az",
-        "azure",
-        "abfs",
-        "minio",
-        "http",
-        "https",
-        "bucket",
-        "fsspec",
-        "store",
-    ),
-}
-"""What people call each kind of tier."""
-
-
-_OPTIONS = {
-    **{
-        name: name
-        for name in ("endpoint_url", "key", "secret", "token", "profile", "anon", "client_kwargs")
-    },
-    "endpoint": "endpoint_url",
-    "access_key": "key",
-    "secret_key": "secret",
-    "aws_access_key_id": "key",
-    "aws_secret_access_key": "secret",
-}
-"""Keys that people write beside an address, and the options of the store that they mean."""
-
-
-def _kind_near(word: str) -> str:
-    """Return a hint at the kind of tier that was probably meant."""
-    for kind, words in _KINDS.items():
-        if word.lower() in words:
-            return f'; did you mean "{kind}"?'
-    return hint_at(word, TierKind)
-
-
-def _unknown_key(location: Place) -> str:
-    model, key = _model_at(location[:-1]), location[-1]
-    known = list(_fields(model))
-    near = (
-        _belongs(str(key), model)
-        or hint_at(str(key), known)
-        or f"; expected one of {', '.join(known)}"
-    )
-    kind = (
-        f" of {with_article(str(location[2]))} tier"
-        if len(location) == 4 and location[0] == "tiers"
-        else ""
-    )
-    return f"unknown key{kind}{near}"
-
-
-def _belongs(key: str, model: type[BaseModel]) -> str:
-    """Return where a key belongs that this section lacks and another has, to append to a message; empty if none has."""
-    inner = [name for name, field in _fields(model).items() if key in _fields_in(field)]
-    if inner:
-        return f"; it belongs under {' or '.join(inner)}"
-    kinds = [with_article(kind) for kind, tier in TIER_MODELS.items() if key in _fields(tier)]
-    if kinds and model in TIER_MODELS.values():
-        only = kinds[0].split()[1]
-        return f"; it is a key of {' or '.join(kinds)} tier" + (
-            f": write kind: {only}" if len(kinds) == 1 else ""
-        )
-    if key in _OPTIONS and model is ObjectTierConfig:
-        return f"; it belongs under options: options: {{{_OPTIONS[key]}: ...}}"
-    if kinds:
-        return "; it is a key of a tier: write it in an entry of tiers"
-    return "; it belongs at the top, beside run and tiers" if key in _fields(Config) else ""
-
-
-def _fields_in(field: FieldInfo) -> Mapping[str, FieldInfo]:
-    """Return the fields of the section that a field holds, if it holds one."""
-    section = _section_in(field.annotation)
-    return {} if section is None or section in TIER_MODELS.values() else _fields(section)
-
-
-def _example(location: Place) -> str:
-    """Return `` such as`` with the example of a field, or nothing if the model has none."""
-    field = _fields(_model_at(location[:-1])).get(str(location[-1])) if location else None
-    if field is None or not field.examples:
-        return ""
-    return f" such as {_flow(field.examples[0])}"
-
-
-def _flow(value: object) -> str:
-    """Write a value in YAML's flow style."""
-    match value:
-        case bool():
-            return show(value)
-        case dict():
-            return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
-        case list():
-            return "[" + ", ".join(_flow(inner) for inner in value) + "]"
-        case _:
-            return str(value)
-
-
 def _without_tag(location: Place) -> Place:
     """Remove the kind that pydantic inserts into the location of a field of a tier."""
     return (*location[:2], *location[3:]) if location[:1] == ("tiers",) else location
-
-
-def _model_at(location: Place) -> type[BaseModel]:
-    """Return the section that contains a location of pydantic's."""
-    model: type[BaseModel] = Config
-    if location[:1] == ("tiers",) and len(location) > 2:
-        model, location = TIER_MODELS[str(location[2])], location[3:]
-    for part in location:
-        field = _fields(model).get(str(part))
-        model = (_section_in(field.annotation) if field else None) or model
-    return model
-
-
-def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields of a section by their keys in YAML."""
-    return {field.alias or name: field for name, field in model.model_fields.items()}
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    found = (_section_in(inner) for inner in get_args(annotation))
-    return next((section for section in found if section is not None), None)

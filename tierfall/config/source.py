@@ -136,6 +136,15 @@ def _format_yaml_error(error: yaml.MarkedYAMLError) -> str:
     context = f" ({error.context})" if error.context else ""
     if error.problem and "'\\t'" in error.problem:
         return f"{place}a tab; YAML is indented with spaces"
+    begun = error.context_mark
+    if (
+        begun is not None
+        and error.problem_mark is not None
+        and begun.line < error.problem_mark.line
+    ):
+        context = (
+            context.removesuffix(")") + f" that begins at {begun.line + 1}:{begun.column + 1})"
+        )
     return f"{place}not valid YAML: {error.problem}{context}"
 
 

@@ -264,9 +264,9 @@ def resolve_path(path: Path) -> RunPath:
             raise ConfigError(f"load: {alone}")
         if shard is None or checkpoint is None or not is_image:
             raise ConfigError(
-                f"load: {path} is not a shard of a checkpoint (RUN/step-...-a.../rank-...-of-....safetensors, .zst or "
-                ".tfz behind it where it is packed); for any "
-                "other safetensors file use safetensors.torch.load_file"
+                f"load: {path} is not a shard of tierfall's (RUN/step-...-a.../rank-...-of-....safetensors, "
+                ".zst or .tfz behind it where it is packed). A file of torch.save is read by torch.load, another "
+                "safetensors file by safetensors.torch.load_file"
             )
         return _place(path.parent, checkpoint, shard)
     if not path.is_dir():

@@ -16,6 +16,7 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.ranks.rendezvous import RankPlacement, connect
 from tierfall.core.restore.exchange.gloo import Connect, GlooTransport
 from tierfall.core.types.errors import ConfigError, RanksError
+from tierfall.core.types.text import with_article
 
 
 def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
@@ -62,6 +63,11 @@ def _rank_and_size(process_group: Any) -> tuple[int, int]:
         if rank < 0:
             raise ConfigError("open: this process is not in the process_group that it was given")
         return rank, distributed.get_world_size(process_group)
+    if process_group is not None and "torch.distributed" not in type(process_group).__module__:
+        kind = with_article(type(process_group).__name__)
+        raise ConfigError(
+            f"open: process_group is {kind}; expected a group of torch.distributed, or None"
+        )
     if process_group is not None:
         raise ConfigError(
             "open: process_group is given, but torch.distributed is not initialised; call init_process_group() first"

@@ -22,7 +22,8 @@ def as_step(step: Any, *, doing: str = "save", what: str = "step") -> int:
         shown = (
             "the state: the step comes first, save(step, state)" if swapped else f"{step!r}"[:80]
         )
-        raise StepError(f"{doing}: {what} must be an integer of at least 0, not {shown}")
+        newest = "; leave it out for the newest" if doing in ("load", "restore") else ""
+        raise StepError(f"{doing}: {what} must be an integer of at least 0, not {shown}{newest}")
     return operator.index(step)
 
 
