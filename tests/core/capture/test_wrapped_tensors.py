@@ -10,14 +10,21 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import tierfall
 from tests.core.capture.lazy_help import PATIENCE_S, Held, MakeConfig
+from tests.core.ranks.threads import network
+from tests.integrations.dcp_help import QUIET
+from tests.open_ranks import close_all, restore_all
+from tests.replica_ranks import open_all, save_whole
 from tests.wrapped import Coded, CodedMomentum, is_same
 from tierfall.config import load_config
 from tierfall.core.format.catalog import merge
+from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.types.errors import CaptureError, StateChangedError
 from tierfall.export.export import ExportFormat, ExportOptions, ExportResult, export
+from tierfall.integrations.dcp import LazyStager, TierWriter
 from tierfall.ops.reader import RunReader
 
 pytestmark = pytest.mark.usefixtures("small_segments")
@@ -119,6 +126,14 @@ def test_inner_tensor_that_changes_outside_of_a_step_fails_the_save(
             handle.wait(timeout=PATIENCE_S)
 
 
+def test_change_of_an_inner_tensor_is_a_change_of_the_state() -> None:
+    state = {"w": Coded.of(torch.ones(4, 6))}
+    fingerprint = Fingerprint(state)
+    assert fingerprint.changed(state) is None
+    state["w"].scale.numbers.mul_(2)
+    assert fingerprint.changed(state) == 'state["w"]'
+
+
 def exported(config: dict[str, Any], trainer: Trainer, out: Path, format: str) -> ExportResult:
     trainer.step()
     with tierfall.open(config) as ckpt:
@@ -171,3 +186,46 @@ def test_sharded_wrapper_is_refused(make_config: MakeConfig) -> None:
             ckpt.save(1, {"w": sharded})
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings(QUIET)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_dcp_save_of_a_wrapper_is_refused(make_config: MakeConfig, lazy: bool) -> None:
+    state = {"w": Coded.of(torch.ones(2, 2))}
+
+    def save(ckpt: tierfall.Checkpointer) -> None:
+        writer = TierWriter(ckpt, step=1)
+        if lazy:
+            dcp.async_save(state, storage_writer=writer, async_stager=LazyStager(ckpt)).result()
+        else:
+            dcp.save(state, storage_writer=writer)
+
+    refused = pytest.raises((CaptureError, CheckpointException), match="are not saved by dcp")
+    with tierfall.open(make_config()) as ckpt, refused:
+        save(ckpt)
+
+
+# Several ranks ---------------------------------------------------------------------------------------
+
+
+def test_replicas_are_restored_by_as_many_ranks_and_by_one(tmp_path: Path) -> None:
+    trainers = [Trainer(0) for _ in range(2)]
+    for trainer in trainers:
+        torch.manual_seed(3)
+        trainer.step()
+    with network(["a", "a"]) as ranks:
+        opened = open_all(tmp_path, ranks)
+        save_whole(opened, 1, [trainer.state for trainer in trainers])
+        close_all(opened)
+    fresh = [Trainer(1) for _ in range(2)]
+    with network(["a", "a"]) as ranks:
+        opened = open_all(tmp_path, ranks)
+        restore_all(opened, [trainer.state for trainer in fresh])
+        close_all(opened)
+    alone = Trainer(1)
+    with network(["b"]) as ranks:
+        opened = open_all(tmp_path, ranks)
+        restore_all(opened, [alone.state])
+        close_all(opened)
+    for restored in (*fresh, alone):
+        restored.assert_equals(trainers[0])
