@@ -196,6 +196,27 @@ def test_tied_wrappers_stay_tied() -> None:
     assert loaded["a"].codes.data_ptr() == loaded["b"].codes.data_ptr()
 
 
+def test_tied_parameters_of_a_module_stay_tied() -> None:
+    def tied(seed: int) -> nn.ModuleDict:
+        both = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Linear(6, 4)})
+        both["a"].weight = both["b"].weight = nn.Parameter(coded(seed), requires_grad=False)
+        return both
+
+    image, layout = make_image({"m": tied(1), "rng": None})
+    assert sum(placement.name.endswith("%codes") for placement in layout.placements) == 1
+    target = tied(2)
+    restore({"m": target, "rng": None}, image)
+    assert target["a"].weight is target["b"].weight
+    assert is_same(target["b"].weight, coded(1))
+
+
+def test_state_dict_of_a_module_is_filled_where_it_shares_the_memory_of_the_module() -> None:
+    image, _ = make_image({"m": module_of(1).state_dict(), "rng": None})
+    target = module_of(2)
+    restore({"m": target.state_dict(), "rng": None}, image)
+    assert is_same(target.weight, coded(1))
+
+
 @pytest.mark.parametrize("context", [object(), {"in": torch.zeros(1)}, lambda: None])
 def test_context_without_a_codec_is_refused_with_its_place(context: Any) -> None:
     with pytest.raises(CaptureError, match=r'state\["x"\]\["w"\].*context of tests.wrapped.Coded'):
