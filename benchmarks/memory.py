@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tierfall
-from benchmarks import bare
+from benchmarks import apart, bare
 from benchmarks.chain import FILE, HOST, configuration
 from benchmarks.plan import Plan
 from benchmarks.workload import Workload, shape_for
@@ -118,15 +116,7 @@ def measure_apart(plan: Plan) -> dict[str, Any]:
         "--device": plan.device,
     }
     words = [str(word) for pair in arguments.items() for word in pair]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory", *words],
-        cwd=Path(__file__).resolve().parent.parent,
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return apart.run("benchmarks.memory", words)
 
 
 def main() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Results, spread
-from benchmarks.peers.measure import series
+from benchmarks.peers.alone import series
 
 OURS = "tierfall"
-COLORS = {"durable": "#9db7d5", "blocked": "#c0504d", "run": "#9db7d5", "ours": "#2f5f98"}
+COLORS = {"durable": "#9db7d5", "training held": "#c0504d", "run": "#9db7d5", "ours": "#2f5f98"}
 MISSING = "no plots: matplotlib is not installed (pip install 'tierfall[plot]')"
 
 
@@ -32,12 +32,12 @@ def _draw_systems(results: Results, path: Path) -> Path:
     systems: dict[str, str] = results.facts["systems"]
     names = list(systems.values())
     figure, axes = _canvas(len(names))
-    for what, key, height in (("durable", "save", 0.7), ("blocked", "save/blocked", 0.35)):
+    for what, key, height in (("durable", "save", 0.7), ("training held", "step/held", 0.35)):
         spreads = [spread(results.samples[series(system, key)]) for system in systems]
         _bars(axes, names, spreads, height=height, color=COLORS[what], label=what)
     axes.legend(loc="lower right", frameon=False)
     gib = results.facts["peers_state_bytes"] / 2**30
-    axes.set_title(f"One save of {gib:.1f} GiB: until durable, and what of it blocks training")
+    axes.set_title(f"One save of {gib:.1f} GiB: until durable, and how long it holds training")
     return _save(figure, path)
 
 

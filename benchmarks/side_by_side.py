@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from benchmarks.figures import MIB, Results, spread
-from benchmarks.peers.measure import PREFIX, series
+from benchmarks.peers.alone import PREFIX, series
 from benchmarks.peers.memory import ANONYMOUS, SHARED
 
-COLUMNS = ("save/blocked", "save", "cold", "warm")
-HEADINGS = ("blocks, s", "durable, s", "cold load, s", "warm load, s")
+COLUMNS = ("step/call", "step/held", "save", "cold", "warm")
+HEADINGS = ("call returns, s", "training held, s", "durable, s", "cold load, s", "warm load, s")
 TRAINING = "training"
 GIB = 1 << 30
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import secrets
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,20 @@ FIRST = (
     "tests/test_benchmarks_peers.py",
     "tests/test_demo_s3.py",
     "tests/distributed",
-    "tests/test_cadence_on_machine.py",
     "tests/policies",
 )
 """The longest: what ends a run of several workers is then short."""
+
+
+# Tests run beside each other: more threads of torch would wait for each other in loops, on cores that others need.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector does not walk what is there until the end: all modules and all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,26 +78,26 @@ def make_config(tmp_path: Path, memory: Path) -> Callable[..., dict[str, Any]]:
     A keyword that is a dict is a folder of that name below tmp_path (``host``: memory) with these settings; anything
     else is a setting of the run. Without any folder there is one, ``disk``.
     """
+    return partial(_config_in, tmp_path, memory)
 
-    def make(**words: Any) -> dict[str, Any]:
-        tiers = {name: value for name, value in words.items() if isinstance(value, dict)}
-        host = {"folder": str(memory), "capacity": "4MiB", **tiers.pop("host", {})}
-        folders = tiers or {"disk": {}}
-        return {
-            "run": "run",
-            "chunk": "64KiB",
-            "max_wait": "30s",
-            "tiers": [
-                {"name": "host", "kind": "host", **host},
-                *(
-                    {"name": name, "kind": "file", "path": str(tmp_path / name), **settings}
-                    for name, settings in folders.items()
-                ),
-            ],
-            **{name: value for name, value in words.items() if not isinstance(value, dict)},
-        }
 
-    return make
+def _config_in(root: Path, memory: Path, **words: Any) -> dict[str, Any]:
+    tiers = {name: value for name, value in words.items() if isinstance(value, dict)}
+    host = {"folder": str(memory), "capacity": "4MiB", **tiers.pop("host", {})}
+    folders = tiers or {"disk": {}}
+    return {
+        "run": "run",
+        "chunk": "64KiB",
+        "max_wait": "30s",
+        "tiers": [
+            {"name": "host", "kind": "host", **host},
+            *(
+                {"name": name, "kind": "file", "path": str(root / name), **settings}
+                for name, settings in folders.items()
+            ),
+        ],
+        **{name: value for name, value in words.items() if not isinstance(value, dict)},
+    }
 
 
 @pytest.fixture
@@ -151,12 +164,20 @@ def out(tmp_path: Path) -> Iterator[Path]:
     assert left == []
 
 
-@pytest.fixture
-def run_folder(make_config: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
-    """Two committed steps; the tests damage the newer one."""
-    with tierfall.open(make_config()) as ckpt:
+@pytest.fixture(scope="session")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tier with two committed steps, for copies."""
+    root = tmp_path_factory.mktemp("saved")
+    with tierfall.open(_config_in(root, root / "memory")) as ckpt:
         ckpt.save(1, state_of(1), block=True)
         ckpt.save(2, state_of(2), block=True)
+    return root / "disk"
+
+
+@pytest.fixture
+def run_folder(saved_run: Path, tmp_path: Path) -> Path:
+    """Two committed steps; the tests damage the newer one."""
+    shutil.copytree(saved_run, tmp_path / "disk")
     return tmp_path / "disk" / "run"
 
 

@@ -30,6 +30,7 @@ IMPORTED = [
     "tierfall.backends",
     "tierfall.run.checkpointer",
     "tierfall.integrations.dcp",
+    "torch._dynamo",  # of the first optimizer
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -203,6 +204,8 @@ def _serve(ours: socket.socket) -> list[str]:
             for number, handle in zip((1, 2, 0), handles, strict=False):
                 os.dup2(handle, number)
                 os.close(handle)
+            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - the old one knows another kind of file
+            sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
             os.environ.clear()
             os.environ.update(request["env"])
             os.chdir(request["cwd"])

@@ -57,9 +57,10 @@ def open_elsewhere(config: Mapping[str, Any]) -> tierfall.Checkpointer:
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    """Wait for what another thread brings about."""
-    deadline = time.monotonic() + timeout_s
+    """Wait for what another thread or process brings about. What has taken long is looked at less often."""
+    began = time.monotonic()
     pause = threading.Event()
     while not condition():
-        assert time.monotonic() < deadline, f"after {timeout_s} s still not: {what}"
-        pause.wait(0.005)
+        waited = time.monotonic() - began
+        assert waited < timeout_s, f"after {timeout_s} s still not: {what}"
+        pause.wait(min(max(0.005, waited / 10), 0.05))

@@ -101,7 +101,7 @@ def test_a_folder_that_was_replaced_keeps_no_other_checkpoint_off_its_tier(
 
 
 @pytest.mark.parametrize("what", ["link", "file"])
-def test_a_step_whose_folder_was_replaced_is_told_and_keeps_no_other_from_being_read(
+def test_a_step_whose_folder_was_replaced_is_reported_and_keeps_no_other_from_being_read(
     what: str, make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(disk={})
@@ -286,7 +286,7 @@ def cannot_be_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "scandir", away)
 
 
-def test_a_start_without_a_tier_restores_only_when_told_to(
+def test_a_start_without_a_tier_restores_only_when_asked_to(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The far tier cannot be listed, and has something newer than the near one."""

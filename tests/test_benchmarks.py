@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -21,6 +19,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the package
 from benchmarks import bare, figures, machine, many, memory, report, rounds, workload  # noqa: E402
 from benchmarks.__main__ import parse  # noqa: E402
 from benchmarks.figures import Results  # noqa: E402
+from tests import forked  # noqa: E402
 from tierfall.backends.posix.system import is_cached  # noqa: E402
 
 SAMPLES = {"a": [3.0, 1.0, 2.0], "b": [1.0, 1.0, 4.0]}
@@ -263,15 +262,7 @@ def test_peak_of_a_phase_is_kept_after_the_memory_is_gone() -> None:
 def benchmark(folder: Path, *more: str) -> tuple[str, dict[str, Any]]:
     where = ["--dir", str(folder / "files"), "--json", str(folder / "found.json")]
     small = ["--size-gib", "0.01", "--rounds", "2", "--report-only"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *where, *small, *more],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # no figure is judged, and other tests may run
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = forked.run(["-m", "benchmarks", *where, *small, *more], cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, json.loads((folder / "found.json").read_text())
 

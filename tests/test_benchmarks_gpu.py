@@ -27,6 +27,7 @@ from tierfall.run import saver
 from tierfall.tiers.device import DeviceSlab
 
 PARAMETERS = 1_100_000
+LAYERS = large.LAYERS
 TARGETS = {
     "save() keeps the host": 2.0,
     "the step hook keeps the host": 2.0,
@@ -74,17 +75,14 @@ class SlabPlaces(FakePlaces):
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short batches, copies in several parts, one thread, no disk to wait for: no figure is judged here."""
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers, short batches, copies in several parts, no disk to wait for: no figure is judged here."""
     monkeypatch.setattr(os, "sync", lambda: None)
+    monkeypatch.setattr(large, "LAYERS", 2)
     monkeypatch.setattr(large, "CONTEXT", 8)
     monkeypatch.setattr(large.LargeWorkload, "batch", 1)
     monkeypatch.setattr(gpu, "COPY_BYTES", 3 << 20)
     monkeypatch.setattr(gpu, "PAIRS_A_ROUND", 1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -161,7 +159,7 @@ def test_between_save_and_update_nothing_waits_for_the_device(
     assert calls == ["backward", "save", "update", "mark", "mark", "synchronize", "seconds"]
 
 
-def test_without_room_for_a_slab_its_figures_are_left_out_and_that_is_said(
+def test_without_room_for_a_slab_its_figures_are_left_out_and_that_is_reported(
     tmp_path: Path, rehearsal: Rehearsal
 ) -> None:
     rehearsal.free = 1 << 20
@@ -212,7 +210,7 @@ def test_save_that_captured_blocking_is_not_measured(tmp_path: Path, rehearsal: 
         part._save(ckpt)  # no update since the last
 
 
-def test_save_that_found_no_room_is_told_as_it_was(
+def test_save_that_found_no_room_is_reported_as_it_was(
     tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = gpu.Gpu(plan(tmp_path), lambda line: None, Results(), rehearsal)
@@ -290,6 +288,7 @@ def test_batches_outlast_the_copy_by_a_quarter() -> None:
 def test_large_model_has_its_parameters_and_about_1000_tensors(
     parameters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(large, "LAYERS", LAYERS)
     monkeypatch.setattr(large, "CONTEXT", 1024)
     shape = large.shape_of(parameters)
     assert shape.parameters == pytest.approx(parameters, rel=0.001)
@@ -339,7 +338,7 @@ def test_fingerprint_tells_one_changed_byte(place: int) -> None:
 # The command -----------------------------------------------------------------------------------------
 
 
-def test_on_the_cpu_the_part_is_left_out_and_that_is_said(tmp_path: Path) -> None:
+def test_on_the_cpu_the_part_is_left_out_and_that_is_reported(tmp_path: Path) -> None:
     said: list[str] = []
     found = Results()
     gpu.measure(plan(tmp_path), said.append, found)

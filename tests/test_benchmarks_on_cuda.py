@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import bare, memory, objects, rounds, small, suite, training
 from benchmarks.figures import Results
-from benchmarks.peers import measure
+from benchmarks.peers import alone, measure
 from benchmarks.peers import memory as peer_memory
 from benchmarks.plan import Plan
 from tests.tiny_plan import tiny_plan
@@ -88,12 +88,12 @@ def test_what_is_timed_begins_and_ends_when_the_device_is_idle(
     def call(name: str) -> Callable[[], None]:
         return lambda: calls.append(name)
 
-    for module in (training, measure, bare, rounds):
+    for module in (training, alone, bare, rounds):
         monkeypatch.setattr(module, "synchronize", call("idle"))
     monkeypatch.setattr(training, "STEPS", 1)
     work: Any = SimpleNamespace(backward=call("backward"), update=call("update"))
     training.train(work)
-    measure._plain(call("load"))()
+    alone._idle_after(call("load"))()
     bare.copy_all([], [])
     rounds.quiet()
     assert calls == ["backward", "update", "idle", "load", *["idle"] * 3]

@@ -23,6 +23,7 @@ from benchmarks import (
     small,
     stalls,
     training,
+    workload,
 )
 from benchmarks.figures import Results
 from benchmarks.peers import measure, memory, registry, system
@@ -31,6 +32,7 @@ from benchmarks.peers.files import Safetensors, TorchSave
 from benchmarks.peers.ours import Bare, Tierfall
 from benchmarks.plan import Plan
 from benchmarks.workload import Workload, shape_for
+from tests import forked
 from tests.tiny_plan import tiny_plan
 
 IN_PROCESS = [Tierfall, Bare, TorchSave, Safetensors, Dcp, DcpThread]
@@ -38,12 +40,9 @@ alone = pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """No figure is judged here, and other tests may run beside this one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of two layers: no figure is judged here."""
+    monkeypatch.setattr(workload, "LAYERS", 2)
 
 
 # Arithmetic ------------------------------------------------------------------------------------------
@@ -173,7 +172,7 @@ def test_systems_that_are_missing_are_named_with_how_to_get_them(
 def test_memory_of_children_counts() -> None:
     script = "import os; held = os.urandom(48 << 20); print(1, flush=True); input()"
     code = (
-        "import subprocess, sys; from benchmarks.peers.memory import ANONYMOUS, Peaks\n"
+        "import os, subprocess, sys; os.setsid(); from benchmarks.peers.memory import ANONYMOUS, Peaks\n"
         f"script = {script!r}\n"
         "with Peaks() as without: pass\n"
         "with Peaks() as peaks:\n"
@@ -181,9 +180,8 @@ def test_memory_of_children_counts() -> None:
         "    child.stdout.readline(); peaks.sample(); child.communicate(b'\\n')\n"
         "print(peaks.bytes[ANONYMOUS] - without.bytes[ANONYMOUS])"
     )
-    root = Path(__file__).resolve().parent.parent
-    run = [sys.executable, "-c", code]
-    done = subprocess.run(run, cwd=root, capture_output=True, check=True, start_new_session=True)
+    done = forked.run(["-c", code])
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 48 << 20
 
 
@@ -265,8 +263,9 @@ def test_systems_are_measured_beside_each_other(tmp_path: Path) -> None:
     for key in ("tierfall", "torch"):
         for what in side_by_side.COLUMNS:
             assert len(found.samples[f"peers.{key}.{what}"]) == 1
-        save = f"peers.{key}.save"
-        assert found.samples[f"{save}/blocked"] <= found.samples[save]
+        step = f"peers.{key}.step"
+        held, call = found.samples[f"{step}/held"], found.samples[f"{step}/call"]
+        assert call <= held <= found.samples[step]
         assert found.facts["systems"][key] in text
     taken = found.facts["systems_memory"]
     assert {key: set(kinds) for key, kinds in taken.items()} == {

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ import pytest
 import torch
 
 import tierfall
+from tests import forked
 from tests.steps import wait_until
 from tests.stuck_tier import CALLS, LONG_S, WRITES, StuckTier
 from tierfall.backends.posix.writer import PosixWriter
@@ -75,7 +74,7 @@ def close_soon(ckpt: tierfall.Checkpointer) -> None:
 @pytest.mark.parametrize(
     "calls", [("write",), ("publish",), ("scan",), ("read_into",), EVERYTHING], ids="-".join
 )
-def test_what_a_stuck_tier_is_owed_is_said_and_stays_for_the_next_start(
+def test_what_a_stuck_tier_is_owed_is_reported_and_stays_for_the_next_start(
     stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture, calls: tuple[str, ...]
 ) -> None:
     made = config(tmp_path)
@@ -213,10 +212,7 @@ print("at the end")
 @pytest.mark.parametrize("end", ["", "ckpt.close()", "sys.exit(3)"])
 def test_a_program_ends_beside_a_thread_that_hangs(tmp_path: Path, end: str) -> None:
     made = config(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + end, json.dumps(made)],
-        capture_output=True, text=True, timeout=2 * LONG_S,
-    )  # fmt: skip
+    done = forked.run(["-c", PROGRAM + end, json.dumps(made)], timeout=2 * LONG_S)
     assert done.stdout == "at the end\n", done.stderr
     assert done.returncode == (3 if "exit" in end else 0)
     with tierfall.open(made) as again:

@@ -112,7 +112,7 @@ def test_a_signal_to_any_rank_saves_one_step_of_all(
     assert committed(opener) == [list(mine)] * 2
 
 
-def test_a_rank_that_hears_too_late_gives_the_step_up_for_all_at_once_and_hears_earlier_from_then_on(
+def test_a_rank_that_receives_too_late_gives_the_step_up_for_all_at_once_and_receives_earlier_from_then_on(
     opener: Opener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 is always 30 steps ahead of rank 0: what rank 0 announces it has passed, the first time."""
@@ -161,7 +161,7 @@ def test_a_step_that_a_rank_saved_anyway_is_not_given_up_for_hearing_late(opener
     assert committed(opener) == [[20]] * 2
 
 
-def test_a_rank_that_never_hears_saves_nothing_alone_and_nobody_hangs(
+def test_a_rank_that_never_receives_saves_nothing_alone_and_nobody_hangs(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = opener.all_open(interval={"every": 10**6, "at_end": False}, max_wait="1s")

@@ -166,7 +166,7 @@ def test_a_deleted_step_is_nowhere_on_any_node(nodes: Nodes) -> None:
     close_all(ckpts)
 
 
-def test_what_cannot_be_done_is_said_by_all_ranks_alike(nodes: Nodes) -> None:
+def test_what_cannot_be_done_is_reported_by_all_ranks_alike(nodes: Nodes) -> None:
     ckpts = nodes.all_open()
     save(ckpts, 1, 2)
     call(ckpts, lambda c: c.pin(1))
@@ -191,7 +191,7 @@ def test_ranks_that_ask_for_different_things_are_named_and_nothing_is_done(nodes
     close_all(ckpts)
 
 
-def test_a_call_of_one_rank_alone_is_said_within_its_bound(tmp_path: Path) -> None:
+def test_a_call_of_one_rank_alone_is_reported_within_its_bound(tmp_path: Path) -> None:
     with network(["a", "a", "b"], timeout_s=1.0) as few:
         ckpts = Nodes(tmp_path, few).all_open()
         save(ckpts, 1)

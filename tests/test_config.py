@@ -337,7 +337,7 @@ def test_an_error_names_file_line_place_and_the_nearest_word(load: Load) -> None
     )
 
 
-def test_all_problems_are_told_at_once_in_the_files_order(load: Load) -> None:
+def test_all_problems_are_reported_at_once_in_the_files_order(load: Load) -> None:
     with pytest.raises(ConfigError) as caught:
         load(
             "run: a b\nmax-wait: 3s\nchunk: 5KiB\n"
@@ -558,7 +558,7 @@ def test_an_argument_run_that_is_no_name_is_refused(run: Any) -> None:
         load_config(config_of(), run=run)
 
 
-def test_an_unknown_key_of_an_object_tier_is_told_in_good_english() -> None:
+def test_an_unknown_key_of_an_object_tier_is_reported_in_good_english() -> None:
     tier = {"name": "o", "kind": "object", "url": "s3://b", "zebra": 1}
     with pytest.raises(ConfigError, match="unknown key of an object tier"):
         load_config(config_of(tiers=[HOST, tier]))
@@ -806,7 +806,9 @@ def test_a_bandwidth_is_a_rate_or_a_share(
         ({"max_wait": 0}, "max_wait: 0 is not above 0"),
     ],
 )
-def test_what_a_flush_is_told_wrongly_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_what_a_flush_is_reported_wrongly_is_refused(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(tier_of(**settings))
 

@@ -451,7 +451,7 @@ def test_capacity_is_kept(make_saved: Callable[..., dict[str, Any]], tmp_path: P
     assert steps_on(tmp_path / "far") == [1]
 
 
-def test_what_retention_will_say_is_told(make_saved: Callable[..., dict[str, Any]]) -> None:
+def test_what_retention_will_say_is_reported(make_saved: Callable[..., dict[str, Any]]) -> None:
     config = make_saved({"retain": {"last": 1}})
     assert run_copy(config, TWO).notes == ()
     with tierfall.open(config) as ckpt:
@@ -462,7 +462,7 @@ def test_what_retention_will_say_is_told(make_saved: Callable[..., dict[str, Any
     assert note.endswith("no rule keeps it (last 1); to keep it: tierfall pin 1@1")
 
 
-def test_what_a_copy_pushes_out_is_told_too(make_saved: Callable[..., dict[str, Any]]) -> None:
+def test_what_a_copy_pushes_out_is_reported_too(make_saved: Callable[..., dict[str, Any]]) -> None:
     config = make_saved({"retain": {"last": 1}})
     with tierfall.open(config) as ckpt:
         ckpt.restore(blank())

@@ -83,7 +83,7 @@ def test_ls_tells_what_was_purged(make_config: MakeConfig, tmp_path: Path) -> No
     assert "it is missing" in copies["far"]["damage"]
 
 
-def test_with_nothing_to_repair_it_from_damage_is_told_and_older_steps_restore(
+def test_with_nothing_to_repair_it_from_damage_is_reported_and_older_steps_restore(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(disk={})
@@ -118,7 +118,7 @@ def test_chunks_of_two_damaged_copies_still_make_one_state(
 
 
 @pytest.mark.parametrize("compress", [None, "zstd"])
-def test_what_a_restore_finds_damaged_is_told_and_written_anew(
+def test_what_a_restore_finds_damaged_is_reported_and_written_anew(
     compress: str | None, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     near = {} if compress is None else {"compress": {"codec": compress}}
@@ -139,7 +139,7 @@ def test_what_a_restore_finds_damaged_is_told_and_written_anew(
 
 
 @pytest.mark.parametrize("by", ["config", "folder"])
-def test_what_a_load_in_the_trainers_process_finds_damaged_is_told(
+def test_what_a_load_in_the_trainers_process_finds_damaged_is_reported(
     by: str, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(near={}, far={})
@@ -158,7 +158,7 @@ def test_what_a_load_in_the_trainers_process_finds_damaged_is_told(
 
 
 @pytest.mark.parametrize("every", [1, 50])
-def test_an_image_in_memory_that_is_damaged_is_told_or_leaves(
+def test_an_image_in_memory_that_is_damaged_is_reported_or_leaves(
     every: int, make_config: MakeConfig, memory: Path
 ) -> None:
     """It leaves where the disk has the checkpoint, too."""
@@ -192,7 +192,9 @@ def overwrite(memory: Path, step: int) -> None:
         file.write(b"\xff")
 
 
-def test_damage_that_nothing_can_mend_stays_told(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_damage_that_nothing_can_mend_stays_reported(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
     config = make_config(disk={"retain": {"last": 1}})
     save_steps(config, 1)
     with tierfall.open(config) as ckpt:

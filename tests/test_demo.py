@@ -289,7 +289,7 @@ def test_picture_in_the_working_directory_is_named_from_there(
     assert path.read_bytes().startswith(PNG)
 
 
-def test_picture_that_cannot_be_written_is_said(
+def test_picture_that_cannot_be_written_is_reported(
     shown: Shown, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "gone" / "x.png"

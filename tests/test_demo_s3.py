@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 import typer
 import yaml
 
+from tests import forked
 from tests.steps import wait_until
 from tierfall.demo import s3_server
 from tierfall.demo.__main__ import demo
@@ -59,16 +59,8 @@ def processes_in(folder: Path) -> int:
 
 def test_demo_runs_on_a_real_server_and_without_matplotlib(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", WITHOUT_MATPLOTLIB),
-            *(str(folder), "--s3", "--small", "--steps", "48", "--json"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=270,
-        cwd=tmp_path,
-    )
+    options = (str(folder), "--s3", "--small", "--steps", "48", "--json")
+    done = forked.run(["-c", WITHOUT_MATPLOTLIB, *options], timeout=270, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     document, told = json.loads(done.stdout), done.stderr
     tier = object_tier(folder)
@@ -107,10 +99,7 @@ def test_server_stops_when_the_demo_is_interrupted(tmp_path: Path) -> None:
             if line.startswith("1. Train"):
                 break
         assert answers(object_tier(folder)["options"]["endpoint_url"]), "".join(said)
-        deadline_s = time.monotonic() + WAIT_S
-        while processes_in(folder) < 3:  # the demo, its server, and its trainer a moment later
-            assert time.monotonic() < deadline_s, "no trainer was started"
-            time.sleep(0.01)
+        wait_until(lambda: processes_in(folder) >= 2, "its trainer is started", WAIT_S)
         demo.send_signal(signal.SIGINT)
         said += demo.stdout.readlines()
         assert demo.wait() not in (0, -signal.SIGKILL), "".join(said)

@@ -71,7 +71,7 @@ def test_a_call_is_described_with_the_arguments_that_it_takes(name: str) -> None
     assert f"`{written(name, SIGNATURES[name])}`" in TEXT
 
 
-def test_calls_that_are_said_to_take_the_same_do() -> None:
+def test_calls_that_are_reported_to_take_the_same_do() -> None:
     for name, other in THE_SAME.items():
         one, two = (getattr(tierfall.Checkpointer, each) for each in (name, other))
         assert written("", one) == written("", two)

@@ -130,7 +130,7 @@ def test_it_promises_all_that_a_run_wants(table: Any, tmp_path: Path) -> None:
         (sqlite3.OperationalError("database is locked"), UnreachableError),
     ],
 )
-def test_a_full_disk_and_a_lock_are_told_apart(
+def test_a_full_disk_and_a_lock_are_distinguished(
     raised: Exception,
     kind: type[BackendError],
     table: Any,
@@ -331,7 +331,7 @@ def test_a_store_that_lacks_a_method_is_refused_where_it_is_registered() -> None
         register("kv")(Half)
 
 
-def test_only_what_is_said_to_be_remote_survives_the_site() -> None:
+def test_only_what_is_reported_to_be_remote_survives_the_site() -> None:
     register("here")(opener(calls=[]))
     register("there", remote=True)(opener(calls=[]))
     host = {"name": "host", "kind": "host"}

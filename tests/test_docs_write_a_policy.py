@@ -98,7 +98,9 @@ def test_settings_that_do_not_fit_are_refused_with_their_place(value: object, de
         load_config(document)
 
 
-def test_without_the_import_the_rule_is_not_known_and_it_is_said_where_to_look(desk: Path) -> None:
+def test_without_the_import_the_rule_is_not_known_and_it_is_reported_where_to_look(
+    desk: Path,
+) -> None:
     without_plugins(desk)
     with pytest.raises(ConfigError, match=r"retain.milestones: unknown key.*write-a-policy.md"):
         load_config("tiers.yaml")

@@ -6,8 +6,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +17,9 @@ import torch
 import yaml
 
 import tierfall
+from tests import forked
 from tests.core.ranks.threads import on_all
+from tests.forked import Forked
 from tests.open_ranks import Opener, close_all, wait_sealed
 from tests.steps import state_of, steps_on, wait_until
 from tierfall.core.ranks.ranks import Ranks
@@ -143,27 +143,21 @@ print("closed", flush=True)
 """
 
 
-def trainer(tmp_path: Path, config: dict[str, Any], *words: str) -> subprocess.Popen[str]:
+def trainer(tmp_path: Path, config: dict[str, Any], *words: str) -> Forked:
     path = tmp_path / "drained.yaml"
     path.write_text(yaml.safe_dump(config))
-    return subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(path), *words],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[1],
-    )
+    return forked.start(["-c", TRAINER, str(path), *words])
 
 
-def told_to_end(process: subprocess.Popen[str]) -> str:
+def told_to_end(process: Forked) -> str:
     """Send SIGTERM once the trainer has saved; return all it wrote."""
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
+    told = ""
+    while line := process.stdout.readline().decode():
+        told += line
         if line == "saved\n":
             process.send_signal(signal.SIGTERM)
     process.wait(60)
-    return "".join(lines)
+    return told
 
 
 def test_sigterm_drains_while_training_is_in_c_and_then_ends_the_process(
@@ -181,7 +175,7 @@ def test_sigterm_drains_while_training_is_in_c_and_then_ends_the_process(
     assert steps_on(tmp_path / "disk") == [1, 2]
 
 
-def test_what_a_deadline_does_not_carry_is_said_and_stays_in_memory(
+def test_what_a_deadline_does_not_carry_is_reported_and_stays_in_memory(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(disk={"bandwidth": "300kB/s"}, host={"capacity": "16MiB"})

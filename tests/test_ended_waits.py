@@ -70,7 +70,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Gate]]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_when_the_coordinator_breaks_down_whoever_waits_is_told(
+def test_when_the_coordinator_breaks_down_whoever_waits_is_notified(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, gate: Callable[..., Gate]
 ) -> None:
     held = gate("commit")
@@ -97,7 +97,7 @@ def test_when_the_coordinator_breaks_down_whoever_waits_is_told(
             call()
 
 
-def test_what_is_still_owed_at_the_end_is_said_to_whoever_waits(
+def test_what_is_still_owed_at_the_end_is_reported_to_whoever_waits(
     make_config: MakeConfig, tmp_path: Path, gate: Callable[..., Gate]
 ) -> None:
     held = gate("create_shard")
@@ -204,7 +204,7 @@ def test_a_restore_after_saves_never_fences_its_own_process(
         assert ckpt._session.coordinator.fenced is None
 
 
-def test_what_is_left_behind_is_said(
+def test_what_is_left_behind_is_reported(
     make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tierfall.open(make_config()) as ckpt:

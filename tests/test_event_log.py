@@ -258,7 +258,7 @@ def test_a_disk_that_hangs_holds_up_neither_events_nor_close(path: Path, disk: D
 
 
 @pytest.mark.parametrize("make_it", [os.mkdir, os.mkfifo])
-def test_a_place_that_is_no_file_is_said_and_fails_nothing(
+def test_a_place_that_is_no_file_is_reported_and_fails_nothing(
     path: Path, make_it: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     path.parent.mkdir()

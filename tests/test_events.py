@@ -100,7 +100,7 @@ def test_a_run_says_what_became_of_each_save(make_config: MakeConfig, tmp_path: 
     assert all(e["seconds"] >= 0 for e in only(log, "committed"))
 
 
-def test_what_goes_wrong_is_said(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_what_goes_wrong_is_reported(make_config: MakeConfig, tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
     with tierfall.open(make_config(host={"capacity": "1MiB"}, events=str(log))) as ckpt:
         ckpt.save(1, state_of(1), block=True)

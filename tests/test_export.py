@@ -214,7 +214,7 @@ def test_a_part_below_a_part(
     assert set(loaded) == names if isinstance(loaded, dict) else torch.is_tensor(loaded)
 
 
-def test_what_safetensors_does_not_hold_is_said(config: dict[str, Any], out: Path) -> None:
+def test_what_safetensors_does_not_hold_is_reported(config: dict[str, Any], out: Path) -> None:
     done = export_from(config, "raw", to=out, only=("odd", "extra"))
     left, raw = done.notes
     assert "omitted" in left
@@ -233,7 +233,7 @@ def test_what_safetensors_does_not_hold_is_said(config: dict[str, Any], out: Pat
 
 
 @pytest.mark.parametrize("format", [ExportFormat.SAFETENSORS, ExportFormat.TORCH])
-def test_a_damaged_chunk_is_read_from_the_next_tier_and_told(
+def test_a_damaged_chunk_is_read_from_the_next_tier_and_reported(
     config: dict[str, Any], tmp_path: Path, out: Path, format: ExportFormat
 ) -> None:
     good = export_from(config, "host", to=tmp_path / "good", format=format).path.read_bytes()
@@ -371,7 +371,7 @@ def test_what_stops_torch_while_it_writes_is_what_is_raised(
 @pytest.mark.parametrize(
     ("module", "call"), [(output.os.path, "lexists"), (output.shutil, "disk_usage")]
 )
-def test_a_place_that_may_not_be_looked_at_is_said(
+def test_a_place_that_may_not_be_looked_at_is_reported(
     config: dict[str, Any], out: Path, module: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def deny(path: Path) -> None:
@@ -411,7 +411,7 @@ def test_an_image_that_is_missing_beside_its_records_is_damage(
 
 
 @pytest.mark.parametrize("format", [ExportFormat.SAFETENSORS, ExportFormat.TORCH])
-def test_too_little_room_is_told_before_anything_is_written(
+def test_too_little_room_is_reported_before_anything_is_written(
     config: dict[str, Any], out: Path, format: ExportFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")

@@ -153,7 +153,7 @@ def test_what_stops_dcp_is_what_is_raised_and_leaves_nothing(
     assert not out.parent.exists()
 
 
-def test_a_disk_that_is_full_when_torch_writes_is_said(
+def test_a_disk_that_is_full_when_torch_writes_is_reported(
     config: Config, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(value: object, file: Any, **more: Any) -> None:
@@ -182,7 +182,7 @@ def test_files_that_came_out_short_are_noticed(
     assert not out.parent.exists()
 
 
-def test_no_room_is_said_before_anything_is_written(
+def test_no_room_is_reported_before_anything_is_written(
     config: Config, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Usage:

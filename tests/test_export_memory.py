@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch
 
 import tierfall
+from tests import forked
 
 MIB = 1 << 20
 CHUNK_BYTES = 16 * MIB
@@ -98,14 +97,7 @@ def saved() -> Iterator[tuple[dict[str, object], Path]]:
 
 def peak_bytes(config: dict[str, object], what: str, tier: str, to: Path) -> int:
     """Return how far the anonymous memory of a process rose above what it was before."""
-    done = subprocess.run(
-        [sys.executable, "-c", _WATCHING, json.dumps(config), what, tier, str(to)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=240,
-        check=False,
-    )
+    done = forked.run(["-c", _WATCHING, json.dumps(config), what, tier, str(to)])
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 

@@ -5,14 +5,13 @@ It runs in a process of its own, which watches its anonymous memory; files, mapp
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import forked
 from tests.rank_kit import config_of, save_on_ranks
 from tierfall.export.export import ExportFormat
 
@@ -59,13 +58,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("format", ExportFormat)
 def test_an_export_of_several_ranks_takes_little_memory(saved: Path, format: ExportFormat) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _WATCHING, str(saved), format],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
+    done = forked.run(["-c", _WATCHING, str(saved), format])
+    assert done.returncode == 0, done.stderr
     peak = int(done.stdout)
     print(f"{format}: {peak / MIB:.1f} MiB")
     written = sum(f.stat().st_size for f in (saved / "large" / format).rglob("*") if f.is_file())

@@ -56,7 +56,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
-def test_a_tier_that_fills_up_is_skipped_and_said_and_tried_again(
+def test_a_tier_that_fills_up_is_skipped_and_reported_and_tried_again(
     call: str,
     make_config: MakeConfig,
     tmp_path: Path,

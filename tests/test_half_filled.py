@@ -106,7 +106,7 @@ class Stubborn:
         raise ValueError("no")
 
 
-def test_an_object_that_refuses_its_state_leaves_a_half_filled_one_and_that_is_said(
+def test_an_object_that_refuses_its_state_leaves_a_half_filled_one_and_that_is_reported(
     make_config: MakeConfig,
 ) -> None:
     config = make_config(disk={})

@@ -181,7 +181,7 @@ def test_watch_says_which_tier_it_could_not_ask(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_folder_in_the_place_of_the_record_is_told_and_the_run_goes_on(
+def test_a_folder_in_the_place_of_the_record_is_reported_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bool
 ) -> None:
     """``kept``: another tier remembers this one."""

@@ -224,7 +224,7 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["missing", "short", "flipped"])
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_a_damaged_one_costs_nothing_is_told_and_is_made_anew(
+def test_a_damaged_one_costs_nothing_is_reported_and_is_made_anew(
     tmp_path: Path, cli: Cli, how: str, codec: str
 ) -> None:
     config = config_of(tmp_path, shared={"compress": {"codec": codec}})

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed
 
+from tests import forked
 from tests.core.ranks.processes import PATIENCE_S, serve
 from tierfall.config import Config
 from tierfall.core.types.errors import ConfigError, RanksError
@@ -188,16 +187,10 @@ def test_ranks_of_torchrun_meet_and_meet_again_after_a_restart(tmp_path: Path) -
     """In their second life they find the first one's address in the agent's store, which has outlived them."""
     script = tmp_path / "lives.py"
     script.write_text(LIVES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1", "--monitor-interval", "0.1", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "localhost:0", str(script), str(tmp_path)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENCE_S,
-    )
+    done = forked.run(command, timeout=4 * PATIENCE_S)
     assert done.returncode == 0, done.stderr
     for life in "01":
         for rank in "01":

@@ -413,7 +413,7 @@ def lives(make_config: MakeConfig, tmp_path: Path) -> dict[str, Any]:
     return config
 
 
-def test_of_two_lives_of_one_number_the_one_that_began_last_counts_and_it_is_said_once(
+def test_of_two_lives_of_one_number_the_one_that_began_last_counts_and_it_is_reported_once(
     lives: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with tierfall.open(lives) as ckpt:

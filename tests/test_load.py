@@ -106,7 +106,7 @@ def test_tensors_come_to_the_device_that_is_asked_for(config: dict[str, Any]) ->
         ({"cuda": "cpu"}, "expected one such as 'cpu'"),
     ],
 )
-def test_a_device_that_is_not_there_is_told_before_anything_is_read(
+def test_a_device_that_is_not_there_is_reported_before_anything_is_read(
     device: Any, said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=f"is not a device that can be used here: .*{said}"):

@@ -82,7 +82,7 @@ def in_memory(config: dict[str, Any]) -> int:
     return count
 
 
-def test_a_removed_folder_is_noticed_said_once_and_made_anew(
+def test_a_removed_folder_is_noticed_reported_once_and_made_anew(
     make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
 ) -> None:
     config = make_config(disk={"flush": {"every": 10}})
@@ -124,7 +124,7 @@ def test_what_the_machine_remembers_of_the_tiers_comes_back(
 
 
 @pytest.mark.usefixtures("sleepy")
-def test_what_is_told_of_losses_is_true_at_once(make_config: MakeConfig, memory: Path) -> None:
+def test_what_is_reported_of_losses_is_true_at_once(make_config: MakeConfig, memory: Path) -> None:
     with tierfall.open(make_config(disk={"flush": {"every": 2}})) as ckpt:
         ckpt.save(1, state_of(1)).captured()
         ckpt.save(2, state_of(2), block=True)

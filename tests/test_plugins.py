@@ -168,7 +168,7 @@ def interval_of(**interval: Any) -> Config:
         (lambda: 1 // 0, "ZeroDivisionError"),
     ],
 )
-def test_a_cadence_that_fails_is_said_once_and_the_default_stands_for_it(
+def test_a_cadence_that_fails_is_reported_once_and_the_default_stands_for_it(
     answer: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     register("interval", "mine")(lambda measured, rules, now_s: answer())
@@ -292,7 +292,7 @@ def test_a_policy_without_settings_takes_none(value: Any) -> None:
         ({"retain": {"for": "soon"}}, "retain.for: 'soon' is not a number with a unit"),
     ],
 )
-def test_what_is_wrong_in_retain_and_evict_is_said_with_its_place(
+def test_what_is_wrong_in_retain_and_evict_is_reported_with_its_place(
     members: dict[str, Any], message: str | None
 ) -> None:
     register("retain", "mine", rules=Model)(keep_nothing)

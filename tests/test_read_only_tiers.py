@@ -95,7 +95,7 @@ def test_a_read_only_tier_is_restored_from_and_nothing_there_is_changed(
 
 
 @pytest.mark.parametrize("refuse", ["opening", "records"])
-def test_a_tier_that_may_not_be_written_to_is_found_out_and_said_once(
+def test_a_tier_that_may_not_be_written_to_is_found_out_and_reported_once(
     refuse: str,
     make_config: MakeConfig,
     archive: Path,
@@ -133,7 +133,7 @@ def test_a_chain_of_read_only_tiers_points_to_load(
     assert step_in(tierfall.load(config)) == 2
 
 
-def test_what_is_said_of_writing_is_refused_beside_read_only(make_config: MakeConfig) -> None:
+def test_what_is_reported_of_writing_is_refused_beside_read_only(make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match=r"read_only: true, and capacity, retain"):
         load_config(make_config(archive={"capacity": "1GiB", "retain": {"last": 1}, **ARCHIVE}))
 

@@ -73,7 +73,7 @@ NEAREST = 'they have accuracy, loss; did you mean "loss"?'
         ({"los": 0.5}, 5, []),
     ],
 )
-def test_a_metric_that_no_save_gives_is_said_once_and_harms_nothing(
+def test_a_metric_that_no_save_gives_is_reported_once_and_harms_nothing(
     metrics: dict[str, float],
     saves: int,
     said: list[str],

@@ -199,7 +199,7 @@ say("was not ended")
     assert done.returncode == -TERM
 
 
-def test_a_watch_is_told_names_and_a_work_stands_beside_it(calls: list[str]) -> None:
+def test_a_watch_is_reported_names_and_a_work_stands_beside_it(calls: list[str]) -> None:
     watch = signal_hub.SignalWatch(["SIGUSR1"], calls.append)
     listener = signal_hub.add_listener({USR1}, what="test", work=lambda number: None)
     os.kill(os.getpid(), USR1)
@@ -259,7 +259,7 @@ say("was not ended")
 
 
 @pytest.mark.parametrize("thread", [False, True])
-def test_a_forked_child_ends_by_the_signal_and_its_parent_hears_nothing(thread: bool) -> None:
+def test_a_forked_child_ends_by_the_signal_and_its_parent_receives_nothing(thread: bool) -> None:
     fork = "t = threading.Thread(target=fork); t.start(); t.join()" if thread else "fork()"
     done = run(
         f"""
@@ -280,7 +280,7 @@ say(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     assert done.returncode == 0
 
 
-def test_a_signal_is_heard_after_an_event_loop_took_the_wakeup_fd(calls: list[str]) -> None:
+def test_a_signal_is_received_after_an_event_loop_took_the_wakeup_fd(calls: list[str]) -> None:
     listener = signal_hub.add_listener(
         {USR1}, what="test", work=lambda number: calls.append("work")
     )

@@ -67,7 +67,7 @@ def test_an_idle_trainer_writes_only_to_say_that_all_is_well(
         wait_until(lambda: len(written) > before + 2, "it says that it lives")
 
 
-def test_of_many_checkpoints_the_newest_are_told(
+def test_of_many_checkpoints_the_newest_are_reported(
     make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status_writer, "CHECKPOINTS_MAX", 3)
@@ -80,7 +80,7 @@ def test_of_many_checkpoints_the_newest_are_told(
         assert said.checkpoints_known == 5
 
 
-def test_memory_that_is_full_costs_the_status_alone_and_is_said_once(
+def test_memory_that_is_full_costs_the_status_alone_and_is_reported_once(
     make_config: MakeConfig,
     memory: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -109,7 +109,7 @@ def test_memory_that_is_full_costs_the_status_alone_and_is_said_once(
     assert caplog.text.count("is not written") == 1
 
 
-def test_a_coordinator_that_stopped_is_the_last_thing_said(
+def test_a_coordinator_that_stopped_is_the_last_thing_reported(
     make_config: MakeConfig, memory: Path
 ) -> None:
     ckpt = tierfall.open(make_config())
@@ -131,7 +131,7 @@ def _fail(timeout: float | None) -> None:
     raise RuntimeError("on purpose")
 
 
-def test_what_a_killed_rank_said_goes_with_its_memory(tmp_path: Path) -> None:
+def test_what_a_killed_rank_reported_goes_with_its_memory(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     folder = tmp_path / "memory" / "run"
     with network(["a", "a"]) as ranks:
@@ -152,7 +152,7 @@ def test_what_a_killed_rank_said_goes_with_its_memory(tmp_path: Path) -> None:
     assert status.read_status(folder, 1) is None
 
 
-def test_what_a_killed_process_said_is_replaced_by_the_next_start(
+def test_what_a_killed_process_reported_is_replaced_by_the_next_start(
     make_config: MakeConfig, memory: Path
 ) -> None:
     with tierfall.open(make_config()):

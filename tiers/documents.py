@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from tierfall.core.format.documents import MAX_DOCUMENT_BYTES
+from tierfall.core.format.documents import MAX_DOCUMENT_BYTES, open_sealed, read_twice
 from tierfall.core.types.backend import Backend, Publish, SyncedBackend
 from tierfall.core.types.errors import (
     BackendError,
@@ -80,12 +80,13 @@ class Documents:
         on a backend where every visible object is durable.
 
         Raises KeyNotFoundError where the document was deleted, and another BackendError where it may not survive a
-        power cut. After a failed fsync a later one may report success wrongly, so the document is rewritten then.
+        power cut. After a failed fsync a later one may report success wrongly, so the document is rewritten then; it
+        raises IntegrityError, and rewrites nothing, if the document reads as damaged twice.
         """
         if not self.backend.traits.needs_sync:
             return
         if key in self._maybe_unsynced:
-            self.replace(key, self.read(key))
+            self.replace(key, read_twice(lambda: self._read_intact(key)))
             return
         try:
             cast(SyncedBackend, self.backend).sync(key.rpartition("/")[0])
@@ -94,6 +95,11 @@ class Documents:
         except BackendError:
             self._maybe_unsynced.add(key)
             raise
+
+    def _read_intact(self, key: str) -> bytes:
+        data = self.read(key)
+        open_sealed(data, what=self.what(key))
+        return data
 
     def _write(self, key: str, data: bytes, publish: Publish) -> None:
         try:

@@ -10,14 +10,11 @@ import argparse
 import gc
 import json
 import os
-import shutil
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks import bare, machine, memory
+from benchmarks import apart, bare, machine, memory
 from benchmarks.peers import registry
 from benchmarks.peers.system import Place
 from benchmarks.plan import Plan
@@ -102,25 +99,10 @@ def measure(key: str, size_bytes: int, place: Place, device: str) -> dict[str, i
 
 def measure_apart(plan: Plan, key: str) -> dict[str, int]:
     """Run ``measure`` in a fresh process and session, and return what it printed."""
-    folders = {"folder": plan.folder / "memory-apart", "memory": plan.memory / "memory-apart"}
     size_bytes = min(plan.size_bytes, SIZE_MAX_BYTES)
-    words = [str(size_bytes), key, *map(str, folders.values()), plan.device]
-    for folder in folders.values():
-        folder.mkdir()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.peers.memory", *words],
-            cwd=Path(__file__).resolve().parents[2],
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            check=True,
-            text=True,
-        )
-    finally:
-        for folder in folders.values():
-            shutil.rmtree(folder)
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    with apart.own_folders(plan, "memory-apart") as (folder, memory):
+        words = [str(size_bytes), key, str(folder), str(memory), plan.device]
+        return apart.run("benchmarks.peers.memory", words, own_session=True)
 
 
 def main() -> None:

@@ -224,11 +224,13 @@ class SaveHandle:
         while self._waiting:
             self._waiting.pop().set()
 
-    def _resolve(self, tier: str | None) -> str:
-        name = tier or (self._tiers[-1] if self._tiers else self._in_memory)
+    def _resolve(self, tier: object) -> str:
+        if isinstance(tier, int | float):
+            raise ConfigError(f"{tier} is not a tier; a time is given as wait(timeout={tier})")
+        name = str(tier or (self._tiers[-1] if self._tiers else self._in_memory))
         if name != self._in_memory and name not in self._tiers:
             raise ConfigError(
-                f"step {self.step} is not flushed to tier {name!r}; it goes to "
+                f"step {self.step} is not flushed to tier {name!r}; expected one of "
                 f"{', '.join((self._in_memory, *self._tiers))}"
             )
         return name

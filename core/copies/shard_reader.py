@@ -103,7 +103,7 @@ class ShardReader:
             return read_header(
                 view,
                 image_bytes=self.manifest.image_bytes,
-                what=f"header of {self.manifest.lineage.checkpoint}",
+                what=f"checkpoint {self.manifest.lineage.checkpoint}",
             )
 
     def fill(self, fills: Sequence[Fill], written: WrittenTargets) -> None:

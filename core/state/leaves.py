@@ -5,7 +5,10 @@ What an image cannot store is refused with a CaptureError that names its path. C
 
 from __future__ import annotations
 
+import io
 import json
+import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -37,7 +40,35 @@ from tierfall.core.types.values import Changes
 
 T = TypeVar("T")
 
-_ADVICE = "save its components, give it state_dict and load_state_dict, or register a codec with register_codec"
+_ADVICE = (
+    "save vars(it) or its parts, give it state_dict and load_state_dict, make it a dataclass, or register a codec with "
+    "register_codec"
+)
+_LEFT_OUT = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    types.GeneratorType,
+    type,
+    io.IOBase,
+    type(threading.Lock()),
+    threading.Thread,
+)
+_ADVICE_BY_KIND = {
+    "random.Random": "save getstate(), and call setstate() after restore",
+    "numpy.random._generator.Generator": "save its bit_generator.state, and set that after restore",
+    "numpy.random.mtrand.RandomState": "save get_state(legacy=False), and call set_state() after restore",
+    "torch.utils.data.dataloader.DataLoader": "save where it is in the data: docs/exact-resume.md",
+}
+
+
+def _advice(value: object) -> str:
+    """Return what to do about a value that cannot be saved."""
+    if isinstance(value, _LEFT_OUT):
+        return "leave it out of the state: the program makes it anew (register_codec, if it must be saved)"
+    kind = type(value)
+    return _ADVICE_BY_KIND.get(f"{kind.__module__}.{kind.__qualname__}", _ADVICE)
 
 
 def refusal(trail: Trail, reason: str) -> CaptureError:
@@ -107,13 +138,13 @@ class Leaves:
         try:
             return value_codec.encode_atom(value)
         except builtin_codecs.NotEncodableError as error:
-            refuse(trail, f"cannot be saved: {error}; {_ADVICE}")
+            refuse(trail, f"cannot be saved: {error}; {_advice(value)}")
 
     def builtin_codec(self, value: object, trail: Trail) -> builtin_codecs.ValueCodec | None:
         try:
             return builtin_codecs.codec_of(value)
         except builtin_codecs.NotEncodableError as error:
-            refuse(trail, f"cannot be saved: {error}; {_ADVICE}")
+            refuse(trail, f"cannot be saved: {error}; {_advice(value)}")
 
     def key(self, key: object, trail: Trail) -> str | tuple[str]:
         if type(key) is str:

@@ -123,7 +123,10 @@ def encode_atom(value: object, depth: int = 0) -> Coded:
         coded = encode_atom(codec.encode(value), depth + 1)
         return {TAG: "codec", "n": codec.name, "v": coded}
     if scalar is None:
-        raise NotEncodableError(f"{type(value).__module__}.{type(value).__qualname__} has no codec")
+        kind = type(value)
+        raise NotEncodableError(
+            f"it is a {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+        )
     return {TAG: "scalar", "d": scalar[0], "v": scalar[1]}
 
 

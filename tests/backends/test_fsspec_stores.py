@@ -123,7 +123,9 @@ class Answered(Exception):
         (ValueError("hunter2"), BackendError),
     ],
 )
-def test_what_filesystems_raise_is_told_apart(error: Exception, kind: type[BackendError]) -> None:
+def test_what_filesystems_raise_is_distinguished(
+    error: Exception, kind: type[BackendError]
+) -> None:
     found = store_error(error, "read 'key'")
     assert type(found) is kind
     assert "hunter2" not in str(found)

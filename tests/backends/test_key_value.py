@@ -210,7 +210,7 @@ def test_a_publish_whose_answer_is_lost_is_asked_for_again(
 
 
 @pytest.mark.parametrize("publish", Publish)
-def test_an_object_that_became_visible_unheard_keeps_its_pieces(
+def test_an_object_that_became_visible_unreported_keeps_its_pieces(
     publish: Publish, backend: KeyValueBackend, store: Store
 ) -> None:
     writer = backend.create("run/key", length=len(LONG), publish=publish)

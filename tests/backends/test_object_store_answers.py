@@ -47,7 +47,7 @@ def backend(stub: Stub) -> Iterator[Backend]:
         (400, "InvalidRequest", BackendError),
     ],
 )
-def test_answers_are_told_apart(
+def test_answers_are_distinguished(
     backend: Backend,
     stub: Stub,
     status: int,

@@ -95,7 +95,7 @@ def test_keys_that_turn_wrong_are_denied(backend: Backend, s3_server: SeaweedFS,
 
 
 @READ_ONLY_OR_NOT
-def test_a_missing_bucket_is_said_at_open(s3_server: SeaweedFS, read_only: bool) -> None:
+def test_a_missing_bucket_is_reported_at_open(s3_server: SeaweedFS, read_only: bool) -> None:
     error = refused(
         lambda: open_backend("s3://not-there", options=s3_server.options(), read_only=read_only),
         BackendError,

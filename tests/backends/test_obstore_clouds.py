@@ -142,7 +142,7 @@ def test_options_mean_what_they_mean_to_fsspec(
     assert "bucket" in client.place
 
 
-def test_a_key_file_is_told_from_other_credentials(tmp_path: Path) -> None:
+def test_a_key_file_is_distinguished_from_other_credentials(tmp_path: Path) -> None:
     path = tmp_path / "key.json"
     path.write_text(json.dumps(SERVICE))
     assert open_client("gs://bucket", {"token": str(path)}).store.config == {  # type: ignore[union-attr]
@@ -214,7 +214,7 @@ def test_nothing_shows_a_credential(name: str, stub: Stub) -> None:
         (412, "", KeyExistsError),
     ],
 )
-def test_answers_are_told_apart(
+def test_answers_are_distinguished(
     client: ObstoreClient, stub: Stub, status: int, code: str, kind: type[BackendError]
 ) -> None:
     stub.reply = lambda method, query: (status, error_body(code) if code else "")

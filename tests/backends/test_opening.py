@@ -212,7 +212,7 @@ def test_what_is_good_passes(url: str) -> None:
         ("hdfs://host:8020/a@b", "may end a password"),
     ],
 )
-def test_what_is_wrong_with_a_url_is_said(url: str, word: str) -> None:
+def test_what_is_wrong_with_a_url_is_reported(url: str, word: str) -> None:
     with pytest.raises(ConfigError, match=word) as caught:
         check_url(url)
     with pytest.raises(ConfigError, match=word):

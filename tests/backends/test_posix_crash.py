@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from backend_places import files_below, get
 
+from tests import forked
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.backend import Publish
 
@@ -23,13 +22,7 @@ def test_killed_at_any_call(
 ) -> None:
     if medium == "direct":
         request.getfixturevalue("direct_folder")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(KILLER), str(tmp_path), mode.value, medium],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = forked.run([str(KILLER), str(tmp_path), mode.value, medium])
     assert done.returncode == 0, done.stderr
     deaths = done.stdout.split("\n")[:-1]
     last = "replace" if mode is Publish.REPLACE else "link"

@@ -79,7 +79,7 @@ def test_a_failed_close_loses_the_object(
     assert files_below(root_of(backend)) == []
 
 
-def test_a_failed_fsync_of_the_folder_is_told(
+def test_a_failed_fsync_of_the_folder_is_reported(
     backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(backend, "run/key", b"old")

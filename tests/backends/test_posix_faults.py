@@ -37,7 +37,7 @@ from tierfall.core.types.errors import (
 )
 
 
-def test_a_write_that_may_pass_can_be_said_again(
+def test_a_write_that_may_pass_can_be_reported_again(
     backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = backend.create("run/key", length=CHUNK_BYTES)

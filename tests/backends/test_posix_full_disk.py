@@ -82,7 +82,7 @@ def test_an_unmounted_root_is_unreachable_and_not_written_to(small_disk: Path) -
     backend.close()
 
 
-def test_a_full_disk_is_told_when_space_is_reserved(
+def test_a_full_disk_is_reported_when_space_is_reserved(
     backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int, length: int) -> bool:

@@ -201,7 +201,7 @@ def test_special_files_are_neither_listed_nor_opened(tmp_path: Path) -> None:
     backend.close()
 
 
-def test_an_object_where_a_folder_is_needed_is_said(tmp_path: Path) -> None:
+def test_an_object_where_a_folder_is_needed_is_reported(tmp_path: Path) -> None:
     backend = PosixBackend(tmp_path)
     put(backend, "run/key", b"bytes")
     with pytest.raises(

@@ -113,7 +113,7 @@ def test_a_silent_store_is_given_up(listener: Listener) -> None:
     assert time.monotonic() - start_s < 10
 
 
-def test_a_refusal_before_the_body_is_read_is_heard(listener: Listener) -> None:
+def test_a_refusal_before_the_body_is_read_is_received(listener: Listener) -> None:
     """The connection is reset then: what came before is the answer."""
     listener.serve = refuse
     kinds: set[type[BackendError]] = {type(refused(lambda: send(listener))) for _ in range(10)}

@@ -219,7 +219,7 @@ def test_a_role_that_is_refused_is_named_as_what_is_wrong(
     assert stub.requests == []
 
 
-def test_without_credentials_it_is_said_at_once(stub: Stub) -> None:
+def test_without_credentials_it_is_reported_at_once(stub: Stub) -> None:
     waits: list[float] = []
     options = {**stub.options, "key": None, "secret": None}
     error = refused(lambda: open_backend("s3://bucket/run", options=options, sleep=waits.append))

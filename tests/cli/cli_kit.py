@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,14 +81,10 @@ def run(arguments: Sequence[str], input: str | None = None) -> Answer:
 
 def run_process(*arguments: str, **environment: str) -> Answer:
     """Run the command line as a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tierfall", *arguments],
-        capture_output=True,
-        text=True,
+    done = forked.run(
+        ["-m", "tierfall", *arguments],
         cwd=ROOT,
         env={**os.environ, "TIERFALL_CONFIG": "", **environment},
-        timeout=120,
-        check=False,
     )
     return Answer(done.returncode, done.stdout, done.stderr)
 

@@ -133,7 +133,7 @@ def test_an_error_of_the_configuration_is_wrong_usage_wherever_it_is_found(
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, typer.Abort])
-def test_ctrl_c_is_said_and_has_an_exit_code_of_its_own(
+def test_ctrl_c_is_reported_and_has_an_exit_code_of_its_own(
     make_cli: MakeCli, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
 ) -> None:
     cli = make_cli()

@@ -63,7 +63,9 @@ def test_every_tier_is_measured_and_nothing_is_left(cli: Cli, tmp_path: Path, me
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["run"]
 
 
-def test_what_a_tier_promises_is_told_in_words(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_tier_promises_is_reported_in_words(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = cli("check", *SMALL).out
     assert "disk: durable, fenced, " in text
     assert "\n3 of 3 tiers answered; measured with 300 KiB each\n" in text
@@ -108,7 +110,7 @@ def test_real_bytes_go_through_the_backend_under_a_name_beside_the_runs(
     assert len(read) == 2 * 5, "in chunks of the configuration, 64 KiB"
 
 
-def test_a_tier_that_is_not_there_is_said_and_not_made(cli: Cli, tmp_path: Path) -> None:
+def test_a_tier_that_is_not_there_is_reported_and_not_made(cli: Cli, tmp_path: Path) -> None:
     shutil.move(tmp_path / "disk", tmp_path / "unmounted")
     document = cli.json("check", *SMALL, code=1)
     (problem,) = document["problems"]
@@ -120,7 +122,9 @@ def test_a_tier_that_is_not_there_is_said_and_not_made(cli: Cli, tmp_path: Path)
     assert "2 of 3 tiers answered" in cli("check", *SMALL, code=1).out
 
 
-def test_a_folder_that_refuses_and_a_file_in_its_place_are_said(cli: Cli, tmp_path: Path) -> None:
+def test_a_folder_that_refuses_and_a_file_in_its_place_are_reported(
+    cli: Cli, tmp_path: Path
+) -> None:
     shutil.rmtree(tmp_path / "disk")
     (tmp_path / "disk").write_text("")
     answer = cli("check", *SMALL, code=1)
@@ -146,7 +150,9 @@ def test_a_tier_that_fails_on_the_way_keeps_nothing(
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["run"]
 
 
-def test_a_probe_that_cannot_be_removed_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_cannot_be_removed_is_reported(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*words: object) -> None:
         raise StorageFullError("cannot be removed")
 
@@ -247,7 +253,7 @@ def test_a_capacity_is_kept(cli: Cli, tmp_path: Path) -> None:
     cli("check", "--size", "200KiB")
 
 
-def test_a_tier_whose_use_cannot_be_listed_is_said(
+def test_a_tier_whose_use_cannot_be_listed_is_reported(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: TierCatalog) -> None:
@@ -257,7 +263,7 @@ def test_a_tier_whose_use_cannot_be_listed_is_said(
     assert cli.json("check", *SMALL, code=1)["problems"] == ["tier far: no answer"]
 
 
-def test_memory_whose_room_cannot_be_asked_is_said(
+def test_memory_whose_room_cannot_be_asked_is_reported(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(folder: Path) -> None:

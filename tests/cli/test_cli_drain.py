@@ -168,7 +168,7 @@ def test_a_run_without_anything_in_memory_has_nothing_to_drain(
     assert files_below(memory) == {}
 
 
-def test_what_tiers_wait_for_from_another_tier_is_said_and_left_to_the_next_start(
+def test_what_tiers_wait_for_from_another_tier_is_reported_and_left_to_the_next_start(
     make_cli: MakeCli, tmp_path: Path, memory: Path
 ) -> None:
     cli = make_cli(disk={})

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_kit import ROOT, Cli, Trainer
 
+from tests import forked
 from tests.steps import steps_on
 
 MakeCli = Callable[..., Cli]
@@ -21,15 +25,48 @@ EPILOG = ROOT / "examples" / "slurm_epilog.sh"
 PRESTOP = ROOT / "examples" / "kubernetes_prestop.sh"
 
 
+COMMAND = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as asked:
+    asked.connect({address!r})
+    asked.sendall(json.dumps([sys.argv[1:], dict(os.environ)]).encode())
+    asked.shutdown(socket.SHUT_WR)
+    code, out, err = json.load(asked.makefile())
+sys.stdout.write(out)
+sys.stderr.write(err)
+sys.exit(code)
+"""
+
+
 @pytest.fixture
-def bin_folder(tmp_path: Path) -> Path:
-    """A folder with the command in it."""
+def bin_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder with the command in it, which has its process forked here: it does not import torch anew."""
     folder = tmp_path / "bin"
     folder.mkdir()
     command = folder / "tierfall"
-    command.write_text(f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m tierfall "$@"\n')
-    command.chmod(0o755)
-    return folder
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address := f"\0tierfall-test-{os.getpid()}-{tmp_path.name}")
+        server.listen()
+        command.write_text(COMMAND.format(python=sys.executable, address=address))
+        command.chmod(0o755)
+        thread = threading.Thread(target=answer_all, args=[server])
+        thread.start()
+        yield folder
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def answer_all(server: socket.socket) -> None:
+    """Run the command for whoever asks, until the server is shut down."""
+    while True:
+        try:
+            asking, _ = server.accept()
+        except OSError:
+            return
+        with asking, asking.makefile() as words:
+            arguments, environment = json.load(words)
+            done = forked.run(["-m", "tierfall", *arguments], env=environment, cwd=ROOT)
+            asking.sendall(json.dumps([done.returncode, done.stdout, done.stderr]).encode())
 
 
 def hook(script: Path, folder: Path, cli: Cli, **environment: str) -> Any:

@@ -74,7 +74,7 @@ def test_an_empty_run_is_no_error(make_cli: MakeCli, tmp_path: Path) -> None:
     assert cli.json("ls")["checkpoints"] == []
 
 
-def test_a_tier_that_could_not_be_read_is_said_and_the_others_are_shown(
+def test_a_tier_that_could_not_be_read_is_reported_and_the_others_are_shown(
     make_cli: MakeCli, saved: Saved, tmp_path: Path
 ) -> None:
     cli = make_cli(disk={}, far={})
@@ -215,7 +215,7 @@ def test_show_falls_back_to_a_good_manifest_and_says_which_is_bad(
     assert "TENSOR" in answer.out
 
 
-def test_what_is_one_is_said_in_the_singular(make_cli: MakeCli, saved: Saved) -> None:
+def test_what_is_one_is_reported_in_the_singular(make_cli: MakeCli, saved: Saved) -> None:
     cli = make_cli()
     saved(cli, [1])
     assert "0 of 1 copy dropped" in cli("prune").out
@@ -230,7 +230,7 @@ def test_what_is_one_is_said_in_the_singular(make_cli: MakeCli, saved: Saved) ->
     assert "2 checkpoints (" in cli("ls").out
 
 
-def test_a_step_folder_that_is_a_link_is_told_by_every_command_that_looks(
+def test_a_step_folder_that_is_a_link_is_reported_by_every_command_that_looks(
     make_cli: MakeCli, saved: Saved, tmp_path: Path
 ) -> None:
     """Somebody moved it to an archive: it is not followed, and not passed over in silence."""
@@ -255,7 +255,7 @@ def test_a_step_folder_that_is_a_link_is_told_by_every_command_that_looks(
     assert cli.steps() == {"2@1": {"disk": "committed"}}
 
 
-def test_what_is_damaged_is_said_with_its_tier_once(
+def test_what_is_damaged_is_reported_with_its_tier_once(
     make_cli: MakeCli, saved: Saved, tmp_path: Path
 ) -> None:
     cli = make_cli(disk={}, far={})

@@ -187,7 +187,7 @@ def test_an_older_step_is_deleted_by_a_newest_that_is_damaged(
     assert cli.steps() == {"1@1": {"disk": "committed"}}
 
 
-def test_what_is_left_of_a_deletion_is_said_per_tier(
+def test_what_is_left_of_a_deletion_is_reported_per_tier(
     make_cli: MakeCli, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli = make_cli(disk={}, far={})
@@ -204,7 +204,7 @@ def test_what_is_left_of_a_deletion_is_said_per_tier(
     assert steps_on(tmp_path / "far") == [2]
 
 
-def test_a_tier_that_is_away_keeps_its_copy_and_that_is_said(
+def test_a_tier_that_is_away_keeps_its_copy_and_that_is_reported(
     make_cli: MakeCli, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli = make_cli(disk={}, far={})
@@ -225,7 +225,9 @@ def drops(document: dict[str, Any]) -> list[tuple[str, int, str]]:
     ]
 
 
-def test_prune_does_what_the_dry_run_said(make_cli: MakeCli, saved: Saved, tmp_path: Path) -> None:
+def test_prune_does_what_the_dry_run_reported(
+    make_cli: MakeCli, saved: Saved, tmp_path: Path
+) -> None:
     cli = make_cli(disk={}, far={"flush": {"every": 2}})
     saved(cli, range(1, 7))
     cli("pin", "2")
@@ -291,7 +293,7 @@ def test_a_copy_that_another_tier_waits_for_is_not_pruned(
     assert steps_on(tmp_path / "disk") == [2, 3]
 
 
-def test_what_could_not_be_dropped_is_said(
+def test_what_could_not_be_dropped_is_reported(
     make_cli: MakeCli, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli = make_cli()
@@ -303,7 +305,7 @@ def test_what_could_not_be_dropped_is_said(
     assert "0 of 3 copies dropped" in answer.out
 
 
-def test_a_tier_that_could_not_be_read_is_left_out_of_the_plan_and_said(
+def test_a_tier_that_could_not_be_read_is_left_out_of_the_plan_and_reported(
     make_cli: MakeCli, saved: Saved, tmp_path: Path
 ) -> None:
     cli = make_cli(disk={"retain": {"last": 5}}, far={"retain": {"last": 5}})

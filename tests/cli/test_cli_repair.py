@@ -28,6 +28,14 @@ IMAGE = "rank-00000-of-00001.safetensors"
 MANIFEST = "rank-00000-of-00001.json"
 STORED = "rank-00000-of-00001.stored.json"
 SUFFIX = {"none": "", "zstd": ".zst", "planes": ".tfz"}
+CODECS = list(SUFFIX)
+DAMAGED = [
+    (what, here, CODECS[(CODECS.index(here) + turn) % 3])
+    for turn, what in enumerate(["commit", "manifest", "image", "record", "missing", "all"])
+    for here in CODECS
+    if (what, here) != ("record", "none")
+]
+"""What is damaged, and the codecs of the damaged copy and of its source: each pair of the three once at least."""
 ONE, TWO = CheckpointId(1, 1), CheckpointId(2, 1)
 
 
@@ -81,16 +89,7 @@ def cli(make: Callable[..., Cli]) -> Cli:
     return make()
 
 
-@pytest.mark.parametrize("there", SUFFIX)
-@pytest.mark.parametrize(
-    ("what", "here"),
-    [
-        (what, here)
-        for what in ("commit", "manifest", "image", "record", "missing", "all")
-        for here in SUFFIX
-        if (what, here) != ("record", "none")
-    ],
-)
+@pytest.mark.parametrize(("what", "here", "there"), DAMAGED)
 def test_whatever_is_damaged_is_written_anew_as_the_tier_packs(
     make: Callable[..., Cli], tmp_path: Path, here: str, there: str, what: str
 ) -> None:
@@ -164,7 +163,7 @@ def test_two_raw_copies_damaged_in_different_places_mend_each_other(
     assert files_of_persons(tmp_path) == before
 
 
-def test_damage_in_every_copy_is_said_and_changes_nothing(cli: Cli, tmp_path: Path) -> None:
+def test_damage_in_every_copy_is_reported_and_changes_nothing(cli: Cli, tmp_path: Path) -> None:
     for tier in ("disk", "far"):
         flip(folder(tmp_path / tier) / IMAGE, -1)
     before = files_of_persons(tmp_path)
@@ -206,7 +205,7 @@ def test_a_copy_is_repaired_from_memory(make: Callable[..., Cli], tmp_path: Path
     assert {repair["why"] for repair in repairs} == {"rewritten from host"}
 
 
-def test_damage_in_memory_is_not_repaired_and_said(
+def test_damage_in_memory_is_not_repaired_and_reported(
     make: Callable[..., Cli], tmp_path: Path, memory: Path
 ) -> None:
     cli = make(host={"on_close": "keep"})
@@ -303,7 +302,9 @@ def test_records_of_attempts_and_latest_are_written_anew(cli: Cli, tmp_path: Pat
     assert files_below(tmp_path) == before
 
 
-def test_a_record_of_an_attempt_that_no_tier_has_whole_is_said(cli: Cli, tmp_path: Path) -> None:
+def test_a_record_of_an_attempt_that_no_tier_has_whole_is_reported(
+    cli: Cli, tmp_path: Path
+) -> None:
     for tier in ("disk", "far"):
         flip(tmp_path / tier / "run/attempts/a0001.json", 40)
     answer = cli("verify", "--repair", code=1)
@@ -473,7 +474,7 @@ def test_a_start_elsewhere_fences_a_repair(
     assert path.read_bytes() == damaged
 
 
-def test_a_repair_that_does_not_hold_is_said(
+def test_a_repair_that_does_not_hold_is_reported(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(folder(tmp_path / "disk") / IMAGE, -1)
@@ -490,7 +491,7 @@ def test_a_repair_that_does_not_hold_is_said(
     assert len(document["damage"]) == 1
 
 
-def test_a_tier_that_does_not_answer_is_said_and_the_others_are_repaired(
+def test_a_tier_that_does_not_answer_is_reported_and_the_others_are_repaired(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(disk={}, far={}, third={})

@@ -85,7 +85,7 @@ def test_show_says_of_a_step_why_its_copy_stays_or_goes(cli: Cli, step: int) -> 
     assert f"{verdict}: {reason}" in " ".join(cli("show", str(step)).out.split())
 
 
-def test_what_is_too_old_is_told_by_the_clock_of_the_command_line(
+def test_what_is_too_old_is_reported_by_the_clock_of_the_command_line(
     cli: Cli, make_cli: MakeCli
 ) -> None:
     def verdicts(retain: dict[str, Any]) -> dict[int, str]:

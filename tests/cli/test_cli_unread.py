@@ -109,7 +109,7 @@ def test_only_the_tier_that_was_asked_for_counts(
     assert "may be on far" in absent
 
 
-def test_an_unread_tier_is_not_said_to_be_owed_anything(
+def test_an_unread_tier_is_not_reported_to_be_owed_anything(
     cli: Cli, tmp_path: Path, silence: Silence
 ) -> None:
     silence(tmp_path / "far")

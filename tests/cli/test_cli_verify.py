@@ -98,7 +98,7 @@ def test_what_is_advised_repairs(cli: Cli, tmp_path: Path) -> None:
     assert steps_on(tmp_path / "disk") == [1, 2]
 
 
-def test_damage_in_every_copy_is_said_to_be_past_repair(cli: Cli, tmp_path: Path) -> None:
+def test_damage_in_every_copy_is_reported_to_be_past_repair(cli: Cli, tmp_path: Path) -> None:
     for tier in ("disk", "far"):
         flip(folder(tmp_path / tier) / IMAGE, -1)
     found = damage(cli)
@@ -424,7 +424,9 @@ def test_a_damaged_report_of_damage_is_one_all_the_same(cli: Cli, tmp_path: Path
     assert marks_of_damage(tmp_path) == []
 
 
-def test_a_tier_that_is_only_read_is_left_alone_and_that_is_said(cli: Cli, tmp_path: Path) -> None:
+def test_a_tier_that_is_only_read_is_left_alone_and_that_is_reported(
+    cli: Cli, tmp_path: Path
+) -> None:
     flip(folder(tmp_path / "far") / IMAGE, -1)
     cli.config["tiers"][2]["read_only"] = True
     cli.configure(cli.config)
@@ -433,7 +435,7 @@ def test_a_tier_that_is_only_read_is_left_alone_and_that_is_said(cli: Cli, tmp_p
     assert files_below(tmp_path / "far") == before
 
 
-def test_a_living_trainer_hears_of_it_before_it_drops_because_of_that_copy(
+def test_a_living_trainer_learns_of_it_before_it_drops_because_of_that_copy(
     make_cli: MakeCli, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It still has the step in memory, and writes the copy anew."""

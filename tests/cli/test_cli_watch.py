@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import ROOT, Cli, Trainer
+from cli_kit import Cli, Trainer
 
+from tests import forked
 from tests.steps import wait_until
 from tierfall.core.format import documents
 from tierfall.telemetry import status
@@ -131,7 +129,7 @@ def test_a_trainer_that_says_nothing_for_long_may_hang(
 # No trainer that lives -------------------------------------------------------------------------------
 
 
-def test_a_dead_trainers_status_is_said_to_be_so_with_its_age(
+def test_a_dead_trainers_status_is_reported_to_be_so_with_its_age(
     make_cli: MakeCli, train: Train, memory: Path
 ) -> None:
     cli = make_cli(disk={}, slow={"bandwidth": "20kB/s"})
@@ -170,7 +168,7 @@ def test_without_any_trainer_the_tiers_are_listed(
     assert "no trainer is alive on this machine" in cli("watch", "--once").out
 
 
-def test_a_tier_that_cannot_be_read_is_said(
+def test_a_tier_that_cannot_be_read_is_reported(
     make_cli: MakeCli, saved: Callable[..., None], tmp_path: Path
 ) -> None:
     cli = make_cli(disk={}, far={})
@@ -202,7 +200,7 @@ def test_events_of_a_run_that_ended_come_from_its_log(
     [b"", b"{}", documents.seal({"run": "run"}), documents.seal({"run": 7, "pid": "x"})],
     ids=["empty", "no envelope", "members missing", "wrong types"],
 )
-def test_a_status_that_is_none_is_said_and_the_tiers_are_listed(
+def test_a_status_that_is_none_is_reported_and_the_tiers_are_listed(
     make_cli: MakeCli, saved: Callable[..., None], memory: Path, data: bytes
 ) -> None:
     cli = make_cli()
@@ -242,22 +240,16 @@ def test_nobody_else_can_read_a_status(make_cli: MakeCli, train: Train, memory: 
 
 
 def test_each_frame_is_one_document_until_it_is_interrupted(
-    make_cli: MakeCli, train: Train
+    make_cli: MakeCli, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli = make_cli()
     trainer = train(cli)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tierfall", "watch", "--json", "--every", "100ms"],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "TIERFALL_CONFIG": str(cli.path)},
-    )
-    assert process.stdout is not None
+    monkeypatch.setenv("TIERFALL_CONFIG", str(cli.path))
+    process = forked.start(["-m", "tierfall", "watch", "--json", "--every", "100ms"])
     try:
         first = json.loads(process.stdout.readline())
         trainer.tell("save 1")
-        for line in process.stdout:
+        while line := process.stdout.readline():
             frame = json.loads(line)
             assert frame["ok"]
             if steps_of(frame).get(1, {}).get("disk") == "committed":
@@ -267,8 +259,8 @@ def test_each_frame_is_one_document_until_it_is_interrupted(
         assert process.wait(30) == 0, "an interrupt is how it ends"
     finally:
         process.kill()
-        process.stdout.close()
         process.wait()
+        process.close()
 
 
 @pytest.mark.parametrize("every", ["0s", "10ms", "soon"])

@@ -29,12 +29,12 @@ from tierfall.tiers.stored import StoredTier
 RUN = "doomed"
 KEEP = 2
 SLOW_EVERY = 2
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 64 << 10
 
 _SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-    "big": (torch.float32, (500, 1001)),
-    "half": (torch.bfloat16, (150_001,)),
-    "odd": (torch.uint8, (100_003,)),
+    "big": (torch.float32, (250, 501)),
+    "half": (torch.bfloat16, (37_501,)),
+    "odd": (torch.uint8, (25_003,)),
     "empty": (torch.float32, (0, 4)),
 }
 
@@ -42,7 +42,7 @@ _SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
 def config(folder: Path, memory: Path, when_full: str) -> dict[str, Any]:
     """Three images in memory, a fast folder, and a slow one that packs, and takes every second; with ``supersede`` the
     fast one is too slow for a save every step, so that most are given up on their way."""
-    hurried = {"bandwidth": "25MB/s"} if when_full == "supersede" else {}
+    hurried = {"bandwidth": "6MB/s"} if when_full == "supersede" else {}
     return {
         "run": RUN,
         "chunk": CHUNK_BYTES,
@@ -52,7 +52,7 @@ def config(folder: Path, memory: Path, when_full: str) -> dict[str, Any]:
                 "name": "host",
                 "kind": "host",
                 "folder": str(memory),
-                "capacity": "9MiB",
+                "capacity": "2304KiB",
                 "when_full": when_full,
             },
             {
@@ -68,7 +68,7 @@ def config(folder: Path, memory: Path, when_full: str) -> dict[str, Any]:
                 "path": str(folder / "slow"),
                 "flush": {"every": SLOW_EVERY},
                 "retain": {"last": KEEP},
-                "bandwidth": "60MB/s",
+                "bandwidth": "15MB/s",
                 "compress": {"codec": "zstd"},
             },
         ],

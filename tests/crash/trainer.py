@@ -11,6 +11,7 @@ killed. Standard error goes to a file of the trainer's own.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -134,6 +135,7 @@ def fork(request: dict[str, Any]) -> int:
 
 def serve() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # a trainer whose collector walked all modules would copy them
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     for line in sys.stdin:
         request = json.loads(line)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.job import ROOT, Job
+from tests.distributed.job import Job
+from tests.forked import Forked, server_of
 
 MakeJob = Callable[..., Job]
 TWO_NODES = [0, 1]
@@ -22,9 +21,7 @@ STEP = "many/step-00000002-a0001"
 CRAWL: dict[str, Any] = {"bandwidth": "1kB/s"}
 
 
-def start_drain(
-    folder: Path, node: int, *, max_wait: str = "20s", **nvme: Any
-) -> subprocess.Popen[str]:
+def start_drain(folder: Path, node: int, *, max_wait: str = "20s", **nvme: Any) -> Forked:
     """Start the command on a node, whose tiers are as fast as they are."""
     config = {
         "run": "many",
@@ -38,18 +35,12 @@ def start_drain(
     }
     path = folder / f"tiers-{node}.yaml"
     path.write_text(json.dumps(config))
-    environment = {**os.environ, "TIERFALL_CONFIG": str(path), "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "tierfall", "drain", "--json"],
-        env=environment,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    environment = {**os.environ, "TIERFALL_CONFIG": str(path)}
+    with (folder / f"drain-{node}.log").open("w") as log:
+        return Forked(server_of(node), ["-m", "tierfall", "drain", "--json"], environment, log)
 
 
-def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
+def ended(process: Forked) -> dict[str, Any]:
     out, _ = process.communicate(timeout=90)
     document: dict[str, Any] = json.loads(out[out.index("{") : out.rindex("}") + 1])
     return {**document, "code": process.returncode}

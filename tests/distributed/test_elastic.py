@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 import tierfall
+from tests import forked
 from tests.distributed.job import ROOT, Job, SlurmJob
 
 PROGRAM = Path(__file__).with_name("elastic_program.py")
@@ -51,16 +50,10 @@ def digests(folder: Path, tier: str, step: str) -> dict[str, bytes]:
 
 
 def test_torchrun_starts_all_ranks_again_and_they_restore_from_memory(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1", str(PROGRAM), "relaunched", f'{{"folder": "{tmp_path}"}}']
-    done = subprocess.run(
-        command,
-        env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONPATH": str(ROOT)}
+    done = forked.run(command, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         found = json.loads((tmp_path / f"answer-{rank}").read_text())

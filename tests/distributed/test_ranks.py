@@ -98,7 +98,7 @@ def test_what_each_rank_has_for_itself_is_named_where_their_number_changes(
     assert tierfall.load(shard)["extra"] == {"step": 1, "rank": 1}
 
 
-def test_a_save_that_only_one_rank_calls_is_said_and_does_not_hang(make_job: MakeJob) -> None:
+def test_a_save_that_only_one_rank_calls_is_reported_and_does_not_hang(make_job: MakeJob) -> None:
     answers = make_job(2).run("save_alone", only=1, max_wait="3s")
     outcome, text = answers[1]["said"]
     assert outcome == "failed"

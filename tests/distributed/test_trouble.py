@@ -34,7 +34,7 @@ def test_a_name_used_twice_on_one_node_is_refused_to_the_second_job(
         assert answer == {"outcome": ["saved", ""], "then": None}, "the first goes on, unharmed"
 
 
-def test_a_name_used_twice_on_two_nodes_is_said_to_both_jobs(
+def test_a_name_used_twice_on_two_nodes_is_reported_to_both_jobs(
     make_job: MakeJob, tmp_path: Path
 ) -> None:
     first = make_job(2, [0, 0], program=PROGRAM).start("train_until_told")
@@ -106,7 +106,7 @@ def test_a_rank_0_that_stands_still_for_good_holds_nobody_for_ever(
 
 
 @pytest.mark.torture
-def test_a_store_of_the_launcher_that_falls_silent_is_said_within_its_bound(
+def test_a_store_of_the_launcher_that_falls_silent_is_reported_within_its_bound(
     make_job: MakeJob,
 ) -> None:
     job = make_job(2, program=PROGRAM)

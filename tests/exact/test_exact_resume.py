@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from tests import forked
 from tests.conftest import SHARED
 from tests.exact.scenarios import OPTIMIZERS, SCENARIOS, SCHEDULERS
 
@@ -22,14 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(what: str, *folders: Path, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.exact.program", what, *map(str, folders)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = forked.run(["-m", "tests.exact.program", what, *map(str, folders)], timeout=300)
     assert done.returncode == code, done.stderr
     return done.stdout
 

@@ -358,7 +358,7 @@ def test_names_that_dcp_cannot_tell_apart_are_refused(make_config: MakeConfig) -
     assert caught.match("have the same name 'a.b' in DCP")
 
 
-def test_a_step_of_dcps_own_files_is_refused_and_the_step_to_name_is_said(
+def test_a_step_of_dcps_own_files_is_refused_and_the_step_to_name_is_reported(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     state = {"w": torch.ones(1)}

@@ -240,7 +240,7 @@ def test_replicas_that_save_divided_are_read_by_as_many_ranks_and_by_one(tmp_pat
 
 
 @pytest.mark.parametrize("readers", [2, 1])
-def test_what_several_ranks_saved_by_path_is_refused_and_the_step_to_name_is_said(
+def test_what_several_ranks_saved_by_path_is_refused_and_the_step_to_name_is_reported(
     tmp_path: Path, readers: int
 ) -> None:
     state = {"w": torch.ones(5)}

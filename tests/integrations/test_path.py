@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 import tierfall
+from tests import forked
 from tests.cli.cli_kit import Cli
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.errors import (
@@ -572,7 +573,7 @@ def test_a_tier_that_may_not_be_read_is_not_passed_over_by_find_and_glob(
         assert files.find("tiers://run/step-00000007") == []
 
 
-def test_a_step_folder_that_is_a_link_is_told_by_open_and_ls(
+def test_a_step_folder_that_is_a_link_is_reported_by_open_and_ls(
     make_config: Make, files: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tierfall.open(make_config()) as ckpt:
@@ -733,15 +734,15 @@ def test_a_run_that_another_process_trains_is_not_fenced(
     monkeypatch.setenv("TIERFALL_CONFIG", str(tmp_path / "tiers.yaml"))
     with tierfall.open(make_config()) as ckpt:
         program = f"import fsspec; fsspec.filesystem('tiers').makedirs({path(1)!r})"
-        out = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
-        )
+        out = forked.run(["-c", program])
         assert LockError.__name__ in out.stderr
         assert "THREAD" in out.stderr
         ckpt.save(1, {"w": torch.ones(1)}, block=True)
 
 
-def test_two_runs_of_one_name_are_told_apart(make_config: Make, tmp_path: Path, files: Any) -> None:
+def test_two_runs_of_one_name_are_distinguished(
+    make_config: Make, tmp_path: Path, files: Any
+) -> None:
     other = make_config(elsewhere={}, host={"folder": str(tmp_path / "memory")})
     with (
         tierfall.open(make_config()),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.policies.test_policies import views
+from tests.policies.test_policies import VIEWS
 from tests.policies.test_retention import count_looks, saved
 from tests.policies.views import COPY_BYTES
 from tests.rules import NEWEST_FIRST
@@ -32,7 +32,7 @@ def stored(view: View) -> list[TierRules]:
 
 
 @EXAMPLES
-@given(views())
+@given(VIEWS)
 def test_each_copy_that_waits_is_planned_once_in_the_tiers_order(view: View) -> None:
     for tier in stored(view):
         plan = plan_flush(view, tier.name)
@@ -51,7 +51,7 @@ def test_each_copy_that_waits_is_planned_once_in_the_tiers_order(view: View) -> 
 
 
 @EXAMPLES
-@given(views())
+@given(VIEWS)
 def test_what_is_given_up_for_newer_ones_is_what_retention_drops_when_it_comes(view: View) -> None:
     for tier in stored(view):
         newest = max((c.id for c in view.on(tier.name) if c.live), default=None)
@@ -93,7 +93,7 @@ def arrived(view: View, checkpoint: CheckpointView, tier: TierRules) -> View:
 
 
 @EXAMPLES
-@given(views())
+@given(VIEWS)
 def test_the_newest_of_a_line_is_owed_after_a_start_whatever_the_order(view: View) -> None:
     live = [c for c in view.checkpoints if c.live]
     if live:
@@ -106,7 +106,7 @@ def test_the_newest_of_a_line_is_owed_after_a_start_whatever_the_order(view: Vie
 
 @EXAMPLES
 @given(
-    views(), st.lists(st.sampled_from([*WhenFull, None]), min_size=4, max_size=4), st.integers(1, 2)
+    VIEWS, st.lists(st.sampled_from([*WhenFull, None]), min_size=4, max_size=4), st.integers(1, 2)
 )
 def test_relief_gives_up_nothing_that_was_promised(
     view: View, words: list[WhenFull | None], copies: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 
 from hypothesis import given, settings
@@ -46,60 +47,75 @@ EXAMPLES = settings(max_examples=100, deadline=None)
 Drop = tuple[str, CheckpointId]
 
 
-def a_rule() -> st.SearchStrategy[Rule]:
-    return st.one_of(
-        st.builds(last, st.integers(1, 3)),
-        st.builds(every_steps, st.integers(1, 4)),
-        st.builds(every_period, st.sampled_from([1.0, 5.0])),
-        st.builds(
-            best,
-            st.sampled_from(["loss", "accuracy"]),
-            mode=st.sampled_from(["min", "max"]),
-            count=st.integers(1, 2),
-        ),
-        st.builds(young, st.sampled_from([1.0, 5.0, 100.0])),
-        st.builds(tagged, st.sampled_from(["a", "b"])),
-        st.builds(tagged),
-    )
-
-
-def rules() -> st.SearchStrategy[tuple[Rule, ...]]:
-    return st.lists(a_rule(), min_size=1, max_size=3).map(tuple)
-
-
+# A strategy that is made while a view is drawn is validated anew each time, which takes longer than the draw itself.
+A_RULE: st.SearchStrategy[Rule] = st.one_of(
+    st.builds(last, st.integers(1, 3)),
+    st.builds(every_steps, st.integers(1, 4)),
+    st.builds(every_period, st.sampled_from([1.0, 5.0])),
+    st.builds(
+        best,
+        st.sampled_from(["loss", "accuracy"]),
+        mode=st.sampled_from(["min", "max"]),
+        count=st.integers(1, 2),
+    ),
+    st.builds(young, st.sampled_from([1.0, 5.0, 100.0])),
+    st.builds(tagged, st.sampled_from(["a", "b"])),
+    st.builds(tagged),
+)
+RULES = st.lists(A_RULE, min_size=1, max_size=3).map(tuple)
 METRICS = st.dictionaries(
     st.sampled_from(["loss", "accuracy"]), st.sampled_from([0.0, 1.0, 2.0, math.nan, math.inf])
 )
+KINDS = st.lists(
+    st.sampled_from([(TierKind.FILE, False), (TierKind.FILE, True), (TierKind.OBJECT, True)]),
+    min_size=1,
+    max_size=3,
+)
+FLUSH_EVERY = st.sampled_from([1, 1, 2, 3])
+RETAIN = st.one_of(st.builds(retained, st.sampled_from([None, 1, 2])), RULES)
+EVICT = st.sampled_from([None, None, order("oldest")])
+FLUSH_ORDER = st.sampled_from([None, NEWEST_FIRST])
+IDS = st.sets(st.tuples(st.integers(1, 6), st.integers(1, 3)), max_size=7)
+START = st.sampled_from([None, *range(1, 7)])
+ONE_OF_EIGHT = st.integers(0, 7)
+ONE_OF_FIVE = st.integers(0, 4)
+TAGS = st.frozensets(st.sampled_from(["a", "b"]))
+WALL_TIME = st.sampled_from([None, *map(float, range(10))])
+ATTEMPT = st.sampled_from([None, 1, 2, 3])
+BOOLEANS = st.booleans()
+STATE = {
+    whole: st.sampled_from([None, None, whole, whole, whole, CopyState.ARRIVING, CopyState.LEAVING])
+    for whole in WHOLE
+}
+
+
+@cache
+def some_of(names: tuple[str, ...]) -> st.SearchStrategy[frozenset[str]]:
+    return st.frozensets(st.sampled_from(names))
 
 
 @st.composite
-def tiers(draw: st.DrawFn) -> tuple[TierRules, ...]:
-    kinds = draw(
-        st.lists(
-            st.sampled_from(
-                [(TierKind.FILE, False), (TierKind.FILE, True), (TierKind.OBJECT, True)]
-            ),
-            min_size=1,
-            max_size=3,
-        )
-    )
+def _tiers(draw: st.DrawFn) -> tuple[TierRules, ...]:
     stored = [
         TierRules(
             name=f"t{number}",
             kind=kind,
             survives=survives(kind, shared=shared),
-            flush_every=draw(st.sampled_from([1, 1, 2, 3])),
-            retain=draw(st.one_of(st.builds(retained, st.sampled_from([None, 1, 2])), rules())),
-            evict=draw(st.sampled_from([None, None, order("oldest")])),
-            flush_order=draw(st.sampled_from([None, NEWEST_FIRST])),
+            flush_every=draw(FLUSH_EVERY),
+            retain=draw(RETAIN),
+            evict=draw(EVICT),
+            flush_order=draw(FLUSH_ORDER),
         )
-        for number, (kind, shared) in enumerate(kinds)
+        for number, (kind, shared) in enumerate(draw(KINDS))
     ]
     supersedes = WhenFull.SUPERSEDE
     host = TierRules(
         name="host", kind=TierKind.HOST, survives=LossClass.PROCESS, when_full=supersedes
     )
     return (host, *stored)
+
+
+TIERS = _tiers()
 
 
 def left_behind(checkpoints: Iterable[CheckpointView]) -> frozenset[CheckpointId]:
@@ -112,10 +128,11 @@ def left_behind(checkpoints: Iterable[CheckpointView]) -> frozenset[CheckpointId
 
 
 @st.composite
-def views(draw: st.DrawFn) -> View:
-    rules = draw(tiers())
-    ids = draw(st.sets(st.tuples(st.integers(1, 6), st.integers(1, 3)), max_size=7))
-    starts = {n: draw(st.sampled_from([None, *range(1, 7)])) for n in (1, 2, 3)}
+def _views(draw: st.DrawFn) -> View:
+    rules = draw(TIERS)
+    names = some_of(tuple(r.name for r in rules[1:]))
+    ids = draw(IDS)
+    starts = {n: draw(START) for n in (1, 2, 3)}
     checkpoints = []
     for step, attempt in sorted(ids):
         start = starts[attempt]
@@ -124,26 +141,30 @@ def views(draw: st.DrawFn) -> View:
                 id=CheckpointId(step, attempt),
                 ordinal=step,
                 started_from=None if start is None else CheckpointId(start, attempt - 1),
-                pinned=draw(st.booleans()) and draw(st.booleans()),
-                tombstoned=draw(st.integers(0, 7)) == 0,
-                copies=draw(copies(rules)),
-                owed=frozenset(draw(st.sets(st.sampled_from([r.name for r in rules[1:]])))),
+                pinned=draw(BOOLEANS) and draw(BOOLEANS),
+                tombstoned=draw(ONE_OF_EIGHT) == 0,
+                copies=drawn_copies(draw, rules),
+                owed=draw(names),
                 metrics=draw(METRICS),
-                tags=draw(st.frozensets(st.sampled_from(["a", "b"]))),
-                wall_time_s=draw(st.sampled_from([None, *map(float, range(10))])),
+                tags=draw(TAGS),
+                wall_time_s=draw(WALL_TIME),
             )
         )
     whole = [c for c in checkpoints if any(copy.state in WHOLE for copy in c.copies.values())]
     left = left_behind(whole)
+    restored_from = draw(st.integers(0, len(checkpoints)))
     return View(
         tiers=rules,
         checkpoints=tuple(replace(c, abandoned=c.id in left) for c in checkpoints),
-        failing=frozenset(draw(st.sets(st.sampled_from([r.name for r in rules[1:]])))),
-        restored_from=draw(st.sampled_from([None, *(c.id for c in checkpoints)])),
-        attempt=draw(st.sampled_from([None, 1, 2, 3])),
+        failing=draw(names),
+        restored_from=checkpoints[restored_from - 1].id if restored_from else None,
+        attempt=draw(ATTEMPT),
         wall_time_s=10.0,
-        many_ranks=draw(st.booleans()),
+        many_ranks=draw(BOOLEANS),
     )
+
+
+VIEWS = _views()
 
 
 def in_memory_alone(view: View) -> View:
@@ -160,18 +181,16 @@ def in_memory_alone(view: View) -> View:
     )
 
 
-@st.composite
-def copies(draw: st.DrawFn, rules: tuple[TierRules, ...]) -> dict[str, CopyView]:
+IN_MEMORY_ALONE = VIEWS.map(in_memory_alone)
+
+
+def drawn_copies(draw: st.DrawFn, rules: tuple[TierRules, ...]) -> dict[str, CopyView]:
     found = {}
     for tier in rules:
         whole = CopyState.SEALED if tier.kind is TierKind.HOST else CopyState.COMMITTED
-        state = draw(
-            st.sampled_from(
-                [None, None, whole, whole, whole, CopyState.ARRIVING, CopyState.LEAVING]
-            )
-        )
+        state = draw(STATE[whole])
         if state is not None:
-            leased = draw(st.integers(0, 4)) == 0
+            leased = draw(ONE_OF_FIVE) == 0
             found[tier.name] = CopyView(state=state, bytes=COPY_BYTES, leased=leased)
     return found
 
@@ -198,7 +217,7 @@ def of(view: View, drop: Drop) -> tuple[CheckpointView, CopyView]:
 
 
 @EXAMPLES
-@given(views(), st.randoms(use_true_random=False))
+@given(VIEWS, st.randoms(use_true_random=False))
 def test_no_plan_takes_what_somebody_reads_or_what_is_not_whole(view: View, random: object) -> None:
     for drop in carried_out(view, random.randrange):  # type: ignore[attr-defined]
         _, copy = of(view, drop)
@@ -207,7 +226,7 @@ def test_no_plan_takes_what_somebody_reads_or_what_is_not_whole(view: View, rand
 
 
 @EXAMPLES
-@given(views(), st.randoms(use_true_random=False))
+@given(VIEWS, st.randoms(use_true_random=False))
 def test_a_pinned_checkpoint_is_never_lost(view: View, random: object) -> None:
     dropped = carried_out(view, random.randrange)  # type: ignore[attr-defined]
     for drop in dropped:
@@ -219,7 +238,7 @@ def test_a_pinned_checkpoint_is_never_lost(view: View, random: object) -> None:
 
 
 @EXAMPLES
-@given(views(), st.randoms(use_true_random=False))
+@given(VIEWS, st.randoms(use_true_random=False))
 def test_the_newest_that_survives_each_loss_is_never_lost(view: View, random: object) -> None:
     after = without(view, carried_out(view, random.randrange))  # type: ignore[attr-defined]
     for lost in LOSS_CLASSES:
@@ -229,7 +248,7 @@ def test_the_newest_that_survives_each_loss_is_never_lost(view: View, random: ob
 
 
 @EXAMPLES
-@given(views())
+@given(VIEWS)
 def test_retention_takes_an_abandoned_one_only_where_the_new_line_is_as_safe(view: View) -> None:
     for tier in view.tiers[1:]:
         for decision in plan_retention(view, tier.name):
@@ -268,7 +287,7 @@ def test_the_last_of_what_was_left_behind_makes_no_room_while_nothing_live_survi
 
 
 @EXAMPLES
-@given(views(), st.randoms(use_true_random=False))
+@given(VIEWS, st.randoms(use_true_random=False))
 def test_the_only_source_of_what_a_tier_waits_for_stays(view: View, random: object) -> None:
     after = without(view, carried_out(view, random.randrange))  # type: ignore[attr-defined]
     for before, then in zip(view.checkpoints, after.checkpoints, strict=True):
@@ -279,7 +298,7 @@ def test_the_only_source_of_what_a_tier_waits_for_stays(view: View, random: obje
 
 
 @EXAMPLES
-@given(views())
+@given(VIEWS)
 def test_the_newest_in_memory_leaves_only_when_it_is_alone_and_durable_or_owed_to_none(
     view: View,
 ) -> None:
@@ -293,7 +312,7 @@ def test_the_newest_in_memory_leaves_only_when_it_is_alone_and_durable_or_owed_t
 
 
 @EXAMPLES
-@given(views(), st.integers(0, 900), st.integers(0, 500))
+@given(VIEWS, st.integers(0, 900), st.integers(0, 500))
 def test_eviction_takes_no_more_than_is_needed_and_says_what_is_missing(
     view: View, need: int, free: int
 ) -> None:
@@ -310,7 +329,7 @@ def test_eviction_takes_no_more_than_is_needed_and_says_what_is_missing(
 
 
 @EXAMPLES
-@given(views(), st.randoms(use_true_random=False))
+@given(VIEWS, st.randoms(use_true_random=False))
 def test_plans_do_not_depend_on_the_order_in_which_checkpoints_are_given(
     view: View, random: object
 ) -> None:
@@ -325,7 +344,7 @@ def test_plans_do_not_depend_on_the_order_in_which_checkpoints_are_given(
 
 
 @EXAMPLES
-@given(views())
+@given(VIEWS)
 def test_every_whole_copy_is_decided_upon_once_with_a_reason(view: View) -> None:
     for tier in view.tiers[1:]:
         plan = plan_retention(view, tier.name)
@@ -336,7 +355,7 @@ def test_every_whole_copy_is_decided_upon_once_with_a_reason(view: View) -> None
 
 
 @EXAMPLES
-@given(views())
+@given(VIEWS)
 def test_what_is_still_owed_is_never_what_lies_there_or_was_passed(view: View) -> None:
     for checkpoint in view.checkpoints:
         owed = still_owed(view, checkpoint)
@@ -350,7 +369,7 @@ def test_what_is_still_owed_is_never_what_lies_there_or_was_passed(view: View) -
 
 
 @settings(max_examples=300, deadline=None)
-@given(views() | views().map(in_memory_alone), st.integers(1, 900), st.data())
+@given(VIEWS | IN_MEMORY_ALONE, st.integers(1, 900), st.data())
 def test_superseding_takes_one_that_lies_in_memory_alone_and_leaves_a_newer_one(
     view: View, need_bytes: int, data: st.DataObject
 ) -> None:
@@ -393,7 +412,7 @@ def test_the_views_that_are_drawn_have_something_to_supersede() -> None:
     found = []
 
     @settings(max_examples=300, deadline=None, database=None, derandomize=True)
-    @given(views().map(in_memory_alone))
+    @given(IN_MEMORY_ALONE)
     def look(view: View) -> None:
         plan = plan_superseding(view, "host", fits=by_bytes(view, "host", 1, free=0))
         found.extend(d for d in plan if d.verdict is Verdict.DROP)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.policies.test_policies import a_rule, of, rules, views
+from tests.policies.test_policies import A_RULE, RULES, VIEWS, of
 from tests.policies.views import without
 from tests.rules import last
 from tests.simulation.world import file_rules
@@ -36,7 +36,7 @@ def with_rules(view: View, tier: str, rules: tuple[Rule, ...]) -> View:
 
 
 @EXAMPLES
-@given(views(), rules(), a_rule())
+@given(VIEWS, RULES, A_RULE)
 def test_one_more_rule_never_drops_more(view: View, rules: tuple[Rule, ...], more: Rule) -> None:
     for tier in view.tiers[1:]:
         fewer = dropped(with_rules(view, tier.name, rules), tier.name)
@@ -45,7 +45,7 @@ def test_one_more_rule_never_drops_more(view: View, rules: tuple[Rule, ...], mor
 
 
 @EXAMPLES
-@given(views())
+@given(VIEWS)
 def test_what_was_planned_is_all_that_goes(view: View) -> None:
     """A dry run says what happens: once that is carried out, as much as a survey at a time, nothing more goes."""
     for tier in view.tiers[1:]:
@@ -56,7 +56,7 @@ def test_what_was_planned_is_all_that_goes(view: View) -> None:
 
 
 @EXAMPLES
-@given(views())
+@given(VIEWS)
 def test_what_a_rule_wants_stays_and_the_reason_says_so(view: View) -> None:
     for tier in view.tiers[1:]:
         wanted = kept_by_rules(view, tier, view.on(tier.name))
@@ -70,7 +70,7 @@ def test_what_a_rule_wants_stays_and_the_reason_says_so(view: View) -> None:
 
 
 @EXAMPLES
-@given(views(), st.integers(1, 6))
+@given(VIEWS, st.integers(1, 6))
 def test_last_keeps_as_many_whatever_else_lies_there(view: View, count: int) -> None:
     """Neither what was left behind, nor deleted, nor is only arriving takes up a place."""
     for tier in view.tiers[1:]:
@@ -96,7 +96,7 @@ def quiet(view: View) -> View:
 
 
 @EXAMPLES
-@given(views(), rules(), st.integers(1, 900), st.integers(0, 300))
+@given(VIEWS, RULES, st.integers(1, 900), st.integers(0, 300))
 def test_what_a_rule_wants_is_given_up_after_what_none_wants(
     view: View, rules: tuple[Rule, ...], need: int, free: int
 ) -> None:
@@ -116,7 +116,7 @@ def test_what_a_rule_wants_is_given_up_after_what_none_wants(
 
 
 @EXAMPLES
-@given(views(), st.integers(1, 300), st.sampled_from([0.5, 0.8, 1.0]), st.sampled_from([0.3, 0.5]))
+@given(VIEWS, st.integers(1, 300), st.sampled_from([0.5, 0.8, 1.0]), st.sampled_from([0.3, 0.5]))
 def test_above_the_high_watermark_copies_go_until_the_low_one_and_no_further(
     view: View, need: int, high: float, low: float
 ) -> None:
@@ -183,8 +183,8 @@ def test_without_a_measured_difference_the_chain_decides(
 
 
 @EXAMPLES
-@given(views())
-def test_nothing_goes_by_time_before_it_is_said_to_be_due(view: View) -> None:
+@given(VIEWS)
+def test_nothing_goes_by_time_before_it_is_reported_to_be_due(view: View) -> None:
     for tier in view.tiers[1:]:
         now = dropped(view, tier.name)
         due = next_due_s(view, tier.name)
@@ -194,7 +194,7 @@ def test_nothing_goes_by_time_before_it_is_said_to_be_due(view: View) -> None:
 
 
 @EXAMPLES
-@given(views())
+@given(VIEWS)
 def test_what_would_stay_is_sent(view: View) -> None:
     """A tier is owed what it takes, but for what no rule of it wants beside all that there is."""
     for checkpoint in view.checkpoints:

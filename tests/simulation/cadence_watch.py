@@ -151,10 +151,11 @@ class Watch:
         self._start.unseen = math.inf
 
     def end(self) -> None:
-        """A process has ended: what saving added is within the budget, and a point, one odd save aside.
+        """A process has ended: what saving added is within the budget, and a point, one odd save aside, and those
+        before a change is seen.
 
-        Where copies went on beside all steps, nobody can tell what one takes without. Where some saves go to more tiers
-        than others, two cycles of them go by before it is seen what all add.
+        Where copies went on beside all steps, nobody can tell what one takes without. When saves begin to add more, the
+        interval follows after the second such save, or the second such cycle, where some go to more tiers than others.
         """
         start, rules = self._start, self._rules
         if rules.overhead is None or not self._exact or not start.intervals:
@@ -162,7 +163,7 @@ class Watch:
         trained_s = sum(interval.trained_s for interval in start.intervals)
         added_s = [interval.added_s for interval in start.intervals]
         cycle = math.lcm(*(tier.flush_every for tier in rules.tiers))
-        usual_s = sorted(added_s)[: -1 if cycle == 1 else -2 * cycle]
+        usual_s = sorted(added_s)[: -1 - 2 * cycle]
         share = sum(usual_s) / trained_s
         allowed = rules.overhead + ONE_POINT + start.unseen
         assert share <= allowed + ROUNDING, (

@@ -17,6 +17,7 @@ from tests.simulation.clock import INSTANT, Clock, Medium
 from tests.simulation.history import RANK, Asked, Held, History, check_restorable, live
 from tests.simulation.mounts import MountedWorld
 from tests.simulation.training import Training, draw_pace
+from tests.simulation.tries import check_tries
 from tests.simulation.weather import Outage, Weather
 from tests.simulation.world import IMAGE, Place, Zombie, newest_attempt, objects_on
 from tierfall.backends.memory import MemoryBackend
@@ -460,6 +461,7 @@ class Hour(History):
         """The next start brings what can be written now, where neither a rule nor want of room keeps it off."""
         now = self.look()
         gone = self._abandoned(self._known(now)) | self._tombstoned(now)
+        owed = {(event.tier, event.id) for event in was_set_aside}
         for event in was_set_aside:
             rules = self.world.coordinator.ledger.view().tier(event.tier)
             commit = self._known(now).get(event.id)
@@ -471,7 +473,12 @@ class Hour(History):
                 continue
             beside = {id: c for id, c in now[rules.name].commits.items() if id not in gone}
             both = {**beside, event.id: commit}
-            both |= {id: c for (t, id), (_, c) in self.rotten.items() if t == rules.name}
+            # what is damaged unseen takes up a place there, and where this start had it to bring
+            both |= {
+                id: c
+                for (t, id), (_, c) in self.rotten.items()
+                if t == rules.name or (rules.name, id) in owed
+            }
             if not rules.retain or event.id in self.wants[rules.name].wanted(
                 both, self.world.wall_s
             ):
@@ -524,6 +531,7 @@ def run_hour(seed: int, *, seconds: float = HOUR_S) -> Hour:
         hour.check_mended(was_set_aside)
         hour.check_ledger_is_true()
         check_restorable(hour)
+        check_tries(hour.log)
     except (AssertionError, TierfallError, KeyError) as error:
         rules = "\n".join(map(str, hour.world.rules))
         raise AssertionError(

@@ -553,6 +553,8 @@ class ManyHistory:
                     if id.attempt < self.world.attempt.number and not mine
                 }
                 parts |= self.person.pinned_at(tier, node)  # while it was dropped elsewhere
+                if self.world.unread:  # a deletion waits for a start that can look everywhere
+                    parts |= self.person.doomed
                 assert set(there) - parts == whole - parts, (
                     f"{tier}: node {node} has records of {sorted(there)}, all nodes of "
                     f"{sorted(self.world.committed(tier))}"

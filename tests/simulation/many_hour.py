@@ -17,6 +17,7 @@ from tests.simulation.many_history import Loop, ManyHistory
 from tests.simulation.many_storage import Faults, id_of
 from tests.simulation.rank import Rank
 from tests.simulation.training import Training, draw_pace
+from tests.simulation.tries import check_tries
 from tests.simulation.world import IMAGE
 from tierfall.core.scheduler.ledger.tasks import CopyRun, DeleteCopy, OpenShard, ReadMarks, Task
 from tierfall.core.types.values import CheckpointId
@@ -333,7 +334,7 @@ class ManyHour(ManyHistory):
         cuts_power = faults.cuts_power and faults.is_unsynced()
         hangs = faults.hangs_as_it_drops
         faults.hangs_as_it_drops = faults.cuts_power = False
-        if cuts_power:
+        if cuts_power and faults.loses_power():
             faults.cut_power()
             return everywhere
         if hangs or (nodes and faults.draw.random() < 0.5):
@@ -404,6 +405,7 @@ def run_many_hour(seed: int, *, seconds: float = HOUR_S, storage: bool = False) 
         hour.settle()
         hour.check_settled()
         hour.person.check_started()
+        check_tries(hour.world.trace)
     except Exception as error:
         lately = "\n".join(hour.world.trace[-150:])
         rules = "\n".join(map(str, hour.world.rules))

@@ -73,17 +73,25 @@ class Damage:
     def good(self, tier: str, *, repaired: bool = False) -> set[CheckpointId]:
         """What is committed on every disk of a tier, so that no power cut takes it away, and was not damaged when this
         start began; ``repaired``: nor is now."""
-        unsynced = {
-            id_of(key)
+        bad = {id for name, _, id, _ in self.bad if name == tier} if repaired else self.on(tier)
+        return self.world.committed(tier) - bad - self._unsynced(tier)
+
+    def _unsynced(self, tier: str) -> set[CheckpointId]:
+        """What a power cut would take away on some disk of a tier."""
+        return {
+            id
             for node, disk in self.world.disks(tier).items()
             for key in self.world.unsynced(tier, node).keys & disk._objects.keys()
             if "/marks/" not in key and not key.endswith(keys.INDEX_NAME)  # no copy needs those
+            if (id := id_of(key)) is not None
         }
-        bad = {id for name, _, id, _ in self.bad if name == tier} if repaired else self.on(tier)
-        return self.world.committed(tier) - bad - unsynced
 
     def check_seen(self) -> None:
-        """A start takes no copy for good that its listing shows to lack an image."""
+        """A start takes no copy for good that its listing shows to lack an image, or that a power cut takes away."""
+        for tier in sorted(set(self.world.stored) - self.world.unread):
+            unsynced = self._unsynced(tier)
+            taken = [rank.number for rank in self.world.ranks if unsynced & rank.committed(tier)]
+            assert not taken, f"{tier}: ranks {taken} take {unsynced} for durable"
         for tier, node, id, number in self.bad:
             if self._bad[tier, node, id, number][1] is None and tier not in self.world.unread:
                 taken = [rank.number for rank in self.world.ranks if id in rank.committed(tier)]
@@ -179,6 +187,7 @@ class Faults:
         self.world, self.damage, self.clock = world, damage, clock
         self.draw = random.Random(f"storage {seed}")
         self._sight = random.Random(f"sight {seed}")
+        self._power = random.Random(f"power {seed}")
         self.zombies: list[ZombieRanks] = []
         self.left_by_zombies: set[tuple[Place, str]] = set()
         self.fails_some: set[str] = set()
@@ -276,7 +285,7 @@ class Faults:
     # Fsyncs, and the power ---------------------------------------------------------------------------
 
     def fail_syncs(self) -> None:
-        """Fsyncs of a tier's folders fail for a while; the power may be cut meanwhile."""
+        """Fsyncs of a tier's folders fail for a while; the power may be cut meanwhile, or the job killed."""
         tier, node = self._draw_views()
         self._say(f"fsyncs of {tier} fail on node {node}")
         for view in self._views(tier, node):
@@ -290,6 +299,10 @@ class Faults:
 
     def _places(self) -> list[Place]:
         return [(tier, node) for tier in self.world.stored for node in self.world.disks(tier)]
+
+    def loses_power(self) -> bool:
+        """Say whether the power is cut; else the job is killed, and the next start finds what no fsync made durable."""
+        return self._power.random() < 0.5
 
     def cut_power(self) -> None:
         """What no fsync has made durable is gone. Nobody was told that it is there."""

@@ -10,8 +10,8 @@ import pytest
 from tests.simulation.many_hour import run_many_hour
 from tierfall.policies.cadence import IntervalBound
 
-HOURS = 40
-BLOCKS = 20
+HOURS = 25
+BLOCKS = 25
 STORAGE_SEEDS = (0, 1, 2, 3, 5)
 
 
@@ -32,10 +32,18 @@ def test_no_hour_of_several_ranks_whose_storage_fails_breaks_a_promise(seed: int
         pytest.param(159, id="one rank has a part in memory that no rank flushes"),
         pytest.param(151, id="the record on one node alone names what a tier is still owed"),
         pytest.param(269, id="a tier is owed what another rank of the node had saved"),
+        pytest.param(36, id="a part of what a person deleted, while a tier cannot be read"),
+        pytest.param(46, id="a part of a lost rank is on a tier alone that another cannot reach"),
+        pytest.param(82, id="a copy that failed is given up, and is found on another tier"),
+        pytest.param(273, id="a deletion, while some ranks have uploaded a repair"),
     ],
 )
 def test_an_hour_whose_storage_fails_that_broke_a_promise_once(seed: int) -> None:
     run_many_hour(seed, storage=True)
+
+
+def test_the_only_image_in_memory_does_not_go_before_what_an_earlier_start_left() -> None:
+    run_many_hour(84500)
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulation import many
+from tests.simulation import many, rank, world
 from tests.simulation.hour import run_hour
 from tests.simulation.many_hour import ManyHour, run_many_hour
 from tierfall.core.capture.copier import chunk_digest
@@ -157,6 +157,17 @@ def leave_no_room_for_numbers_that_cannot_be_seen(patch: pytest.MonkeyPatch) -> 
     patch.setattr(catalog, "UNSEEN_ATTEMPTS", 0)
 
 
+def try_a_copy_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """A copy that can never be written is not set aside."""
+    patch.setattr(Flusher, "_set_aside", lambda flusher, entry, tier, cause: None)
+
+
+def believe_a_record_that_a_start_finds(patch: pytest.MonkeyPatch) -> None:
+    """A start does not fsync the folders of what an earlier one left."""
+    for module in (world, rank):
+        patch.setattr(module, "make_durable", lambda store, listing: listing)
+
+
 def believe_a_record_that_was_not_synced(patch: pytest.MonkeyPatch) -> None:
     """A second try that finds its commit record takes it for durable."""
     patch.setattr(Documents, "sync", lambda documents, key: None)
@@ -211,6 +222,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (leave_no_room_for_numbers_that_cannot_be_seen, run_hour, 0),
         (believe_a_record_that_was_not_synced, run_hour, 4),
         (take_a_misread_for_damage, run_hour, 84176),
+        (try_a_copy_for_ever, run_hour, 1),
         (decide_per_rank, run_many_hour, 0),
         (save_at_once, run_many_hour, 4),
         (take_an_absent_tier_for_an_empty_one, run_storage_hour, 3),
@@ -218,10 +230,12 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (look_for_newer_attempts_at_commits_only, run_storage_hour, 14),
         (leave_no_room_for_numbers_that_cannot_be_seen, run_storage_hour, 14),
         (ignore_what_other_ranks_have_listed, run_storage_hour, 4),
+        (try_a_copy_for_ever, run_storage_hour, 0),
+        (believe_a_record_that_a_start_finds, run_storage_hour, 3),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_planted_bug_is_found_and_its_seed_is_said(
+def test_a_planted_bug_is_found_and_its_seed_is_reported(
     plant: Callable[[pytest.MonkeyPatch], None],
     run: Callable[[int], Any],
     first: int,

@@ -380,7 +380,7 @@ def test_pages_are_locked_where_cuda_is_and_unlocked_at_close(
     assert len(locks.made) == 3
 
 
-def test_refused_page_lock_is_said_once_and_work_goes_on(
+def test_refused_page_lock_is_reported_once_and_work_goes_on(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     locks = FakeLocks(monkeypatch, reason="CUDA error 2 (out of memory)")

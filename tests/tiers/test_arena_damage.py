@@ -8,8 +8,6 @@ import logging
 import os
 import random
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from arena_help import (
     sealed_arena,
 )
 
+from tests import forked
 from tierfall.core.format import documents
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -306,7 +305,7 @@ try:
 except AccessDeniedError:
     sys.exit(3)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    done = forked.run(["-c", script])
     assert done.returncode == 3, done.stderr
     assert issubclass(AccessDeniedError, BackendError)
 

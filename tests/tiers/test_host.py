@@ -98,7 +98,7 @@ def test_left_to_itself_it_takes_room_for_two_images(folder: Path) -> None:
     host.close(keep=False)
 
 
-def test_a_capacity_that_is_said_is_taken_at_once_where_asked(folder: Path) -> None:
+def test_a_capacity_that_is_reported_is_taken_at_once_where_asked(folder: Path) -> None:
     host = host_in(folder, capacity_bytes=MIB)
     host.allocate_now()
     assert host.capacity_bytes == MIB
@@ -147,7 +147,7 @@ def test_memory_of_an_earlier_start_grows_to_what_is_asked_for_now_and_not_beyon
     host.close(keep=False)
 
 
-def test_memory_that_cannot_grow_is_used_as_it_is_and_that_is_said_once(
+def test_memory_that_cannot_grow_is_used_as_it_is_and_that_is_reported_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = host_in(folder)
@@ -250,7 +250,7 @@ def test_an_image_of_another_run_within_is_damage_not_ours(folder: Path) -> None
     host.close(keep=False)
 
 
-def test_damaged_records_are_told_apart_and_their_room_can_be_had_again(folder: Path) -> None:
+def test_damaged_records_are_distinguished_and_their_room_can_be_had_again(folder: Path) -> None:
     host = host_in(folder, capacity_bytes=256 * KIB)
     put(host, 1)
     put(host, 2)

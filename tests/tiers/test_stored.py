@@ -235,6 +235,23 @@ def test_a_record_whose_last_fsync_failed_is_believed_once_it_was_written_anew(
     assert steps(tier) == ["1@1"]
 
 
+@pytest.mark.parametrize("read", [1, 2, 3])
+def test_a_record_that_is_misread_once_as_it_is_written_anew_stays_as_it_was(
+    disk: MemoryBackend, read: int
+) -> None:
+    keys = f"*/{COMMIT_NAME}"
+    plan = [
+        Fault(kind=FaultKind.UNSYNCED, operation=Operation.PUBLISH, keys=keys),
+        Fault(kind=FaultKind.BIT_FLIP, operation=Operation.READ, keys=keys, first=read),
+    ]
+    tier = tier_on(Faulty(disk, seed=0, plan=plan))
+    write_image(tier, 1)
+    with pytest.raises(BackendError, match="may not survive a power cut"):
+        tier.commit(commit_of(1), attempt=attempt())
+    tier.commit(commit_of(1), attempt=attempt())
+    assert tier_on(disk).read_commit(CheckpointId(1, 1)) == commit_of(1)
+
+
 def test_a_record_that_was_found_is_settled_once(disk: MemoryBackend) -> None:
     commit(tier_on(disk), 1)
     synced: list[str] = []
@@ -564,7 +581,7 @@ def test_a_number_that_another_process_took_fences_too(tier: StoredTier) -> None
         tier.check_fence(attempt(1, "b"))
 
 
-def test_a_tier_that_was_away_at_open_is_told_of_the_attempt_at_the_first_commit(
+def test_a_tier_that_was_away_at_open_is_reported_of_the_attempt_at_the_first_commit(
     disk: MemoryBackend,
 ) -> None:
     tier = tier_on(disk)

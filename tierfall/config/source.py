@@ -110,6 +110,11 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(_FILE_BYTES_MAX + 1)
     except FileNotFoundError as error:
+        if ":/" in str(path):
+            raise ConfigError(
+                f"{path} is an address; expected the path of a YAML file, or a dict such as {{'run': 'r', 'tiers': "
+                "'s3://bucket/prefix'}"
+            ) from error
         raise ConfigError(
             f"{path}: there is no such file (relative to {Path.cwd()}); expected the path of a YAML file, or a dict"
         ) from error

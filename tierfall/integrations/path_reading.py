@@ -237,7 +237,7 @@ class CheckpointFiles:
             self._headers[rank] = read_header(
                 reader.read(0, buffer),
                 image_bytes=manifest.image_bytes,
-                what=f"header of {manifest.lineage.checkpoint}",
+                what=f"checkpoint {manifest.lineage.checkpoint}",
             )
         return self._headers[rank]
 

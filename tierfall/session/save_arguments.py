@@ -32,11 +32,11 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise CaptureError(f"save: metrics: a name is {name!r}, expected a string")
-        if getattr(value, "ndim", 0) != 0 or isinstance(value, str | bytes):
-            raise CaptureError(f"save: metrics[{name!r}] is not a number or a 0-dim tensor")
-        if not hasattr(value, "__float__"):
+        dims = getattr(value, "ndim", 0)
+        if dims or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            kind = f"{with_article(type(value).__name__)}{f' of {dims} dimensions' if dims else ''}"
             raise CaptureError(
-                f"save: metrics[{name!r}] is {with_article(type(value).__name__)}, expected a number or a 0-dim tensor"
+                f"save: metrics[{name!r}] is {kind}, expected a number or a 0-dim tensor"
             )
     return {name: _read_metric(name, value) for name, value in metrics.items()}
 

@@ -37,9 +37,9 @@ _LEFTOVERS = "open: leftovers"
 class Start:
     """What a session begins with: what the tiers hold, as far as it counts for all ranks.
 
-    ``listings`` are this rank's, without checkpoints of which other ranks lack their images. ``whole`` has, per tier,
-    the checkpoints whose images are all on it; ``complete`` those whose images are all on some tier; ``seen`` the tiers
-    that every rank could read. ``first``: no rank found a checkpoint. ``inherited``: see
+    ``listings`` are this rank's, without checkpoints of which other ranks lack their images. ``whole`` has, per tier
+    that all ranks reach, the checkpoints whose images are all on it; ``complete`` those whose images are all on some
+    tier; ``seen`` the tiers that every rank could read. ``first``: no rank found a checkpoint. ``inherited``: see
     ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any rank found; ``deleted`` the
     checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies that may be repaired, with
     their damage; ``starts`` how the attempts began that have committed a checkpoint. ``overtaken`` names the tiers that
@@ -63,7 +63,7 @@ class Start:
 
     @property
     def scattered(self) -> frozenset[CheckpointId]:
-        """The checkpoints whose images are all on some tier, but on no tier together."""
+        """The checkpoints whose images are all on some tier, but on none together that all ranks reach."""
         return self.complete - frozenset().union(*self.whole.values())
 
 
@@ -346,6 +346,7 @@ def decide(
         whole={
             listing.tier: frozenset(c.id for c in listing.copies if whole_on(listing, c.id))
             for listing in listings
+            if listing.tier not in unreachable
         },
         complete=whole_somewhere,
         seen=frozenset(listing.tier for listing in listings if listing.error is None),

@@ -63,7 +63,9 @@ def _rank_and_size(process_group: Any) -> tuple[int, int]:
             raise ConfigError("open: this process is not in the process_group that it was given")
         return rank, distributed.get_world_size(process_group)
     if process_group is not None:
-        raise ConfigError("open: process_group is given, but torch.distributed is not initialised")
+        raise ConfigError(
+            "open: process_group is given, but torch.distributed is not initialised; call init_process_group() first"
+        )
     if "WORLD_SIZE" in os.environ:
         return _numbers("RANK", "WORLD_SIZE")
     # A batch script has the same variables for what srun will start: only a job step has ranks.

@@ -6,6 +6,7 @@ It reads no clock and touches no tier.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from tierfall.core.format.records import Attempt, Commit, Lineage
@@ -17,7 +18,11 @@ from tierfall.core.types.values import CheckpointId
 def as_step(step: Any, *, doing: str = "save", what: str = "step") -> int:
     """Return a step as a plain integer. Accepts any integer (NumPy's too); raises StepError for a bool."""
     if isinstance(step, bool) or not hasattr(type(step), "__index__"):
-        raise StepError(f"{doing}: {what} must be an integer of at least 0, not {step!r}")
+        swapped = isinstance(step, Mapping) and doing == "save"
+        shown = (
+            "the state: the step comes first, save(step, state)" if swapped else f"{step!r}"[:80]
+        )
+        raise StepError(f"{doing}: {what} must be an integer of at least 0, not {shown}")
     return operator.index(step)
 
 

@@ -342,7 +342,7 @@ class HeaderPayload:
 
     def _read(self, image: int, view: memoryview, first: int) -> None:
         manifest = parse_manifest(bytes(view[:first]), what=f"manifest of rank {image}'s image")
-        what = f"header of {manifest.lineage.checkpoint}"
+        what = f"checkpoint {manifest.lineage.checkpoint}"
         header = read_header(view[first:], image_bytes=manifest.image_bytes, what=what)
         self.known[image] = manifest, header
 

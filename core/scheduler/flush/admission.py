@@ -240,7 +240,9 @@ class Admissions:
             free_bytes=free,
         )
         if plan.deletions:
-            self._evict(plan.deletions[0])
+            # what an earlier start left of other ranks' images goes before the only image of this one
+            if not (self._has_one_image() and self._hooks.evict_leftovers()):
+                self._evict(plan.deletions[0])
             return True
         if self._hooks.evict_leftovers():
             return True
@@ -253,6 +255,10 @@ class Admissions:
             return False
         self._release_given_up()
         return True
+
+    def _has_one_image(self) -> bool:
+        held = (e.state(self._ledger.host) is not CopyState.ABSENT for e in self._ledger.open())
+        return sum(held) == 1
 
     def _would_fit(
         self, gone: Collection[HostRegion], *, image_bytes: int, records_bytes: int
@@ -288,10 +294,11 @@ class Admissions:
         entry = self._ledger.entries[decision.checkpoint]
         level, why = logging.INFO, ""
         if entry.id in self._ledger.scattered:
-            level, why = logging.WARNING, "; no rank flushes it, as no tier has all its images"
+            level = logging.WARNING
+            why = "; no rank flushes it, as no tier that all ranks reach has all its images"
         logger.log(level, "%s: %s is deleted: %s%s", decision.tier, entry.id, decision.reason, why)
         if not any(state is CopyState.COMMITTED for state in entry.states.values()):
-            for name in tuple(entry.owed):
+            for name in sorted(entry.owed - entry.uploaded_to):  # an uploaded image needs no source
                 error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")
                 self._flusher.give_up_for_all(entry, name, error)
         self.free(entry, decision.reason)

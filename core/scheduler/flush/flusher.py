@@ -296,7 +296,9 @@ class Flusher:
     def _may_be_one_copy(self, lane: FlushLane) -> bool:
         """Return whether all failures since the last commit are of one copy, are not retryable, and another waits."""
         failed = [self._ledger.entries.get(id) for id in lane.failed]
-        if len(failed) != 1 or failed[0] is None or not failed[0].failures[lane.tier].lasts:
+        # it may have been forgotten, and found again on another tier
+        failures = failed[0].failures.get(lane.tier) if len(failed) == 1 and failed[0] else None
+        if failures is None or not failures.lasts:
             return False
         others = (e for e in self._ledger.open() if e is not failed[0])
         return any(lane.tier in e.owed and lane.tier not in e.uploaded_to for e in others)

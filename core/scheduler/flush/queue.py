@@ -75,11 +75,9 @@ class FlushQueue:
         yield from (entry for entry in planned if entry not in begun)
         yield from waiting.values()  # abandoned ones
 
-    def give_up_for_newer(
-        self, tier: str, entry: LedgerEntry, plan: Eviction, *, fits: bool
-    ) -> bool:
-        """Give up a copy where newer ones are on the tier, and it fits only if these are evicted, or not at all. Copies
-        that bear a tombstone count as free room. Return whether it was given up."""
+    def displaces_newer(self, tier: str, entry: LedgerEntry, plan: Eviction, *, fits: bool) -> bool:
+        """Return whether newer ones are on the tier, and a copy fits only if these are evicted, or not at all. Copies
+        that bear a tombstone count as free room. False for a pinned one, and where copies are made in order."""
         draining = self._drain_schedule.active
         is_in_order = tier in self._in_order and not draining and tier not in entry.overtaken
         if entry.pinned or is_in_order:
@@ -96,10 +94,7 @@ class FlushQueue:
             if self._ledger.entries.peek(d.checkpoint).readable_on(tier)
         )
         missing = plan.missing_bytes - self._deleted_bytes(tier)
-        if not is_late or not (evicts_newer or (missing > 0 and not fits)):
-            return False
-        self.give_up(entry, tier, "newer ones came first, and there is no room beside them")
-        return True
+        return is_late and (evicts_newer or (missing > 0 and not fits))
 
     def _deleted_bytes(self, tier: str) -> int:
         """Return the bytes of copies on a tier that are deleted once every tier has their tombstones."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, FlushLane
@@ -71,6 +72,15 @@ class TierRoom:
             return ADMIT
         # commands move these themselves
         view = self._ledger.view(self._deleter.reserved | self._deleter.awaited)
+        if free < need and not self._ledger.many_ranks and self._collect_unfinished(lane, entry):
+            return WAIT
+        plan = self._plan(view, lane, need=need, free=free)
+        if self._hooks.group.decides and self._gives_way(view, plan, lane, entry, need, free):
+            return WAIT
+        return self._apply(plan, lane, entry, need=need, free=free)
+
+    def _plan(self, view: View, lane: FlushLane, *, need: int, free: int) -> Eviction:
+        """Return what is evicted for a copy, damaged copies first."""
         damaged = self._damaged_for_room(view, lane, need - free)
         plan = self._policies.plan_eviction(
             view, lane.tier, need_bytes=need, free_bytes=free + sum(d.bytes for d in damaged)
@@ -78,8 +88,22 @@ class TierRoom:
         plan = replace(plan, deletions=(*damaged, *plan.deletions))
         if lane.full and plan.deletions:
             # a full disk does not say how much is missing: evict one copy, then try again
-            plan = Eviction(deletions=plan.deletions[:1], missing_bytes=0)
-        return self._apply(plan, lane, entry, need=need, free=free)
+            return Eviction(deletions=plan.deletions[:1], missing_bytes=0)
+        return plan
+
+    def _gives_way(
+        self, view: View, plan: Eviction, lane: FlushLane, entry: LedgerEntry, need: int, free: int
+    ) -> bool:
+        """Return whether newer ones on the tier leave a copy no room. It is given up, unless older ones may be evicted
+        for it once this run has verified what that relies on."""
+        displaces_newer = partial(self._queue.displaces_newer, lane.tier, entry, fits=free >= need)
+        if not displaces_newer(plan):
+            return False
+        best = self._plan(replace(view, assume_verified=True), lane, need=need, free=free)
+        if displaces_newer(best) or not self._hooks.verify(lane.tier, hurry=True):
+            reason = "newer ones came first, and there is no room beside them"
+            self._queue.give_up(entry, lane.tier, reason)
+        return True
 
     def _damaged_for_room(self, view: View, lane: FlushLane, short_bytes: int) -> list[Decision]:
         """Return the damaged copies to evict where ``short_bytes`` are missing, before any good copy."""
@@ -112,14 +136,10 @@ class TierRoom:
         """Carry out an eviction plan. A copy that fits is admitted beside evictions that only respect a watermark."""
         tier, decides = lane.tier, self._hooks.group.decides
         fits = free >= need
-        if not fits and not self._ledger.many_ranks and self._collect_unfinished(lane, entry):
-            return WAIT
         if self._deleter.rules_are_suspended and plan.deletions:
             return (
                 ADMIT if fits else WAIT
             )  # nothing is evicted before it is known which copies are good
-        if decides and self._queue.give_up_for_newer(tier, entry, plan, fits=fits):
-            return WAIT
         if plan.deletions and decides and plan.missing_bytes == 0:
             return ADMIT if not self._evict(plan, lane) and fits else WAIT
         if fits:

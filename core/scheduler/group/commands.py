@@ -257,14 +257,14 @@ class Commands:
 
     def _begin(self, command: Command, entry: LedgerEntry | None) -> None:
         """Begin a command on all ranks; for rank 0."""
-        held = self._held(command.id)
         self._count += 1
         body = BegunCommand(kind=command.kind, wall_time_s=command.wall_time_s)
         self._messages.announce(MessageKind.COMMAND, command.id, body=body, number=self._count)
         self._begin_part(self._count, command, entry)
         if command.kind is CommandKind.DELETE:
             for lane in self._lanes:
-                if lane.tier not in held:  # some ranks may have uploaded their images
+                # some ranks may have uploaded their images, those of a repair too
+                if entry is None or entry.state(lane.tier) is not CopyState.COMMITTED:
                     self._commits.give_up(lane.tier, command.id, f"it was {DELETED}")
 
     def _begin_part(self, number: int, command: Command, entry: LedgerEntry | None) -> None:

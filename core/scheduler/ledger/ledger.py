@@ -33,9 +33,9 @@ class Ledger:
         deleted: frozenset[CheckpointId] = frozenset(),
     ) -> None:
         """``shard`` is this rank's. ``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as
-        in ``note_partial``. ``scattered`` checkpoints are complete, but not on one tier: they can be restored, and are
-        not flushed, as some rank may have no image of them. ``deleted`` ones bear a tombstone on some tier.
-        ``found_pinned`` ones bear a pin that some rank found at open, perhaps where this rank sees no copy.
+        in ``note_partial``. ``scattered`` checkpoints are complete, but not on one tier that all ranks reach: they can
+        be restored, and are not flushed, as some rank may have no image of them. ``deleted`` ones bear a tombstone on
+        some tier. ``found_pinned`` ones bear a pin that some rank found at open, perhaps where this rank sees no copy.
         ``may_delete_by_rule``: this start has restored, or committed a checkpoint; before, rules delete nothing.
         ``reading`` counts the readers of a checkpoint: meanwhile only a command deletes its copies on stored tiers.
         ``failing`` tells why tiers accept no copies at present, and why host memory does not survive the process.

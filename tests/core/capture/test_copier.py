@@ -126,7 +126,7 @@ def test_any_mixture_of_tensors(parts: list[tuple[torch.dtype, int, str]], chunk
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_the_image_is_filled_in_its_own_order_and_told_chunk_by_chunk() -> None:
+def test_the_image_is_filled_in_its_own_order_and_reported_chunk_by_chunk() -> None:
     made = make(lazily(x=noise(20 * KIB, dtype=torch.uint8)))
     filling = made.filling
     assert filling.final_chunks == 0

@@ -451,7 +451,7 @@ def test_an_interrupt_at_the_barrier_leaves_captures_going(
     assert_same(saved(tmp_path / "disk", 3), before)
 
 
-def test_a_launch_that_is_refused_is_told_as_it_was(
+def test_a_launch_that_is_refused_is_reported_as_it_was(
     make_config: MakeConfig, places: FakePlaces, held: Held
 ) -> None:
     trainer = Trainer()
@@ -591,7 +591,7 @@ def test_a_change_before_the_barrier_is_found_in_what_went_to_the_slab(
 # Opening it ------------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_the_device_tier_is_left_out_and_that_is_said_once(
+def test_without_a_gpu_the_device_tier_is_left_out_and_that_is_reported_once(
     make_config: MakeConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver, "cuda_available", lambda: False)
@@ -607,7 +607,7 @@ def test_without_a_gpu_the_device_tier_is_left_out_and_that_is_said_once(
     assert said == ["open: goes on without tier spare: no CUDA device here"]
 
 
-def test_a_device_without_so_much_room_is_said_and_left_out(
+def test_a_device_without_so_much_room_is_reported_and_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made: Any = DeviceSlab.allocate(1 << 60, torch.device("cpu"), name="spare")

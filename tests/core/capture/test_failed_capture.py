@@ -192,7 +192,7 @@ def test_a_frozen_parameter_that_changes_takes_the_trust_from_all_of_them(
         assert_same(dict(tierfall.load(tmp_path / "disk", step=step)["target"]), wanted[step])
 
 
-def test_after_two_failures_in_a_row_saves_capture_blocking_and_that_is_said_once(
+def test_after_two_failures_in_a_row_saves_capture_blocking_and_that_is_reported_once(
     make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer, wanted = Trainer(), {}
@@ -240,7 +240,7 @@ def test_a_check_agrees_with_what_was_not_changed(
 
 
 @pytest.mark.parametrize("hook", ["state_dict", "state_dict_pre", "optimizer"])
-def test_a_hook_that_raises_is_told_by_name_and_costs_its_own_save_alone(
+def test_a_hook_that_raises_is_reported_by_name_and_costs_its_own_save_alone(
     make_config: MakeConfig, tmp_path: Path, held: Held, hook: str
 ) -> None:
     """While the save before is still captured."""

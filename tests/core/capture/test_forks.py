@@ -74,7 +74,7 @@ def test_a_child_ends_as_it_means_to(answers: dict[str, dict[str, Any]], deed: s
 
 
 @pytest.mark.parametrize("deed", REFUSED)
-def test_a_child_that_uses_the_run_of_its_parent_is_told_what_to_do(
+def test_a_child_that_uses_the_run_of_its_parent_learns_what_to_do(
     answers: dict[str, dict[str, Any]], deed: str
 ) -> None:
     answer = answers[deed]

@@ -161,7 +161,7 @@ def saved_steps(
         stepped_in_backward,
     ],
 )
-def test_a_loop_that_leaves_out_no_gradients_hears_nothing(
+def test_a_loop_that_leaves_out_no_gradients_receives_nothing(
     loop: Callable[..., None],
     saved_steps: tuple[Training, Save, Callable[[], list[str]]],
     set_to_none: bool,

@@ -78,7 +78,7 @@ def test_a_step_that_goes_to_no_tier_is_saved_once_it_is_sealed_in_memory() -> N
 def test_a_tier_that_this_step_does_not_go_to_is_a_mistake_that_names_the_right_ones() -> None:
     handle = handle_for("nvme")
     for ask in (lambda: handle.wait("store", timeout=0), lambda: handle.done("store")):
-        with pytest.raises(ConfigError, match=r"step 400 .* 'store'; it goes to host, nvme"):
+        with pytest.raises(ConfigError, match=r"step 400 .* 'store'; expected one of host, nvme"):
             ask()
 
 
@@ -115,7 +115,7 @@ def test_blocked_time_is_that_in_save_and_that_at_the_barrier() -> None:
         (lambda h: h.wait(timeout=PATIENCE_S), lambda h: h.on_committed("store")),
     ],
 )
-def test_threads_that_wait_are_woken_when_it_is_told(
+def test_threads_that_wait_are_woken_when_it_is_notified(
     wait: Callable[[SaveHandle], None], told: Callable[[SaveHandle], None]
 ) -> None:
     handle = handle_for("nvme", "store")
@@ -224,7 +224,7 @@ def test_a_tier_that_failed_and_then_got_it_is_forgiven() -> None:
     handle.wait(timeout=0)
 
 
-def test_a_tier_on_the_way_that_failed_is_told_but_does_not_decide() -> None:
+def test_a_tier_on_the_way_that_failed_is_reported_but_does_not_decide() -> None:
     handle = handle_for("nvme", "store")
     handle.on_captured()
     handle.on_tier_failed("nvme", FlushError("nvme is full"))
@@ -287,3 +287,13 @@ def test_a_handle_keeps_nothing_alive_but_the_exception() -> None:
     gc.collect()
     assert alive() is None
     assert handle.done("host")
+
+
+def test_a_time_in_place_of_a_tier_is_answered_by_the_right_call() -> None:
+    handle = handle_for("nvme")
+    with pytest.raises(
+        ConfigError, match=r"60 is not a tier; a time is given as wait\(timeout=60\)"
+    ):
+        handle.wait(60)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"not .30s.: expected 30$"):
+        handle.wait(timeout="30s")  # type: ignore[arg-type]

@@ -327,7 +327,7 @@ def test_a_parameter_that_no_torch_optimizer_steps_is_copied_at_once_and_named(
 
 
 @pytest.mark.parametrize("changes", ["anytime", "on_step"])
-def test_of_a_parameter_that_is_declared_nothing_is_said(
+def test_of_a_parameter_that_is_declared_nothing_is_reported(
     make_config: MakeConfig, caplog: pytest.LogCaptureFixture, changes: Any
 ) -> None:
     """As of a moving average of the model, which has parameters of its own."""

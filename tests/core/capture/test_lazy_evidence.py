@@ -98,7 +98,7 @@ def test_a_write_that_only_the_edge_of_one_chunk_has_met_is_found(
         assert isinstance(failed(handle), StateChangedError)
 
 
-def test_an_average_that_may_change_at_any_time_leaves_the_rest_lazy_and_nothing_is_said(
+def test_an_average_that_may_change_at_any_time_leaves_the_rest_lazy_and_nothing_is_reported(
     make_config: MakeConfig, tmp_path: Path, held: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = Trainer()
@@ -115,7 +115,7 @@ def test_an_average_that_may_change_at_any_time_leaves_the_rest_lazy_and_nothing
     assert not caplog.records
 
 
-def test_what_is_said_to_change_on_steps_alone_is_captured_lazily_and_checked(
+def test_what_is_reported_to_change_on_steps_alone_is_captured_lazily_and_checked(
     make_config: MakeConfig, tmp_path: Path, held: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = Trainer()

@@ -155,7 +155,7 @@ def test_the_barrier_of_a_capture_thread_that_died_lets_the_update_run(
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit(3), MemoryError("no more")])
-def test_what_a_flush_raises_is_told_and_the_copy_is_tried_again(
+def test_what_a_flush_raises_is_reported_and_the_copy_is_tried_again(
     make_config: MakeConfig,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -175,7 +175,7 @@ def descend(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", [ByHand, Lomo, Foreign])
-def test_updates_that_no_barrier_brackets_make_saves_block_and_that_is_said_once(
+def test_updates_that_no_barrier_brackets_make_saves_block_and_that_is_reported_once(
     make_config: MakeConfig,
     tmp_path: Path,
     still: Still,
@@ -214,7 +214,7 @@ def test_with_a_guard_around_such_updates_saves_are_lazy_and_right(
     assert reasons(caplog) == []
 
 
-def test_what_replays_of_a_graph_change_is_copied_at_once_and_that_is_said_once(
+def test_what_replays_of_a_graph_change_is_copied_at_once_and_that_is_reported_once(
     make_config: MakeConfig,
     tmp_path: Path,
     still: Still,

@@ -78,7 +78,7 @@ def test_marks_of_any_copy_count_for_the_checkpoint() -> None:
     assert known[0].marks == {"pin", "tag-best"}
 
 
-def test_a_damaged_record_is_there_and_another_tier_tells_what_it_said() -> None:
+def test_a_damaged_record_is_there_and_another_tier_tells_what_it_reported() -> None:
     bad = copy(1, commit=None, damage=IntegrityError("digest"))
     alone = merge([Listing(tier="nvme", copies=(bad,))])
     assert alone[0].commit is None

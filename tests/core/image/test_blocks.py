@@ -81,7 +81,7 @@ def test_each_block_has_a_name_and_an_entry_in_the_table() -> None:
     assert pieces["m.w%p1"]["shape"] == [6, 4]
 
 
-def test_one_image_alone_is_said_to_be_a_part() -> None:
+def test_one_image_alone_is_reported_to_be_a_part() -> None:
     for state in states():
         header = header_of(make_image({**state, "rng": None})[0])
         assert not header.complete

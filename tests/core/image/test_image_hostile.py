@@ -327,7 +327,7 @@ def test_header_alone_is_enough_to_read() -> None:
 
 
 @pytest.mark.parametrize("members", [{"format": 2}, {"requires": ["planes"]}])
-def test_newer_format_is_said_to_be_newer(members: dict[str, Any]) -> None:
+def test_newer_format_is_reported_to_be_newer(members: dict[str, Any]) -> None:
     with pytest.raises(NotSupportedError, match="newer"):
         header_of(rebuilt(lambda table, static, values: static.update(members)))
 

@@ -173,7 +173,7 @@ def test_a_key_that_the_checkpoint_does_not_have_is_an_error_at_a_programs_start
     assert state["extra"] == {"epoch": 3, key: 7}
 
 
-def test_a_key_that_a_restore_removes_is_said_and_can_be_kept(
+def test_a_key_that_a_restore_removes_is_reported_and_can_be_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As one that came to the dict after the checkpoint that a loop goes back to."""
@@ -615,7 +615,7 @@ def test_refusal_of_an_object_names_it() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_object_that_cannot_tell_its_state_is_told_with_its_place() -> None:
+def test_object_that_cannot_tell_its_state_is_reported_with_its_place() -> None:
     class Failing(Loader):
         def state_dict(self) -> dict[str, Any]:
             raise RuntimeError("still loading")

@@ -496,7 +496,7 @@ def test_registered_type_is_put_back_into_a_state() -> None:
     assert state["g"][0].bottom == 6
 
 
-def test_unknown_codec_is_said_before_anything_is_written(registered: None) -> None:
+def test_unknown_codec_is_reported_before_anything_is_written(registered: None) -> None:
     image, _ = make_image({"w": torch.ones(2), "f": Fraction(1, 2), "rng": None})
     del value_codec._BY_NAME["fraction"]
     state = {"w": torch.zeros(2), "f": 0, "rng": None}
@@ -505,7 +505,7 @@ def test_unknown_codec_is_said_before_anything_is_written(registered: None) -> N
     assert state["w"].tolist() == [0, 0]
 
 
-def test_codec_that_cannot_encode_is_told_with_the_place_of_the_value(registered: None) -> None:
+def test_codec_that_cannot_encode_is_reported_with_the_place_of_the_value(registered: None) -> None:
     register_codec(Fraction, "fraction", lambda f: [f.top, f.gone], lambda v: Fraction(*v))
     with pytest.raises(CaptureError, match=r'state\["a"\]\[1\].*codec .fraction.*gone') as caught:
         walk_state({"a": [0, Fraction(1, 2)]})

@@ -78,14 +78,14 @@ def test_blocks_make_a_whole_tensor() -> None:
     assert plan_fill({"w": torch.zeros(3, 3), "rng": None}, found.header).targets
 
 
-def test_a_block_that_is_nowhere_is_said() -> None:
+def test_a_block_that_is_nowhere_is_reported() -> None:
     headers = {0: cut({"w": torch.zeros(2, 3), "rng": None}, "w", (3, 3), (0, 0))}
     found = merge_headers(headers, what="test", own=None)
     with pytest.raises(RestoreError, match="w: is incomplete"):
         plan_fill({"w": torch.zeros(3, 3), "rng": None}, found.header)
 
 
-def test_what_differs_between_ranks_is_said_when_it_is_asked_for() -> None:
+def test_what_differs_between_ranks_is_reported_when_it_is_asked_for() -> None:
     states = [{"epoch": 7, "rank": rank, "loader": {"at": rank}, "rng": None} for rank in (0, 1)]
     found = merged(*states)
     live = {"epoch": 0, "rank": 0, "loader": {"at": 0}, "rng": None}
@@ -132,7 +132,7 @@ def test_a_plain_tensor_of_several_ranks_must_be_one() -> None:
         plan_fill({"w": torch.zeros(2), "rng": None}, other.header)
 
 
-def test_what_is_not_of_one_kind_is_said() -> None:
+def test_what_is_not_of_one_kind_is_reported() -> None:
     found = merged({"x": torch.zeros(2), "rng": None}, {"x": 5, "rng": None})
     with pytest.raises(RestoreError, match=r"x: is not of one kind: .* on rank 0, .* on rank 1"):
         plan_fill({"x": 1, "rng": None}, found.header)

@@ -257,7 +257,7 @@ def test_a_decision_that_json_cannot_hold_is_an_error_everywhere(world: World) -
         assert "rank 0 failed: TypeError" in str(results[rank])
 
 
-def test_who_waits_when_the_others_are_lost_is_told_at_once(world: World) -> None:
+def test_who_waits_when_the_others_are_lost_is_notified_at_once(world: World) -> None:
     gone = ConnectionError("hung up")
 
     def lose(together: Agreement) -> Any:
@@ -301,7 +301,7 @@ def test_a_late_answer_does_not_confuse_the_next_call(world: World) -> None:
     assert not any(rank.together._answers for rank in world.ranks)
 
 
-def test_a_rank_that_comes_after_the_others_gave_up_is_told_at_once(world: World) -> None:
+def test_a_rank_that_comes_after_the_others_gave_up_is_notified_at_once(world: World) -> None:
     """And what it says then is not taken for its part in the next call, which all make together."""
     world.run({rank: agree(timeout_s=0.1) for rank in all_but(world, 6)})
     while not world.ranks[6].together._answers:

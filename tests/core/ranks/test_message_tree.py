@@ -127,7 +127,7 @@ def test_what_one_rank_tells_reaches_rank_0_alone(network: Network) -> None:
     assert not any(heard(network, rank, "told") for rank in everybody(network) if rank)
 
 
-def test_rank_0_is_told_who_has_spoken_and_gets_the_rest_later(network: Network) -> None:
+def test_rank_0_learns_who_has_sent_and_gets_the_rest_later(network: Network) -> None:
     """A rank is named as missing only if it has not spoken, also below a leader that has not; what comes afterwards is
     handed on as it comes, and what was handed on is not sent again."""
     late = set(shuffled(network, 3)[: len(network.message_trees) // 2])
@@ -166,7 +166,7 @@ def test_a_leader_can_hand_on_by_itself() -> None:
     assert heard(network, 1, "passed") == [(X, of(1, 2, 3))]
 
 
-def test_what_is_forgotten_is_never_told_of_nor_kept(network: Network) -> None:
+def test_what_is_forgotten_is_never_reported_of_nor_kept(network: Network) -> None:
     last = len(network.message_trees) - 1
     contribute(network, *range(last))
     network.deliver()

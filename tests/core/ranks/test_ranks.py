@@ -31,7 +31,7 @@ def test_a_rank_alone_agrees_with_itself_and_sends_nothing() -> None:
     ranks.leave()
 
 
-def test_what_was_said_before_anybody_listened_is_heard_first() -> None:
+def test_what_was_reported_before_anybody_listened_is_received_first() -> None:
     ranks = Ranks.alone()
     heard: list[RankMessage] = []
     ranks.message_tree.contribute(("save", 1), "a")
@@ -45,7 +45,7 @@ def test_what_was_said_before_anybody_listened_is_heard_first() -> None:
     ]
 
 
-def test_a_listener_may_answer_and_hears_what_it_causes_afterwards() -> None:
+def test_a_listener_may_answer_and_receives_what_it_causes_afterwards() -> None:
     ranks = Ranks.alone()
     heard: list[RankMessage] = []
 
@@ -92,7 +92,7 @@ def test_a_listener_that_answers_does_not_block_another_thread_for_ever() -> Non
     assert [news.topic for news in heard] == [("save", 1), ("a",), ("b",)]
 
 
-def test_news_after_a_listener_that_failed_are_heard() -> None:
+def test_news_after_a_listener_that_failed_are_received() -> None:
     ranks = Ranks.alone()
     heard: list[RankMessage] = []
 

@@ -210,7 +210,7 @@ def test_rank_0_that_never_comes(bootstrap: TCPStore, ranks: list[Process]) -> N
     see_gone(ranks)
 
 
-def test_the_death_of_rank_0_is_told_to_every_rank_soon(ranks: list[Process]) -> None:
+def test_the_death_of_rank_0_is_reported_to_every_rank_soon(ranks: list[Process]) -> None:
     """Also to those that reach it through the leader of their node only."""
     meet(ranks)
     for rank in ranks[1:]:

@@ -113,7 +113,7 @@ def test_after_close_nothing_is_sent(both: tuple[Inbox, Inbox]) -> None:
     assert root.messages.empty()
 
 
-def test_a_message_that_cannot_be_taken_is_told_of_and_the_next_one_is_taken(
+def test_a_message_that_cannot_be_taken_is_reported_of_and_the_next_one_is_taken(
     both: tuple[Inbox, Inbox],
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -274,7 +274,7 @@ def test_a_cache_that_cannot_be_read_gives_way_to_the_disk() -> None:
     assert set(restored.tally.bytes) == {"disk"}
 
 
-def test_with_no_good_copy_of_a_cached_chunk_the_state_is_said_to_be_half_filled() -> None:
+def test_with_no_good_copy_of_a_cached_chunk_the_state_is_reported_to_be_half_filled() -> None:
     tiers = CachedTiers()
     tiers.store.flip(2, disk=True)
     with pytest.raises(RestoreError, match="HALF FILLED"):

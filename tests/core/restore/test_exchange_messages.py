@@ -94,7 +94,7 @@ def test_headers_come_before_what_others_have_planned_already() -> None:
     ]
 
 
-def test_what_many_want_alike_is_said_once() -> None:
+def test_what_many_want_alike_is_reported_once() -> None:
     requested = {i: RequestedRanges(1 << 24, (0, 1 << 34)) for i in range(512)}
     asks = [
         ExchangeRequest(requested=requested, readable=ranges({2: range(512)})) for _ in range(512)

@@ -144,7 +144,7 @@ def test_one_that_does_not_answer_is_passed_over_by_all_where_that_was_asked_for
     assert [holds(rank.state, 4) for rank in ranks] == [True] * 3
 
 
-def test_a_state_that_does_not_fit_on_one_rank_is_said_on_all(ranks: list[Rank]) -> None:
+def test_a_state_that_does_not_fit_on_one_rank_is_reported_on_all(ranks: list[Rank]) -> None:
     ranks[1].state["w"] = torch.zeros(7)
     outcomes = restored(ranks)
     assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
@@ -169,7 +169,7 @@ def test_a_state_that_does_not_fit_ends_all_though_an_earlier_rank_would_go_on(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no more")])
 @pytest.mark.parametrize("touched", [False, True])
-def test_whatever_ends_one_rank_is_told_to_the_others(
+def test_whatever_ends_one_rank_is_reported_to_the_others(
     ranks: list[Rank], error: BaseException, touched: bool
 ) -> None:
     if touched:
@@ -285,7 +285,7 @@ def raising(error: BaseException) -> Callable[[], RankFailure | None]:
     return answer
 
 
-def test_each_candidate_is_told_of_once() -> None:
+def test_each_candidate_is_reported_of_once() -> None:
     alone = Alone()
     alone.damage(5)
     answers = iter([RankFailure(rank=0, message="x", permanent=False), None])
@@ -293,7 +293,7 @@ def test_each_candidate_is_told_of_once() -> None:
     assert alone.told == [("5@1", IntegrityError), ("4@1", None)]
 
 
-def test_own_damage_is_not_restored_though_no_rank_is_said_to_have_failed() -> None:
+def test_own_damage_is_not_restored_though_no_rank_is_reported_to_have_failed() -> None:
     alone = Alone()
     alone.damage(5)
     assert alone.fill(lambda: None).checkpoint.id == CheckpointId(4, 1)
@@ -301,7 +301,9 @@ def test_own_damage_is_not_restored_though_no_rank_is_said_to_have_failed() -> N
 
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("error", [RanksError("rank 3 is gone"), OSError("x")])
-def test_where_the_others_cannot_be_told_the_restore_ends(error: Exception, damaged: bool) -> None:
+def test_where_the_others_cannot_be_reported_the_restore_ends(
+    error: Exception, damaged: bool
+) -> None:
     alone = Alone()
     if damaged:
         alone.damage(5)
@@ -346,7 +348,7 @@ def test_an_interrupt_while_the_others_are_waited_for_goes_through() -> None:
     assert HALF in words(caught.value)
 
 
-def test_an_own_error_is_raised_though_the_others_cannot_be_told() -> None:
+def test_an_own_error_is_raised_though_the_others_cannot_be_reported() -> None:
     alone = Alone()
     alone.state["w"] = torch.zeros(7)
     with pytest.raises(RestoreError, match="w") as caught:

@@ -63,7 +63,7 @@ def only(listing: Listing) -> FoundCopy:
     return copy
 
 
-def test_one_rank_that_speaks_for_everything_is_heard_as_it_spoke() -> None:
+def test_one_rank_that_speaks_for_everything_is_received_as_it_spoke() -> None:
     listings = (
         Listing(
             tier="host",

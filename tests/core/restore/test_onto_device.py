@@ -295,7 +295,7 @@ def test_a_launch_that_is_refused_fails_the_restore_and_not_the_next(
     assert holds(state, 1)
 
 
-def test_before_a_refused_launch_is_told_what_it_queued_has_ended(
+def test_before_a_refused_launch_is_reported_what_it_queued_has_ended(
     tiers: Tiers, stream: FakeStream
 ) -> None:
     """A part may be on its way from the buffer, which has no mark of it."""
@@ -378,7 +378,7 @@ def test_nothing_is_locked_for_host_memory_nor_for_what_lies_there(
     assert locks.made == []
 
 
-def test_a_refused_lock_is_said_once_and_the_restore_goes_on(
+def test_a_refused_lock_is_reported_once_and_the_restore_goes_on(
     tiers: Tiers, stream: FakeStream, locks: FakeLocks, caplog: pytest.LogCaptureFixture
 ) -> None:
     locks.reason = "CUDA error 2 (out of memory)"

@@ -251,7 +251,7 @@ def test_the_only_tier_that_is_named_is_the_only_one_read(state: dict[str, Any])
 # Nothing, and could not look -------------------------------------------------------------------------
 
 
-def test_none_is_said_only_where_every_tier_answered_and_none_has_anything(
+def test_none_is_reported_only_where_every_tier_answered_and_none_has_anything(
     state: dict[str, Any],
 ) -> None:
     tiers = Tiers("host", "nvme")

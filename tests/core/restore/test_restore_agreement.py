@@ -97,7 +97,7 @@ def test_shards_may_lie_on_different_tiers() -> None:
     assert [whole_on(listing, CheckpointId(5, 1)) for listing in merged] == [False, False, False]
 
 
-def test_what_is_whole_on_one_tier_is_told_from_what_is_not() -> None:
+def test_what_is_whole_on_one_tier_is_distinguished_from_what_is_not() -> None:
     ranks = several(2)
     put_shared(ranks, "store", 5)
     put_parts(ranks, "nvme", 5)
@@ -189,7 +189,7 @@ def test_checkpoints_that_are_only_partly_there_are_never_taken_for_a_first_star
             chosen(ranks, **request)
 
 
-def test_nothing_is_said_where_there_is_nothing() -> None:
+def test_nothing_is_reported_where_there_is_nothing() -> None:
     assert chosen(several(3)) == Candidates()
 
 
@@ -316,7 +316,7 @@ def test_what_rank_0_refuses_is_refused_on_every_rank(two: list[Rank]) -> None:
 
 
 @pytest.mark.parametrize("request_", [{"step": 5}, {"tier": "nvme"}, {"ignore_unreachable": True}])
-def test_ranks_that_ask_for_different_things_are_told(
+def test_ranks_that_ask_for_different_things_are_notified(
     two: list[Rank], request_: dict[str, Any]
 ) -> None:
     outcomes = on_all(

@@ -213,7 +213,7 @@ def test_release_unlocks_though_the_device_failed(
     assert "an illegal memory access" in caplog.text
 
 
-def test_a_refused_lock_is_said_once_and_not_asked_for_again(
+def test_a_refused_lock_is_reported_once_and_not_asked_for_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     locks = FakeLocks(monkeypatch, reason="CUDA error 2 (out of memory)")

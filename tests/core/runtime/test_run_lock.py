@@ -112,7 +112,7 @@ def another_process_can_take(path: Path) -> bool:
     return code == 0
 
 
-def test_second_process_is_refused_and_told_who_owns_it_since_when(
+def test_second_process_is_refused_and_reported_who_owns_it_since_when(
     path: Path, start: Start
 ) -> None:
     owner = start(HOLD, path)

@@ -33,7 +33,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 # The forecast ----------------------------------------------------------------------------------------
 
 
-def test_a_tier_that_falls_behind_is_said_once_and_early(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tier_that_falls_behind_is_reported_once_and_early(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     world = world_of(copy_s=12.5)  # it takes four where five come
     said_at = None
     for step in range(1, 13):
@@ -74,7 +76,7 @@ def test_saves_that_wait_for_room_do_not_make_the_cadence_look_slower() -> None:
 # In time ---------------------------------------------------------------------------------------------
 
 
-def test_a_tier_that_is_too_far_behind_is_said_once_for_as_long_as_it_lasts(
+def test_a_tier_that_is_too_far_behind_is_reported_once_for_as_long_as_it_lasts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = world_of(copy_s=40.0, within_s=60.0)

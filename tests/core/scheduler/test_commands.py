@@ -212,7 +212,7 @@ def test_what_a_failed_commit_left_is_written_over_or_collected() -> None:
 
 
 @pytest.mark.parametrize("how", ["deleted", "abandoned"])
-def test_whoever_waits_for_a_copy_that_is_given_up_is_told(how: str) -> None:
+def test_whoever_waits_for_a_copy_that_is_given_up_is_notified(how: str) -> None:
     world = World([file_rules("nvme")])
     first = world.save(1)
     world.settle()
@@ -332,7 +332,7 @@ def test_a_tombstone_that_cannot_be_spread_holds_all_copies_until_it_can() -> No
 # Marks in memory, and drops that had failed ----------------------------------------------------------
 
 
-def test_memory_whose_marks_are_full_is_said_and_the_tiers_are_pinned_all_the_same() -> None:
+def test_memory_whose_marks_are_full_is_reported_and_the_tiers_are_pinned_all_the_same() -> None:
     world = World([file_rules("nvme")])
     world.save(1)
     world.settle()
@@ -445,7 +445,9 @@ def dropped(world: World) -> list[events.Dropped]:
     return [event for event in world.lives[-1].events if isinstance(event, events.Dropped)]
 
 
-def test_a_pin_that_comes_between_the_tombstone_and_the_drop_keeps_that_copy_and_is_said() -> None:
+def test_a_pin_that_comes_between_the_tombstone_and_the_drop_keeps_that_copy_and_is_reported() -> (
+    None
+):
     world = World([file_rules("nvme")])
     for step in (1, 2):
         world.save(step)

@@ -305,7 +305,7 @@ def test_a_full_disk_drops_the_oldest_and_the_copy_lands() -> None:
     assert handle.outcome is SaveOutcome.SAVED
 
 
-def test_a_disk_that_others_filled_is_said_and_tried_again() -> None:
+def test_a_disk_that_others_filled_is_reported_and_tried_again() -> None:
     world, switch = world_with_switch()
     world.save(1)
     world.settle()
@@ -328,7 +328,7 @@ def test_a_capacity_is_kept_by_dropping_the_oldest() -> None:
     assert world.steps_on("nvme") == [2, 3]
 
 
-def test_a_capacity_full_of_pins_is_said_with_both_numbers_and_loses_nothing() -> None:
+def test_a_capacity_full_of_pins_is_reported_with_both_numbers_and_loses_nothing() -> None:
     world = World([file_rules("nvme", capacity_bytes=int(2.5 * IMAGE))])
     for step in (1, 2):
         world.save(step)
@@ -370,7 +370,7 @@ def test_a_copy_whose_source_is_damaged_comes_from_the_next_one() -> None:
 DAMAGE = IMAGE - 1
 
 
-def test_a_copy_with_no_good_source_is_given_up_and_said() -> None:
+def test_a_copy_with_no_good_source_is_given_up_and_reported() -> None:
     world = World([file_rules("nvme")])
     handle = world.save(1)
     world.crash()

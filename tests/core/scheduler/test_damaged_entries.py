@@ -707,6 +707,26 @@ def test_a_repair_that_one_rank_cannot_do_is_given_up_by_all_and_takes_nothing_a
 
 
 @pytest.mark.parametrize("tier", [SHARED_TIER, NODE_TIER])
+def test_a_deletion_ends_a_repair_that_some_ranks_have_uploaded(tier: str) -> None:
+    run = many(file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True))
+    run.crash(nodes_lost=(0, 1))
+    purge(run.disk(tier, 1))
+    run.start()
+    first = run.ranks[0]
+    while tier not in first.coordinator.ledger.entries[FIRST].uploaded_to:
+        run.deliver()
+        run.hear()
+        first.run_one(run.random)
+    answer = first.order(CommandKind.DELETE, FIRST)
+    run.settle()
+    assert answer == [{}]
+    for rank in run.ranks:
+        assert FIRST not in rank.coordinator.ledger.entries
+        assert not rank.coordinator.busy()
+    assert not any(images(run.disk(name, node)) for name in run.stored for node in (0, 1))
+
+
+@pytest.mark.parametrize("tier", [SHARED_TIER, NODE_TIER])
 @pytest.mark.parametrize("name", ["", "rank-00001"])
 def test_what_was_removed_on_one_node_is_no_reason_for_any_to_drop_an_older_one(
     tier: str, name: str

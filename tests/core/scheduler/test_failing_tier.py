@@ -26,7 +26,7 @@ def broken_world(**rules: object) -> tuple[World, list[Faulty]]:
     return World([file_rules("nvme", **rules)], wrap=wrap, memory_images=4), backends  # type: ignore[arg-type]
 
 
-def test_every_save_that_waits_for_a_failing_tier_is_told_and_later_ones_at_once() -> None:
+def test_every_save_that_waits_for_a_failing_tier_is_notified_and_later_ones_at_once() -> None:
     world, backends = broken_world()
     first, second = world.save(1), world.save(2)
     world.settle()
@@ -44,7 +44,7 @@ def test_every_save_that_waits_for_a_failing_tier_is_told_and_later_ones_at_once
     assert fourth.outcome is SaveOutcome.PENDING
 
 
-def test_everybody_who_waits_for_a_full_tier_is_told() -> None:
+def test_everybody_who_waits_for_a_full_tier_is_notified() -> None:
     world = World([file_rules("nvme", capacity_bytes=int(1.5 * IMAGE))], memory_images=4)
     world.save(1)
     world.settle()
@@ -125,7 +125,7 @@ def test_a_full_disk_beside_a_deletion_that_waits_is_not_tried_over_and_over() -
     assert world.steps_on("store") == [2, 3]
 
 
-def test_whoever_waits_for_room_that_a_deletion_cannot_make_yet_is_told() -> None:
+def test_whoever_waits_for_room_that_a_deletion_cannot_make_yet_is_notified() -> None:
     """Another tier takes no marks, so what is deleted stays on this one meanwhile, and the rest is pinned."""
     world = World([file_rules("disk", capacity_bytes=int(2.5 * IMAGE)), file_rules("slow")])
     for step in (1, 2):

@@ -65,7 +65,7 @@ def test_the_fence_is_seen_before_a_byte_is_written() -> None:
     assert not any("step-" in key for key in world.disks["nvme"]._objects)
 
 
-def test_a_save_that_begins_just_as_the_fence_falls_is_told() -> None:
+def test_a_save_that_begins_just_as_the_fence_falls_is_reported() -> None:
     world = World([file_rules("nvme"), file_rules("store")])
     world.save(1)
     region, error = world.ask_for_region(2)

@@ -69,7 +69,7 @@ def test_in_an_order_of_ones_own_they_come_as_it_says_also_after_a_kill() -> Non
     assert not world.coordinator.busy()
 
 
-def test_what_retention_would_drop_at_once_is_given_up_and_said_and_a_pinned_one_comes_later() -> (
+def test_what_retention_would_drop_at_once_is_given_up_and_reported_and_a_pinned_one_comes_later() -> (
     None
 ):
     world = slow(retain_last=2)

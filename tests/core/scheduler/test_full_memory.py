@@ -132,7 +132,7 @@ def test_what_a_save_gives_up_is_aborted_in_the_same_step(monkeypatch: pytest.Mo
 # Skipping --------------------------------------------------------------------------------------------
 
 
-def test_a_save_is_skipped_at_once_and_each_cause_is_said_once(
+def test_a_save_is_skipped_at_once_and_each_cause_is_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = World([file_rules("nvme")], memory_images=1, when_full=WhenFull.SKIP)

@@ -88,6 +88,31 @@ def test_all_parts_come_to_each_tier_and_are_one_checkpoint_there(
     assert all(rank.sealed() == newer for rank in run.ranks), "what was adopted is let go"
 
 
+def test_no_rank_waits_to_flush_what_only_a_tier_has_whole_that_another_rank_cannot_reach() -> None:
+    """A lost rank's part is on the shared tier alone, which all ranks go without: nobody can bring that part."""
+    run = world((0, 1))
+    run.ranks[1].troubles[NODE_TIER].strike(failing(Operation.CREATE, StorageFullError))
+    for rank in run.ranks:
+        rank.save(1)
+    run.settle(limit_s=5)
+    assert run.committed(SHARED_TIER) == {ONE}
+    assert run.committed(NODE_TIER) == set()
+    run.crash(nodes_lost=[0])
+    run.unopened = {SHARED_TIER}
+    run.ranks[1].troubles[SHARED_TIER].down = True
+    run.start()
+    assert run.ranks[1].sealed() == {ONE}
+    assert not any(rank.coordinator.owed_copies() for rank in run.ranks)
+    run.settle()
+    assert not any(rank.coordinator.busy() for rank in run.ranks)
+    run.crash()
+    run.ranks[1].troubles[SHARED_TIER].down = False
+    run.start()
+    assert run.started_from == ONE
+    run.settle()
+    assert run.committed(NODE_TIER) == {ONE}
+
+
 @pytest.mark.parametrize("tier", [NODE_TIER, SHARED_TIER])
 @pytest.mark.parametrize("bringer", [0, 1])
 def test_a_tier_that_refuses_the_second_part_keeps_nothing_of_the_first(

@@ -11,6 +11,7 @@ from tests.core.scheduler.test_commits import failing, folder_is_empty, talk
 from tests.core.scheduler.test_commits import world as ranks
 from tests.rules import NEWEST_FIRST
 from tests.simulation.many import NODE_TIER, SHARED_TIER
+from tests.simulation.rank import CUT
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.format.records import Mark
@@ -68,7 +69,7 @@ def owed_in(world: World) -> list[tuple[int, str]]:
     return [(id.step, tier) for id, tier in world.coordinator.owed_copies()]
 
 
-def test_the_next_ones_go_on_and_it_is_said_once_with_what_to_do(
+def test_the_next_ones_go_on_and_it_is_reported_once_with_what_to_do(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world, _ = world_with(refusing(OF_FIRST))
@@ -96,7 +97,22 @@ def test_the_next_ones_go_on_and_it_is_said_once_with_what_to_do(
     assert len(world.trace) == trace, "it is tried again in this start"
 
 
-def test_whoever_waits_for_the_next_one_is_not_told_that_the_tier_fails() -> None:
+def test_an_uploaded_copy_is_committed_although_its_image_has_left_memory() -> None:
+    """The tier refuses its commit record for long, and a save needs the memory."""
+    world, faulty = world_with(refusing("*/commit.json", UnreachableError), images=2)
+    first = world.save(1)
+    world.settle(limit_s=100)
+    assert world.coordinator.ledger.failing.keys() == {"nvme"}
+    for step in (2, 3):
+        world.save(step)
+    assert len(world.memory.regions) == 2
+    faulty.stop()
+    world.settle(limit_s=200)
+    assert world.steps_on("nvme") == [1, 2, 3]
+    assert first.outcome is SaveOutcome.SAVED
+
+
+def test_whoever_waits_for_the_next_one_is_not_reported_that_the_tier_fails() -> None:
     world, _ = world_with(refusing(OF_FIRST))
     first, second = world.save(1), world.save(2)
     told = []
@@ -250,6 +266,29 @@ def test_an_old_one_is_brought_where_a_deletion_makes_room() -> None:
     assert owed_in(world) == []
 
 
+def test_an_old_one_is_brought_where_abandoned_ones_may_go_once_newer_ones_are_verified() -> None:
+    """The start that abandoned them could not list the tier: it is above its capacity."""
+    world, faulty = world_with(refusing(OF_FIRST), capacity_bytes=int(2.5 * IMAGE))
+    for step in (5, 6):
+        world.save(step)
+    world.settle(limit_s=20)
+    world.crash()
+    world.take_other_memory()
+    world.ordinal = 0
+    world.start(unread=["nvme"])
+    world.coordinator.ledger.continue_from(None, attempt=world.attempt.number)
+    for step in (1, 2):
+        world.save(step)
+    world.settle(limit_s=20)
+    assert world.steps_on("nvme") == [2, 5, 6]
+    faulty.stop()
+    start_again(world, 2)
+    world.coordinator.ledger.continue_from(world.started_from, attempt=world.attempt.number)
+    world.settle(limit_s=20)
+    assert world.steps_on("nvme") == [1, 2]
+    assert owed_in(world) == []
+
+
 def test_what_is_set_aside_takes_no_place_of_those_that_are_kept() -> None:
     """The newest goes first here, and cannot be written: the older one is the newest that the tier has."""
     world, _ = world_with(refusing("run/step-00000003-*"), retain_last=1, flush_order=NEWEST_FIRST)
@@ -299,6 +338,33 @@ def test_all_ranks_set_aside_what_one_cannot_write(tier: str, rank: int) -> None
         for disk in run.disks(tier).values()
         for key in disk._objects
     ), "what others had brought of it is taken back"
+
+
+def test_a_copy_that_is_given_up_and_found_on_another_tier_is_no_reason_to_fail() -> None:
+    """One rank cannot write it on a node; the shared tier has it, which no rank could list at the start."""
+    run = ranks()
+    refuses = failing(Operation.CREATE, AccessDeniedError, keys=OF_FIRST)
+    run.ranks[1].troubles[NODE_TIER].strike(refuses)
+    for one in run.ranks:
+        one.save(1)
+    run.settle(limit_s=5)
+    assert run.committed(SHARED_TIER) == {FIRST}
+    run.crash()
+    for one in run.ranks:
+        one.troubles[SHARED_TIER].down = True
+    run.start()
+    run.ranks[0].troubles[NODE_TIER].strike(failing(Operation.CREATE, UnreachableError))
+    run.ranks[1].troubles[NODE_TIER].strike(refuses)
+    run.settle(limit_s=30)
+    run.ranks[1].troubles[SHARED_TIER].down = False
+    for step in (2, 3, 4):
+        asked = [one.ask(step) for one in run.ranks]
+        run.settle(limit_s=70)
+        for one, (region, error) in zip(run.ranks, asked, strict=True):
+            assert error is None
+            one.advance(one.begin(step, region), CUT.chunk_count)
+    assert FIRST in run.ranks[1].committed(SHARED_TIER)
+    assert FIRST not in run.ranks[1].sealed()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -195,7 +195,7 @@ def test_a_tier_that_hangs_in_a_write_keeps_no_buffer_of_the_other(slow: str) ->
     tiers.check_buffers()
 
 
-def test_a_hanging_read_is_waited_for_no_longer_than_was_said() -> None:
+def test_a_hanging_read_is_waited_for_no_longer_than_was_reported() -> None:
     tiers = Tiers("a", "b", wait_s=0.05)
     hanging, go_on = threading.Event(), threading.Event()
 

@@ -99,7 +99,7 @@ def test_a_refusal_ends_the_copy_and_begins_it_anew(operation: Operation) -> Non
     assert world.steps_on("nvme") == [1]
 
 
-def test_an_outage_is_said_once_and_its_end_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_reported_once_and_its_end_too(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="tierfall")
     world, faulty = world_with(failing(Operation.WRITE, times=None))
     first, second = world.save(1), world.save(2)

@@ -20,7 +20,7 @@ def given(handle: Any) -> BaseException:
     return raised.value
 
 
-def test_every_handle_is_told() -> None:
+def test_every_handle_is_notified() -> None:
     world = World([file_rules("nvme")], memory_images=3)
     done = world.save(1)
     world.settle()
@@ -97,7 +97,7 @@ def test_a_writer_that_was_opened_meanwhile_is_taken_back() -> None:
         outcome.value[0].write_chunks(0, 0, memoryview(b"x"))
 
 
-def test_a_capture_that_is_said_to_have_failed_twice_fails_once() -> None:
+def test_a_capture_that_is_reported_to_have_failed_twice_fails_once() -> None:
     world = World([file_rules("nvme")])
     region, _ = world.ask_for_region(1)
     snapshot = world.begin(1, region)

@@ -142,7 +142,7 @@ def test_memory_for_four_has_four_on_their_way_and_each_tier_takes_them_in_order
 # Superseding -----------------------------------------------------------------------------------------
 
 
-def test_the_oldest_that_waits_is_given_up_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_oldest_that_waits_is_given_up_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     world = superseding(file_rules("nvme"), file_rules("store"), images=3)
     first, second, third = (world.save(step) for step in (1, 2, 3))
     with caplog.at_level(logging.WARNING):
@@ -315,7 +315,7 @@ def store_alone(world: World, until: Callable[[], bool]) -> None:
         carry_out(world, lambda task: task.tier == "store")
 
 
-def test_what_is_saved_stays_saved_and_who_waits_for_another_tier_is_told() -> None:
+def test_what_is_saved_stays_saved_and_who_waits_for_another_tier_is_notified() -> None:
     """The last tier had it, and dropped it; it was still owed to another."""
     world = superseding(file_rules("nvme"), file_rules("store", retain_last=1), images=3)
     first, second = world.save(1), world.save(2)
@@ -339,7 +339,7 @@ def test_what_is_saved_stays_saved_and_who_waits_for_another_tier_is_told() -> N
         first.wait("nvme", timeout=0)
 
 
-def test_what_a_tier_is_about_to_drop_is_not_said_to_be_superseded() -> None:
+def test_what_a_tier_is_about_to_drop_is_not_reported_to_be_superseded() -> None:
     """A pin that another process sets meanwhile keeps it there."""
     world = superseding(file_rules("nvme"), file_rules("store", retain_last=1), images=3)
     world.coordinator.lanes["nvme"].not_before_s = 10.0
@@ -459,7 +459,7 @@ def test_with_a_tier_that_saves_outrun_the_one_it_waits_for_arrives() -> None:
 # The end ---------------------------------------------------------------------------------------------
 
 
-def test_whoever_is_superseded_is_not_told_another_reason_when_the_run_ends() -> None:
+def test_whoever_is_superseded_is_not_reported_another_reason_when_the_run_ends() -> None:
     world = superseding(images=3)
     _, second, _ = (world.save(step) for step in (1, 2, 3))
     give_way(world, 4)

@@ -211,7 +211,9 @@ def config_of(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"run": "run", "tiers": [host, nvme]}
 
 
-def test_steps_of_a_torch_optimizer_are_told_and_a_pace_reaches_the_tier(tmp_path: Path) -> None:
+def test_steps_of_a_torch_optimizer_are_reported_and_a_pace_reaches_the_tier(
+    tmp_path: Path,
+) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with tierfall.open(config_of(tmp_path, bandwidth="80MB/s")) as ckpt:

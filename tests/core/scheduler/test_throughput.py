@@ -151,7 +151,7 @@ def test_only_the_last_stretches_count() -> None:
     assert rates.stretches("pfs") == STRETCHES
 
 
-def test_what_arrives_is_told_while_it_does_and_less_where_it_takes_longer() -> None:
+def test_what_arrives_is_reported_while_it_does_and_less_where_it_takes_longer() -> None:
     rates = TierThroughput()
     first, second = run_of(0), run_of(1)
     rates.on_begun(first, 0.0)

@@ -75,7 +75,7 @@ def test_a_tier_that_skips_lets_those_that_came_first_keep_their_turn() -> None:
     assert given_up(world) == [step for step in range(1, 9) if step not in got]
 
 
-def test_what_is_given_up_for_a_tier_is_said() -> None:
+def test_what_is_given_up_for_a_tier_is_reported() -> None:
     world = behind(WhenFull.SKIP)
     save_every_second(world, 6)
     lost = next(h for h in world.handles.values() if h.outcome is SaveOutcome.SUPERSEDED)

@@ -108,7 +108,7 @@ def test_what_a_failed_try_left_of_a_later_copy_does_not_keep_an_earlier_one_off
     assert not world.coordinator.ledger.failing
 
 
-def test_what_a_failed_try_left_and_cannot_be_removed_is_said_to_keep_the_tier_full() -> None:
+def test_what_a_failed_try_left_and_cannot_be_removed_is_reported_to_keep_the_tier_full() -> None:
     world = saved(
         World([file_rules("nvme", capacity_bytes=int(1.5 * ENTRY)), file_rules("store")]),
         range(1, 3),

@@ -145,7 +145,7 @@ def test_what_the_header_of_one_rank_does_not_name_or_names_otherwise_needs_all_
     )
 
 
-def test_blocks_that_do_not_add_up_are_said_when_they_are_asked_for() -> None:
+def test_blocks_that_do_not_add_up_are_reported_when_they_are_asked_for() -> None:
     images = [image_of({**state, "rng": None}) for state in blocks_of_dcp()]
     images[1] = image_of({**blocks_of_dcp()[2], "rng": None})
     images[1][1].append(piece("l.1", [3], [0], [3], 0))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from index_help import make, piece, table
 
+from tests import forked
 from tierfall.core.image.merge import TensorBlock
 from tierfall.core.tensor_index.builder import IndexBuilder
 from tierfall.core.tensor_index.index import read_index
@@ -51,7 +50,7 @@ def test_every_tensor_has_the_blocks_of_the_tables(world_size: int) -> None:
     assert index.find("none") == ()
 
 
-def test_ranks_with_different_tensors_under_one_name_are_told_apart() -> None:
+def test_ranks_with_different_tensors_under_one_name_are_distinguished() -> None:
     tables = [[piece("w", [n], [0], [n], 0)] for n in (3, 4, 3)]
     first, second = read_index(make(3, *tables), what="index").find("w")
     assert (first.shape, [b.rank for b in first.blocks]) == ((3,), [0, 2])
@@ -171,8 +170,8 @@ def test_a_thousand_tensors_of_a_thousand_ranks_are_read_in_a_second_and_50_mb(
     (tmp_path / "index").write_bytes(data)
     (tmp_path / "small").write_bytes(make(2))
     for how in ("bare", "traced"):
-        words = [sys.executable, "-c", _READING, *(str(tmp_path / n) for n in ("index", "small"))]
-        done = subprocess.run([*words, how], capture_output=True, text=True, check=True)
+        done = forked.run(["-c", _READING, str(tmp_path / "index"), str(tmp_path / "small"), how])
+        assert done.returncode == 0, done.stderr
         seconds, resident, traced, blocks, rank, offset = json.loads(done.stdout)
         print(
             f"{len(data)} bytes, {seconds * 1e3:.0f} ms, {resident / 1e6:.1f} MB, {traced / 1e6:.1f} MB {how}"

@@ -1,0 +1,154 @@
+"""Mistakes that people make in a YAML file and in calls: each answer has the place, and what was expected or to do."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tierfall
+from tierfall.config import load_config
+from tierfall.core.types.errors import ConfigError, TierfallError
+
+REMEDIES = re.compile(
+    "expected|did you mean|belongs|it is a key|remove|put it in quotes|set it|write|add |indented|keep|first|must be|"
+    "there are|not known|nearest|leave it out|save |close it|open another|is not a device|has a codec|register_codec|"
+    "is not one of|names no|holds no|only=|wait.timeout|put the object itself"
+)
+YAML = Path(__file__).with_name("mistakes.txt").read_text().removesuffix("\n").split("\n%%\n")
+
+
+@pytest.mark.parametrize("text", YAML)
+def test_each_problem_of_a_file_is_named_with_its_line_and_a_remedy(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NOPE", raising=False)
+    Path("tiers.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config("tiers.yaml")
+    first, *others = str(caught.value).splitlines()
+    for line in others if first.endswith(" problems") else [first]:
+        assert re.match(r" *tiers\.yaml:(\d+:)* ?", line), line
+        assert REMEDIES.search(line), line
+
+
+class Run:
+    """An open run with a saved step 50, and the state of it."""
+
+    def __init__(self, ckpt: tierfall.Checkpointer, config: dict[str, Any]) -> None:
+        self.ckpt, self.config = ckpt, config
+        self.model = nn.Linear(4, 4)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.state = {"m": self.model, "o": self.optimizer}
+        self.handle = ckpt.save(50, self.state, block=True)
+
+    def save(self, value: object) -> object:
+        return self.ckpt.save(60, {"a": value})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    root = tmp_path_factory.mktemp("mistakes")
+    host = {"name": "host", "kind": "host", "folder": str(root / "m"), "capacity": "2MiB"}
+    disk = {"name": "disk", "kind": "file", "path": str(root / "d")}
+    config = {"run": "r", "tiers": [host, disk]}
+    with tierfall.open(config) as ckpt:
+        yield Run(ckpt, config)
+
+
+CALLS: dict[str, Callable[[Run], object]] = {
+    "open None": lambda r: tierfall.open(None),  # type: ignore[arg-type]
+    "open a number": lambda r: tierfall.open(5),  # type: ignore[arg-type]
+    "open what is not there": lambda r: tierfall.open("nope.yaml"),
+    "open a folder": lambda r: tierfall.open("/"),
+    "open an address": lambda r: tierfall.open("s3://bucket"),
+    "open with a number as run": lambda r: tierfall.open(r.config, run=5),  # type: ignore[arg-type]
+    "open with a group and no torch.distributed": lambda r: tierfall.open(r.config, process_group=1),
+    "open twice": lambda r: tierfall.open(r.config),
+    "load what is not there": lambda r: tierfall.load("/nope"),
+    "load an empty run": lambda r: tierfall.load({**r.config, "run": "empty"}),
+    "load to no device": lambda r: tierfall.load(r.config, map_location="gpu"),
+    "load a step as text": lambda r: tierfall.load(r.config, step="last"),  # type: ignore[arg-type]
+    "state and step swapped": lambda r: r.ckpt.save(r.state, 60),  # type: ignore[arg-type]
+    "a step as text": lambda r: r.ckpt.save("60", r.state),  # type: ignore[arg-type]
+    "a step as a float": lambda r: r.ckpt.save(60.0, r.state),  # type: ignore[arg-type]
+    "a negative step": lambda r: r.ckpt.save(-1, r.state),
+    "a step that is true": lambda r: r.ckpt.save(True, r.state),
+    "a huge step": lambda r: r.ckpt.save(10**30, r.state),
+    "a lower step": lambda r: r.ckpt.save(2, r.state),
+    "a model as state": lambda r: r.ckpt.save(60, r.model),  # type: ignore[arg-type]
+    "a list as state": lambda r: r.ckpt.save(60, [r.model]),  # type: ignore[arg-type]
+    "None as state": lambda r: r.ckpt.save(60, None),  # type: ignore[arg-type]
+    "a function in the state": lambda r: r.save(lambda: 1),
+    "an object in the state": lambda r: r.save(object()),
+    "random.Random": lambda r: r.save(random.Random()),
+    "a NumPy generator": lambda r: r.save(np.random.default_rng()),
+    "a NumPy RandomState": lambda r: r.save(np.random.RandomState(0)),
+    "a lock": lambda r: r.save(threading.Lock()),
+    "a class": lambda r: r.save(nn.Linear),
+    "a DataLoader": lambda r: r.save(torch.utils.data.DataLoader([1])),  # type: ignore[arg-type]
+    "a generator": lambda r: r.save(i for i in range(3)),
+    "a thread": lambda r: r.save(threading.Thread()),
+    "a parser": lambda r: r.save(argparse.ArgumentParser()),
+    "an array of objects": lambda r: r.save(np.array([object()])),
+    "a sparse tensor": lambda r: r.save(torch.eye(2).to_sparse()),
+    "a meta tensor": lambda r: r.save(torch.empty(2, device="meta")),
+    "metrics as a list": lambda r: r.ckpt.save(60, r.state, metrics=[1]),  # type: ignore[arg-type]
+    "a metric of text": lambda r: r.ckpt.save(60, r.state, metrics={"loss": "low"}),
+    "a metric of three numbers": lambda r: r.ckpt.save(60, r.state, metrics={"loss": torch.ones(3)}),
+    "a metric that is None": lambda r: r.ckpt.save(60, r.state, metrics={"loss": None}),
+    "a number as metrics": lambda r: r.ckpt.save(60, r.state, metrics=0.5),  # type: ignore[arg-type]
+    "tags as text": lambda r: r.ckpt.save(60, r.state, tags="best"),
+    "a tag with a space": lambda r: r.ckpt.save(60, r.state, tags=["a b/c"]),
+    "restore into None": lambda r: r.ckpt.restore(None),  # type: ignore[arg-type]
+    "restore into a model": lambda r: r.ckpt.restore(r.model),  # type: ignore[arg-type]
+    "restore an unknown step": lambda r: r.ckpt.restore(r.state, step=99),
+    "restore a step as text": lambda r: r.ckpt.restore(r.state, step="7"),  # type: ignore[arg-type]
+    "restore from an unknown tier": lambda r: r.ckpt.restore(r.state, tier="s3"),
+    "only as text": lambda r: r.ckpt.restore(r.state, only="m"),
+    "only of an unknown name": lambda r: r.ckpt.restore(r.state, only=["model"]),
+    "skip as text": lambda r: r.ckpt.restore(r.state, skip="m"),
+    "skip of an unknown name": lambda r: r.ckpt.restore(r.state, skip=["model"]),
+    "rename as a list": lambda r: r.ckpt.restore(r.state, rename=["a"]),  # type: ignore[arg-type]
+    "rename of an unknown name": lambda r: r.ckpt.restore(r.state, rename={"x": "y"}),
+    "an unknown word for unreachable": lambda r: r.ckpt.restore(r.state, unreachable="skip"),
+    "other names": lambda r: r.ckpt.restore({"model": r.model, "o": r.optimizer}),
+    "other shapes": lambda r: r.ckpt.restore({"m": nn.Linear(5, 5), "o": r.optimizer}),
+    "a part of the state": lambda r: r.ckpt.restore({"m": r.model}),
+    "state_dicts": lambda r: r.ckpt.restore({"m": r.model, "o": r.optimizer.state_dict()}),
+    "wait for a time as a tier": lambda r: r.handle.wait(60),  # type: ignore[arg-type]
+    "wait for an unknown tier": lambda r: r.handle.wait("s3"),
+    "wait for a time as text": lambda r: r.handle.wait(timeout="5s"),  # type: ignore[arg-type]
+    "drain with a time as text": lambda r: r.ckpt.drain("30s"),  # type: ignore[arg-type]
+    "drain with a negative time": lambda r: r.ckpt.drain(-1),
+    "pin text": lambda r: r.ckpt.pin("x"),  # type: ignore[arg-type]
+    "pin an unknown step": lambda r: r.ckpt.pin(999),
+    "delete an unknown step": lambda r: r.ckpt.delete(999),
+    "wait_captured with text": lambda r: r.ckpt.wait_captured("1"),  # type: ignore[arg-type]
+    "a codec of int": lambda r: tierfall.register_codec(int, "i", str, int),
+    "a codec without a name": lambda r: tierfall.register_codec(Run, "", str, int),
+    "item that never changes": lambda r: tierfall.item(r.model, changes="never"),
+    "item of an unknown resize": lambda r: tierfall.item(r.model, on_resize="x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_a_call_that_cannot_be_meant_is_answered_by_what_was_expected(what: str, run: Run) -> None:
+    before = [parameter.clone() for parameter in run.model.parameters()]
+    with pytest.raises(TierfallError) as caught:
+        CALLS[what](run)
+    message = str(caught.value)
+    assert REMEDIES.search(message), message
+    assert len(message.splitlines()[0]) <= 400
+    assert all(map(torch.equal, before, run.model.parameters()))
+    assert [info.step for info in run.ckpt.checkpoints()] == [50]
