@@ -98,7 +98,7 @@ def class_named(name: str) -> Any:
     if found is None or not _has_methods(found):
         raise RestoreError(
             f"restore: the checkpoint holds a tensor of {module}.{qualname}, which is not there as a tensor class: "
-            "import the module that defines it first"
+            f"import {module} first; for a command, name it in plugins"
         )
     return found
 
