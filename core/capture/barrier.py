@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tierfall.core.capture.gradients import GradientWatch
 from tierfall.core.runtime.streams import is_recording
 from tierfall.core.tensors.dtensor import local_tensor
+from tierfall.core.tensors.wrappers import inner_tensors
 
 logger = logging.getLogger("tierfall")
 
@@ -127,7 +128,7 @@ class Barrier:
             for state in optimizer.state.values():
                 if isinstance(state, dict):
                     changed += [each for each in state.values() if isinstance(each, torch.Tensor)]
-            found.update(map(place_of, changed))
+            found.update(map(place_of, chain.from_iterable(map(inner_tensors, changed))))
         return frozenset(found - {NOWHERE})
 
     @property

@@ -16,7 +16,13 @@ import torch
 
 from tierfall.core.format.documents import FORMAT, refuse_constant
 from tierfall.core.format.records import HEADER_BYTES_MAX
-from tierfall.core.image.layout import ELSEWHERE, LAYOUT_MEMBER, LENGTH_BYTES, VALUES_MEMBER
+from tierfall.core.image.layout import (
+    ELSEWHERE,
+    LAYOUT_MEMBER,
+    LENGTH_BYTES,
+    VALUES_MEMBER,
+    WRAPPERS,
+)
 from tierfall.core.image.tree import (
     MapNode,
     Node,
@@ -26,6 +32,7 @@ from tierfall.core.image.tree import (
     TensorNode,
     TreeReader,
     ValueNode,
+    WrapperNode,
     walk,
 )
 from tierfall.core.tensors import dtypes, numpy_values, value_codec
@@ -36,6 +43,7 @@ from tierfall.core.types.errors import IntegrityError, NotSupportedError
 
 # The limit of a header's content, plus what rounding up adds.
 _LENGTH_MAX = HEADER_BYTES_MAX + (1 << 20)
+_REQUIRED: tuple[list[str], ...] = ([], [ELSEWHERE], [WRAPPERS], [ELSEWHERE, WRAPPERS])
 _QUANTIZED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 
 
@@ -121,7 +129,7 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
     table = _object(_parse(bytes(data[LENGTH_BYTES:data_start])), "header")
     metadata = _object(table.pop("__metadata__", None), "__metadata__")
     static = _object(_parse(_text(metadata, LAYOUT_MEMBER)), LAYOUT_MEMBER)
-    if static.get("format") != FORMAT or static.get("requires") not in ([], [ELSEWHERE]):
+    if static.get("format") != FORMAT or static.get("requires") not in _REQUIRED:
         raise NotSupportedError(
             f"{what}: written in format {static.get('format')!r} requiring {static.get('requires')!r}; this tierfall "
             f"reads format {FORMAT}: install the tierfall that wrote it, or a newer one"
@@ -319,6 +327,8 @@ class _ValueCheck:
                     self._decode(each)
                 case QuantizedNode():
                     self._quantized(each)
+                case WrapperNode():
+                    self._wrapper(each)
                 case PiecesNode():
                     self._pieces(each)
                 case TensorNode() if self._tensors[each.position].is_quantized:
@@ -331,6 +341,14 @@ class _ValueCheck:
 
     def _decode(self, node: ValueNode) -> Any:
         return value_codec.decode(self._values[node.number], _BlobCheck(node, self._tensors))
+
+    def _wrapper(self, node: WrapperNode) -> None:
+        shape = self._decode(node.shape)
+        if not isinstance(shape, list) or len(shape) != 3 or not dtypes.is_shape(shape[1]):
+            raise ValueError(f"a tensor of {node.class_name[:80]!r} lacks its size")
+        strides = shape[2] if isinstance(shape[2], list) else []
+        if len(strides) != len(shape[1]) or any(type(v) is not int or v < 0 for v in strides):
+            raise ValueError(f"a tensor of {node.class_name[:80]!r} lacks its stride")
 
     def _pieces(self, node: PiecesNode) -> None:
         blocks = [self._tensors[position] for position in node.positions]

@@ -33,6 +33,8 @@ LAYOUT_MEMBER = "tierfall"
 VALUES_MEMBER = "tierfall.values"
 ELSEWHERE = "elsewhere"
 """The member that lists what other ranks write; also its name in ``requires``, as a reader must support it."""
+WRAPPERS = "wrappers"
+"""In ``requires`` of an image whose tree has wrappers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +106,10 @@ def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> 
         [*(placement.index for placement in placements), *sorted(elsewhere)]
     ):
         position_of[index] = position
+    required = {ELSEWHERE: bool(elsewhere), WRAPPERS: _has_wrapper(view.tree)}
     static = {
         "format": FORMAT,
-        "requires": [],
+        "requires": [name for name, is_required in required.items() if is_required],
         "tree": tree_to_json(view.tree, position_of),
         "dtypes": _true_dtypes(view, placements),
         "strides": _strides(view, position_of),
@@ -115,7 +118,6 @@ def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> 
     if sharded := _sharded(view, position_of):
         static["sharded"] = sharded
     if elsewhere:
-        static["requires"] = [ELSEWHERE]
         static[ELSEWHERE] = _written_by_others(view, elsewhere)
     metadata = (("format", "pt"), (LAYOUT_MEMBER, dumps(static).decode("ascii")))
     members = b",".join(_quote(name) + b":" + _quote(text) for name, text in metadata)
@@ -254,8 +256,8 @@ def tree_to_json(node: Node, position_of: Sequence[int]) -> Coded:
             return ["d", kind, [_key_to_json(key) for key in keys], [write(n) for n in nodes]]
         case ("l" | "t" | "p" as kind, nodes):
             return [kind, [write(n) for n in nodes]]
-        case ("m", keys, names, nodes):
-            return ["m", keys, names, [write(n) for n in nodes]]
+        case ("m" | "w" as kind, keys, names, nodes):
+            return [kind, keys, names, [write(n) for n in nodes]]
         case ("o", names, groups, state):
             return [
                 "o",
@@ -268,6 +270,19 @@ def tree_to_json(node: Node, position_of: Sequence[int]) -> Coded:
         case (*members, child):
             return [*members, write(child)]
     raise AssertionError(f"unknown kind of node: {node!r}")
+
+
+def _has_wrapper(node: Node) -> bool:
+    match node:
+        case ("w", *_):
+            return True
+        case ("d" | "m", _, _, nodes) | ("l" | "t", nodes):
+            return any(map(_has_wrapper, nodes))
+        case ("o", _, groups, state):
+            return any(_has_wrapper(child) for _, child in (*groups, *state))
+        case ("s" | "r", child) | ("c", _, child):
+            return _has_wrapper(child)
+    return False
 
 
 def _key_to_json(key: str | tuple[str]) -> Coded:

@@ -28,6 +28,7 @@ from tierfall.core.image.tree import (
     SequenceNode,
     TensorNode,
     ValueNode,
+    WrapperNode,
     positions_of,
     walk,
 )
@@ -286,10 +287,30 @@ class _Merger:
                     position=self._position({rank: node.position for rank, node in nodes.items()}),
                     parameters=self._inside({r: n.parameters for r, n in nodes.items()}),
                 )
+            case WrapperNode():
+                return self._wrapper(nodes)
             case CodecNode():
                 return CodecNode(first.name, self._inside({r: n.value for r, n in nodes.items()}))
         whole: Node = replace(first, state=self._inside({r: n.state for r, n in nodes.items()}))
         return whole
+
+    def _wrapper(self, nodes: Mapping[int, WrapperNode]) -> Node:
+        if self._own in nodes:
+            nodes = {self._own: nodes[self._own]}
+        first = next(iter(nodes.values()))
+        found = {(node.class_name, node.attributes) for node in nodes.values()}
+        if len(found) > 1:
+            names = ", ".join(sorted({name for name, _ in found}))
+            raise _Conflict(
+                f"is of other classes, or has other inner tensors, on some ranks: {names}"
+            )
+        tensors = tuple(
+            self._inside({rank: node.tensors[index] for rank, node in nodes.items()})
+            for index in range(len(first.tensors))
+        )
+        shape = self._inside({rank: node.shape for rank, node in nodes.items()})
+        assert isinstance(shape, ValueNode)
+        return replace(first, tensors=tensors, shape=shape)
 
     def _inside(self, nodes: Mapping[int, Node]) -> Node:
         """Merge what is restored as a unit: a conflict anywhere in it is a conflict of the whole."""

@@ -22,6 +22,7 @@ from tierfall.core.image.tree import (
     RandomNode,
     TensorNode,
     ValueNode,
+    WrapperNode,
     leaves,
     positions_of,
 )
@@ -152,6 +153,8 @@ def _primitives(node: Node, name: str) -> Iterator[tuple[str, Node]]:
             name = f"{name}.s"
         case CodecNode():
             name = f"{name}.{node.name}"
+        case WrapperNode():
+            name = f"{name}.{node.class_name}"
         case QuantizedNode():
             name = f"{name}.{node.scheme}.{node.axis}"
             yield name, TensorNode(node.position)

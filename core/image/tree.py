@@ -179,6 +179,33 @@ class QuantizedNode(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class WrapperNode(Node):
+    """A tensor of a class with ``__tensor_flatten__``: its inner tensors by attribute; ``shape`` is the value of its
+    context, size and stride."""
+
+    class_name: str
+    attributes: tuple[str, ...]
+    tensors: tuple[Node, ...]
+    shape: ValueNode
+
+    def children(self) -> Sequence[Node]:
+        return (*self.tensors, self.shape)
+
+    def named(self, name: str) -> Iterable[tuple[str, Node]]:
+        names = [f"{name}%{attribute}" for attribute in (*self.attributes, "")]
+        return zip(names, self.children(), strict=True)
+
+    def map_children(self, change: Callable[[Node], Node]) -> Node:
+        *changed, shape = map(change, self.children())
+        assert isinstance(shape, ValueNode), "a shape that is no value"
+        return replace(self, tensors=tuple(changed), shape=shape)
+
+
+TENSORS = TensorNode | QuantizedNode | WrapperNode
+"""The nodes of one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
 class CodecNode(Node):
     name: str
     value: Node
@@ -291,6 +318,9 @@ class TreeReader:
                 return QuantizedNode(
                     self._position(position), scheme, axis, self.read(child, depth + 1)
                 )
+            case ["w", str(class_name), list(attributes), [*nodes, shape]]:
+                read = [self.read(node, depth + 1) for node in (*nodes, shape)]
+                return _wrapper(class_name, attributes, read)
             case ["c", str(name), child]:
                 return CodecNode(name, self.read(child, depth + 1))
             case ["r", child] if depth == 1:
@@ -367,6 +397,17 @@ class TreeReader:
             )
         self.used_values.add(value)
         return value
+
+
+def _wrapper(class_name: str, attributes: list[Coded], nodes: list[Node]) -> WrapperNode:
+    *inner, shape = nodes
+    if not all(isinstance(attribute, str) for attribute in attributes):
+        raise ValueError("an attribute of a wrapper is not a string")
+    if not len(set(attributes)) == len(attributes) == len(inner):
+        raise ValueError("a wrapper has not as many tensors as attributes")
+    if not isinstance(shape, ValueNode) or not all(isinstance(node, TENSORS) for node in inner):
+        raise ValueError("a wrapper holds something else than tensors and a value")
+    return WrapperNode(class_name, tuple(attributes), tuple(inner), shape)
 
 
 def _key(data: Coded) -> Any:

@@ -29,9 +29,10 @@ from tierfall.core.image.tree import (
     SequenceNode,
     TensorNode,
     ValueNode,
+    WrapperNode,
     leaves,
 )
-from tierfall.core.tensors import builtin_codecs, numpy_values, tensors, value_codec
+from tierfall.core.tensors import builtin_codecs, numpy_values, tensors, value_codec, wrappers
 from tierfall.core.tensors.value_codec import MAPPING_TYPES
 from tierfall.core.types.errors import IntegrityError, RestoreError
 
@@ -137,6 +138,8 @@ class Builder:
                     self._prepare_value(leaf)
                 case QuantizedNode():
                     self.flat(leaf.position, device)
+                case WrapperNode():
+                    self._prepare_wrapper(leaf)
                 case CodecNode():
                     self._codec(leaf.name)
                 case ConflictNode():
@@ -200,6 +203,9 @@ class Builder:
                 return self.build(node.state, CPU)
             case QuantizedNode():
                 return self._quantized(node, device)
+            case WrapperNode():
+                built = [self.build(child, device) for child in node.tensors]
+                return self._wrapper(node, dict(zip(node.attributes, built, strict=True)))
             case CodecNode():
                 return self.registered(node.name, self.build(node.value, device))
         raise AssertionError(f"no object can be built from {node}")
@@ -228,6 +234,12 @@ class Builder:
         assert flat is not None, "a fresh tensor that is not contiguous"
         flat.copy_(self.flat(node.position, device))
         return tensor
+
+    def _prepare_wrapper(self, node: WrapperNode) -> None:
+        wrappers.class_named(node.class_name)
+
+    def _wrapper(self, node: WrapperNode, inner: dict[str, torch.Tensor]) -> Any:
+        return wrappers.put_together(node.class_name, inner, self.value(node.shape))
 
     # ---- values
 

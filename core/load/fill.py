@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.image.tree import (
+    TENSORS,
     CodecNode,
     ConflictNode,
     KeptNode,
@@ -26,10 +27,8 @@ from tierfall.core.image.tree import (
     Node,
     ObjectNode,
     OptimizerNode,
-    QuantizedNode,
     RandomNode,
     SequenceNode,
-    TensorNode,
     ValueNode,
 )
 from tierfall.core.load.build import CPU, BlockTarget, Fill
@@ -130,7 +129,7 @@ class _Filler:
         if type(live) is Item:
             live, set_value = _open_item(live)
         match node:
-            case TensorNode() | QuantizedNode():
+            case _ if isinstance(node, TENSORS):
                 self._tensor(node, live, name)
             case ValueNode() | CodecNode():
                 self._value(node, live, set_value, name)
@@ -247,16 +246,13 @@ class _Filler:
                 lambda: None if _same(items, live) else set_value(tuple(items))
             )
 
-    def _tensor(self, node: TensorNode | QuantizedNode, live: Any, name: str) -> None:
+    def _tensor(self, node: Node, live: Any, name: str) -> None:
         if not isinstance(live, torch.Tensor):
             self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
             return
         if isinstance(live, nn.Parameter):
             self.work.filled_parameters.append(live)
-        if isinstance(node, QuantizedNode):
-            self.matcher.quantized(node, live, name)
-        else:
-            self.matcher.tensor(node.position, live, name)
+        self.matcher.fill(node, live, name)
 
     def _value(self, node: ValueNode | CodecNode, live: Any, set_value: Setter, name: str) -> None:
         if isinstance(live, (torch.Tensor, nn.Module)) or is_stateful(live):
@@ -347,7 +343,7 @@ def _same(items: Sequence[object], live: Sequence[object]) -> bool:
 
 def _kind(node: Node) -> str:
     match node:
-        case TensorNode() | QuantizedNode():
+        case _ if isinstance(node, TENSORS):
             return "a tensor"
         case MapNode():
             return f"{with_article(node.kind)} that holds tensors"

@@ -17,10 +17,17 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
-from tierfall.core.image.tree import ModuleNode, Node, QuantizedNode, TensorNode
+from tierfall.core.image.tree import (
+    TENSORS,
+    ModuleNode,
+    Node,
+    QuantizedNode,
+    TensorNode,
+    WrapperNode,
+)
 from tierfall.core.load.build import CPU
 from tierfall.core.load.plan import RestoreWork
-from tierfall.core.tensors import names
+from tierfall.core.tensors import names, wrappers
 from tierfall.core.tensors.dtensor import (
     NotOneBlockError,
     as_dtensor_like,
@@ -100,7 +107,7 @@ class ModuleFiller:
         if key in self._scan.by_extra_state_key:
             self._extra_state(key, self._scan.by_extra_state_key[key], node, live)
             return
-        if not isinstance(node, (TensorNode, QuantizedNode)) or not isinstance(live, torch.Tensor):
+        if not isinstance(node, TENSORS) or not isinstance(live, torch.Tensor):
             device = live.device if isinstance(live, torch.Tensor) else CPU
             self._through_load(key, node, device)
             return
@@ -111,16 +118,17 @@ class ModuleFiller:
         if owner is not None and owner.numel() != live.numel():
             owner = None  # a hook's view of a part of it: load_state_dict restores it
         if owner is None and live.layout is torch.strided and live.numel():
-            if work.matcher.compare(node.position, live, name):
+            if isinstance(node, WrapperNode):
+                self._through_load(key, node, live.device)
+            elif work.matcher.compare(node.position, live, name):
                 self._copy(key, live, node, name)
             return
         self._in_place.append(key)
         if isinstance(owner, nn.Parameter):
             work.filled_parameters.append(owner)
-        if isinstance(node, QuantizedNode):
-            work.matcher.quantized(node, live if owner is None else owner, name)
-        else:
-            work.matcher.tensor(node.position, live, name)
+        if isinstance(node, QuantizedNode) and owner is not None:
+            live = owner
+        work.matcher.fill(node, live, name)
 
     def _copy(
         self, key: str, live: torch.Tensor, node: TensorNode | QuantizedNode, name: str
@@ -215,12 +223,13 @@ def _is_own(kind: type[nn.Module], method: str) -> bool:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """Digest dtype, shape and bytes of a tensor; of a sharded one, this rank's part."""
-    local = local_tensor(tensor)
-    flat = as_bytes(local)
-    if flat is None:
-        flat = torch.empty(local.nbytes, dtype=torch.uint8, device=local.device)
-        copy_whole(flat, local)
+    """Digest dtype, shape and bytes of a tensor; of a sharded one, this rank's part; of a wrapper, its inner
+    tensors."""
     found = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    found.update(memoryview(flat.cpu().numpy()))  # type: ignore[arg-type]
+    for local in map(local_tensor, wrappers.inner_tensors(tensor)):
+        flat = as_bytes(local)
+        if flat is None:
+            flat = torch.empty(local.nbytes, dtype=torch.uint8, device=local.device)
+            copy_whole(flat, local)
+        found.update(memoryview(flat.cpu().numpy()))  # type: ignore[arg-type]
     return found.digest()

@@ -15,7 +15,14 @@ import torch
 from torch.optim import Optimizer
 
 from tierfall.core.image.header import StoredTensor
-from tierfall.core.image.tree import MapNode, Node, OptimizerNode, TensorNode, ValueNode
+from tierfall.core.image.tree import (
+    MapNode,
+    Node,
+    OptimizerNode,
+    TensorNode,
+    ValueNode,
+    WrapperNode,
+)
 from tierfall.core.load import assign
 from tierfall.core.load.build import CPU
 from tierfall.core.load.plan import RestoreWork
@@ -30,6 +37,7 @@ from tierfall.core.tensors.dtensor import (
     piece_of,
 )
 from tierfall.core.tensors.tensors import dense_strides, strided_copy
+from tierfall.core.tensors.wrappers import is_wrapper
 
 _STEP = "step"
 _NAMES = "param_names"
@@ -254,7 +262,7 @@ class OptimizerFiller:
                 continue
             target = step_device if entry == _STEP else device
             value = None if live is None else live.get(entry)
-            if isinstance(child, TensorNode) and self._fill_in_place(child, value, target, below):
+            if self._fill_in_place(child, value, target, below):
                 made.append(_StateEntry(entry, None, target))
             else:
                 self._check_piece(child, key, below)
@@ -285,9 +293,15 @@ class OptimizerFiller:
     ) -> None:
         """Report state that was saved with its parameter's shape, where the parameter has another shape now: a fused
         optimizer would read out of bounds. ``stored`` is the parameter in the image."""
-        if not isinstance(node, TensorNode) or not isinstance(parameter, torch.Tensor):
+        header = self._builder.header
+        if not isinstance(node, TensorNode | WrapperNode) or not isinstance(
+            parameter, torch.Tensor
+        ):
             return
-        shape = _whole_shape(self._builder.header.tensors[node.position])
+        if isinstance(node, WrapperNode):
+            shape = tuple(header.values[node.shape.number][1])
+        else:
+            shape = _whole_shape(header.tensors[node.position])
         known = type(self._live) in _ELEMENTWISE and entry in _PER_ELEMENT
         has_its_shape = known or (stored is not None and _whole_shape(stored) == shape)
         if shape and has_its_shape and tuple(parameter.shape) != shape:
@@ -347,9 +361,12 @@ class OptimizerFiller:
         built = self._builder.build(made.node, made.device)
         return built if self._stored_piece(made.node) is None else as_dtensor_like(parameter, built)
 
-    def _fill_in_place(self, node: TensorNode, live: Any, device: torch.device, name: str) -> bool:
+    def _fill_in_place(self, node: Node, live: Any, device: torch.device, name: str) -> bool:
         """Plan to fill a state tensor in place; False where it has to be replaced."""
-        if not isinstance(live, torch.Tensor):
+        if isinstance(node, WrapperNode) and is_wrapper(live) and live.device == device:
+            self._work.matcher.fill(node, live, name)
+            return True
+        if not isinstance(node, TensorNode) or not isinstance(live, torch.Tensor):
             return False
         stored = self._builder.header.tensors[node.position]
         shape = stored.shape if stored.piece is None else stored.piece.shape

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tierfall.core.image.tree import QuantizedNode
+from tierfall.core.image.tree import Node, QuantizedNode, TensorNode, WrapperNode
 from tierfall.core.load.build import CPU, Builder
 from tierfall.core.load.mismatch import MismatchReport
-from tierfall.core.tensors import dtypes, tensors
+from tierfall.core.tensors import builtin_codecs, dtypes, tensors, wrappers
 from tierfall.core.tensors.dtensor import (
     NotOneBlockError,
     TensorPiece,
@@ -38,6 +38,16 @@ class TensorMatcher:
         self._kept: list[tuple[torch.Tensor, str]] = []
         self.copies: list[Callable[[], None]] = []
         self.checks: list[Callable[[], None]] = []
+
+    def fill(self, node: Node, live: torch.Tensor, name: str) -> None:
+        """Fill ``live`` from a stored tensor of any kind, in place."""
+        match node:
+            case QuantizedNode():
+                self.quantized(node, live, name)
+            case WrapperNode():
+                self._wrapper(node, live, name)
+            case TensorNode():
+                self.tensor(node.position, live, name)
 
     def compare(self, position: int, live: torch.Tensor, name: str) -> bool:
         """Return whether dtype and shape are equal; report the mismatch where they are not."""
@@ -64,6 +74,9 @@ class TensorMatcher:
             if self.compare(position, live, name):
                 local, piece = local_part(live)
                 self._local(position, local, name, piece if self._builder.header.merged else None)
+            return
+        if wrappers.is_wrapper(live):
+            self._report.differs(name, "a plain tensor", f"one of {_class_of(live)}")
             return
         reason = tensors.refusal(live)
         if reason is not None:
@@ -101,6 +114,39 @@ class TensorMatcher:
 
         self.copies.append(copy)
 
+    def _wrapper(self, node: WrapperNode, live: torch.Tensor, name: str) -> None:
+        """Fill the inner tensors of a wrapper, once class, context, size and stride were compared."""
+        stored_class = node.class_name.replace(":", ".")
+        if not wrappers.is_wrapper(live) or _class_of(live) != stored_class:
+            self._report.differs(name, f"a tensor of {stored_class}", f"one of {_class_of(live)}")
+            return
+        try:
+            parts = wrappers.take_apart(live)
+        except builtin_codecs.NotEncodableError as error:
+            self._report.refuses(name, f"cannot be restored into: {error}")
+            return
+        stored = self._builder.header.values[node.shape.number]
+        if stored[1:] != parts.coded[1:]:
+            self._report.differs(
+                name,
+                f"{stored_class} of size {tuple(stored[1])} and stride {tuple(stored[2])}",
+                f"size {tuple(live.shape)} and stride {tuple(live.stride())}",
+            )
+        elif not parts.has_context(stored):
+            self._report.differs(
+                name,
+                f"{stored_class} with the context {stored[0]!s:.200}",
+                f"{parts.coded[0]!s:.200}",
+            )
+        elif tuple(parts.tensors) != node.attributes:
+            self._report.differs(
+                name, f"the inner tensors {node.attributes}", f"{tuple(parts.tensors)}"
+            )
+        else:
+            inner = zip(node.tensors, parts.tensors.items(), strict=True)
+            for child, (attribute, each) in inner:
+                self.fill(child, each, f"{name}%{attribute}")
+
     def in_place(self) -> Iterator[LiveMemory]:
         """Yield the tensors that are read into directly, before all bytes are verified."""
         for targets in self._targets.values():
@@ -111,7 +157,8 @@ class TensorMatcher:
     def skip(self, live: object, name: str) -> None:
         """Record a tensor that the caller skips."""
         if isinstance(live, torch.Tensor):
-            self._kept.append((local_tensor(live), name))
+            kept = map(local_tensor, wrappers.inner_tensors(live))
+            self._kept += [(each, name) for each in kept]
 
     def check_overlaps(self) -> None:
         """Find targets of different stored tensors that overlap in part, and check their bytes once all are filled.
@@ -215,6 +262,10 @@ class TensorMatcher:
         else:
             temporary = self._builder.flat(position, live.device)
         self.copies.append(lambda: tensors.fill_whole(live, temporary))
+
+
+def _class_of(live: torch.Tensor) -> str:
+    return f"{type(live).__module__}.{type(live).__qualname__}"
 
 
 def _describe(dtype: torch.dtype, shape: tuple[int, ...], piece: TensorPiece | None) -> str:

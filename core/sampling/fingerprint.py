@@ -27,6 +27,7 @@ from tierfall.core.state.item import unwrap
 from tierfall.core.tensors import names, value_codec
 from tierfall.core.tensors.dtensor import any_sharded, local_tensor
 from tierfall.core.tensors.tensors import readable_bytes
+from tierfall.core.tensors.wrappers import inner_tensors
 
 TENSORS_MIN = 64
 TENSOR_S = 2e-6
@@ -169,7 +170,9 @@ class _SamplingPlan:
 
 def _version(tensor: torch.Tensor) -> int:
     try:
-        return tensor._version
+        if type(tensor) in _PLAIN_KINDS:
+            return tensor._version
+        return sum(each._version for each in inner_tensors(tensor))
     except (RuntimeError, ValueError):  # an inference tensor, or one without data yet
         return -1
 

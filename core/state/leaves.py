@@ -18,7 +18,14 @@ from torch import nn
 from tierfall.core.state.tensor_table import TensorTable
 from tierfall.core.state.view import DECLARED, NO_OWNER, Node
 from tierfall.core.state.walk_cache import WalkCache
-from tierfall.core.tensors import builtin_codecs, names, numpy_values, tensors, value_codec
+from tierfall.core.tensors import (
+    builtin_codecs,
+    names,
+    numpy_values,
+    tensors,
+    value_codec,
+    wrappers,
+)
 from tierfall.core.tensors.dtensor import (
     LocalBlocks,
     NotOneBlockError,
@@ -200,6 +207,8 @@ class Leaves:
                 refuse(trail, f"cannot be saved: {reason}")
             shape = tuple(local.shape)
             return self.add(local, local.dtype, shape, name, trail, owner=owner, piece=piece)
+        if wrappers.is_wrapper(tensor):
+            return self._wrapper(tensor, name, trail, owner=owner)
         reason = tensors.refusal(tensor)
         if reason is not None:
             refuse(trail, f"cannot be saved: {reason}")
@@ -214,7 +223,7 @@ class Leaves:
     def blocks(self, blocks: LocalBlocks, name: str, trail: Trail) -> Node:
         """Add this rank's blocks of a tensor that the caller sharded."""
         parts = blocks.parts
-        if len(parts) == 1 and parts[0][1] is None:
+        if len(parts) == 1 and parts[0][1] is None and not wrappers.is_wrapper(parts[0][0]):
             return self.tensor(parts[0][0], name, trail)
         numbers = [
             self._block(tensor, piece, f"{name}%p{number}" if number else name, trail)
@@ -254,6 +263,20 @@ class Leaves:
             self.tensor(tensor.q_per_channel_zero_points().clone(), f"{name}%zero_points", trail),
         )
         return ("q", number, scheme, tensor.q_per_channel_axis(), ("l", parts))
+
+    def _wrapper(self, tensor: torch.Tensor, name: str, trail: Trail, *, owner: int) -> Node:
+        if isinstance(tensor, nn.Parameter):
+            owner = id(tensor)
+        if name.count("%") > value_codec.DEPTH_MAX:
+            refuse(trail, f"is nested deeper than {value_codec.DEPTH_MAX} levels")
+        parts = call_user_code(lambda: wrappers.take_apart(tensor), "__tensor_flatten__", trail)
+        nodes = tuple(
+            self.tensor(inner, f"{name}%{attribute}", trail, owner=owner)
+            for attribute, inner in parts.tensors.items()
+        )
+        self.values.append(parts.coded)
+        shape = ("v", len(self.values) - 1)
+        return ("w", parts.class_name, tuple(parts.tensors), (*nodes, shape))
 
     def change_rule(self, owner: int) -> tuple[Changes, int]:
         """When a tensor may change, and whose step changes it; the user's ``item(changes=...)`` has precedence."""

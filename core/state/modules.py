@@ -21,7 +21,7 @@ from torch import nn
 from tierfall.core.state.item import Item
 from tierfall.core.state.module_tree import KnownModuleTree, ModuleTree, tree_of
 from tierfall.core.state.view import NO_OWNER
-from tierfall.core.tensors import builtin_codecs, tensors, value_codec
+from tierfall.core.tensors import builtin_codecs, tensors, value_codec, wrappers
 from tierfall.core.tensors import names as naming
 from tierfall.core.tensors.dtensor import local_tensor
 
@@ -114,7 +114,7 @@ class ModuleScan:
         """The parameter that shares the memory of a state_dict's tensor."""
         found = self._raw_key(key)
         owner = self.parameters.get(found)
-        if owner is not None and _address(owner) == _address(tensor):
+        if owner is not None and _is_same_memory(owner, tensor):
             return owner
         found_key = self._by_pointer(tensor)
         return None if found_key is None else self.parameters.get(found_key)
@@ -153,7 +153,7 @@ class ModuleScan:
         found: torch.Tensor | None = self.parameters.get(raw)
         if found is None:
             found = self.buffers.get(raw)
-        if found is not None and _address(found) == _address(tensor):
+        if found is not None and _is_same_memory(found, tensor):
             return found
         found_key = self._by_pointer(tensor)
         if found_key is None:
@@ -186,6 +186,14 @@ class ModuleScan:
             }
         address = _address(tensor)
         return self._pointers.get(address) if address else None
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    address = _address(one)
+    if address or not wrappers.is_wrapper(one):
+        return address == _address(other)
+    addresses = [[*map(_address, wrappers.inner_tensors(each))] for each in (one, other)]
+    return addresses[0] == addresses[1]
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -329,7 +337,7 @@ def _find(
     elif isinstance(value, nn.Module) and value_codec.codec_for(kind) is None:
         if id(value) not in scans.by_module and id(value) not in scans.trees:
             scans.add(value, name, known)
-    elif kind is nn.Parameter:
+    elif kind is nn.Parameter or (isinstance(value, nn.Parameter) and wrappers.is_wrapper(value)):
         scans.parameters.setdefault(id(value), (name, value))  # type: ignore[arg-type]
     elif depth <= value_codec.DEPTH_MAX:
         is_mapping = kind in value_codec.MAPPINGS

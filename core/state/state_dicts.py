@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR
 
-from tierfall.core.tensors import tensors, value_codec
+from tierfall.core.tensors import tensors, value_codec, wrappers
 from tierfall.core.tensors.dtensor import local_tensor
 
 OPTIMIZER = "an optimizer"
@@ -87,7 +87,7 @@ def _storage(value: object) -> torch.UntypedStorage | None:
     """The storage of a tensor that can be filled in place, else None."""
     if not isinstance(value, torch.Tensor):
         return None
-    local = local_tensor(value)
+    local = local_tensor(next(wrappers.inner_tensors(value), value))
     if local.layout is not torch.strided or local.is_quantized or _is_nothing(local):
         return None
     return local.untyped_storage()

@@ -11,6 +11,7 @@ one structure give equal trees, which are cheap to compare.
     ("o", names, groups, state)         a stock optimizer: per parameter its name or None, per group numbers and node
     ("s", node)                         an object with state_dict and load_state_dict
     ("q", number, scheme, axis, node)   a quantized tensor's integers, and a node for its scale and zero point
+    ("w", class, attributes, nodes)     a wrapper (core.tensors.wrappers): its inner tensors, and the value of its shape
     ("c", name, node)                   a value of a registered type, encoded as something with tensors in it
     ("r", node)                         the random state of the process
     ("p", (7, 8))                       a tensor of which this rank holds no block, or several

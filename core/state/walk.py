@@ -28,6 +28,7 @@ from tierfall.core.tensors import numpy_values, rng, tensors, value_codec
 from tierfall.core.tensors.builtin_codecs import ValueCodec
 from tierfall.core.tensors.dtensor import Branch, LocalBlocks, any_sharded, is_sharded
 from tierfall.core.tensors.names import Trail
+from tierfall.core.tensors.wrappers import is_wrapper
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.text import with_article
 
@@ -340,7 +341,7 @@ class _Walk:
         names = tuple(map(scan.key_name, keys))
         nodes = []
         for key, below, value, owner in zip(keys, names, state.values(), owners, strict=True):
-            if type(value) is torch.Tensor or is_sharded(value):
+            if type(value) is torch.Tensor or is_sharded(value) or is_wrapper(value):
                 node = self.leaves.tensor(value, f"{name}.{below}", (trail, key), owner=owner)
             else:
                 found = self._walk(value, f"{name}.{below}", (trail, key), depth + 1)

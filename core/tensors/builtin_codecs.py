@@ -78,7 +78,7 @@ def codec_named(name: str) -> ValueCodec | None:
         return _defaultdict(argument)
     if kind in _WORDS:
         module, _, qualname = argument.partition(":")
-        found = _find_class(module, qualname)
+        found = find_class(module, qualname)
         if found is None or not _is_of(kind, found):
             raise RestoreError(
                 f"restore: the checkpoint holds a value of {module}.{qualname}, which is not there as "
@@ -211,7 +211,8 @@ def _is_of(word: str, kind: type) -> bool:
     }[word]
 
 
-def _find_class(module: str, qualname: str) -> type | None:
+def find_class(module: str, qualname: str) -> type | None:
+    """Return a class by its name among the imported modules, or None."""
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -219,7 +220,7 @@ def _find_class(module: str, qualname: str) -> type | None:
 
 
 def _of_class(word: str, kind: type) -> ValueCodec:
-    if _find_class(kind.__module__, kind.__qualname__) is not kind:
+    if find_class(kind.__module__, kind.__qualname__) is not kind:
         raise NotEncodableError(
             f"{kind.__module__}.{kind.__qualname__} is not found under this name; define it at the top of a module"
         )

@@ -72,7 +72,13 @@ def _refuse_subclass(kind: type[torch.Tensor]) -> str:
         return "an uninitialized parameter has no data; run the module once before"
     if kind.__name__ == "NestedTensor":
         return "a nested tensor cannot be saved; save its components instead"
-    return f"tensors of class {kind.__module__}.{kind.__qualname__} cannot be saved; convert it to a plain tensor"
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if hasattr(kind, "__tensor_flatten__"):
+        return (
+            f"tensors of class {name} cannot be saved here: a sharded tensor (DTensor, FSDP2), or one of dcp.save, has "
+            "to be of plain tensors"
+        )
+    return f"tensors of class {name} cannot be saved; convert it to a plain tensor"
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

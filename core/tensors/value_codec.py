@@ -99,8 +99,8 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def encode_atom(value: object, depth: int = 0) -> Coded:
-    """Encode a value without blobs: an atom, a tuple or set of such, or a small value of the standard library. Raises
-    NotEncodableError."""
+    """Encode a value without blobs: an atom, a tuple or set of such, or a value of a codec; with ``depth``, also lists
+    and mappings. Raises NotEncodableError."""
     encode = _ATOMS.get(type(value))
     if encode is not None:
         return encode(value)
@@ -110,11 +110,17 @@ def encode_atom(value: object, depth: int = 0) -> Coded:
         return tagged("tuple", [encode_atom(v, depth + 1) for v in value])
     if type(value) is list and depth:  # what a codec has returned
         return [encode_atom(v, depth + 1) for v in value]
+    if type(value) in MAPPINGS and depth:
+        coded = [encode_atom(v, depth + 1) for v in value.values()]  # type: ignore[attr-defined]
+        return encode_items(MAPPINGS[type(value)], list(value), coded)  # type: ignore[call-overload]
     if type(value) is set:
         # Sorted as text, so that equal sets give equal bytes in every process.
         return tagged("set", sorted((encode_atom(v, depth + 1) for v in value), key=json.dumps))
     scalar = numpy_values.encode_scalar(value)
-    if scalar is None and (codec := builtin_codecs.codec_of(value)) is not None:
+    codec = None
+    if scalar is None:
+        codec = codec_for(type(value)) or builtin_codecs.codec_of(value)
+    if codec is not None:
         coded = encode_atom(codec.encode(value), depth + 1)
         return {TAG: "codec", "n": codec.name, "v": coded}
     if scalar is None:
@@ -232,9 +238,9 @@ class _NoBlobs:
         raise ValueError("a key holds a blob")
 
     def registered(self, name: str, value: object) -> object:
-        codec = builtin_codecs.codec_named(name)
+        codec = codec_named(name)
         if codec is None:
-            raise ValueError("a key has a registered type")
+            raise ValueError("a key has a type that is not registered")
         return codec.decode(value)
 
 

@@ -133,7 +133,7 @@ def test_an_object_that_dcp_would_pickle_is_refused_by_name(make_config: MakeCon
     with tierfall.open(make_config()) as ckpt:
         for value, said in [
             ({"inner": Counter(1, torch.ones(1))}, "entry.inner is an object with a state_dict"),
-            ({"f": io.BytesIO()}, r'state\["entry"\]\["f"\]'),
+            ({"f": object()}, r'state\["entry"\]\["f"\]'),
         ]:
             with pytest.raises(CheckpointException) as caught:
                 dcp.save({"entry": value}, storage_writer=TierWriter(ckpt, step=1))

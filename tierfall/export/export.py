@@ -27,6 +27,7 @@ from tierfall.core.image.tree import (
     ModuleNode,
     OptimizerNode,
     ValueNode,
+    WrapperNode,
     leaves,
 )
 from tierfall.core.load.build import CPU, Builder
@@ -183,7 +184,14 @@ class _MappedBuilder(Builder):
 
 
 class _DcpBuilder(_MappedBuilder):
-    """Builds the states of optimizers with DCP's names."""
+    """Builds the states of optimizers with DCP's names, and wrappers as mappings of their inner tensors: no class is
+    needed to export them."""
+
+    def _prepare_wrapper(self, node: WrapperNode) -> None:
+        pass
+
+    def _wrapper(self, node: WrapperNode, inner: dict[str, torch.Tensor]) -> Any:
+        return inner
 
     def _optimizer(self, node: OptimizerNode, device: torch.device) -> dict[str, Any]:
         built = super()._optimizer(node, device)

@@ -188,6 +188,9 @@ TREE: dict[str, Callable[[dict[str, Any]], object]] = {
     "random state inside": lambda s: swap(s, "c", ["l", [["r", 0]]]),
     "quantized": lambda s: swap(s, "c", ["q", 0, "torch.per_tensor_affine", 0, 0]),
     "quantized scheme": lambda s: swap(s, "c", ["q", 0, "torch.other", 0, 0]),
+    "wrapper without a value": lambda s: swap(s, "c", ["w", "m:C", ["x"], [0]]),
+    "wrapper with a tensor for a value": lambda s: swap(s, "c", ["w", "m:C", ["x"], [0, 1]]),
+    "wrapper without nodes": lambda s: swap(s, "c", ["w", "m:C", [], []]),
     "too deep": lambda s: swap(s, "c", deep(200)),
     "much too deep": lambda s: swap(s, "c", deep(400)),
 }

@@ -21,6 +21,7 @@ from tierfall.core.image.tree import (
     SequenceNode,
     TensorNode,
     ValueNode,
+    WrapperNode,
 )
 from tierfall.core.tensors.dtensor import TensorPiece
 
@@ -82,7 +83,7 @@ def test_blocks_of_one_tensor_are_no_difference() -> None:
 
 def test_every_kind_of_node_is_set_aside_whole() -> None:
     def tree(slots: Sequence[int]) -> dict[str, Node]:
-        a, b, c, d, e, f = slots
+        a, b, c, d, e, f, g = slots
         inner = MapNode(
             "dict",
             (
@@ -99,22 +100,23 @@ def test_every_kind_of_node_is_set_aside_whole() -> None:
             "dict",
             (("i", inner), ("m", module), ("o", optimizer), ("c", CodecNode("n", TensorNode(f)))),
         )
-        return {"object": ObjectNode(everything), "quantized": quantized}
+        wrapper = WrapperNode("m:C", ("codes",), (TensorNode(g),), ValueNode(3, ()))
+        return {"object": ObjectNode(everything), "quantized": quantized, "wrapper": wrapper}
 
-    names = [f"t{number}" for number in range(6)]
+    names = [f"t{number}" for number in range(7)]
     headers = {
         rank: header(
             [floats(name, 8 * n) for n, name in enumerate(names)],
-            [{"x": rank}, {}, [1.0, 0]],
-            **tree(range(6)),
+            [{"x": rank}, {}, [1.0, 0], [None, [2], [1]]],
+            **tree(range(7)),
         )
         for rank in range(2)
     }
     aside, name = separate_per_rank(headers, all_differ)
     entries = dict(aside[1].tree.entries)
-    moved = tree(range(6))
-    assert [t.name for t in aside[1].tensors[6:]] == [f"{name}.1.t{n}" for n in range(6)]
-    expected = tree(range(6, 12))
+    moved = tree(range(7))
+    assert [t.name for t in aside[1].tensors[7:]] == [f"{name}.1.t{n}" for n in range(7)]
+    expected = tree(range(7, 14))
     assert dict(dict(entries[name].entries)["1"].entries) == expected  # type: ignore[union-attr]
     assert {key: entries[key] for key in moved} == moved
     same, _ = separate_per_rank({0: headers[0], 1: headers[0]}, nothing_differs)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tierfall.core.state.item import item
 from tierfall.core.state.state_dicts import is_stateful
 from tierfall.core.tensors.dtensor import Branch, LocalBlocks, TensorPiece
+from tierfall.core.tensors.wrappers import is_wrapper
 from tierfall.core.types.errors import CaptureError, ConfigError, FlushError
 
 Path = tuple[str | int, ...]
@@ -113,6 +114,7 @@ def _block(
         raise CaptureError(
             f"dcp.save: {name}: the planner returned {type(tensor).__qualname__} for a tensor"
         )
+    refuse_wrapper(name, tensor)
     if tensor.is_meta:
         raise CaptureError(
             f"dcp.save: {name} has no data here: a LazyStager staged it for another TierWriter, one that had not been "
@@ -122,6 +124,16 @@ def _block(
         return tensor, None
     place = (tensor_data.size, tensor_data.chunk.offsets, tensor_data.chunk.sizes)
     return tensor, TensorPiece(*map(tuple, place))
+
+
+def refuse_wrapper(name: str, tensor: object) -> None:
+    """Raise CaptureError for a tensor whose class has inner tensors, which DCP does not plan."""
+    if is_wrapper(tensor):
+        kind = type(tensor)
+        raise CaptureError(
+            f"dcp.save: {name}: tensors of {kind.__module__}.{kind.__qualname__} are not saved by dcp.save; save the "
+            "state with Checkpointer.save, which saves their inner tensors"
+        )
 
 
 def is_tensor(held: object) -> bool:

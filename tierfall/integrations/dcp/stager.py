@@ -78,6 +78,7 @@ class LazyStager(AsyncStager):
 def _leaf(name: str, value: Any, memory: frozenset[tuple[int, int]]) -> object:
     if not isinstance(value, torch.Tensor):
         return planning.value_of(name, value)
+    planning.refuse_wrapper(name, value)
     return item(value, changes="on_step" if place_of(value) in memory else "anytime")
 
 
