@@ -380,7 +380,7 @@ def test_a_loop_that_ends_by_an_exception_on_one_rank_keeps_the_bounds_of_all(
     assert time.monotonic() - began < 15.0
     assert isinstance(outcomes[1], ValueError)
     assert all(isinstance(outcomes[r], RanksError) for r in (0, 2))
-    assert "rank 1 called close where rank 0 called drain" in str(outcomes[0])
+    assert "rank 1 called close: the last step where rank 0 called drain" in str(outcomes[0])
 
 
 def test_backend_errors_keep_their_kind(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

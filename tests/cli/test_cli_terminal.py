@@ -32,8 +32,11 @@ ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 RED, CYAN = "\x1b[1;31m", "\x1b[36m"
 
 
+_OF_A_TERMINAL = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
+
+
 def environment(**more: str) -> dict[str, str]:
-    without = {n: v for n, v in os.environ.items() if n not in ("NO_COLOR", "FORCE_COLOR")}
+    without = {n: v for n, v in os.environ.items() if n not in _OF_A_TERMINAL}
     return {**without, "TERM": "xterm-256color", **more}
 
 

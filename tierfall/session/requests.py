@@ -51,11 +51,8 @@ class RegionRequest:
     def wait(self) -> tuple[HostRegion | None, BaseException | None]:
         """Return the region, or None and the reason."""
         try:
-            if not self._done.is_set:
-                with self._session.holds.hold(
-                    f"save of step {self._request.id.step}", self._describe
-                ):
-                    self._session.wait(self._done)
+            with self._session.holds.hold(f"save of step {self._request.id.step}", self._describe):
+                self._session.wait(self._done)
         except BaseException:  # Ctrl-C, for example
             self.cancel()
             raise
