@@ -10,12 +10,13 @@ SEEDS ?= 3000
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: help demo test lint types check bench simulate torture docs clean
+.PHONY: help demo test test-quick lint types check bench simulate torture docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     train a small model through a chain of tiers, kill it, restore it"
-	@echo "make test     run the tests"
+	@echo "make test     run all tests (about 20 minutes on two cores)"
+	@echo "make test-quick  run a part of the tests (under two minutes): a save, a restore, damage, the documents"
 	@echo "make check    lint, types and tests"
 	@echo "make bench    run the benchmarks, beside other checkpointing systems"
 	@echo "make simulate live through weeks of training on a virtual clock (long)"
@@ -29,6 +30,15 @@ demo: .venv/.installed
 # Hundreds of tests start a Python of their own: without bytecode on disk, each would compile the package anew.
 test: .venv/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 10
+
+# What a change breaks first. No kills, no several ranks, no servers, no demo: those are in make test alone.
+QUICK := tests/core/types tests/core/format tests/core/image tests/core/compression tests/tiers/test_stored.py \
+    tests/tiers/test_host.py tests/test_checkpointer.py tests/test_config.py tests/test_first_file.py \
+    tests/test_load.py tests/test_damaged_copies.py tests/test_layering.py tests/test_public_names.py \
+    tests/test_docs_map.py tests/test_docs_which_tiers.py tests/test_docs_when_wrong.py
+
+test-quick: .venv/.installed-dev
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(QUICK)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import tierfall
 from tierfall.cli import app
+from tierfall.config.first_file import FreeSpace
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "command-line.md"
 TEXT = PAGE.read_text()
@@ -28,6 +29,9 @@ _BLOCK = re.compile(r"(?:<!-- before: (\w+) -->\n)?```console\n(.*?)```", re.DOT
 _TIME = re.compile(r"\b\d+(\.\d+)? (d \d+ h|h \d+ min|min \d+ s|ms|s|min|h)\b")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _UNIT = re.compile(r"\bN ([KMGT]iB|[kMGT]?B/s)")
+ROOMY = FreeSpace(
+    memory_folder="/dev/shm", shared_memory_bytes=1 << 40, memory_bytes=1 << 40, disks={}
+)
 # What depends on the medium that a test has.
 _CACHED = "no direct I/O, so reads may come from the page cache"
 
@@ -85,6 +89,8 @@ class Stage:
             text = text.replace(shown, real)
         self.places["/data/export"] = str(self.out)
         self.places["/data/dcp"] = str(root / "dcp")
+        self.places["/data/tiers.yaml"] = str(root / "data" / "tiers.yaml")
+        (root / "data").mkdir()
         self.config = yaml.safe_load(text)
         self._step = root / "local" / "gpt-small" / "step-00000400-a0001"
         self._image = b""
@@ -121,7 +127,9 @@ class Stage:
         words = line.removeprefix("tierfall ").split()
         result = CliRunner().invoke(app, words, env={"TIERFALL_CONFIG": str(self.path)})
         assert result.exception is None or isinstance(result.exception, SystemExit)
-        text = result.stdout + result.stderr
+        return self.as_on_the_page(result.stdout + result.stderr)
+
+    def as_on_the_page(self, text: str) -> str:
         for shown, real in self.places.items():
             text = text.replace(real, shown)
         return text
@@ -153,11 +161,15 @@ def test_every_example_prints_what_the_page_shows(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: NODE)
+    monkeypatch.setattr("tierfall.cli.init.measure_free", lambda *_: ROOMY)
     played = 0
-    for line, shown, printed in play(Stage(tmp_path, memory)):
+    stage = Stage(tmp_path, memory)
+    for line, shown, printed in play(stage):
         assert shown.strip(), f"{line}: the page shows nothing"
         assert words_of(printed) == words_of(shown), line
         played += 1
+    shown = stage.as_on_the_page((tmp_path / "data" / "tiers.yaml").read_text())
+    assert re.findall(r"```yaml\n(# Where.*?)```", TEXT, re.DOTALL) == [shown]
     assert played == TEXT.count("\n$ tierfall ") > 8
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"`((?:core|tiers|backends|policies|tierfall)/[\w/]+\.py)(?::([\w.]+))?`")
 ROOMS = ("core", "tiers", "backends", "policies", "tierfall")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+OURS = "https://github.com/tierfall/tierfall/blob/main/"
+PICTURES = "https://raw.githubusercontent.com/tierfall/tierfall/main/"
 MAPS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "docs/format.md", "docs/glossary.md")
 
 
@@ -49,8 +52,17 @@ def test_every_word_of_the_glossary_occurs_in_the_code() -> None:
     assert [w for w in words if not re.search(w.replace(" ", "[ _]?"), code)] == []
 
 
+def local_text(page: Path) -> str:
+    """Return a page with its addresses of this repository as local links. README has those alone: the package index
+    shows it, too."""
+    inside = os.path.relpath(ROOT, page.parent) + "/"
+    return re.sub(
+        rf"\]\({re.escape(OURS)}", f"]({inside}", re.sub(PICTURES, OURS, page.read_text())
+    )
+
+
 def links(page: Path) -> list[Path]:
-    found = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text())
+    found = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", local_text(page))
     return [(page.parent / link).resolve() for link in found]
 
 
@@ -63,6 +75,10 @@ def anchors(page: Path) -> set[str]:
 def test_every_page_is_in_the_index() -> None:
     pages = set((ROOT / "docs").glob("*.md")) - {ROOT / "docs/README.md"}
     assert pages - set(links(ROOT / "docs/README.md")) == set()
+
+
+def test_links_of_the_readme_are_looked_up_here() -> None:
+    assert {ROOT / "docs/README.md", ROOT / "examples/train.py"} < set(links(ROOT / "README.md"))
 
 
 PAGES = [
@@ -79,7 +95,7 @@ def test_every_link_leads_somewhere(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_into_a_page_leads_to_a_heading(page: str) -> None:
     path = ROOT / page
-    found = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text())
+    found = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", local_text(path))
     assert [
         f"{name}#{anchor}"
         for name, anchor in found

@@ -1,19 +1,28 @@
-"""The installed package has every module once, under tierfall/, and each imports alone."""
+"""The package as it is installed: every module once, under tierfall/, each imports alone; wheel and sdist save and
+restore in an environment of their own; what the package index shows of it."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 import pytest
 
+import tierfall
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("core", "policies", "backends", "tiers")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "tierfall", *ROOMS)
+FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "MANIFEST.in")
+SOURCES = (*FILES, "tierfall", *ROOMS, "docs", "examples", "tests", "benchmarks")
 BUILD = """
 import sys
 from setuptools import build_meta
@@ -26,6 +35,15 @@ sys.path.insert(0, str(site))
 for name in sys.argv[2:]:
     module = importlib.import_module(name)
     assert site in pathlib.Path(module.__file__).resolve().parents, module.__file__
+"""
+SAVE_AND_RESTORE = """
+import sys, torch, tierfall
+model = torch.nn.Linear(4, 4)
+with tierfall.open({"run": "x", "tiers": sys.argv[1]}) as ckpt:
+    report = ckpt.restore({"model": model})
+    print(tierfall.__file__, report and report.step, model.weight.sum().item())
+    if report is None:
+        ckpt.save(7, {"model": model}, block=True)
 """
 
 
@@ -60,6 +78,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", tree, tmp_path_factory.mktemp("built") / "wheel")
+
+
+@pytest.fixture(scope="module")
+def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("sdist", tree, tmp_path_factory.mktemp("built") / "sdist")
 
 
 def files_in_tree(tree: Path) -> list[str]:
@@ -98,8 +121,69 @@ def test_wheel_declares_license_and_command(wheel: Path) -> None:
     assert "tierfall = tierfall.cli:main" in texts["entry_points.txt"]
 
 
-def test_sdist_builds_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path) -> None:
-    sdist = build("sdist", tree, tmp_path / "sdist")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        return message_from_string(archive.read(name).decode())
+
+
+def test_package_index_shows_version_authors_and_where_things_are(wheel: Path) -> None:
+    shown = metadata(wheel)
+    assert shown["Version"] == tierfall.__version__
+    assert f"\n## {tierfall.__version__} (" in (ROOT / "CHANGELOG.md").read_text()
+    assert shown["Author"] == "the tierfall authors"
+    urls = dict(line.split(", ") for line in shown.get_all("Project-URL", []))
+    assert set(urls) == {"Homepage", "Documentation", "Issues", "Changelog"}
+    assert {url for url in urls.values() if not url.startswith(urls["Homepage"])} == set()
+    assert "Operating System :: POSIX :: Linux" in shown.get_all("Classifier", [])
+
+
+def test_readme_on_the_package_index_has_no_relative_link(wheel: Path) -> None:
+    text = str(metadata(wheel).get_payload())
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 10
+    assert [link for link in links if not re.match(r"https://|#", link)] == []
+
+
+def test_sdist_has_the_pictures_and_no_tests(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    images = {f"docs/images/{path.name}" for path in (ROOT / "docs" / "images").iterdir()}
+    assert {*images, *FILES, "docs/README.md", "examples/train.py"} <= names
+    assert [name for name in names if name.startswith(("tests", "benchmarks"))] == []
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_what_is_installed_in_a_fresh_environment_saves_and_restores(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Only tierfall is installed there; what it needs comes from this environment."""
+    fresh = tmp_path / "fresh"
+    run("-m", "venv", "--without-pip", str(fresh), cwd=tmp_path)
+    site = next((fresh / "lib").glob("python*")) / "site-packages"
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def in_fresh(*words: str) -> str:
+        apart = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TIERFALL"))}
+        words = (str(fresh / "bin" / words[0]), *words[1:])
+        done = subprocess.run(
+            words, cwd=tmp_path, env=apart, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    package = str(request.getfixturevalue(kind))
+    pip = "-m pip --disable-pip-version-check install --no-deps --no-index --ignore-installed"
+    in_fresh("python", *pip.split(), "--no-build-isolation", package)
+    assert in_fresh("tierfall", "--version") == f"tierfall {tierfall.__version__}\n"
+    saved = in_fresh("python", "-c", SAVE_AND_RESTORE, "folder").split()
+    restored = in_fresh("python", "-c", SAVE_AND_RESTORE, "folder").split()
+    assert Path(saved[0]).is_relative_to(site)
+    assert (saved[1], restored[1]) == ("None", "7")
+    assert saved[2] == restored[2]
+
+
+def test_sdist_builds_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "out", filter="data")
     (unpacked,) = (tmp_path / "out").iterdir()

@@ -54,6 +54,73 @@ def _prepare(
     listen_to_warnings()
 
 
+# Beginning -------------------------------------------------------------------------------------------
+
+
+@app.command(short_help="Write a first tiers.yaml, by five questions.")
+def init(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The YAML file to write.", show_default=True)
+    ] = Path("tiers.yaml"),
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--disk",
+            metavar="FOLDER",
+            help="A folder on a disk of this machine; may be repeated, fastest first. [./checkpoints]",
+        ),
+    ] = None,
+    far: Annotated[
+        str | None,
+        typer.Option(
+            "--far",
+            metavar="PLACE",
+            help="What survives this machine: a network folder, or s3://bucket/prefix. [none]",
+        ),
+    ] = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option("--parameters", metavar="N", help="The model's size: 125M, 7B. [unknown]"),
+    ] = None,
+    every: Annotated[
+        str | None,
+        typer.Option("--every", metavar="N", help="Save every so many steps, or every 10m. [10m]"),
+    ] = None,
+    lose: Annotated[
+        str | None,
+        typer.Option(
+            "--lose", metavar="N", help="What the loss of this machine may cost. [1h, or 10 saves]"
+        ),
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option("--ranks", metavar="N", min=1, help="How many ranks train.")
+    ] = 1,
+    run: RunOption = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing: defaults for what is not given.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a commented YAML file, and say what is too small on this machine. What no option says is asked at a
+    terminal; Enter takes the default."""
+    from tierfall.cli import init
+
+    init.init(
+        file,
+        disks=disk or [],
+        far=far,
+        parameters=parameters,
+        ranks=ranks,
+        every=every,
+        lose=lose,
+        run=run,
+        yes=yes,
+        force=force,
+        as_json=as_json,
+    )
+
+
 # Reading ---------------------------------------------------------------------------------------------
 
 
@@ -79,17 +146,17 @@ def ls(
 @app.command(short_help="Print the newest step that a restore would use.")
 def latest(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
     """Print the newest committed step, the one that a restore would use. Exit code 1: there is none."""
-    from tierfall.cli import runs
+    from tierfall.cli import run_facts
 
-    runs.latest(config, run, as_json)
+    run_facts.latest(config, run, as_json)
 
 
 @app.command(short_help="List the runs on the tiers.")
 def runs(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List all runs on the tiers of a configuration, whatever run it names."""
-    from tierfall.cli import runs
+    from tierfall.cli import run_facts
 
-    runs.runs(config, as_json)
+    run_facts.runs(config, as_json)
 
 
 @app.command(short_help="Show steps in full.")
@@ -344,9 +411,9 @@ def watch(
 @app.command(short_help="Print the JSON schema of the YAML file.")
 def schema(as_json: JsonOption = False) -> None:
     """Print the JSON schema of the YAML file, for editors to complete from."""
-    from tierfall.cli import runs
+    from tierfall.cli import init
 
-    runs.schema()
+    init.schema()
 
 
 app.command(short_help="Train, kill and restore a small model, and show the timeline.")(demo)

@@ -1,5 +1,5 @@
 """What the reading commands show of a run: listings, retention decisions and loss bounds, from one listing of all
-tiers."""
+tiers; and the two that show no more than that, ``latest`` and ``runs``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,28 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
-from tierfall.cli.common import counted, readable_number
+from tierfall.cli.common import (
+    CommandOutput,
+    cell,
+    counted,
+    load_settings,
+    name_other_runs,
+    owner_members,
+    readable_number,
+    rough_duration,
+    table,
+)
+from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
 from tierfall.core.runtime.run_lock import LockOwner
 from tierfall.core.types.errors import (
     TierfallError,
 )
-from tierfall.core.types.units import format_duration
+from tierfall.core.types.text import members
+from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import (
     LOSS_CLASSES,
     CheckpointId,
@@ -24,8 +37,8 @@ from tierfall.core.types.values import (
     TierKind,
 )
 from tierfall.core.types.view import Decision, LossBound, Verdict, View
-from tierfall.ops.commands import unread, view_of
-from tierfall.ops.reader import RunReader
+from tierfall.ops.commands import newest_restorable, unread, view_of
+from tierfall.ops.reader import RunReader, find_runs
 from tierfall.policies.defaults import plan_retention
 from tierfall.policies.forecast import loss_bounds
 from tierfall.setup.tiers import tier_rules
@@ -185,3 +198,70 @@ def format_bounds(
     parts = [f"of the {lost}, {describe(bound)}" for lost, bound in bounds.items()]
     doubt = f" (not read: {', '.join(unread)})" if unread else ""
     return f"survives the loss {'; '.join(parts)}{doubt}"
+
+
+# Commands --------------------------------------------------------------------------------------------
+
+
+def latest(config: Path | None, run: str | None, as_json: bool) -> None:
+    """Print the step that a restore would use."""
+    settings = load_settings(config, run)
+    answer = CommandOutput(as_json)
+    with RunReader(settings) as reader:
+        facts = RunFacts.gather(reader)
+    answer.note_unread(facts.unread)
+    newest = next(iter(newest_restorable(facts.known)), None)
+    if newest is None:
+        answer.refuse(
+            f"latest: run {settings.run} has no step that can be restored{name_other_runs(settings)}"
+        )
+    answer.document = {
+        "run": settings.run,
+        **members(facts.by_id[newest], "id"),
+        "tiers": list(facts.by_id[newest].copies),
+    }
+    answer.show(str(newest))
+    answer.finish()
+
+
+def runs(config: Path | None, as_json: bool) -> None:
+    """List all runs on the tiers."""
+    settings = load_settings(config, None)
+    answer = CommandOutput(as_json)
+    names, unread = find_runs(settings)
+    answer.note_unread(unread)
+    found = [_describe_run(answer, settings, name) for name in names]
+    answer.document = {"runs": found}
+    right = ("STEPS", "LATEST", "AGE", "SIZE")
+    made = table("RUN", *right, "TIERS", "", right=right)
+    for one in found:
+        made.add_row(
+            one["run"],
+            str(one["checkpoints"]),
+            "-" if one["step"] is None else f"{one['step']}@{one['attempt']}",
+            cell(one["age_s"], rough_duration),
+            format_size(one["bytes"]),
+            ", ".join(one["tiers"]) or "-",
+            "a trainer owns it" if one["owner"] else "",
+        )
+    if found:
+        answer.show(made)
+    answer.show(counted(len(found), "run", "runs") if found else "no run")
+    answer.finish()
+
+
+def _describe_run(answer: CommandOutput, settings: Config, run: str) -> dict[str, Any]:
+    with RunReader(settings.model_copy(update={"run": run})) as reader:
+        facts = RunFacts.gather(reader)
+    answer.note_unread(facts.unread)
+    newest = next(iter(newest_restorable(facts.known)), None)
+    held = [listing for listing in facts.listings if listing.copies]
+    return {
+        "run": run,
+        "checkpoints": len(facts.known),
+        **members(facts.by_id.get(newest) if newest else None, "id"),
+        "age_s": facts.age_s(facts.by_id[newest]) if newest else None,
+        "bytes": sum(copy.bytes for listing in held for copy in listing.copies),
+        "tiers": [listing.tier for listing in held],
+        "owner": owner_members(facts.owner),
+    }

@@ -1,0 +1,118 @@
+"""``init``: questions at a terminal, none elsewhere; the file passes ``check``, and is never overwritten unasked."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from cli_kit import Answer, run
+from test_cli_startup import modules_of
+
+from tierfall.config import Config, load_config
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: Path) -> None:
+    (tmp_path / "gpt").mkdir()
+    monkeypatch.chdir(tmp_path / "gpt")
+    monkeypatch.setattr("tierfall.tiers.arena.folder.SHARED_MEMORY", memory)
+
+
+def written() -> Config:
+    return load_config("tiers.yaml")
+
+
+def init(*words: str, code: int = 0, input: str | None = None) -> Answer:
+    answer = run(["init", *words], input=input)
+    assert answer.code == code, answer.out + answer.err
+    return answer
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *lines: str, words: tuple[str, ...] = ()) -> list[str]:
+    """Answer the questions of a terminal, and return them."""
+    given, questions = iter(lines), []
+
+    def prompt(text: str, default: str) -> str:
+        questions.append(text)
+        return next(given) or default
+
+    monkeypatch.setattr("tierfall.cli.init.at_terminal", lambda: True)
+    monkeypatch.setattr("typer.prompt", prompt)
+    init(*words)
+    return questions
+
+
+def test_defaults_need_no_answers_and_the_file_passes_the_check_that_is_advised() -> None:
+    for words in (["--yes"], ["--force"]):
+        answer = init(*words)
+        assert [tier.name for tier in written().chain] == ["host", "disk"]
+        assert written().run == "gpt"
+        line = shlex.split(answer.out.splitlines()[-1].removeprefix("next: tierfall "))
+        checked = run(line)
+        assert checked.code == 0, checked.out + checked.err
+        assert "a day with a save every 10 min 00 s of 1 GiB" in checked.out
+
+
+def test_options_are_answers() -> None:
+    init("--disk", "fast", "--disk", "slow", "--far", "far", "--parameters", "1M", "--every", "50")
+    names = [(tier.name, tier.flush.every) for tier in written().stored]
+    assert names == [("disk1", 1), ("disk2", 1), ("far", 10)]
+    assert written().interval.every_steps == 50
+    assert all(Path(name).is_dir() for name in ("fast", "slow", "far"))
+
+
+def test_at_a_terminal_five_questions_at_most_and_enter_takes_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert len(asked(monkeypatch, "", "./far", "1M", "", "30m")) == 5
+    assert [tier.flush.every for tier in written().stored] == [1, 3]
+    questions = asked(monkeypatch, "", "", "", "", words=("--force",))
+    assert len(questions) == 4
+    assert [tier.name for tier in written().chain] == ["host", "disk"]
+
+
+def test_a_wrong_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(asked(monkeypatch, "", "", "seven", "7M", "often", "5m")) == 6
+    assert written().interval.every_s == 300
+
+
+def test_an_option_that_does_not_fit_is_named() -> None:
+    for words, message in (
+        (["--every", "often"], "--every: 'often' does not fit; expected steps such as 100"),
+        (["--parameters", "7G"], "--parameters: '7G' does not fit; expected a number"),
+        (["--disk", "s3://x/y"], "--disk: s3://x/y is no folder of this machine: name it by --far"),
+        (["--far", "$HOME/x"], "tiers[2].path"),
+        (["--run", "a/b"], "run"),
+    ):
+        assert message in init(*words, code=2).err
+        assert not Path("tiers.yaml").exists()
+
+
+def test_an_existing_file_is_replaced_only_by_force() -> None:
+    Path("tiers.yaml").write_text("mine")
+    assert "tiers.yaml exists; --force replaces it" in init("--yes", code=2).err
+    assert Path("tiers.yaml").read_text() == "mine"
+    init("--yes", "--force")
+    assert yaml.safe_load(Path("tiers.yaml").read_text())["run"] == "gpt"
+
+
+def test_a_folder_whose_parent_is_missing_is_not_created() -> None:
+    answer = init("--far", "/nowhere-at-all/checkpoints")
+    assert "note: /nowhere-at-all does not exist: mount it, or create it" in answer.out
+
+
+def test_json_has_the_figures_and_asks_nothing() -> None:
+    found = init("--json", "--parameters", "1M", "--ranks", "2").document
+    assert found["ok"]
+    assert found["image_bytes"] == 7_000_000
+    assert found["capacity_bytes"] == written().host.capacity_bytes
+    assert found["check"].endswith(" --ranks 2")
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    _, modules = modules_of(f"init {tmp_path / 'tiers.yaml'} --yes --parameters 1M")
+    assert "torch" not in modules
+    assert sys.modules["torch"]

@@ -1,0 +1,164 @@
+"""docs/first-hour.md and README: their programs and commands are run in order, and print what the pages show."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.object_store import SeaweedFS
+from tests.test_docs_cli import words_of
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "docs" / "first-hour.md").read_text()
+PROGRAMS = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE))
+KILLED_AFTER = 30
+WAIT_S = 240.0
+_OWN = (  # what differs from run to run
+    (re.compile(r"^process \d+|^by +\S+|^saved .*", re.MULTILINE), "WHAT"),
+    (re.compile(r"\.\d+e-\d+"), ""),
+)
+
+
+def session() -> list[tuple[str, str]]:
+    """Every command of the page, with what it prints."""
+    blocks = re.findall(r"^```console\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    parts = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
+    return [(line, shown) for line, _, shown in (part.partition("\n") for part in parts)]
+
+
+def compared(text: str) -> list[list[str]]:
+    for pattern, word in _OWN:
+        text = pattern.sub(word, text)
+    return words_of(text)
+
+
+class Shell:
+    """A folder with the page's programs, and the environment that its commands are run in."""
+
+    def __init__(self, folder: Path, memory: Path) -> None:
+        self.folder = folder
+        self.memory = memory
+        known = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "TIERFALL"))}
+        self.environ = known | {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "RES_OPTIONS": "timeout:1 attempts:1",
+        }
+
+    def run(self, line: str) -> str:
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=self.folder,
+            env=self.environ,
+            stdout=subprocess.PIPE,
+            stderr=None if line.startswith("torchrun") else subprocess.STDOUT,
+            text=True,
+            timeout=WAIT_S,
+        )
+        assert done.returncode == 0, done.stdout
+        if line.startswith("tierfall init"):
+            file = self.folder / "tiers.yaml"
+            own = f'kind: host, folder: "{self.memory}"}}'
+            file.write_text(file.read_text().replace("kind: host}", own))
+        return done.stdout
+
+    def run_and_kill(self, program: str, committed: Path) -> str:
+        """Run a program and kill it by SIGKILL once that commit record is there."""
+        with (self.folder / "out").open("w") as out:
+            started = subprocess.Popen(
+                [sys.executable, program], cwd=self.folder, env=self.environ, stdout=out
+            )
+            last_s = time.monotonic() + WAIT_S
+            while not committed.exists():
+                assert time.monotonic() < last_s, (self.folder / "out").read_text()
+                assert started.poll() is None, (self.folder / "out").read_text()
+                time.sleep(0.005)
+            started.kill()
+            assert started.wait() == -signal.SIGKILL
+        return (self.folder / "out").read_text() + "Killed\n"
+
+
+@pytest.fixture
+def shell(tmp_path: Path, memory: Path) -> Shell:
+    folder = tmp_path / "first-hour"
+    folder.mkdir()
+    for name, code in PROGRAMS.items():
+        (folder / name).write_text(code)
+    return Shell(folder, memory)
+
+
+@pytest.mark.timeout(900)
+def test_every_command_prints_what_the_page_shows(shell: Shell, s3_server: SeaweedFS) -> None:
+    s3_server.make_bucket("my-bucket")
+    store = {"AWS_ENDPOINT_URL": s3_server.endpoint, "AWS_REGION": "us-east-1"}
+    store |= {"AWS_ACCESS_KEY_ID": s3_server.key, "AWS_SECRET_ACCESS_KEY": s3_server.secret}
+    played = 0
+    for line, shown in session():
+        if line.startswith("export AWS_"):
+            assert set(re.findall(r"(\w+)=", line)) < set(store)
+            shell.environ |= store
+        elif line.startswith("export "):
+            name, _, value = line.removeprefix("export ").partition("=")
+            shell.environ[name] = value
+        else:
+            kill = shown.endswith("Killed\n")
+            step = f"step-{KILLED_AFTER:08}-a0001/commit.json"
+            committed = shell.folder / "checkpoints" / "first-hour" / step
+            printed = (
+                shell.run_and_kill(line.removeprefix("python "), committed)
+                if kill
+                else shell.run(line)
+            )
+            if kill:  # the steps need no more time than they take
+                train = shell.folder / "train.py"
+                train.write_text(train.read_text().replace("sleep(0.1)", "sleep(0)"))
+            assert compared(printed) == compared(shown), line
+            played += 1
+    s3_server.remove_bucket("my-bucket")
+    assert played == TEXT.count("\n$ ") - TEXT.count("\n$ export") > 8
+
+
+def test_what_is_installed_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for page in ("docs/first-hour.md", "README.md", "docs/which-tiers.md"):
+        text = (ROOT / page).read_text()
+        assert set(re.findall(r"tierfall\[(\w+)\]", text)) <= set(extras)
+    assert "pip install tierfall" in TEXT
+
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.timeout(900)
+def test_ten_lines_of_the_readme_are_killed_and_go_on(shell: Shell) -> None:
+    """Its loop has no pause: it is given one, so that it can be killed in the middle."""
+    block: Callable[[str], str] = lambda kind: re.findall(  # noqa: E731
+        rf"^```{kind}\n(.*?)^```", README, re.DOTALL | re.MULTILINE
+    )[0]
+    own = f'kind: host, folder: "{shell.memory}"}}'
+    (shell.folder / "tiers.yaml").write_text(block("yaml").replace("kind: host}", own))
+    loop = block("python")
+    paused = loop.replace("loss.backward()", "loss.backward(); __import__('time').sleep(0.01)")
+    (shell.folder / "first.py").write_text(paused)
+    committed = shell.folder / "fast" / "first" / "step-00000300-a0001" / "commit.json"
+    assert shell.run_and_kill("first.py", committed) == "None\nKilled\n"
+    (shown,) = (
+        text
+        for text in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+        if "first.py" in text
+    )
+    listed, _, restored = shown.partition("$ python first.py\n")
+    (line, _, table) = listed.removeprefix("$ ").partition("\n")
+    assert compared(shell.run(line)) == compared(table)
+    assert shell.run("python first.py") == restored
