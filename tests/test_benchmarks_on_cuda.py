@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bare, memory, objects, rounds, small, suite, training
+from benchmarks import apart, bare, memory, objects, rounds, small, suite, training
 from benchmarks.figures import Results
-from benchmarks.peers import alone, measure
+from benchmarks.peers import alone
 from benchmarks.peers import memory as peer_memory
 from benchmarks.plan import Plan
 from tests.tiny_plan import tiny_plan
@@ -42,12 +42,22 @@ def say(line: str) -> None:
     """Nobody listens."""
 
 
+def run_here(patch: pytest.MonkeyPatch) -> None:
+    """What runs in a process of its own runs in this one."""
+
+    def run(module: str, words: list[str], **more: Any) -> None:
+        patch.setattr(sys, "argv", [module, *words])
+        sys.modules[module].main()
+
+    patch.setattr(apart, "run", run)
+
+
 PARTS: dict[str, Callable[[Plan], object]] = {
     "durable": lambda plan: suite.Suite(plan, say),
     "memory": memory.measure,
     "objects": lambda plan: objects.measure(plan, say, Results()),
     "throttled": lambda plan: objects.measure(plan, say, Results()),
-    "peers": lambda plan: measure.measure(plan, say, Results()),
+    "peers": lambda plan: alone.measure(plan, "torch", direct=False),
     "training": lambda plan: training.measure(plan, say, Results()),
     "small": lambda plan: small.measure(plan, say, Results()),
 }
@@ -57,8 +67,9 @@ PARTS: dict[str, Callable[[Plan], object]] = {
 def test_every_part_makes_its_state_on_the_device_that_is_asked_for(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (suite, objects, training, measure, memory):
+    for module in (suite, objects, training, alone, memory):
         monkeypatch.setattr(module, "Workload", make)
+    run_here(monkeypatch)
     monkeypatch.setattr(small.bare, "Buffer", make_buffer)
     monkeypatch.setattr(objects, "running", lambda folder, bucket: nullcontext())
     wanted = plan(tmp_path, part)
@@ -69,12 +80,8 @@ def test_every_part_makes_its_state_on_the_device_that_is_asked_for(
 def test_memory_of_a_peer_is_measured_on_the_device_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(words: list[str], **more: Any) -> None:
-        monkeypatch.setattr(sys, "argv", words[2:])
-        peer_memory.main()
-
     monkeypatch.setattr(peer_memory, "Workload", make)
-    monkeypatch.setattr(peer_memory.subprocess, "run", run)
+    run_here(monkeypatch)
     wanted = plan(tmp_path)
     with pytest.raises(Made, match="meta"):
         peer_memory.measure_apart(wanted, "torch")

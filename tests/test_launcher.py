@@ -96,8 +96,12 @@ def test_a_process_without_others_is_alone(env: Any) -> None:
 
 
 def test_a_process_group_without_init_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"torch\.distributed is not initialised"):
+    with pytest.raises(ConfigError, match="process_group is an object; expected a group"):
         launcher.find_ranks(config(), run="run", process_group=object())
+    kind = torch.distributed.ProcessGroup
+    group = kind.__new__(kind)
+    with pytest.raises(ConfigError, match=r"torch\.distributed is not initialised"):
+        launcher.find_ranks(config(), run="run", process_group=group)
 
 
 def test_nobody_at_master_port(env: Any) -> None:

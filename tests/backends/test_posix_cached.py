@@ -170,10 +170,10 @@ def test_page_that_leaves_the_cache_while_it_is_read_is_not_waited_for(stored: P
     with (stored / KEY).open("rb") as file:
         if not system.never_waits(file.fileno()):
             pytest.skip("this file system always waits")
-        before = bytes_from_disk()
-        with pytest.raises(BlockingIOError):
+        with pytest.raises(
+            BlockingIOError
+        ):  # the kernel may read ahead meanwhile: nobody waits for that
             system.read_without_waiting(file.fileno(), view, 0)
-        assert bytes_from_disk() - before < BYTES // 8
         half = view[: BYTES // 2]
         assert system.read_without_waiting(file.fileno(), half, BYTES // 2) == BYTES // 2
 

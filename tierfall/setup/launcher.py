@@ -63,7 +63,7 @@ def _rank_and_size(process_group: Any) -> tuple[int, int]:
         if rank < 0:
             raise ConfigError("open: this process is not in the process_group that it was given")
         return rank, distributed.get_world_size(process_group)
-    if process_group is not None and "torch.distributed" not in type(process_group).__module__:
+    if process_group is not None and "distributed" not in type(process_group).__module__:
         kind = with_article(type(process_group).__name__)
         raise ConfigError(
             f"open: process_group is {kind}; expected a group of torch.distributed, or None"

@@ -233,7 +233,7 @@ def test_a_module_and_its_optimizer_are_restored_under_other_names() -> None:
         ({"net.encoder": "other.encoder"}, "is not within 'net'"),
         ({"net.encoder": "net.head"}, "would give two entries the name 'net.head.weight'"),
         (["net"], "must be a mapping"),
-        ({"net": None}, "must be a mapping of names to names"),
+        ({"net": None}, "must be a mapping {name in the checkpoint: name in the state}"),
         ({"config.lr": "config.rate"}, "'config.lr' is part of a plain value"),
         ({"list.0": "list.1"}, "'list.0' is an element of a sequence"),
     ],
