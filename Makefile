@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 
 help:
 	@echo "make demo     train a small model through a chain of tiers, kill it, restore it"
-	@echo "make test     run all tests (about 20 minutes on two cores)"
+	@echo "make test     run all tests (about 15 minutes on two cores)"
 	@echo "make test-quick  run a part of the tests (under two minutes): a save, a restore, damage, the documents"
 	@echo "make check    lint, types and tests"
 	@echo "make bench    run the benchmarks, beside other checkpointing systems"
