@@ -81,6 +81,14 @@ def test_links_of_the_readme_are_looked_up_here() -> None:
     assert {ROOT / "docs/README.md", ROOT / "examples/train.py"} < set(links(ROOT / "README.md"))
 
 
+@pytest.mark.parametrize("verb", ["demo", "test-quick", "test"])
+def test_the_readme_names_each_make_verb_on_a_line_of_its_own(verb: str) -> None:
+    """``.ci/run`` runs the command that the README names for the tests; a newcomer copies a line."""
+    line = rf"^(\$ )?make {verb}( +#.*)?$"
+    assert re.search(line, (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert re.search(rf"^{verb}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
 PAGES = [
     *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
     *(page for page in (*MAPS, "README.md", "CHANGELOG.md") if not page.startswith("docs/")),
