@@ -7,6 +7,7 @@ import json
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests import forked
 from tests.steps import wait_until
 from tests.stuck_tier import CALLS, LONG_S, WRITES, StuckTier
 from tierfall.backends.posix.writer import PosixWriter
-from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.bounded_calls import BoundedCalls, _Thread
 from tierfall.core.scheduler.flush import lane
 from tierfall.core.types.errors import FlushError, UnreachableError
 from tierfall.setup import tiers
@@ -180,6 +181,7 @@ def test_without_a_thread_to_ask_with_a_tier_counts_as_not_asked(
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
+    monkeypatch.setattr(_Thread, "idle", deque())
     monkeypatch.setattr(threading.Thread, "start", refuse)
     answer = BoundedCalls().call_all({"pfs": lambda: 1}, {"pfs": LONG_S}, doing="look")["pfs"]
     with pytest.raises(UnreachableError, match="tier pfs was not asked: can't create new thread"):

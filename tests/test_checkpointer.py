@@ -581,8 +581,11 @@ def test_a_tier_that_is_down_reports_on_the_handle_and_keeps_trying(
 def no_thread_left() -> Iterator[None]:
     before = {t.name for t in threading.enumerate()}
     yield
-    left = {t.name for t in threading.enumerate()} - before
-    assert not {name for name in left if name.startswith("tierfall")}
+
+    def left() -> set[str]:
+        return {t.name for t in threading.enumerate() if t.name.startswith("tierfall")} - before
+
+    wait_until(lambda: not left(), f"{left()} have ended")
 
 
 @pytest.mark.usefixtures("no_thread_left")

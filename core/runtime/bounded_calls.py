@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from tierfall.core.runtime.threads import InterruptedWaitError, interrupt_of_thread
 from tierfall.core.types.errors import TierfallError, UnreachableError
@@ -24,6 +25,8 @@ logger = logging.getLogger("tierfall")
 
 POLL_S = 0.005
 SLOW_S = 1.0
+IDLE_S = 1.0
+"""Seconds after which an idle thread ends."""
 INTERRUPT_S = 0.1
 """Seconds after which a wait looks whether its thread was interrupted."""
 K = TypeVar("K")
@@ -59,6 +62,44 @@ class _Call:
     start_token: deque[bool] = field(default_factory=lambda: deque((True,)))
     end_token: deque[bool] = field(default_factory=lambda: deque((True,)))
     returned: bool = False
+
+
+class _Thread:
+    """A thread that makes one call after the other: a thread for each would set up torch's own threads each time."""
+
+    idle: ClassVar[deque[_Thread]] = deque()
+    """Threads without a call."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    @classmethod
+    def call(cls, function: Callable[[], None]) -> None:
+        """Call a function on an idle thread, or on a new one. Raises RuntimeError if none can be started."""
+        thread = _pop(cls.idle)
+        if thread is not None:
+            thread._calls.put(function)
+            return
+        thread = cls()
+        thread._calls.put(function)
+        threading.Thread(target=thread._run, name="tierfall-call", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                function = self._calls.get(timeout=IDLE_S)
+            except queue.Empty:
+                try:
+                    self.idle.remove(self)
+                    return
+                except ValueError:  # another thread has just popped it, and passes it a call
+                    function = self._calls.get()
+            function()
+            del function  # what it references is free
+            self.idle.append(self)
+
+
+os.register_at_fork(after_in_child=_Thread.idle.clear)  # a child has no thread of its parent's
 
 
 class NotAskedError(UnreachableError):
@@ -223,7 +264,7 @@ def _start_call(
         call.returned = True
 
     try:
-        threading.Thread(target=run, name=f"tierfall-call-{name}", daemon=True).start()
+        _Thread.call(run)
     except RuntimeError as error:  # none can be started any more, as at the end of the interpreter
         call.start_token.clear()
         call.end_token.clear()

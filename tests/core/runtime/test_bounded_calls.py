@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.bounded_calls import BoundedCalls, _Thread
 from tierfall.core.types.errors import UnreachableError
 
 SHORT_S = 0.05
@@ -118,6 +120,7 @@ def test_a_call_that_an_interrupt_kept_from_starting_does_not_count_as_under_way
             start(thread)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(_Thread, "idle", deque())
     monkeypatch.setattr(threading.Thread, "start", interrupt)
     with pytest.raises(KeyboardInterrupt):
         calls.call_all({"a": lambda: asked.append("old")}, {"a": 1.0}, doing="list")
@@ -162,6 +165,31 @@ def test_a_tier_that_goes_on_answering_is_waited_for_beyond_the_bound() -> None:
 
 def test_threads_that_are_left_behind_do_not_hold_up_the_end(gate: threading.Event) -> None:
     BoundedCalls().call_all({"t": gate.wait}, {"t": SHORT_S}, doing="open")
-    left = [t for t in threading.enumerate() if t.name == "tierfall-call-t"]
+    left = [t for t in threading.enumerate() if t.name == "tierfall-call"]
     assert left
     assert all(thread.daemon for thread in left)
+
+
+def thread_after(pause_s: float) -> int:
+    time.sleep(pause_s)
+    return (
+        BoundedCalls().call_all({"t": threading.get_ident}, {"t": LONG_S}, doing="open")["t"].get()
+    )
+
+
+def test_a_thread_is_used_again_and_ends_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    until(lambda: not _Thread.idle)
+    first = thread_after(0)
+    until(lambda: bool(_Thread.idle))
+    assert thread_after(0) == first
+    until(lambda: "tierfall-call" not in {t.name for t in threading.enumerate()})
+    assert thread_after(0) != 0
+
+
+def test_a_forked_child_makes_calls_on_threads_of_its_own() -> None:
+    thread_after(0)
+    until(lambda: bool(_Thread.idle))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if thread_after(0) else 1)
+    assert os.waitpid(child, 0)[1] == 0
