@@ -37,7 +37,7 @@ def table(results: Results, machine: dict[str, Any]) -> str:
     lines += [*side_by_side.systems(results), *side_by_side.training(results)]
     lines += ["", f"{'seconds':<34}{'median':>8}{'least to most':>17}{'GB/s':>9}"]
     for name, values in results.samples.items():
-        if side_by_side.is_told_here(name):
+        if side_by_side.is_in_tables(name):
             continue
         one = spread(values)
         moved = _bytes_moved(name, results.facts)

@@ -13,7 +13,8 @@ GIB = 1 << 30
 
 
 def systems(results: Results) -> list[str]:
-    """Seconds of each system, the least and the most in brackets, and the memory that its saves take."""
+    """Seconds of each system, the least and the most in brackets, the memory that its saves take, and what becomes of
+    a bit that changes on disk."""
     names = results.facts.get("systems")
     if names is None:
         return []
@@ -23,11 +24,13 @@ def systems(results: Results) -> list[str]:
         f"{sizes[0]:.2f} GiB by each system; memory beyond the training, with {sizes[1]:.2f} GiB",
     ]
     lines += [f"{'system':<30}" + "".join(f"{each:>21}" for each in HEADINGS)]
-    lines[-1] += f"{'anonymous':>12}{'shared':>10}"
+    lines[-1] += f"{'anonymous':>12}{'shared':>10}  a load after one bit changed"
     for key, name in names.items():
         cells = [_cell(results.samples[series(key, what)]) for what in COLUMNS]
         memory = results.facts["systems_memory"][key]
         taken = f"{_mib(memory[ANONYMOUS]):>12}{_mib(memory[SHARED]):>10}"
+        damage = results.facts["systems_damage"][key]
+        taken += f"  {damage['outcome']} {damage['error']}".rstrip()
         lines.append(f"{name:<30}" + "".join(f"{cell:>21}" for cell in cells) + taken)
     missing = results.facts["systems_missing"]
     return [*lines, missing] if missing else lines
@@ -44,8 +47,8 @@ def training(results: Results) -> list[str]:
     return lines
 
 
-def is_told_here(series_name: str) -> bool:
-    """Say whether a series stands in one of these tables."""
+def is_in_tables(series_name: str) -> bool:
+    """Return whether a series stands in one of these tables."""
     return series_name.partition(".")[0] in (PREFIX, TRAINING)
 
 

@@ -61,8 +61,8 @@ def test_memory_whose_attempt_nobody_can_name_is_named_with_the_way_out(
     (memory / "run" / "tiers.json").unlink()  # by which this machine knows the tiers
     with pytest.raises(ConfigError) as caught:
         tierfall.open(config)
-    for said in (str(next(memory.rglob("*.arena"))), "1@1", "a0001.json", "tierfall drain"):
-        assert said in str(caught.value)
+    for output in (str(next(memory.rglob("*.arena"))), "1@1", "a0001.json", "tierfall drain"):
+        assert output in str(caught.value)
     drained = drain(load_config(make_config()), 30.0)
     assert [str(owed.checkpoint) for owed in drained.done] == ["1@1"]
     with tierfall.open(config) as ckpt:

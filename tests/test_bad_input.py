@@ -46,9 +46,9 @@ def in_a_child(action: Callable[[], None]) -> str:
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        said = pipe.read().decode()
+        output = pipe.read().decode()
     os.waitpid(child, 0)
-    return said
+    return output
 
 
 # States ------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_a_state_that_is_no_mapping(state: Any, make_config: MakeConfig) -> None
 
 
 @pytest.mark.parametrize(
-    ("metrics", "said"),
+    ("metrics", "output"),
     [
         ({"loss": "high"}, r"metrics\['loss'\]"),
         ({"loss": None}, r"metrics\['loss'\]"),
@@ -115,10 +115,10 @@ def test_a_state_that_is_no_mapping(state: Any, make_config: MakeConfig) -> None
     ],
 )
 def test_metrics_that_are_no_numbers(
-    metrics: Any, said: str, make_config: MakeConfig, tmp_path: Path
+    metrics: Any, output: str, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     with tierfall.open(make_config()) as ckpt:
-        with pytest.raises(CaptureError, match=said):
+        with pytest.raises(CaptureError, match=output):
             ckpt.save(1, state_of(1), metrics=metrics)
         ckpt.save(1, state_of(1), metrics={"loss": torch.tensor(0.5)}, block=True)
         assert ckpt.checkpoints()[0].metrics == {"loss": 0.5}
@@ -194,12 +194,12 @@ MISFITS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_a_state_that_does_not_fit_is_named_and_left_alone(
     name: str, make_config: MakeConfig
 ) -> None:
-    make, said = MISFITS[name]
+    make, output = MISFITS[name]
     config = make_config()
     _save_one(config, state_of(1))
     target, untouched = make(), make()
     with tierfall.open(config) as ckpt:
-        with pytest.raises(RestoreError, match=said):
+        with pytest.raises(RestoreError, match=output):
             ckpt.restore(target)
         assert str(target) == str(untouched)
         state = blank()
@@ -239,16 +239,16 @@ def test_another_model_than_the_saved_one(make_config: MakeConfig, make_state: M
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         ({"tier": "tape"}, r"no tier is named 'tape'; there are host, disk"),
         ({"unreachable": "maybe"}, "'raise' or 'ignore', not 'maybe'"),
     ],
 )
 def test_restore_with_words_that_mean_nothing(
-    words: dict[str, Any], said: str, make_config: MakeConfig
+    words: dict[str, Any], output: str, make_config: MakeConfig
 ) -> None:
-    with tierfall.open(make_config()) as ckpt, pytest.raises(ConfigError, match=said):
+    with tierfall.open(make_config()) as ckpt, pytest.raises(ConfigError, match=output):
         ckpt.restore(blank(), **words)
 
 
@@ -326,9 +326,9 @@ def test_a_forked_child_cannot_use_it_and_harms_nothing(
             ckpt.checkpoints,
             ckpt.close,
         ):
-            said = in_a_child(call)
-            assert said.startswith("ConfigError"), said
-            assert "a forked child cannot use it" in said
+            output = in_a_child(call)
+            assert output.startswith("ConfigError"), output
+            assert "a forked child cannot use it" in output
         ckpt.save(2, state_of(2), block=True)
     assert steps_on(tmp_path / "disk") == [1, 2]
 
@@ -348,10 +348,10 @@ def test_a_second_one_in_another_process(make_config: MakeConfig, tmp_path: Path
     config = make_config()
     with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1), block=True)
-        said = in_a_child(lambda: tierfall.open(config) and None)
-        assert said.startswith("LockError: run 'run' is owned on this machine by"), said
-        assert f"process {os.getpid()}" in said
-        assert "another run name" in said
+        output = in_a_child(lambda: tierfall.open(config) and None)
+        assert output.startswith("LockError: run 'run' is owned on this machine by"), output
+        assert f"process {os.getpid()}" in output
+        assert "another run name" in output
         ckpt.save(2, state_of(2), block=True)
     assert issubclass(LockError, TierfallError)
     assert steps_on(tmp_path / "disk") == [1, 2]

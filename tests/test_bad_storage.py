@@ -112,9 +112,11 @@ def test_a_step_whose_folder_was_replaced_is_reported_and_keeps_no_other_from_be
         put_in_its_place(tmp_path / "disk" / "run" / f"step-0000000{step}-a0001", what)
     hint = "put the folder itself there" if what == "link" else "move it away"
     for step in (1, 3):
-        with pytest.raises(RestoreError, match=f"step-0000000{step}-a0001 is a .*{hint}") as told:
+        with pytest.raises(
+            RestoreError, match=f"step-0000000{step}-a0001 is a .*{hint}"
+        ) as messages:
             tierfall.load(config, step=step)
-        assert f"step-0000000{4 - step}" not in str(told.value)
+        assert f"step-0000000{4 - step}" not in str(messages.value)
     with tierfall.open(config) as ckpt:
         assert f"step-00000003-a0001 is a {'symbolic link' if what == 'link' else what}" in (
             caplog.text

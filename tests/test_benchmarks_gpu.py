@@ -125,8 +125,8 @@ def rehearse(folder: Path, rehearsal: Rehearsal) -> Results:
 
 def test_every_figure_is_measured_with_its_target(tmp_path: Path, rehearsal: Rehearsal) -> None:
     found = rehearse(tmp_path, rehearsal)
-    told = {each.name: each.target for each in (*found.ratios, *found.findings)}
-    assert told == TARGETS
+    messages = {each.name: each.target for each in (*found.ratios, *found.findings)}
+    assert messages == TARGETS
     assert {len(values) for values in found.samples.values()} == {2}
     assert all(value > 0 for values in found.samples.values() for value in values)
     for name in (gpu.AT_ONCE, gpu.SHELTERED):
@@ -164,8 +164,8 @@ def test_without_room_for_a_slab_its_figures_are_left_out_and_that_is_reported(
 ) -> None:
     rehearsal.free = 1 << 20
     found = rehearse(tmp_path, rehearsal)
-    told = {each.name for each in (*found.ratios, *found.findings)}
-    assert told == {name for name in TARGETS if "slab" not in name}
+    messages = {each.name for each in (*found.ratios, *found.findings)}
+    assert messages == {name for name in TARGETS if "slab" not in name}
     (line,) = found.facts["gpu_left_out"]
     assert "left out: the device tier" in line
     found.facts.update(load_before=0.0, load_after=0.0)

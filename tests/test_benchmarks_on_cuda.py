@@ -84,7 +84,7 @@ def test_memory_of_a_peer_is_measured_on_the_device_that_is_asked_for(
     run_here(monkeypatch)
     wanted = plan(tmp_path)
     with pytest.raises(Made, match="meta"):
-        peer_memory.measure_apart(wanted, "torch")
+        peer_memory.measure(wanted, "torch", direct=False)
 
 
 def test_what_is_timed_begins_and_ends_when_the_device_is_idle(

@@ -271,6 +271,9 @@ def test_systems_are_measured_beside_each_other(tmp_path: Path) -> None:
     assert {key: set(kinds) for key, kinds in taken.items()} == {
         key: {memory.ANONYMOUS, memory.SHARED} for key in ("tierfall", "torch")
     }
+    damage = found.facts["systems_damage"]["tierfall"]
+    assert damage == {"outcome": "refused", "error": "RestoreError"}
+    assert "refused RestoreError" in text
     if plots.available():
         drawn = plots.write(found, tmp_path / "found.json")
         assert [path.name for path in drawn] == ["found.systems.png"]

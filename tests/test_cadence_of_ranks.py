@@ -118,8 +118,8 @@ def test_a_rank_that_receives_too_late_gives_the_step_up_for_all_at_once_and_rec
     """Rank 1 is always 30 steps ahead of rank 0: what rank 0 announces it has passed, the first time."""
     monkeypatch.setattr(announced_steps, "AHEAD_S", 0.0)
     both = opener.all_open(interval={"every": 10**6, "at_end": False})
-    heard = both[1]._cadence._others
-    assert heard is not None
+    received = both[1]._cadence._others
+    assert received is not None
     for step in range(1, 31):
         assert both[1].maybe_save(step, state_of(step)) is None
     saved: list[dict[int, SaveHandle]] = [{}, {}]
@@ -128,7 +128,7 @@ def test_a_rank_that_receives_too_late_gives_the_step_up_for_all_at_once_and_rec
             both[0]._cadence.request("SIGTERM")
         for rank, at in ((0, step), (1, step + 30)):
             if rank == 1 and step in (2, 40):
-                wait_until(lambda: len(heard._messages) > 0, "rank 1 has heard")
+                wait_until(lambda: len(received._messages) > 0, "rank 1 has heard")
             handle = both[rank].maybe_save(at, state_of(at))
             if handle is not None:
                 saved[rank][at] = handle
@@ -146,13 +146,13 @@ def test_a_rank_that_receives_too_late_gives_the_step_up_for_all_at_once_and_rec
 
 def test_a_step_that_a_rank_saved_anyway_is_not_given_up_for_hearing_late(opener: Opener) -> None:
     both = opener.all_open(interval={"every": 20, "at_end": False})
-    heard = both[1]._cadence._others
-    assert heard is not None
+    received = both[1]._cadence._others
+    assert received is not None
     for step in range(1, 31):
         both[1].maybe_save(step, state_of(step))
     both[0].maybe_save(19, state_of(19))
     both[0]._cadence._add(20)
-    wait_until(lambda: len(heard._messages) > 0, "rank 1 has heard")
+    wait_until(lambda: len(received._messages) > 0, "rank 1 has heard")
     handle = both[0].maybe_save(20, state_of(20))
     assert handle is not None
     both[1].maybe_save(31, state_of(31))
@@ -209,9 +209,9 @@ def test_what_was_announced_before_a_restore_is_not_saved_after_it(
     for step in (3, 4):
         assert both[0].maybe_save(step, state_of(step)) is None
     assert both[0]._cadence.report().next_step == 53
-    heard = both[1]._cadence._others
-    assert heard is not None
-    wait_until(lambda: len(heard._messages) > 0, "it was announced")
+    received = both[1]._cadence._others
+    assert received is not None
+    wait_until(lambda: len(received._messages) > 0, "it was announced")
     restore_all(both, [state_of(-1) for _ in both])
     for step in range(2, 120):
         for ckpt in both:

@@ -145,12 +145,12 @@ def test_metrics_may_be_tensors_with_a_graph_and_any_float(
     config = make_config()
     with tierfall.open(config) as ckpt:
         (after,) = ckpt.checkpoints()
-    for told in (info.metrics, after.metrics):
-        assert told["loss"] == 4.0
-        assert told["half"] == 0.5
-        assert told["count"] == 7
-        assert math.isnan(told["bad"])
-        assert told["worse"] == math.inf
+    for messages in (info.metrics, after.metrics):
+        assert messages["loss"] == 4.0
+        assert messages["half"] == 0.5
+        assert messages["count"] == 7
+        assert math.isnan(messages["bad"])
+        assert messages["worse"] == math.inf
 
 
 def test_a_metric_is_read_when_it_is_given(make_config: MakeConfig) -> None:
@@ -180,8 +180,8 @@ def test_a_metric_is_read_when_it_is_given(make_config: MakeConfig) -> None:
         assert ckpt.statistics().lazy_saves == 1
     wanted = dict.fromkeys((*given, "scalar"), 2.5) | {"flag": 1.0, "truth": 1.0}
     with tierfall.open(config) as ckpt:
-        told = {info.step: dict(info.metrics) for info in ckpt.checkpoints()}
-    assert told == {2: wanted, 4: wanted, 5: wanted}
+        messages = {info.step: dict(info.metrics) for info in ckpt.checkpoints()}
+    assert messages == {2: wanted, 4: wanted, 5: wanted}
 
 
 def test_tags_and_metrics_stand_in_every_commit_record(
@@ -242,19 +242,19 @@ def test_statistics_count_what_happened(make_config: MakeConfig) -> None:
             ckpt.wait_captured()
         ckpt.drain()
         wait_until(lambda: ckpt.statistics().dropped_copies == 2, "retention is done")
-        told = ckpt.statistics()
-        assert (told.saves, told.skipped_saves, told.failed_saves) == (3, 0, 0)
-        assert told.lazy_saves == 2
-        assert dict(told.commits) == {"disk": 3}
+        messages = ckpt.statistics()
+        assert (messages.saves, messages.skipped_saves, messages.failed_saves) == (3, 0, 0)
+        assert messages.lazy_saves == 2
+        assert dict(messages.commits) == {"disk": 3}
         image = ckpt.checkpoints()[-1].bytes
-        assert dict(told.edge_bytes) == {"host->disk": 3 * image}
-        assert (told.flush_failures, told.given_up_copies) == (0, 0)
-        assert told.blocked_s > 0
-        assert told.captured_s > 0
-        assert set(told.durable_s) == {"disk"}
-        assert told.newest[LossClass.PROCESS] == 3
-        assert told.newest[LossClass.SITE] is None
-        assert told.host_capacity_bytes == 4 << 20
+        assert dict(messages.edge_bytes) == {"host->disk": 3 * image}
+        assert (messages.flush_failures, messages.given_up_copies) == (0, 0)
+        assert messages.blocked_s > 0
+        assert messages.captured_s > 0
+        assert set(messages.durable_s) == {"disk"}
+        assert messages.newest[LossClass.PROCESS] == 3
+        assert messages.newest[LossClass.SITE] is None
+        assert messages.host_capacity_bytes == 4 << 20
 
 
 # A person's orders -----------------------------------------------------------------------------------

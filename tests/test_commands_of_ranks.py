@@ -331,8 +331,8 @@ def test_drain_says_on_all_ranks_what_became_durable_and_what_was_lost(
     for ckpt in ckpts:
         ckpt.save(1, {"w": torch.ones(4), "rng": None})
     reports = call(ckpts, lambda c: c.drain(SOON_S))
-    (said,) = {(report.done, report.left, report.lost) for report in reports}
-    done, left, lost = said
+    (message,) = {(report.done, report.left, report.lost) for report in reports}
+    done, left, lost = message
     assert (1, 1, "pfs") in done
     assert (1, 1, "nvme") not in done
     assert {(1, 1, "nvme")} == {*left, *lost}

@@ -137,8 +137,8 @@ def test_an_image_exchanged_together_with_its_manifest(
     start = manifest["data_start"] + (len(manifest["chunks"]) - 2) * manifest["chunk_bytes"]
     manifest["chunks"][-1] = f"xxh3-128:{xxhash.xxh3_128_hexdigest(image[start:])}"
     reseal(newest / MANIFEST, manifest)
-    said = must_be_refused(make_config, run_folder, newest)
-    assert "not the manifest that the commit record names" in said
+    output = must_be_refused(make_config, run_folder, newest)
+    assert "not the manifest that the commit record names" in output
 
 
 @pytest.mark.parametrize("file", [MANIFEST, COMMIT])
@@ -167,9 +167,9 @@ def test_a_newer_format_says_what_to_install(
     (newest / file).write_bytes(body + f',"digest":"{digest}"}}\n'.encode())
     if file == MANIFEST:
         vouch_for(newest)
-    said = must_be_refused(make_config, run_folder, newest)
-    assert "a newer one" in said
-    assert "reads format 1" in said
+    output = must_be_refused(make_config, run_folder, newest)
+    assert "a newer one" in output
+    assert "reads format 1" in output
 
 
 # Headers -----------------------------------------------------------------------------------------

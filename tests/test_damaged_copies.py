@@ -75,9 +75,9 @@ def test_ls_tells_what_was_purged(make_config: MakeConfig, tmp_path: Path) -> No
     save_steps(config, 1, 2)
     image(tmp_path / "far", 1).unlink()
     cli = Cli(tmp_path, config)
-    said = cli("ls", code=1)
-    assert "1@1 is damaged on tier far" in said.err
-    assert "it is missing" in said.err
+    output = cli("ls", code=1)
+    assert "1@1 is damaged on tier far" in output.err
+    assert "it is missing" in output.err
     copies = cli("ls", "--json", code=1).document["checkpoints"][0]["copies"]
     assert (copies["near"]["state"], copies["far"]["state"]) == ("committed", "damaged")
     assert "it is missing" in copies["far"]["damage"]

@@ -208,8 +208,8 @@ def test_demo_that_fails_says_why_exits_with_1_and_leaves_no_memory_behind(
         raise DemoError("a loss differs")
 
     monkeypatch.setattr(story, "train_and_kill", fail)
-    said = refused(capsys, tmp_path / "kept", steps=12, small=True)
-    assert "The demo failed: a loss differs" in said
+    output = refused(capsys, tmp_path / "kept", steps=12, small=True)
+    assert "The demo failed: a loss differs" in output
     assert not memory_folder(tmp_path / "kept").exists()
 
 
@@ -228,9 +228,9 @@ def test_demo_says_in_one_line_that_its_folder_cannot_be_used(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     (tmp_path / "file").touch()
-    said = refused(capsys, tmp_path / "file" / "x", small=True)
-    assert said.startswith("The demo failed: ")
-    assert said.endswith("x cannot be used (Not a directory): name another folder")
+    output = refused(capsys, tmp_path / "file" / "x", small=True)
+    assert output.startswith("The demo failed: ")
+    assert output.endswith("x cannot be used (Not a directory): name another folder")
     assert "cannot be used" in refused(capsys, Path("~nobody-of-that-name/x"), small=True)
     monkeypatch.setattr(chains, "write_chain", full)
     assert "cannot be used (Read-only file system)" in refused(capsys, tmp_path / "new", small=True)
@@ -239,9 +239,9 @@ def test_demo_says_in_one_line_that_its_folder_cannot_be_used(
 def test_demo_refuses_a_folder_that_has_no_address(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(capsys, tmp_path / "what?", small=True)
-    assert "what? cannot be used: name another folder" in said
-    assert "tiers[2].url" in said
+    output = refused(capsys, tmp_path / "what?", small=True)
+    assert "what? cannot be used: name another folder" in output
+    assert "tiers[2].url" in output
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,9 @@ def test_demo_refuses_a_picture_that_cannot_be_before_it_trains(
     monkeypatch.setattr(story, "train_and_kill", None)
     (tmp_path / "there.png").mkdir()
     wanted = tmp_path / ("there.png" if name == "there" else name)
-    said = refused(capsys, tmp_path / "kept", small=True, picture=wanted)
-    assert f"--picture {wanted}: " in said
-    assert reason in said
+    output = refused(capsys, tmp_path / "kept", small=True, picture=wanted)
+    assert f"--picture {wanted}: " in output
+    assert reason in output
 
 
 def test_picture_goes_where_the_files_are_kept_or_to_the_working_directory(
@@ -294,9 +294,9 @@ def test_picture_that_cannot_be_written_is_reported(
 ) -> None:
     path = tmp_path / "gone" / "x.png"
     assert timeline.draw_picture(command.Screen(), shown.timeline, path) is None
-    said = capsys.readouterr().out
-    assert f"{path} cannot be written (No such file or directory)" in said
-    assert "--picture" in said
+    output = capsys.readouterr().out
+    assert f"{path} cannot be written (No such file or directory)" in output
+    assert "--picture" in output
 
 
 def test_without_matplotlib_one_line_says_how_to_get_the_picture(
@@ -309,8 +309,8 @@ def test_without_matplotlib_one_line_says_how_to_get_the_picture(
     for name in ("matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))):
         monkeypatch.setitem(sys.modules, name, None)
     assert timeline.draw_picture(command.Screen(), shown.timeline, tmp_path / "x.png") is None
-    said = capsys.readouterr().out
-    assert said == "  for a picture of this timeline: pip install 'tierfall[plot]'\n"
+    output = capsys.readouterr().out
+    assert output == "  for a picture of this timeline: pip install 'tierfall[plot]'\n"
     assert not (tmp_path / "x.png").exists()
 
 

@@ -158,9 +158,9 @@ def test_example_is_killed_and_goes_on_where_it_was(tmp_path: Path) -> None:
     config = tmp_path / "tiers.yaml"
     config.write_text(yaml.safe_dump(settings))
     _, before = example_until(config, tmp_path, 25)
-    said, after = example_until(config, tmp_path, max(before) + 5)
-    restored = re.match(r"restored step (\d+) from host", said)
-    assert restored, said
+    output, after = example_until(config, tmp_path, max(before) + 5)
+    restored = re.match(r"restored step (\d+) from host", output)
+    assert restored, output
     assert int(restored[1]) >= 20
     assert min(after) == int(restored[1]) + 1
     again = before.keys() & after.keys()

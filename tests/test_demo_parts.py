@@ -156,7 +156,7 @@ def test_a_restore_that_did_not_fall_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("restored", "said"),
+    ("restored", "output"),
     [
         (None, "restored nothing, although checkpoint 2@1 exists"),
         (
@@ -169,9 +169,9 @@ def test_a_restore_that_did_not_fall_is_found() -> None:
         ),
     ],
 )
-def test_a_start_that_restored_something_else_is_found(restored: Line | None, said: str) -> None:
+def test_a_start_that_restored_something_else_is_found(restored: Line | None, output: str) -> None:
     act = Act(began_s=0.0, lines=[{"kind": "ready", "restored": restored, "fingerprint": ""}])
-    with pytest.raises(DemoError, match=said):
+    with pytest.raises(DemoError, match=output):
         story.check_restored(act, CheckpointId(2, 1))
 
 
@@ -192,9 +192,9 @@ def test_costs_are_added_up_over_both_starts(
     assert costs["saves"] == 2
     assert costs["edge_bytes"] == {"host->store": 80, "fast->store": 20}
     assert costs["packed"] == {"store": {"raw_bytes": 6_000_000, "stored_bytes": 4_000_000}}
-    said = capsys.readouterr().out
-    assert "200 ms of training for 40 ms: 20%" in said
-    assert "store packed 5.7 MiB into 3.8 MiB: 1.5 to 1" in said
+    output = capsys.readouterr().out
+    assert "200 ms of training for 40 ms: 20%" in output
+    assert "store packed 5.7 MiB into 3.8 MiB: 1.5 to 1" in output
 
 
 # The trainer ------------------------------------------------------------------------------------------

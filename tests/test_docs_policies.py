@@ -37,9 +37,9 @@ def test_the_pages_files_are_good_ones() -> None:
     store = load_config({"run": "x", "tiers": [host, *yaml.safe_load(flush)]}).stored[0]
     assert (store.flush.order, store.flush.within_s) == ({"newest_first": True}, 600.0)
     assert store.bandwidth_share == 0.5
-    told = load_config({"run": "x", "tiers": "./c", **yaml.safe_load(drain)}).drain
-    assert told is not None
-    assert (told.on_signal, told.deadline_s) == (("SIGTERM",), 25.0)
+    messages = load_config({"run": "x", "tiers": "./c", **yaml.safe_load(drain)}).drain
+    assert messages is not None
+    assert (messages.on_signal, messages.deadline_s) == (("SIGTERM",), 25.0)
     disk = {"name": "disk", "kind": "file", "path": "./c", **yaml.safe_load(part)}
     evict = load_config({"run": "x", "tiers": [host, disk]}).stored[0].evict
     assert (evict.high, evict.low) == (0.9, 0.8)

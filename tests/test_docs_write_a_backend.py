@@ -215,10 +215,10 @@ def test_a_protocol_that_cannot_be_registered_is_refused(scheme: str, message: s
         register(scheme)
 
 
-def opener(**said: Any) -> Callable[..., Any]:
+def opener(**output: Any) -> Callable[..., Any]:
     def open_it(url: str, *, options: Any, read_only: bool) -> Any:
-        said["calls"].append((url, options, read_only))
-        return said.get("answer")
+        output["calls"].append((url, options, read_only))
+        return output.get("answer")
 
     return open_it
 

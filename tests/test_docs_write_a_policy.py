@@ -79,14 +79,14 @@ def test_all_that_policies_offer_says_what_it_is_for() -> None:
 
 def test_the_rule_keeps_what_the_page_says(desk: Path) -> None:
     exec(compile(blocks("python")[1], str(PAGE), "exec"), {})
-    told = re.search(r"Steps ([0-9, and]+) are left", TEXT)
-    assert told is not None
-    assert left(desk / "checkpoints") == [int(n) for n in re.findall(r"[0-9]+", told[1])]
+    messages = re.search(r"Steps ([0-9, and]+) are left", TEXT)
+    assert messages is not None
+    assert left(desk / "checkpoints") == [int(n) for n in re.findall(r"[0-9]+", messages[1])]
     result = CliRunner().invoke(app, ["show", "9", "--config", "tiers.yaml"])
     assert result.exit_code == 0, result.output
-    said = re.search(r"print `(the first[^`]*)`", TEXT)
-    assert said is not None
-    assert said[1] in result.stdout
+    message = re.search(r"print `(the first[^`]*)`", TEXT)
+    assert message is not None
+    assert message[1] in result.stdout
 
 
 @pytest.mark.parametrize("value", ["one", 1, True])

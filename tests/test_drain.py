@@ -151,13 +151,13 @@ def trainer(tmp_path: Path, config: dict[str, Any], *words: str) -> Forked:
 
 def told_to_end(process: Forked) -> str:
     """Send SIGTERM once the trainer has saved; return all it wrote."""
-    told = ""
+    messages = ""
     while line := process.stdout.readline().decode():
-        told += line
+        messages += line
         if line == "saved\n":
             process.send_signal(signal.SIGTERM)
     process.wait(60)
-    return told
+    return messages
 
 
 def test_sigterm_drains_while_training_is_in_c_and_then_ends_the_process(
@@ -166,12 +166,12 @@ def test_sigterm_drains_while_training_is_in_c_and_then_ends_the_process(
     config = make_config(disk={"bandwidth": "900kB/s"}, host={"capacity": "16MiB"})
     config["drain"] = {"deadline": "20s"}
     with trainer(tmp_path, config) as process:
-        told = told_to_end(process)
-    assert process.returncode == -signal.SIGTERM, told
-    assert "SIGTERM: draining for 20 s at most" in told
-    assert re.search(r"SIGTERM: in (20|19\.\d) s step 2@1 will be on disk\n", told)
-    assert "SIGTERM: drained\n" in told
-    assert "was not told" not in told
+        messages = told_to_end(process)
+    assert process.returncode == -signal.SIGTERM, messages
+    assert "SIGTERM: draining for 20 s at most" in messages
+    assert re.search(r"SIGTERM: in (20|19\.\d) s step 2@1 will be on disk\n", messages)
+    assert "SIGTERM: drained\n" in messages
+    assert "was not told" not in messages
     assert steps_on(tmp_path / "disk") == [1, 2]
 
 
@@ -181,10 +181,10 @@ def test_what_a_deadline_does_not_carry_is_reported_and_stays_in_memory(
     config = make_config(disk={"bandwidth": "300kB/s"}, host={"capacity": "16MiB"})
     config["drain"] = {"deadline": "1s"}
     with trainer(tmp_path, config) as process:
-        told = told_to_end(process)
-    assert process.returncode == -signal.SIGTERM, told
-    assert re.search(r"SIGTERM: in \d+ m?s step 2@1 will not be on disk: .* carry ", told)
-    assert "SIGTERM: drained; still owed: 2@1 to disk" in told
+        messages = told_to_end(process)
+    assert process.returncode == -signal.SIGTERM, messages
+    assert re.search(r"SIGTERM: in \d+ m?s step 2@1 will not be on disk: .* carry ", messages)
+    assert "SIGTERM: drained; still owed: 2@1 to disk" in messages
     assert steps_on(tmp_path / "disk") == [1]
     config.pop("drain")
     config["tiers"][1]["bandwidth"] = "100MB/s"
@@ -200,9 +200,13 @@ def test_a_handler_of_the_users_runs_after_the_drain_and_the_run_is_closed(
     config = make_config(disk={"bandwidth": "900kB/s"}, host={"capacity": "16MiB"})
     config["drain"] = {}
     with trainer(tmp_path, config, "handler") as process:
-        told = told_to_end(process)
-    assert process.returncode == 0, told
-    assert told.index("SIGTERM: drained") < told.index("the handler ran") < told.index("closed")
+        messages = told_to_end(process)
+    assert process.returncode == 0, messages
+    assert (
+        messages.index("SIGTERM: drained")
+        < messages.index("the handler ran")
+        < messages.index("closed")
+    )
     assert steps_on(tmp_path / "disk") == [1, 2]
 
 

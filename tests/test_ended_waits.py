@@ -238,8 +238,8 @@ def test_a_restore_that_is_cut_short_says_that_the_state_is_half_filled(
             patch.setattr(restoring, "read_fills", cut_short)
             with pytest.raises((tierfall.errors.RestoreError, KeyboardInterrupt)) as caught:
                 ckpt.restore(blank())
-        said = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
-        assert "HALF FILLED" in said
+        output = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
+        assert "HALF FILLED" in output
         state = blank()
         ckpt.restore(state)
         assert step_in(state) == 1

@@ -201,7 +201,7 @@ def test_rank_0_writes_for_all_or_each_rank_a_file_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("value", "place", "said"),
+    ("value", "place", "output"),
     [
         ({"path": "e.jsonl", "max": "1KiB"}, "events.max", "64 KiB or more"),
         ({"path": "e-{host}.jsonl"}, "events.path", '"{host}" is not a placeholder'),
@@ -212,9 +212,9 @@ def test_rank_0_writes_for_all_or_each_rank_a_file_of_its_own(
     ],
 )
 def test_a_wrong_value_is_refused_with_its_place(
-    make_config: MakeConfig, value: Any, place: str, said: str
+    make_config: MakeConfig, value: Any, place: str, output: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         tierfall.open({**make_config(), "events": value})
     assert place in str(caught.value)
-    assert said in str(caught.value)
+    assert output in str(caught.value)

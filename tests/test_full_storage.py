@@ -372,20 +372,20 @@ def test_full_memory_gives_up_the_oldest_on_its_way_where_that_is_asked_for(
         for handle in handles:
             handle.captured()
         second = handles[1]
-        told: list[BaseException] = []
+        messages: list[BaseException] = []
 
         def wait() -> None:
             try:
                 second.wait(timeout=60.0)
             except CapacityError as error:
-                told.append(error)
+                messages.append(error)
 
         waiter = threading.Thread(target=wait)
         waiter.start()
         fourth = ckpt.save(4, state_of(4))
         waiter.join()
         flow.set()
-        assert [type(error) for error in told] == [CapacityError]
+        assert [type(error) for error in messages] == [CapacityError]
         assert second.outcome == "superseded"
         assert "step 2 is superseded by step 4" in str(second.exception())
         with pytest.raises(CapacityError, match="superseded"):
@@ -398,8 +398,8 @@ def test_full_memory_gives_up_the_oldest_on_its_way_where_that_is_asked_for(
         assert figures.superseded_saves == len(superseded) == 1
         assert (figures.saves, figures.skipped_saves, figures.failed_saves) == (5, 0, 0)
         assert [info.step for info in ckpt.checkpoints()] == [1, 3, 4, 5]
-        said = [r.getMessage() for r in caplog.records if "superseded" in r.getMessage()]
-        assert said == [str(second.exception())]
+        output = [r.getMessage() for r in caplog.records if "superseded" in r.getMessage()]
+        assert output == [str(second.exception())]
     for tier in ("disk", "far"):
         assert steps_on(tmp_path / tier) == [1, 3, 4, 5]
         assert not list((tmp_path / tier).rglob("step-00000002*"))

@@ -95,8 +95,8 @@ def test_a_damaged_file_gives_way_to_the_step_before(
             tierfall.load(newest)
         assert step_in(tierfall.load(run_folder)) == 1
         return
-    said = must_be_refused(make_config, run_folder, newest)
-    assert "2@1" in said
+    output = must_be_refused(make_config, run_folder, newest)
+    assert "2@1" in output
 
 
 @pytest.mark.parametrize("file", [IMAGE, MANIFEST])

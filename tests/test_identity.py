@@ -144,9 +144,9 @@ def test_reading_commands_say_it_too(tmp_path: Path) -> None:
     unmount(tmp_path / "pfs")
     path = tmp_path / "tiers.yaml"
     path.write_text(json.dumps(config))
-    said = CliRunner().invoke(app, ["ls", "--config", str(path)])
-    assert said.exit_code != 0
-    assert "is a file system not mounted there" in " ".join(said.output.split())
+    message = CliRunner().invoke(app, ["ls", "--config", str(path)])
+    assert message.exit_code != 0
+    assert "is a file system not mounted there" in " ".join(message.output.split())
 
 
 @pytest.mark.parametrize("more", [{}, {"read_only": True}])
@@ -210,9 +210,9 @@ def test_what_was_emptied_on_purpose_is_forgotten(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "pfs")
     path = tmp_path / "tiers.yaml"
     path.write_text(json.dumps(config))
-    said = CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)])
-    assert said.exit_code == 0, said.output
-    assert "this machine" in said.output
+    message = CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)])
+    assert message.exit_code == 0, message.output
+    assert "this machine" in message.output
     assert restored(config) is None
     save(config, 5)
     assert steps_on(tmp_path / "pfs") == [5]
@@ -286,9 +286,9 @@ def test_a_tier_that_cannot_be_asked_to_forget_is_named(
 
     with monkeypatch.context() as patch:
         patch.setattr(StoredTier, "read_tier", read_tier)
-        said = CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)])
-        assert said.exit_code != 0
-        assert "disk does not answer" in " ".join(said.output.split())
+        message = CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)])
+        assert message.exit_code != 0
+        assert "disk does not answer" in " ".join(message.output.split())
     assert CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)]).exit_code == 0
     assert restored(config) == 1
 
@@ -297,8 +297,8 @@ def forget(root: Path, config: dict[str, Any], *names: str) -> None:
     path = root / "tiers.yaml"
     path.write_text(json.dumps(config))
     for name in names:
-        said = CliRunner().invoke(app, ["forget", name, "--config", str(path)])
-        assert said.exit_code == 0, said.output
+        message = CliRunner().invoke(app, ["forget", name, "--config", str(path)])
+        assert message.exit_code == 0, message.output
 
 
 @pytest.mark.parametrize("memory", ["memory", "another-nodes"])
@@ -531,9 +531,9 @@ def test_what_was_begun_before_its_tier_was_mounted_again_is_not_published(tmp_p
     away = unmount(tmp_path / "disk")
     shutil.rmtree(tmp_path / "disk")
     shutil.copytree(away, tmp_path / "disk")
-    with pytest.raises(BackendError, match="mounted anew since this object was begun") as said:
+    with pytest.raises(BackendError, match="mounted anew since this object was begun") as message:
         writer.publish()
-    assert not isinstance(said.value, UnreachableError), "it is not to be asked again"
+    assert not isinstance(message.value, UnreachableError), "it is not to be asked again"
     assert not (away / "run/key").exists()
     backend.close()
 

@@ -234,12 +234,12 @@ def test_a_damaged_one_costs_nothing_is_reported_and_is_made_anew(
     times = [image.stat().st_mtime_ns for image in images]
     damage(path, how)
     assert torch.equal(tierfall.load(config)["w"], state(0, 1)["w"])
-    said = cli(config, "verify", code=1)
-    assert "damaged: shared 1@1 index.zst" in said
-    assert "restores use the manifests instead" in said
-    assert "tierfall verify 1@1 --tier shared --repair" in said
-    said = cli(config, "verify", "1", "--tier", "shared", "--repair")
-    assert "index.zst rebuilt from the manifests" in said
+    message = cli(config, "verify", code=1)
+    assert "damaged: shared 1@1 index.zst" in message
+    assert "restores use the manifests instead" in message
+    assert "tierfall verify 1@1 --tier shared --repair" in message
+    message = cli(config, "verify", "1", "--tier", "shared", "--repair")
+    assert "index.zst rebuilt from the manifests" in message
     assert path.read_bytes() == good
     assert [image.stat().st_mtime_ns for image in images] == times, "nothing else is written"
     cli(config, "verify")
@@ -267,8 +267,8 @@ def test_with_other_damage_all_is_written_anew_and_the_index_too(tmp_path: Path,
     save_on_ranks(config, 2, [1], state)
     damage(folder(tmp_path, 1) / "index.zst", "missing")
     damage(folder(tmp_path, 1) / "rank-00001-of-00002.safetensors", "flipped")
-    said = cli(config, "verify", "--repair")
-    assert "rewritten from far" in said
+    message = cli(config, "verify", "--repair")
+    assert "rewritten from far" in message
     assert (folder(tmp_path, 1) / "index.zst").exists()
     cli(config, "verify")
 

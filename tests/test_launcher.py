@@ -198,9 +198,9 @@ def test_ranks_of_torchrun_meet_and_meet_again_after_a_restart(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     for life in "01":
         for rank in "01":
-            said = (tmp_path / f"{life}-{rank}").read_text()
+            output = (tmp_path / f"{life}-{rank}").read_text()
             stale = (life, rank) == ("1", "0")
-            assert said == f"['{life}', '{life}'] ((0, 1),) {stale}"
+            assert output == f"['{life}', '{life}'] ((0, 1),) {stale}"
 
 
 def test_a_torch_without_queues_in_its_stores_is_named(

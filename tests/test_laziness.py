@@ -104,9 +104,9 @@ def test_the_first_save_blocks_and_a_later_one_needs_a_barrier(
         assert not ckpt.save(1, loop.state).stats.lazy
         assert not ckpt.save(2, loop.state).stats.lazy  # no update was seen in between
         assert not ckpt.save(3, loop.state).stats.lazy
-        said = [r.getMessage() for r in caplog.records if "captures blocking" in r.getMessage()]
-        assert len(said) == 1  # said once
-        assert "no optimizer step" in said[0]
+        output = [r.getMessage() for r in caplog.records if "captures blocking" in r.getMessage()]
+        assert len(output) == 1  # said once
+        assert "no optimizer step" in output[0]
         loop.update()
         assert ckpt.save(4, loop.state).stats.lazy
 

@@ -223,9 +223,9 @@ def test_what_a_zombie_left_in_memory_is_not_believed(
     assert steps_on(tmp_path / "disk") == [1, 2]
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("messages", [True, False])
 def test_a_zombie_that_restores_does_not_come_back_above_the_living(
-    make_config: MakeConfig, tmp_path: Path, told: bool
+    make_config: MakeConfig, tmp_path: Path, messages: bool
 ) -> None:
     """Whether it has seen the newer attempt yet or not, it must not take a number above it."""
     other = tmp_path / "other"
@@ -235,12 +235,12 @@ def test_a_zombie_that_restores_does_not_come_back_above_the_living(
     with tierfall.open(make_config(host={"folder": str(other)}, run="run")) as living:
         living.restore(blank())
         living.save(2, state_of(2), block=True)
-        if told:
+        if messages:
             with pytest.raises(FencedError):
                 zombie.save(5, state_of(5), block=True)
         with pytest.raises(FencedError):
             zombie.restore(blank())
-        if told:
+        if messages:
             assert zombie.restore(blank(), only=["w"]) is not None  # looking is free
         living.save(3, state_of(3), block=True)
         assert sorted(p.name for p in (tmp_path / "disk/run/attempts").iterdir()) == [
@@ -422,11 +422,11 @@ def test_of_two_lives_of_one_number_the_one_that_began_last_counts_and_it_is_rep
         assert report is not None
         assert (report.step, step_in(state)) == (3, -3)
         ckpt.restore(state)
-        said = [r.getMessage() for r in caplog.records if "two starts" in r.getMessage()]
-        assert len(said) == 1
+        output = [r.getMessage() for r in caplog.records if "two starts" in r.getMessage()]
+        assert len(output) == 1
         number = report.attempt
-        assert f"2@{number} on nvme" in said[0]
-        assert f"restore(step=5, attempt={number})" in said[0]
+        assert f"2@{number} on nvme" in output[0]
+        assert f"restore(step=5, attempt={number})" in output[0]
         assert listed(ckpt) == {
             f"1@{number}": False, f"2@{number}": True, f"3@{number}": False, f"5@{number}": True,
         }  # fmt: skip
@@ -456,10 +456,10 @@ def test_an_older_life_of_a_higher_number_is_not_restored_without_a_word(
     caplog.clear()
     with tierfall.open(config) as ckpt:
         assert ckpt.restore(blank()) is not None
-        said = [r.getMessage() for r in caplog.records if "could see the other" in r.getMessage()]
-        assert len(said) == 1
-        assert f"restore(step=9, attempt={number})" in said[0]
-        assert f"9@{number} on pfs" in said[0]
+        output = [r.getMessage() for r in caplog.records if "could see the other" in r.getMessage()]
+        assert len(output) == 1
+        assert f"restore(step=9, attempt={number})" in output[0]
+        assert f"9@{number} on pfs" in output[0]
         state = blank()
         ckpt.restore(state, step=9, attempt=number)
         assert step_in(state) == -9

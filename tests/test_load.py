@@ -98,7 +98,7 @@ def test_tensors_come_to_the_device_that_is_asked_for(config: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("device", "said"),
+    ("device", "output"),
     [
         ("gpu", "Expected one of cpu, cuda"),
         ("cuda:99", ""),
@@ -107,9 +107,9 @@ def test_tensors_come_to_the_device_that_is_asked_for(config: dict[str, Any]) ->
     ],
 )
 def test_a_device_that_is_not_there_is_reported_before_anything_is_read(
-    device: Any, said: str, tmp_path: Path
+    device: Any, output: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=f"is not a device that can be used here: .*{said}"):
+    with pytest.raises(ConfigError, match=f"is not a device that can be used here: .*{output}"):
         tierfall.load(tmp_path / "nowhere", map_location=device)
 
 

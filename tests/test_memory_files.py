@@ -315,8 +315,8 @@ def test_each_rank_looks_after_its_own_files(
     paths = [ckpt._session.host.path for ckpt in both]
     remove(paths[1].parent)
     wait_until(paths[1].exists, "rank 1's file is made anew")
-    (said,) = warnings("was removed")
-    assert str(paths[1]) in said
+    (output,) = warnings("was removed")
+    assert str(paths[1]) in output
     close_all(both)
 
 

@@ -68,8 +68,8 @@ def test_an_image_of_a_checkpoint_that_no_tier_has_whole_gives_way(
         for step in (2, 3):
             save_all(both, step)
         close_all(both)
-    said = [r.getMessage() for r in caplog.records if "no rank flushes it" in r.getMessage()]
-    assert said == [
+    output = [r.getMessage() for r in caplog.records if "no rank flushes it" in r.getMessage()]
+    assert output == [
         "host: 1@1 is deleted: no tier is owed it, and memory has room for one image only; no rank flushes it, as no "
         "tier that all ranks reach has all its images"
     ]

@@ -265,9 +265,11 @@ def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_m
         statistics = ckpt.statistics()
         assert statistics.flush_failures > 0
         assert statistics.commits["store"] == 2
-    said = [r for r in caplog.records if r.levelno >= logging.WARNING and "store" in r.getMessage()]
-    assert [r.levelno for r in said] == [logging.WARNING, logging.ERROR], [
-        r.getMessage() for r in said
+    output = [
+        r for r in caplog.records if r.levelno >= logging.WARNING and "store" in r.getMessage()
+    ]
+    assert [r.levelno for r in output] == [logging.WARNING, logging.ERROR], [
+        r.getMessage() for r in output
     ]
     assert uploads_on(own_server, "bucket") == []
     for step in (1, 2):
@@ -299,13 +301,13 @@ def test_throttling_is_reported_once_counted_and_waited_out(
             handle.wait("store", timeout=PATIENCE_S)
         assert proxy.refused > 5
         assert torch.equal(tierfall.load(config)["w"], large(2, mib=8)["w"])
-    said = [
+    output = [
         r
         for r in caplog.records
         if r.levelno >= logging.WARNING and "flush of 2@1" in r.msg % r.args
     ]
-    assert len(said) == 1, [r.getMessage() for r in said]
-    assert "503" in said[0].getMessage()
+    assert len(output) == 1, [r.getMessage() for r in output]
+    assert "503" in output[0].getMessage()
 
 
 def test_a_listing_that_fails_is_never_an_empty_one(
@@ -348,8 +350,8 @@ def test_no_server_is_reported_and_never_taken_for_nothing_there(
             ckpt.restore(blank())
         with pytest.raises(RestoreError, match="it is not known whether this is a first start"):
             ckpt.restore(blank(), unreachable="ignore")
-    said = [r for r in caplog.records if "open: goes on without tier store" in r.getMessage()]
-    assert len(said) == 1
+    output = [r for r in caplog.records if "open: goes on without tier store" in r.getMessage()]
+    assert len(output) == 1
     with pytest.raises(RestoreError, match="store could not be read"):
         tierfall.load(config)
     own_server.start()

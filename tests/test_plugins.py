@@ -160,7 +160,7 @@ def interval_of(**interval: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "output"),
     [
         (lambda: (0, "never"), "a whole number of steps, 1 or more, not 0"),
         (lambda: (2.5, "often"), "not 2.5"),
@@ -169,7 +169,7 @@ def interval_of(**interval: Any) -> Config:
     ],
 )
 def test_a_cadence_that_fails_is_reported_once_and_the_default_stands_for_it(
-    answer: Any, said: str, caplog: pytest.LogCaptureFixture
+    answer: Any, output: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     register("interval", "mine")(lambda measured, rules, now_s: answer())
     rules = rules_of(interval_of(mine=True).interval, ())
@@ -178,7 +178,7 @@ def test_a_cadence_that_fails_is_reported_once_and_the_default_stands_for_it(
         choice = choose_interval(rules, measured)
         assert (choice.interval_steps, choice.bound) == (10, IntervalBound.OVERHEAD)
     assert len(caplog.records) == 1
-    assert said in caplog.text
+    assert output in caplog.text
 
 
 def test_a_cadence_of_ones_own_waits_for_the_slowest_tier() -> None:
@@ -368,7 +368,7 @@ def names_one_twice(tier: TierView, rules: Any, now_s: float) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "output"),
     [
         (fails, r"the retain policy mine failed: KeyError('loss'): everything is kept"),
         (answers_with_none, "the retain policy mine failed: TypeError("),
@@ -376,15 +376,15 @@ def names_one_twice(tier: TierView, rules: Any, now_s: float) -> Any:
     ],
 )
 def test_a_rule_that_fails_keeps_everything_and_says_so_once(
-    rule: Any, said: str, caplog: pytest.LogCaptureFixture
+    rule: Any, output: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     register("retain", "mine")(rule)
     view = three(config_of(retain={"last": 1, "mine": True}))
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
-            told = verdicts(view)
-    assert {verdict for verdict, _ in told.values()} == {Verdict.KEEP}
-    assert said in told[1][1]
+            messages = verdicts(view)
+    assert {verdict for verdict, _ in messages.values()} == {Verdict.KEEP}
+    assert output in messages[1][1]
     assert len([r for r in caplog.records if "mine failed" in r.message]) == 1
 
 
@@ -403,7 +403,7 @@ def test_an_order_that_fails_leaves_the_oldest_first(
 
 
 @pytest.mark.parametrize(
-    ("order", "said"),
+    ("order", "output"),
     [
         (fails, "the flush policy mine failed: KeyError('loss')"),
         (answers_with_none, "the flush policy mine failed: TypeError("),
@@ -412,7 +412,7 @@ def test_an_order_that_fails_leaves_the_oldest_first(
     ],
 )
 def test_an_order_of_flush_that_fails_lets_the_oldest_go_first_and_says_so_once(
-    order: Any, said: str, caplog: pytest.LogCaptureFixture
+    order: Any, output: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     register("flush", "mine")(order)
     (_, tier) = tier_rules(config_of(flush={"order": "mine"}))
@@ -424,7 +424,7 @@ def test_an_order_of_flush_that_fails_lets_the_oldest_go_first_and_says_so_once(
     assert [(d.checkpoint.step, d.verdict) for d in plan] == [
         (step, Verdict.KEEP) for step in (1, 2, 3)
     ]
-    assert [r.message for r in caplog.records if said in r.message] == [
+    assert [r.message for r in caplog.records if output in r.message] == [
         r.message for r in caplog.records
     ]
     assert len(caplog.records) == 1

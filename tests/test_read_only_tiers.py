@@ -107,9 +107,9 @@ def test_a_tier_that_may_not_be_written_to_is_found_out_and_reported_once(
     else:
         refuse_records(monkeypatch, archive)
     restored_and_saved(make_config(disk={}, archive={}), archive, 3)
-    said = [m for m in caplog.messages if "archive is read-only" in m]
-    assert len(said) == 1
-    assert "say read_only: true" in said[0]
+    message = [m for m in caplog.messages if "archive is read-only" in m]
+    assert len(message) == 1
+    assert "say read_only: true" in message[0]
 
 
 def test_a_tier_that_holds_nothing_and_may_not_be_written_to_is_an_error(

@@ -153,14 +153,14 @@ def test_what_is_of_one_rank_is_known_below_any_key(
 def test_what_was_never_compared_is_no_checkpoint_of_the_next_start_either(
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard = threading.Event()
+    received = threading.Event()
     # they die before rank 0 says anything
-    monkeypatch.setattr(GroupSeals, "on_gathered", lambda *news: heard.set())
-    monkeypatch.setattr(TierCommits, "on_all_uploaded", lambda *news, **more: heard.set())
+    monkeypatch.setattr(GroupSeals, "on_gathered", lambda *news: received.set())
+    monkeypatch.setattr(TierCommits, "on_all_uploaded", lambda *news, **more: received.set())
     opened = open_all(tmp_path, ranks)
     states = [replica(rank, seed=rank) for rank in range(3)]
     handles = save_all(opened, 1, states)
-    assert heard.wait(MAX_WAIT_S), "all ranks have captured it"
+    assert received.wait(MAX_WAIT_S), "all ranks have captured it"
     assert not any(handle.done("host") for handle in handles)
     kill_all(opened)
     monkeypatch.undo()

@@ -74,21 +74,21 @@ def test_what_is_not_set_is_found_out_and_what_is_set_may_agree(
 
 
 @pytest.mark.parametrize(
-    ("where", "shared", "said"),
+    ("where", "shared", "output"),
     [
         (one_folder, False, "is set to shared: false, and the nodes of rank 1 see what rank 0"),
         (own_folders, True, "is set to be shared, and the nodes of rank 1 do not see what rank 0"),
     ],
 )
 def test_a_set_value_that_disagrees_is_refused_by_all(
-    tmp_path: Path, ranks: list[Ranks], where: Callable[[int], str], shared: bool, said: str
+    tmp_path: Path, ranks: list[Ranks], where: Callable[[int], str], shared: bool, output: str
 ) -> None:
     began = time.monotonic()
     outcomes = Two(tmp_path, ranks, where).all_open(shared=shared)
     assert time.monotonic() - began < SOON_S
     for outcome in outcomes:
         assert isinstance(outcome, ConfigError)
-        assert said in str(outcome)
+        assert output in str(outcome)
         assert "tier far" in str(outcome)
     assert leftovers(tmp_path) == []
 
@@ -153,8 +153,8 @@ def test_a_tier_that_does_not_answer_the_probe_is_left_out_by_all(
     monkeypatch.setattr(PosixBackend, method, stand_in)
     both = Two(tmp_path, ranks, one_folder).all_open(fresh=True)
     assert [list(c._session.stores) for c in both] == [[], []]
-    said = [str(c._session.errors["far"]) for c in both]
-    assert all(f"rank {rank}: " in text and "nobody answers" in text for text in said)
+    output = [str(c._session.errors["far"]) for c in both]
+    assert all(f"rank {rank}: " in text and "nobody answers" in text for text in output)
     close_all(both)
     assert leftovers(tmp_path) == []
 

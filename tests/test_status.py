@@ -36,8 +36,8 @@ def read(memory: Path) -> status.Status:
     found: list[status.Status] = []
 
     def look() -> bool:
-        said = status.read_status(memory / "run", 0)
-        found[:] = [] if said is None else [said]
+        output = status.read_status(memory / "run", 0)
+        found[:] = [] if output is None else [output]
         return bool(found)
 
     wait_until(look, "a status")
@@ -50,9 +50,9 @@ def test_an_idle_trainer_writes_only_to_say_that_all_is_well(
     written: list[float] = []
     real = status_writer.write_status
 
-    def write(folder: Path, said: status.Status) -> None:
-        written.append(said.wall_time_s)
-        real(folder, said)
+    def write(folder: Path, output: status.Status) -> None:
+        written.append(output.wall_time_s)
+        real(folder, output)
 
     monkeypatch.setattr(status_writer, "write_status", write)
     with tierfall.open(make_config()) as ckpt:
@@ -75,9 +75,9 @@ def test_of_many_checkpoints_the_newest_are_reported(
         for step in range(1, 6):
             ckpt.save(step, state_of(step), block=True)
         wait_until(lambda: read(memory).tiers[1].checkpoints == 5, "all are there")
-        said = read(memory)
-        assert [one.step for one in said.checkpoints] == [3, 4, 5]
-        assert said.checkpoints_known == 5
+        output = read(memory)
+        assert [one.step for one in output.checkpoints] == [3, 4, 5]
+        assert output.checkpoints_known == 5
 
 
 def test_memory_that_is_full_costs_the_status_alone_and_is_reported_once(
@@ -118,10 +118,10 @@ def test_a_coordinator_that_stopped_is_the_last_thing_reported(
         ckpt._session.workers._coordinator.wait_for_event = _fail  # type: ignore[union-attr, method-assign]
         ckpt._session.call_soon(int)
         wait_until(lambda: read(memory).failure is not None, "the failure")
-        said = read(memory)
-        assert "on purpose" in str(said.failure)
-        assert said.events[-1]["kind"] == "error"
-        assert said.events[-1]["doing"] == "coordinate"
+        output = read(memory)
+        assert "on purpose" in str(output.failure)
+        assert output.events[-1]["kind"] == "error"
+        assert output.events[-1]["doing"] == "coordinate"
     finally:
         with pytest.raises(tierfall.errors.TierfallError, match="on purpose"):
             ckpt.close()
@@ -142,10 +142,10 @@ def test_what_a_killed_rank_reported_goes_with_its_memory(tmp_path: Path) -> Non
             one.save(1, {"w": torch.ones(4), "rng": None})
         wait_sealed(opened)
         wait_until(lambda: status.read_status(folder, 1) is not None, "rank 1's status")
-        said = status.read_status(folder, 1)
-        assert said is not None
+        output = status.read_status(folder, 1)
+        assert output is not None
         kill_all(opened)
-    status.write_status(folder, said)  # as a kill leaves it
+    status.write_status(folder, output)  # as a kill leaves it
     with Checkpointer(config, run="run") as alone:
         alone.restore({"w": torch.zeros(4), "rng": None})
         alone.drain()
@@ -157,8 +157,8 @@ def test_what_a_killed_process_reported_is_replaced_by_the_next_start(
 ) -> None:
     with tierfall.open(make_config()):
         wait_until(lambda: read(memory).attempt == 1, "the first status")
-        said = read(memory)
-    status.write_status(memory / "run", said.model_copy(update={"slot": 0}))
+        output = read(memory)
+    status.write_status(memory / "run", output.model_copy(update={"slot": 0}))
     with tierfall.open(make_config()) as ckpt:
         ckpt.restore(state_of(0))
         wait_until(lambda: read(memory).attempt == 2, "the next start's own")
@@ -206,8 +206,8 @@ def test_where_rank_0_is_elsewhere_this_nodes_first_rank_is_shown(
     config = make_config()
     with tierfall.open(config):
         wait_until(lambda: read(memory).attempt == 1, "the first status")
-        said = read(memory)
-        other = said.model_copy(update={"slot": 1, "rank": 8, "world_size": 16, "pid": 1})
+        output = read(memory)
+        other = output.model_copy(update={"slot": 1, "rank": 8, "world_size": 16, "pid": 1})
         status.write_status(memory / "run", other)
         (memory / "run" / "slot-1.lock").touch(0o600)
         with Watcher(load_config(config), run="run") as watcher:

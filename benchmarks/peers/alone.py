@@ -6,17 +6,16 @@ before, to warm up: the buffers of a system that keeps some are there.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from benchmarks import apart
 from benchmarks.bare import Buffer
 from benchmarks.peers import registry
-from benchmarks.peers.system import Place, System
+from benchmarks.peers.system import System, Task
 from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 from benchmarks.workload import Workload, shape_for
@@ -36,18 +35,15 @@ def series(key: str, what: str) -> str:
 def measure(plan: Plan, key: str, *, direct: bool) -> dict[str, list[float]]:
     """Measure one round of a system in a process of its own, which finds an empty page cache."""
     apart.drop_page_cache()
-    with apart.own_folders(plan, f"peer-{key}") as (folder, memory):
-        words = [str(plan.size_bytes), key, str(folder), str(memory), plan.device, str(int(direct))]
-        return apart.run("benchmarks.peers.alone", words, own_session=True)
+    return registry.measure_apart(plan, __name__, key, plan.size_bytes, direct=direct)
 
 
-def measure_here(key: str, size_bytes: int, place: Place, device: str) -> dict[str, list[float]]:
+def measure_here(task: Task) -> dict[str, list[float]]:
     """Measure one round of a system in this process."""
-    system_type = next(each for each in registry.SYSTEMS if each.key == key)
-    work = Workload(shape_for(size_bytes), device=device)
+    work = Workload(shape_for(task.size_bytes), device=task.device)
     work.train(TRAINING_STEPS)
     saved = Buffer(work.tensors(), touched=True)
-    system = system_type(work, place)
+    system = registry.type_of(task.key)(work, task.place)
     try:
         return run_rounds(contenders(system, saved), rounds=1, seed=0)
     finally:
@@ -138,16 +134,7 @@ def _idle_after(load: Callable[[], None]) -> Callable[[], None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("size_bytes", type=int)
-    parser.add_argument("key")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("memory", type=Path)
-    parser.add_argument("device")
-    parser.add_argument("direct", type=int)
-    given = parser.parse_args()
-    place = Place(folder=given.folder, memory=given.memory, direct=bool(given.direct))
-    print(json.dumps(measure_here(given.key, given.size_bytes, place, given.device)))
+    print(json.dumps(measure_here(Task.parse(sys.argv[1:]))))
 
 
 if __name__ == "__main__":

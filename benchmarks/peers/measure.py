@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from benchmarks import apart, bare
 from benchmarks.figures import Results
-from benchmarks.peers import alone, memory, registry
+from benchmarks.peers import alone, damage, memory, registry
 from benchmarks.peers.system import Place
 from benchmarks.plan import Plan
 
@@ -38,7 +38,11 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
     say("peers: memory, each in a process of its own")
     results.facts["memory_state_bytes"] = min(plan.size_bytes, memory.SIZE_MAX_BYTES)
     results.facts["systems_memory"] = {
-        system.key: memory.measure_apart(plan, system.key) for system in chosen
+        system.key: memory.measure(plan, system.key, direct=direct) for system in chosen
+    }
+    say("peers: a load of files in which one bit has changed")
+    results.facts["systems_damage"] = {
+        system.key: damage.measure(plan, system.key, direct=direct) for system in chosen
     }
 
 

@@ -6,17 +6,17 @@ children hold alone (a forked child shares the rest); shared memory is told apar
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks import apart, bare, machine, memory
+from benchmarks import bare, memory
 from benchmarks.peers import registry
-from benchmarks.peers.system import Place
+from benchmarks.peers.system import Task
 from benchmarks.plan import Plan
 from benchmarks.workload import Workload, shape_for
 
@@ -57,7 +57,7 @@ class Peaks:
 
 
 def children() -> list[int]:
-    """Return the other processes of this process's session; ``measure_apart`` gives it one of its own."""
+    """Return the other processes of this process's session; ``measure`` gives it one of its own."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
@@ -76,17 +76,16 @@ def _own_bytes(process: int) -> int:
     return 0
 
 
-def measure(key: str, size_bytes: int, place: Place, device: str) -> dict[str, int]:
+def measure_here(task: Task) -> dict[str, int]:
     """Save a few times while the optimizer steps, and return the peaks beyond those without saving."""
-    system_type = next(each for each in registry.SYSTEMS if each.key == key)
-    work = Workload(shape_for(size_bytes), device=device)
+    work = Workload(shape_for(task.size_bytes), device=task.device)
     work.train(1)
     gc.collect()
     bare.give_back_freed()
     with Peaks() as without:
         work.update()
     with Peaks() as peaks:
-        system = system_type(work, place)
+        system = registry.type_of(task.key)(work, task.place)
         for _ in range(SAVES):
             system.forget()
             system.save()
@@ -97,25 +96,14 @@ def measure(key: str, size_bytes: int, place: Place, device: str) -> dict[str, i
     return {kind: peaks.bytes[kind] - without.bytes[kind] for kind in peaks.bytes}
 
 
-def measure_apart(plan: Plan, key: str) -> dict[str, int]:
-    """Run ``measure`` in a fresh process and session, and return what it printed."""
+def measure(plan: Plan, key: str, *, direct: bool) -> dict[str, int]:
+    """Measure a system in a fresh process and session."""
     size_bytes = min(plan.size_bytes, SIZE_MAX_BYTES)
-    with apart.own_folders(plan, "memory-apart") as (folder, memory):
-        words = [str(size_bytes), key, str(folder), str(memory), plan.device]
-        return apart.run("benchmarks.peers.memory", words, own_session=True)
+    return registry.measure_apart(plan, __name__, key, size_bytes, direct=direct)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("size_bytes", type=int)
-    parser.add_argument("key")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("memory", type=Path)
-    parser.add_argument("device")
-    given = parser.parse_args()
-    direct = bare.direct_works(given.folder, machine.file_system(given.folder))
-    place = Place(folder=given.folder, memory=given.memory, direct=direct)
-    print(json.dumps(measure(given.key, given.size_bytes, place, given.device)))
+    print(json.dumps(measure_here(Task.parse(sys.argv[1:]))))
 
 
 if __name__ == "__main__":

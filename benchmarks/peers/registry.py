@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
+from benchmarks import apart
 from benchmarks.peers.dcp import Dcp, DcpProcess, DcpThread
 from benchmarks.peers.files import Safetensors, TorchSave
+from benchmarks.peers.frameworks import Lightning, LightningAsync, Orbax
 from benchmarks.peers.meta import TorchCheckpointing
 from benchmarks.peers.ours import Bare, Tierfall
 from benchmarks.peers.resiliency import Resiliency
 from benchmarks.peers.snapshot import TorchSnapshot
-from benchmarks.peers.system import System
+from benchmarks.peers.system import Place, System, Task
+from benchmarks.plan import Plan
 
 INSTALL_ALL = "make .venv/.installed-bench"
 SYSTEMS: tuple[type[System], ...] = (
@@ -24,6 +28,9 @@ SYSTEMS: tuple[type[System], ...] = (
     TorchSnapshot,
     TorchCheckpointing,
     Resiliency,
+    Lightning,
+    LightningAsync,
+    Orbax,
 )
 
 
@@ -33,6 +40,22 @@ KEYS = tuple(system.key for system in SYSTEMS)
 def chosen(keys: Collection[str]) -> list[type[System]]:
     """Return the installed ones among those that are asked for."""
     return [system for system in SYSTEMS if system.key in keys and system.installed()]
+
+
+def type_of(key: str) -> type[System]:
+    """Return the system of a key."""
+    return next(system for system in SYSTEMS if system.key == key)
+
+
+def measure_apart(
+    plan: Plan, module: str, key: str, size_bytes: int, *, direct: bool
+) -> dict[str, Any]:
+    """Measure a system by ``module`` in a process and session of its own; it finds an empty page cache."""
+    apart.drop_page_cache()
+    with apart.own_folders(plan, f"peer-{key}") as (folder, memory):
+        place = Place(folder=folder, memory=memory, direct=direct)
+        task = Task(size_bytes=size_bytes, key=key, place=place, device=plan.device)
+        return apart.run(module, task.words(), own_session=True)
 
 
 def missing(keys: Collection[str]) -> str:

@@ -26,6 +26,26 @@ class Place:
     direct: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a process that measures one system is given on its command line."""
+
+    size_bytes: int
+    key: str
+    place: Place
+    device: str
+
+    def words(self) -> list[str]:
+        place = [str(self.place.folder), str(self.place.memory), str(int(self.place.direct))]
+        return [str(self.size_bytes), self.key, *place, self.device]
+
+    @classmethod
+    def parse(cls, words: list[str]) -> Task:
+        size_bytes, key, folder, memory, direct, device = words
+        place = Place(folder=Path(folder), memory=Path(memory), direct=bool(int(direct)))
+        return cls(size_bytes=int(size_bytes), key=key, place=place, device=device)
+
+
 class System(ABC):
     """One way to save a state and to get it back.
 

@@ -79,9 +79,11 @@ def test_without_obstore_fsspec_serves(
     forget(monkeypatch, "obstore")
     with pytest.raises(ConfigError, match="pip install gcsfs"):
         open_backend("gs://bucket", options={"token": SECRET})
-    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("tierf")]
-    assert "fsspec is used instead" in said
-    assert SECRET not in said
+    (output,) = [
+        record.getMessage() for record in caplog.records if record.name.startswith("tierf")
+    ]
+    assert "fsspec is used instead" in output
+    assert SECRET not in output
     with pytest.raises(ConfigError, match=r"pip install 'tierfall\[object\]'"):
         open_backend("gs://bucket", driver=Driver.OBSTORE)
 

@@ -124,11 +124,11 @@ def test_a_full_disk_that_takes_direct_io_is_opened_with_it(
     with monkeypatch.context() as patch:
         patch.setattr(system, "direct_alignment", lambda descriptor: 512)
         fail(patch, "pwrite", errno.ENOSPC)
-        told = PosixBackend(direct_folder)
+        messages = PosixBackend(direct_folder)
         patch.setattr(system, "direct_alignment", lambda descriptor: None)
         untold = PosixBackend(direct_folder)
-    assert (told.traits.direct_io, untold.traits.direct_io) == (True, False)
-    told.close()
+    assert (messages.traits.direct_io, untold.traits.direct_io) == (True, False)
+    messages.close()
     untold.close()
 
 

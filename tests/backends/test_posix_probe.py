@@ -36,15 +36,15 @@ def test_direct_io_is_found_where_it_works(direct_folder: Path) -> None:
     backend.close()
 
 
-@pytest.mark.parametrize("told", [None, 0, 512, 65_536])
+@pytest.mark.parametrize("messages", [None, 0, 512, 65_536])
 def test_alignment_is_the_kernels_or_the_usual(
-    direct_folder: Path, monkeypatch: pytest.MonkeyPatch, told: int | None
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch, messages: int | None
 ) -> None:
-    monkeypatch.setattr(system, "direct_alignment", lambda descriptor: told)
+    monkeypatch.setattr(system, "direct_alignment", lambda descriptor: messages)
     backend = PosixBackend(direct_folder)
     page = os.sysconf("SC_PAGE_SIZE")
-    assert backend.traits.direct_io is (told != 0)
-    assert backend.traits.alignment_bytes == (1 if told == 0 else max(page, told or 4096))
+    assert backend.traits.direct_io is (messages != 0)
+    assert backend.traits.alignment_bytes == (1 if messages == 0 else max(page, messages or 4096))
     data = aligned_block(CHUNK_BYTES, 65_536)
     data[:] = chunk()
     with backend.create("run/key", length=CHUNK_BYTES) as writer:

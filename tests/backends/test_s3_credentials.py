@@ -280,9 +280,9 @@ def test_no_log_shows_a_credential(
     backend = opened_without_keys(stub)
     put(backend, "key", b"bytes")
     backend.close()
-    said = caplog.text + "".join(str(record.args) for record in caplog.records)
+    output = caplog.text + "".join(str(record.args) for record in caplog.records)
     for secret in (SECRET, KEY, "an identity", "'token'"):
-        assert secret not in said
+        assert secret not in output
 
 
 def test_a_service_for_credentials_that_is_silent_is_given_up(

@@ -191,7 +191,7 @@ def test_a_refusal_of_the_configuration_is_a_document_too(tmp_path: Path, text: 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["show"], "show: missing argument 'STEP'"),
         (["rm", "1", "--what"], "rm: no such option: --what"),
@@ -201,10 +201,10 @@ def test_a_refusal_of_the_configuration_is_a_document_too(tmp_path: Path, text: 
         (["ls", "--run"], "option '--run' requires an argument"),
     ],
 )
-def test_wrong_usage_is_one_line_that_names_the_help(words: list[str], said: str) -> None:
+def test_wrong_usage_is_one_line_that_names_the_help(words: list[str], output: str) -> None:
     answer = run(words)
     assert (answer.code, answer.out) == (2, "")
-    assert answer.err.startswith(f"tierfall: {said}")
+    assert answer.err.startswith(f"tierfall: {output}")
     assert answer.err.endswith(" --help\n")
     assert answer.err.count("\n") == 1
     document = run([*words[:1], "--json", *words[1:]]).document

@@ -98,9 +98,9 @@ def test_with_a_deadline_it_foretells_what_comes_and_brings_the_newest_first(
     assert max(steps) == 4
     assert steps == list(range(min(steps), 5)), "the newest came before what was older"
     assert min(steps) > 1
-    unknown, told = document["forecast"][:4], document["forecast"][4:]
+    unknown, messages = document["forecast"][:4], document["forecast"][4:]
     assert all("the rate of far is not known yet" in line for line in unknown)
-    assert any("not be on far" in line and " carry " in line for line in told), told
+    assert any("not be on far" in line and " carry " in line for line in messages), messages
     assert steps_on(tmp_path / "far") == sorted(steps)
 
 

@@ -200,16 +200,16 @@ def test_both_show_progress_to_whoever_watches(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for words in (("export", "1", "--to", str(tmp_path / "out")), ("copy", "1", "--to", "far")):
-        told: list[tuple[int, int]] = []
+        messages: list[tuple[int, int]] = []
         base: Any = copy_export.ProgressBar
 
         class Seen(base):  # type: ignore[misc]
             def set(self, done: int, total: int) -> None:
-                told.append((done, total))  # noqa: B023 - used within this round
+                messages.append((done, total))  # noqa: B023 - used within this round
 
         monkeypatch.setattr(copy_export, "ProgressBar", Seen)
         cli(*words)
-        assert told[-1][0] == told[-1][1] > 80_000
+        assert messages[-1][0] == messages[-1][1] > 80_000
 
 
 def test_a_checkpoint_of_an_unreadable_tier_is_not_called_absent(cli: Cli, tmp_path: Path) -> None:

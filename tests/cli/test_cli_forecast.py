@@ -61,11 +61,11 @@ def test_a_day_is_foreseen_by_the_options(cli: Cli) -> None:
     assert far["behind_per_h"] == pytest.approx(3600 / 6000 - 3600 / far["copy_s"])
     assert far["copy_s"] == 9 * GIB / 1e6
     (reason,) = [r for r in far["reasons"] if "falls behind" in r]
-    said = "falls behind by 0.2 checkpoints an hour: its 1 MB/s against 1.6 MB/s of images"
-    assert reason == said
+    output = "falls behind by 0.2 checkpoints an hour: its 1 MB/s against 1.6 MB/s of images"
+    assert reason == output
     text = cli("check", *SMALL, "--image", "9GiB", "--save-every", "10m").out
     assert "a day with a save every 10 min 00 s of 9 GiB (by the options): 144 saves" in text
-    assert f"far: {said}" in text
+    assert f"far: {output}" in text
 
 
 def test_no_tier_is_taken_to_be_faster_than_the_file_allows(cli: Cli) -> None:
@@ -134,7 +134,7 @@ def test_what_is_missing_is_named(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (("--image", "9Gib"), "--image: unknown unit"),
         (("--image", "0"), "--image: '0' is invalid"),
@@ -148,10 +148,10 @@ def test_what_is_missing_is_named(cli: Cli) -> None:
     ],
 )
 def test_options_that_make_no_sense_are_refused(
-    cli: Cli, words: tuple[str, ...], said: str
+    cli: Cli, words: tuple[str, ...], output: str
 ) -> None:
     answer = cli("check", *words, code=2)
-    assert said in answer.err
+    assert output in answer.err
     assert answer.out == ""
 
 

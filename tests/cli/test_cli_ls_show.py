@@ -239,13 +239,13 @@ def test_a_step_folder_that_is_a_link_is_reported_by_every_command_that_looks(
     folder = tmp_path / "disk" / "run" / "step-00000002-a0001"
     folder.rename(tmp_path / "archived")
     folder.symlink_to(tmp_path / "archived")
-    said = "tier disk: run/step-00000002-a0001 is a symbolic link"
+    output = "tier disk: run/step-00000002-a0001 is a symbolic link"
     listed = cli("ls", code=1)
     assert "2@1" in listed.out
     assert "damaged" in listed.out
     for words in (["show", "2"], ["verify", "2"], ["rm", "2", "--yes"], ["watch", "--once"]):
         text = cli(*words, code=1).err.replace("holds a damaged file: disk", "")
-        assert said.removeprefix("tier disk: ") in text, words
+        assert output.removeprefix("tier disk: ") in text, words
         assert "put the folder itself there" in text, words
     assert "symbolic link" in cli("verify", code=1).err
     assert [tier["error"] for tier in cli.json("ls", code=1)["tiers"]] == [None, None]

@@ -63,13 +63,13 @@ def test_prune_and_check_say_that_no_checkpoint_has_a_metric(
     for words in commands:
         assert cli.json(*words)["notes"] == []
     cli.configure(make_cli(disk={"retain": {"best": {"metric": "los"}}}).config)
-    said = (
+    output = (
         'retain.best of disk keeps nothing: no checkpoint has the metric "los"; they have loss; did '
         'you mean "loss"?'
     )
     for words in commands:
-        assert cli.json(*words)["notes"] == [said]
-        assert said in " ".join(cli(*words).out.split())
+        assert cli.json(*words)["notes"] == [output]
+        assert output in " ".join(cli(*words).out.split())
     cli.configure(make_cli(disk={"retain": {"best": {"metric": "los"}}}, far={}).config)
     (tmp_path / "far").write_text("this is no folder")
     answer = cli.json("prune", "--dry-run", code=-1)

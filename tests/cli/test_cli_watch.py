@@ -119,8 +119,8 @@ def test_a_trainer_that_says_nothing_for_long_may_hang(
     try:
         old = status.read_status(memory / "run", 0)
         assert old is not None
-        said = old.model_copy(update={"wall_time_s": old.wall_time_s - 60})
-        status.write_status(memory / "run", said)
+        output = old.model_copy(update={"wall_time_s": old.wall_time_s - 60})
+        status.write_status(memory / "run", output)
         assert "its status is 1 min" in cli("watch", "--once").out
     finally:
         trainer.go_on()

@@ -36,13 +36,13 @@ def test_the_example_is_killed_and_goes_on_with_fewer_ranks(tmp_path: Path) -> N
     with log.open("w") as out:
         second = _torchrun(2, config, steps=300, out=out)
         assert second.wait(120) == 0, log.read_text()[-3000:]
-    said = log.read_text()
+    output = log.read_text()
     for deleted in ("in memory is deleted", "left is deleted"):
-        assert deleted not in said, "what four ranks had in memory is of use to two"
-    restored = int(said.partition("restored step ")[2].split()[0])
+        assert deleted not in output, "what four ranks had in memory is of use to two"
+    restored = int(output.partition("restored step ")[2].split()[0])
     assert restored >= 90
     assert restored % 10 == 0
-    assert "step 300: loss 0.00" in said
+    assert "step 300: loss 0.00" in output
 
 
 def _children(parent: int) -> list[int]:

@@ -41,7 +41,7 @@ class Meeting:
         """Return what each rank said, as pickling left it: no rank shares an object with another."""
         self._said[rank] = pickle.dumps(thing)
         self._barrier.wait(PATIENCE_S)
-        found = [pickle.loads(said) for said in self._said]
+        found = [pickle.loads(output) for output in self._said]
         self._barrier.wait(PATIENCE_S)
         return found
 
@@ -69,8 +69,8 @@ class Together(_DistWrapper):
         return self.own.meeting.gather(self.rank, object)
 
     def scatter_object(self, object_list: list[Any] | None) -> Any:
-        said = self.all_gather_object(object_list)[self.coordinator_rank]
-        return said[self.rank]
+        output = self.all_gather_object(object_list)[self.coordinator_rank]
+        return output[self.rank]
 
     def barrier(self) -> None:
         self.all_gather_object(None)

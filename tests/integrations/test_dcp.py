@@ -131,14 +131,14 @@ def test_stateful_objects_come_back(make_config: MakeConfig) -> None:
 
 def test_an_object_that_dcp_would_pickle_is_refused_by_name(make_config: MakeConfig) -> None:
     with tierfall.open(make_config()) as ckpt:
-        for value, said in [
+        for value, output in [
             ({"inner": Counter(1, torch.ones(1))}, "entry.inner is an object with a state_dict"),
             ({"f": object()}, r'state\["entry"\]\["f"\]'),
         ]:
             with pytest.raises(CheckpointException) as caught:
                 dcp.save({"entry": value}, storage_writer=TierWriter(ckpt, step=1))
             assert isinstance(raised(caught.value), CaptureError)
-            assert caught.match(said)
+            assert caught.match(output)
         dcp.save({"entry": 1}, storage_writer=TierWriter(ckpt, step=2))
 
 

@@ -25,12 +25,12 @@ def test_the_example_prints_what_the_page_shows(
     (config,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     Path("tiers.yaml").write_text(config)
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    said = io.StringIO()
+    output = io.StringIO()
     names: dict[str, Any] = {}
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(output):
         exec(compile(code, "the page", "exec"), names)
     shown = re.findall(r"^ *# (.*)$", code, re.MULTILINE)
-    assert said.getvalue().splitlines() == shown
+    assert output.getvalue().splitlines() == shown
 
 
 @pytest.mark.parametrize("name", sorted(dcp.__all__))

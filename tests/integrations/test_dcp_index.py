@@ -124,8 +124,10 @@ def test_what_turns_out_to_differ_once_all_headers_are_read_is_named(
         del headers[:]
         assert is_loaded(load(empty(), ckpt))
         assert headers == [2]
-        said = r"note: differs between the ranks that saved it: 'of rank 0' on rank 0; 'of rank 1'"
-        with pytest.raises(dcp.api.CheckpointException, match=said):
+        output = (
+            r"note: differs between the ranks that saved it: 'of rank 0' on rank 0; 'of rank 1'"
+        )
+        with pytest.raises(dcp.api.CheckpointException, match=output):
             load({**empty(), "note": ""}, ckpt)
         assert headers == [2, 2, 0, 1, 2]
 

@@ -114,11 +114,11 @@ def test_nothing_is_committed_unless_every_rank_and_item_is_there(
         left_out = 1
 
     with tierfall.open(make_config()) as ckpt:
-        for step, (kind, said) in enumerate(
+        for step, (kind, output) in enumerate(
             [(Forgetful, "0 of 1 ranks have written"), (AllButOne, "written by no rank: w")], 1
         ):
             writer = kind(sent(TierWriter(ckpt, step=step))._request)
-            with pytest.raises(CheckpointException, match=said) as caught:
+            with pytest.raises(CheckpointException, match=output) as caught:
                 dcp.save({"w": torch.ones(2), "n": 1}, storage_writer=writer)
             assert isinstance(caught.value.failures[0][0], FlushError)
     with tierfall.open(make_config()) as ckpt:
@@ -241,8 +241,8 @@ def test_all_ranks_hear_of_what_their_processes_wrote(tmp_path: Path) -> None:
         writers[0].finish(metadata=metadata, results=results)
         reports = on_all([ckpt.drain for ckpt in opened])
         assert all(report.left == () for report in reports), reports
-        said = on_all([ckpt.checkpoints for ckpt in opened])
-        assert [[(c.step, sorted(c.tiers)) for c in of_rank] for of_rank in said] == [
+        output = on_all([ckpt.checkpoints for ckpt in opened])
+        assert [[(c.step, sorted(c.tiers)) for c in of_rank] for of_rank in output] == [
             [(1, ["far", "near"])]
         ] * 2
         unwritten = sent(TierWriter(opened[1], step=2))  # rank 0 expects nothing

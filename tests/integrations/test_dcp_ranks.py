@@ -106,10 +106,10 @@ class Failing(DefaultSavePlanner):
 # Failures --------------------------------------------------------------------------------------------
 
 
-def all_are_told(answers: list[Any], said: str) -> None:
+def all_are_told(answers: list[Any], output: str) -> None:
     for answer in answers:
         assert isinstance(answer, CheckpointException), answer
-        assert said in str(answer)
+        assert output in str(answer)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -139,11 +139,11 @@ def test_a_rank_that_cannot_plan_ends_the_save_for_all_and_nothing_is_saved(
 
 
 @pytest.mark.parametrize(
-    ("planner", "ranks", "said"),
+    ("planner", "ranks", "output"),
     [(Failing, [1], "this rank cannot plan"), (Renaming, [0, 1], "xw is planned as")],
 )
 def test_what_was_captured_before_dcp_failed_to_plan_is_a_checkpoint_of_the_state(
-    pair: list[Rank], planner: type[DefaultSavePlanner], ranks: list[int], said: str
+    pair: list[Rank], planner: type[DefaultSavePlanner], ranks: list[int], output: str
 ) -> None:
     def state(rank: Rank) -> State:
         return {"w": torch.full((5,), 7.0), "own": rank.number}
@@ -154,7 +154,7 @@ def test_what_was_captured_before_dcp_failed_to_plan_is_a_checkpoint_of_the_stat
             state(rank), 1, planner=planner() if rank.number in ranks else None
         ),
     )
-    all_are_told(answers, said)
+    all_are_told(answers, output)
     assert on(pair, lambda rank: rank.save_lazily(state(rank), 2)) == [None, None]
     assert on(pair, Rank.steps) == [[1, 2], [1, 2]]
     on(pair, lambda rank: rank.ckpt.drain())  # threads have no process group to send shards by
@@ -211,8 +211,8 @@ def test_values_under_one_key_are_each_ranks_own(tmp_path: Path) -> None:
         found = on(pair, lambda rank: rank.load(emptied(state(0))))
         assert all(same(one, state(number)) for number, one in enumerate(found))
     with job(tmp_path, 1) as (one,):
-        said = r"rng\.seed: differs between the ranks that saved it: 100 on rank 0; 101 on rank 1"
-        with pytest.raises(CheckpointException, match=said):
+        output = r"rng\.seed: differs between the ranks that saved it: 100 on rank 0; 101 on rank 1"
+        with pytest.raises(CheckpointException, match=output):
             one.load(emptied(state(0)))
         assert same(one.load(emptied(state(0)), values_of=1), state(1))
 

@@ -30,9 +30,9 @@ def test_what_costs_the_run_less_stays(lazy_s: float, blocking_s: float) -> None
     trials = run_of(AGAIN_AFTER - 1, lazy_s=lazy_s, blocking_s=blocking_s)
     is_lazy = lazy_s <= blocking_s
     assert {trial.lazy for trial in trials[2 * TRIALS :]} == {is_lazy}
-    said = choose_lazy(trials)[1]
-    assert said.startswith("lazy: " if is_lazy else "blocking: ")
-    assert f"takes {abs(lazy_s - blocking_s):.3g} s less" in said
+    output = choose_lazy(trials)[1]
+    assert output.startswith("lazy: " if is_lazy else "blocking: ")
+    assert f"takes {abs(lazy_s - blocking_s):.3g} s less" in output
 
 
 def test_the_other_is_tried_again_now_and_then() -> None:

@@ -60,8 +60,10 @@ def test_what_is_given_up_for_newer_ones_is_what_retention_drops_when_it_comes(v
             if tier.in_order or newest is None or newest < waits.id:
                 assert decision.verdict is Verdict.KEEP
                 continue
-            told = {d.checkpoint: d for d in plan_retention(arrived(view, waits, tier), tier.name)}
-            assert decision.verdict is told[waits.id].verdict
+            messages = {
+                d.checkpoint: d for d in plan_retention(arrived(view, waits, tier), tier.name)
+            }
+            assert decision.verdict is messages[waits.id].verdict
             assert not (waits.pinned and decision.verdict is Verdict.DROP)
 
 
@@ -148,11 +150,11 @@ def comes(view: View, checkpoint: CheckpointView, lost: LossClass) -> bool:
 def test_a_share_is_never_less_than_it_must_be_nor_more_than_all(
     idle: list[float], busy: list[float], share: float, least: float
 ) -> None:
-    told = plan_yield(idle_s=idle, busy_s=busy, share=share, least=least)
-    assert told.reason
-    assert 0 < told.share <= 1.0
-    assert told.share >= min(1.0, max(LEAST, least)) or told.share == share
-    assert told.share == share or min(len(idle), len(busy)) >= 8
+    messages = plan_yield(idle_s=idle, busy_s=busy, share=share, least=least)
+    assert messages.reason
+    assert 0 < messages.share <= 1.0
+    assert messages.share >= min(1.0, max(LEAST, least)) or messages.share == share
+    assert messages.share == share or min(len(idle), len(busy)) >= 8
 
 
 @EXAMPLES
@@ -161,7 +163,7 @@ def test_a_tier_that_keeps_up_is_never_warned_of(
     saves: int, every_s: float, size: int, rate: float, waiting: int
 ) -> None:
     tier = TierRules(name="t", kind=TierKind.FILE, survives=LossClass.NODE)
-    told = forecast(
+    messages = forecast(
         tier,
         saves=saves,
         every_s=every_s,
@@ -170,6 +172,6 @@ def test_a_tier_that_keeps_up_is_never_warned_of(
         stretches=8,
         waiting=waiting,
     )
-    assert told.behind is not None
-    assert (told.behind > 0) == (size / every_s > rate)
-    assert told.warning is None or (told.behind > 0 and waiting > 1 and saves > 5)
+    assert messages.behind is not None
+    assert (messages.behind > 0) == (size / every_s > rate)
+    assert messages.warning is None or (messages.behind > 0 and waiting > 1 and saves > 5)

@@ -33,11 +33,11 @@ FOLDER = Path(__file__).parent / "golden"
 )
 def test_decisions_and_reasons_are_as_written(name: str) -> None:
     path = FOLDER / f"{name}.txt"
-    told = path.read_text()
-    now = answered(told)
+    messages = path.read_text()
+    now = answered(messages)
     if os.environ.get("TIERFALL_GOLDEN") == "write":
         path.write_text(now)
-    assert now == told
+    assert now == messages
 
 
 def test_every_case_asks_and_is_answered() -> None:

@@ -237,12 +237,12 @@ def _plan(view: View, what: str, tier: str, options: dict[str, str]) -> list[str
 def _yield(options: dict[str, str]) -> list[str]:
     idle, busy = ([float(each) for each in options[kind].split(",")] for kind in ("idle", "busy"))
     share, least = float(options["share"]), float(options["least"])
-    told = plan_yield(idle_s=idle, busy_s=busy, share=share, least=least)
-    return [f"{told.share:g}: {told.reason}"]
+    messages = plan_yield(idle_s=idle, busy_s=busy, share=share, least=least)
+    return [f"{messages.share:g}: {messages.reason}"]
 
 
 def _forecast(tier: TierRules, options: dict[str, str]) -> list[str]:
-    told = forecast(
+    messages = forecast(
         tier,
         saves=int(options["saves"]),
         every_s=float(options["every"]),
@@ -251,8 +251,8 @@ def _forecast(tier: TierRules, options: dict[str, str]) -> list[str]:
         stretches=int(options["stretches"]),
         waiting=int(options["waiting"]),
     )
-    behind = 0.0 if told.behind is None else told.behind
-    return [f"{behind:.2f} behind in an hour", *([told.warning] if told.warning else [])]
+    behind = 0.0 if messages.behind is None else messages.behind
+    return [f"{behind:.2f} behind in an hour", *([messages.warning] if messages.warning else [])]
 
 
 def _tier(words: list[str]) -> TierRules:

@@ -680,11 +680,13 @@ class History:
     def _check_superseded(self, now: dict[str, Held]) -> None:
         """What was given up is nowhere, and never again; and it was neither pinned, nor the newest, in memory or on its
         way to where it survives a loss."""
-        told = {id for id, h in self.world.handles.items() if h.outcome is SaveOutcome.SUPERSEDED}
-        for id in self.superseded | told:
+        messages = {
+            id for id, h in self.world.handles.items() if h.outcome is SaveOutcome.SUPERSEDED
+        }
+        for id in self.superseded | messages:
             there = [tier for tier, held in now.items() if id in held.commits]
             assert not there, f"{id} was superseded, and is on {there}"
-        for id in told - self.superseded:
+        for id in messages - self.superseded:
             self.superseded.add(id)
             assert self.gives_up, f"{id} is superseded, and no tier asks for that"
             assert id not in self.pinned, f"{id} was pinned, and is superseded"
@@ -768,8 +770,8 @@ class History:
             assert latest is None or there, f"{tier}: latest names {latest}"
         owed = {id for id, _ in left_undone}
         for id, handle in world.handles.items():
-            told = handle.outcome is not SaveOutcome.PENDING
-            assert told or id in owed, f"whoever waits for {id} waits for ever"
+            messages = handle.outcome is not SaveOutcome.PENDING
+            assert messages or id in owed, f"whoever waits for {id} waits for ever"
         kept = set(now["host"].commits) & self.buried - pinned - set(self.pinned)
         kept &= self._marked_deleted({tier: now[tier] for tier in now.keys() - unread})
         kept -= coordinator.deleter.awaited if unread else set()
@@ -792,11 +794,11 @@ class History:
         """After a start that could look everywhere, the ledger is what lies there."""
         now, ledger = self.look(), self.world.coordinator.ledger
         for tier, held in now.items():
-            told = {e.id for e in ledger.entries.values() if e.readable_on(tier)}
-            told -= {id for where, id in self.rotten if where == tier}
-            told = {id for id in told if not self._is_taken_twice(id)}
+            messages = {e.id for e in ledger.entries.values() if e.readable_on(tier)}
+            messages -= {id for where, id in self.rotten if where == tier}
+            messages = {id for id in messages if not self._is_taken_twice(id)}
             there = {id for id in held.commits if not self._is_taken_twice(id)}
-            assert told == there, f"{tier}: the ledger says {told}"
+            assert messages == there, f"{tier}: the ledger says {messages}"
         self._check_flushed(now)
 
     def _check_flushed(self, now: dict[str, Held]) -> None:

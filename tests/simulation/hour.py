@@ -130,8 +130,8 @@ class Hour(History):
             if self._wakes.random() < 0.2:
                 before = objects_on(self._places())
                 blind = {t for t in self.world.disks if self._newest_number([t]) <= zombie.number}
-                said = zombie.go_on(self._wakes, self.world.now_s, blind)
-                self.log.extend(said)
+                output = zombie.go_on(self._wakes, self.world.now_s, blind)
+                self.log.extend(output)
                 after = objects_on(self._places())
                 gone = [key for key, data in before.items() if after.get(key) is not data]
                 assert not gone, f"a zombie took away {gone}"
@@ -251,7 +251,7 @@ class Hour(History):
         self.log.append(f"{self.world.now_s:.0f} s: the machine is restarted")
         self.world.memory.regions.clear()
         self.world.machine.data = None
-        told = {
+        messages = {
             (tier, id)
             for tier, disk in self.world.disks.items()
             for id in self._look_at(tier, disk).commits
@@ -263,7 +263,7 @@ class Hour(History):
                 self.log.append(f"{tier}: {key} is gone")
                 self.counts["unsynced"] += 1
         left = self.look()
-        for tier, id in told:
+        for tier, id in messages:
             assert id in left[tier].commits, f"{id} was told to be on {tier}, and the power cut"
         self._forget_pins({"host"})
         self._start_again(LossClass.PROCESS)

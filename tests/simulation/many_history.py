@@ -489,9 +489,9 @@ class ManyHistory:
                     f"whoever waits for {id} on rank {rank.number} waits for ever"
                 )
                 for tier in handle.tiers:
-                    told = handle.done(tier)
-                    assert told == ((tier, id) in self.committed), (
-                        f"rank {rank.number}: {id} is told to be on {tier}: {told}"
+                    output = handle.done(tier)
+                    assert output == ((tier, id) in self.committed), (
+                        f"rank {rank.number}: {id} is told to be on {tier}: {output}"
                     )
 
     def _check_records(self) -> None:
@@ -567,9 +567,9 @@ class ManyHistory:
             both |= self.damage.on(tier)  # a rank may have noticed
             there = self.world.committed(tier) - both
             for rank in self.world.ranks:
-                told = rank.committed(tier) - both
-                assert told == there, (
-                    f"{tier}: rank {rank.number} says that {sorted(told)} are there, and {sorted(there)} are"
+                output = rank.committed(tier) - both
+                assert output == there, (
+                    f"{tier}: rank {rank.number} says that {sorted(output)} are there, and {sorted(there)} are"
                 )
         known = [set(rank.coordinator.ledger.entries) for rank in self.world.ranks]
         sealed = [rank.sealed() for rank in self.world.ranks]

@@ -291,8 +291,8 @@ class ManyHour(ManyHistory):
         for step, ranks in self._saved.items():
             others = [rank.number for rank in self.world.ranks if rank.number not in ranks]
             if step <= until:
-                told = [self.left_out[step, number] for number in others]
-                assert told == [1] * len(others), f"ranks {others} pass {step}: {told}"
+                messages = [self.left_out[step, number] for number in others]
+                assert messages == [1] * len(others), f"ranks {others} pass {step}: {messages}"
             if others:
                 id = CheckpointId(step, self.world.attempt.number)
                 assert id not in self.whole, f"{id} is whole without ranks {others}"

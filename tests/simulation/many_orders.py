@@ -67,8 +67,8 @@ class Person:
         self.counts["mark"] += 1
         for place in self._holding(id).intersection(seen):
             self._store(place).add_mark(Mark(name=name, checkpoint=id, wall_time_s=0.0))
-            told = id in self.world.ranks[0].committed(place[0])  # else it may be taken back
-            if name == keys.PIN_MARK and told and not self._is_unpinning(id):
+            messages = id in self.world.ranks[0].committed(place[0])  # else it may be taken back
+            if name == keys.PIN_MARK and messages and not self._is_unpinning(id):
                 self._pins.setdefault(id, set()).add(place)
         if name == keys.TOMBSTONE_MARK:
             self.doomed.add(id)
@@ -87,8 +87,8 @@ class Person:
             self.counts[f"{kind}"] += done
             self.world.trace.append(f"a person: {kind} {id} ended: {answer[0]}")
             if kind is CommandKind.PIN and done and not self._is_unpinning(id):
-                told = self.world.ranks[0].committed  # what is not may be taken back
-                holding = {place for place in self._holding(id) if id in told(place[0])}
+                messages = self.world.ranks[0].committed  # what is not may be taken back
+                holding = {place for place in self._holding(id) if id in messages(place[0])}
                 self._pins.setdefault(id, set()).update(holding)
             if kind is CommandKind.DELETE and done:
                 self.deleted.add(id)

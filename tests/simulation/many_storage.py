@@ -307,7 +307,7 @@ class Faults:
     def cut_power(self) -> None:
         """What no fsync has made durable is gone. Nobody was told that it is there."""
         self._say("the power is cut")
-        told = {
+        messages = {
             (tier, id)
             for rank in self.world.ranks
             for id, handle in rank.handles.items()
@@ -321,7 +321,7 @@ class Faults:
                 self.world.trace.append(f"{place}: {key} is gone")
                 self.counts["unsynced"] += 1
             unsynced.keys.clear()
-        for tier, id in told:
+        for tier, id in messages:
             there = id in self.world.committed(tier)
             assert there, f"{id} was told to be on {tier}, and the power cut"
 

@@ -78,9 +78,9 @@ def remembers(
         known = parse_tier_record(machine.data, what="this machine").others.get(tier)
         if known is not None and (known.shared or known.device is not None):
             return True
-    said = [disks[name]._objects.get(RECORD) for name in set(seen) - {tier}]
+    output = [disks[name]._objects.get(RECORD) for name in set(seen) - {tier}]
     others = [
-        parse_tier_record(bytes(data), what=RECORD).others for data in said if data is not None
+        parse_tier_record(bytes(data), what=RECORD).others for data in output if data is not None
     ]
     return any(tier in known and known[tier].shared for known in others)
 

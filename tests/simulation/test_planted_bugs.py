@@ -242,10 +242,10 @@ def test_a_planted_bug_is_found_and_its_seed_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(monkeypatch)
-    seed, said = next(
-        ((seed, said) for seed in range(first, first + SEEDS) if (said := wrong(run, seed))),
+    seed, output = next(
+        ((seed, output) for seed in range(first, first + SEEDS) if (output := wrong(run, seed))),
         (0, ""),
     )
-    assert said, f"none of {SEEDS} hours broke a promise"
-    assert said.startswith(f"seed {seed}")
-    assert f"--first {seed} --seeds 1" in said
+    assert output, f"none of {SEEDS} hours broke a promise"
+    assert output.startswith(f"seed {seed}")
+    assert f"--first {seed} --seeds 1" in output

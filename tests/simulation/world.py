@@ -596,7 +596,7 @@ class Zombie:
 
     def go_on(self, draw: random.Random, now_s: float, blind: Collection[str] = ()) -> list[str]:
         """Do some of what it has to do, and say what became of it; nothing on the tiers ``blind``."""
-        said = []
+        output = []
         for _ in range(draw.randint(1, 6)):
             self._coordinator.step(now_s)
             able = [t for t in self._tasks if t.tier in self._shared and t.tier not in blind]
@@ -606,10 +606,10 @@ class Zombie:
             self._tasks.remove(task)
             outcome = self._runner.run(task)
             what = f"{type(task).__name__} {getattr(task, 'id', '')} on {task.tier}"
-            said.append(f"{self.name}: {what}: {outcome.error or 'done'}")
+            output.append(f"{self.name}: {what}: {outcome.error or 'done'}")
             self._coordinator.post(outcome)
         self._coordinator.step(now_s)
-        return said
+        return output
 
 
 Place = tuple[str, int]

@@ -142,11 +142,11 @@ def test_what_would_fit_is_what_fits_once_those_are_gone(
         assert region is not None
         regions.append(region)
     asked = {"image_bytes": pages * PAGE - PAGE + 1, "records_bytes": 0}
-    said = arena.would_fit(**asked, without=[regions[index] for index in gone])
+    output = arena.would_fit(**asked, without=[regions[index] for index in gone])
     assert len(arena.regions()) == 3
     for index in gone:
         regions[index].release()
-    assert said == (arena.allocate(**asked) is not None)
+    assert output == (arena.allocate(**asked) is not None)
     arena.close(keep=False)
 
 

@@ -609,10 +609,11 @@ def test_the_record_of_another_attempt_under_a_high_number_is_no_newer_one(
     commit(tier, 1)
     commit(tier, 2)
     assert steps(tier) == ["1@1", "2@1"]
-    said = [r.getMessage() for r in caplog.records if "a999999999999" in r.getMessage()]
-    assert len(said) == 1
+    output = [r.getMessage() for r in caplog.records if "a999999999999" in r.getMessage()]
+    assert len(output) == 1
     assert (
-        "is the record of attempt 1 of run 'run', stored under the wrong name: remove it" in said[0]
+        "is the record of attempt 1 of run 'run', stored under the wrong name: remove it"
+        in output[0]
     )
 
 

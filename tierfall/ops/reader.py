@@ -313,20 +313,20 @@ def _is_run(path: Path) -> bool:
 def open_place(place: RunPath) -> tuple[StoredTier, Mapping[str, Listing]]:
     """Open the root of a resolved path as a tier, for reading, each read with a bound."""
     backend = PosixBackend(place.root, read_only=True)
-    heard = LastAnswer(backend)
+    received = LastAnswer(backend)
     bounded = Bounded(
-        heard,
+        received,
         tier=str(place.root),
         bound_s=PATH_ANSWER_S,
         bytes_per_s_min=READ_BYTES_PER_S_MIN,
-        last_answer_s=lambda: heard.last_answer_s,
+        last_answer_s=lambda: received.last_answer_s,
     )
     store = StoredTier(
         name=str(place.root),
         run=place.run,
         backend=bounded,
         links=backend.links,
-        last_answer_s=lambda: heard.last_answer_s,
+        last_answer_s=lambda: received.last_answer_s,
     )
     return store, {store.name: store.list()}
 

@@ -603,8 +603,8 @@ def test_without_a_gpu_the_device_tier_is_left_out_and_that_is_reported_once(
         lazy_save(ckpt, trainer, 2).wait(timeout=PATIENCE_S)
         (info, *_) = ckpt.checkpoints()
         assert "spare" not in info.tiers
-    said = [r.getMessage() for r in caplog.records if "spare" in r.getMessage()]
-    assert said == ["open: goes on without tier spare: no CUDA device here"]
+    output = [r.getMessage() for r in caplog.records if "spare" in r.getMessage()]
+    assert output == ["open: goes on without tier spare: no CUDA device here"]
 
 
 def test_a_device_without_so_much_room_is_reported_and_left_out(

@@ -687,9 +687,11 @@ def test_a_save_that_had_begun_before_a_failure_was_known_is_no_second_failure()
         assert fails(2) is None
         assert fails(2) is None  # the thread at the barrier says it, and the capture thread too
         evidence.on_begun(CheckpointId(3, 1))
-        said = fails(3)
-        assert "2 saves in a row" in str(said)
+        output = fails(3)
+        assert "2 saves in a row" in str(output)
         evidence.on_failed(CheckpointId(4, 1), StateChangedError("changed", ("other",)))
-        assert evidence.reason_to_block(elsewhere=(), first=False) == said, "said once, in one way"
+        assert evidence.reason_to_block(elsewhere=(), first=False) == output, (
+            "said once, in one way"
+        )
     finally:
         barrier.close()

@@ -166,16 +166,16 @@ def test_a_loop_that_leaves_out_no_gradients_receives_nothing(
     saved_steps: tuple[Training, Save, Callable[[], list[str]]],
     set_to_none: bool,
 ) -> None:
-    training, save, said = saved_steps
+    training, save, output = saved_steps
     for _ in range(4):
         loop(training, save, set_to_none=set_to_none)
-    assert said() == []
+    assert output() == []
 
 
 def test_a_scaler_that_skips_steps_is_no_accumulation(
     saved_steps: tuple[Training, Save, Callable[[], list[str]]],
 ) -> None:
-    training, save, said = saved_steps
+    training, save, output = saved_steps
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for overflow in (False, True, False, True, True, False):
         training.optimizer.zero_grad()
@@ -185,20 +185,20 @@ def test_a_scaler_that_skips_steps_is_no_accumulation(
         scaler.step(training.optimizer)
         scaler.update()
         save()
-    assert said() == []
+    assert output() == []
 
 
 def test_a_save_between_micro_steps_says_once_which_step_lacks_gradients(
     saved_steps: tuple[Training, Save, Callable[[], list[str]]],
 ) -> None:
-    training, save, said = saved_steps
+    training, save, output = saved_steps
     for step in range(1, 9):
         training.backward()
         if step % 2 == 0:
             training.optimizer.step()
             training.optimizer.zero_grad()
         save()
-    (text,) = said()
+    (text,) = output()
     assert text.startswith("step 3 was saved between a backward pass and the optimizer step")
     assert "docs/exact-resume.md" in text
 
@@ -206,13 +206,13 @@ def test_a_save_between_micro_steps_says_once_which_step_lacks_gradients(
 def test_a_save_between_backward_and_step_says_so(
     saved_steps: tuple[Training, Save, Callable[[], list[str]]],
 ) -> None:
-    training, save, said = saved_steps
+    training, save, output = saved_steps
     for _ in range(4):
         training.backward()
         save()
         training.optimizer.step()
         training.optimizer.zero_grad()
-    (text,) = said()
+    (text,) = output()
     assert text.startswith("step 2 was")
 
 

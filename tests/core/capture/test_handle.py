@@ -110,7 +110,7 @@ def test_blocked_time_is_that_in_save_and_that_at_the_barrier() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wait", "told"),
+    ("wait", "messages"),
     [
         (lambda h: h.captured(PATIENCE_S), lambda h: h.on_captured()),
         (lambda h: h.wait("nvme", PATIENCE_S), lambda h: h.on_committed("nvme")),
@@ -118,7 +118,7 @@ def test_blocked_time_is_that_in_save_and_that_at_the_barrier() -> None:
     ],
 )
 def test_threads_that_wait_are_woken_when_it_is_notified(
-    wait: Callable[[SaveHandle], None], told: Callable[[SaveHandle], None]
+    wait: Callable[[SaveHandle], None], messages: Callable[[SaveHandle], None]
 ) -> None:
     handle = handle_for("nvme", "store")
     woken: list[int] = []
@@ -131,7 +131,7 @@ def test_threads_that_wait_are_woken_when_it_is_notified(
     for thread in threads:
         thread.start()
     assert woken == []
-    told(handle)
+    messages(handle)
     for thread in threads:
         thread.join(PATIENCE_S)
     assert sorted(woken) == [0, 1, 2]

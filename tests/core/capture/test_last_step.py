@@ -113,10 +113,10 @@ def test_a_state_that_was_changed_after_the_loop_is_not_saved_as_its_last_step(
     train_and(at_end(make_config), Trainer(), lambda t: kept.append(after(t)))
     with pytest.raises(RestoreError):
         tierfall.load(tmp_path / "disk")
-    (said,) = [r.getMessage() for r in caplog.records if "the last step" in r.getMessage()]
-    assert f"close: the last step is not saved: step {LAST}: " in said
-    assert named in said
-    assert "was changed since" in said
+    (output,) = [r.getMessage() for r in caplog.records if "the last step" in r.getMessage()]
+    assert f"close: the last step is not saved: step {LAST}: " in output
+    assert named in output
+    assert "was changed since" in output
 
 
 def evaluate(trainer: Trainer) -> None:

@@ -121,9 +121,9 @@ def test_what_ends_the_capture_thread_is_the_saves_own_failure_and_no_more(
         assert is_behind(error, caught.value)
         before = trainer.now()
         if on_error == "raise":
-            with pytest.raises(Exception) as told:
+            with pytest.raises(Exception) as messages:
                 ckpt.save(3, trainer.state)
-            assert is_behind(error, told.value)
+            assert is_behind(error, messages.value)
         ckpt.save(4, trainer.state, block=True)
     assert_same(saved(tmp_path / "disk", 4), before)
     assert not list((tmp_path / "disk").glob("run/step-00000002-*"))
@@ -186,11 +186,11 @@ def test_what_a_flush_raises_is_reported_and_the_copy_is_tried_again(
     assert_same(saved(tmp_path / "disk", 3), after)
 
 
-def is_behind(error: BaseException, told: BaseException | None) -> bool:
+def is_behind(error: BaseException, messages: BaseException | None) -> bool:
     """Say whether an exception is another one, or was caused by it."""
-    while told is not None and told is not error:
-        told = told.__cause__
-    return told is error
+    while messages is not None and messages is not error:
+        messages = messages.__cause__
+    return messages is error
 
 
 # How loops end ---------------------------------------------------------------------------------------

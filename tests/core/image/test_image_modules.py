@@ -357,8 +357,8 @@ def test_a_scaled_copy_comes_back_where_the_module_undoes_it_and_is_an_error_els
     restore({"m": target, "rng": None}, image)
     assert torch.equal(target.weight, source.weight)
     image, _ = make_image({"m": Scaled(undone=False), "rng": None})
-    said = r"its state_dict\(\) differs from what was loaded: 'weight'"
-    with pytest.raises(RestoreError, match=said):
+    output = r"its state_dict\(\) differs from what was loaded: 'weight'"
+    with pytest.raises(RestoreError, match=output):
         restore({"m": Scaled(undone=False), "rng": None}, image)
     restore({"m": Scaled(undone=False), "rng": None}, image, strict=False)
     assert "differs from what was loaded: 'weight'" in caplog.text

@@ -131,10 +131,10 @@ def test_plain_values_are_compared_both_ways() -> None:
     state: dict[str, Any] = {"w": torch.zeros(2), "token": 1, "rng": None}
     with pytest.raises(RestoreError) as caught:
         restore(state, image)
-    said = str(caught.value)
-    assert "token: in the state, not in the checkpoint" in said
-    assert "tokens: in the checkpoint, not in the state (rename={'tokens': 'token'}?)" in said
-    assert "strict=False" not in said
+    output = str(caught.value)
+    assert "token: in the state, not in the checkpoint" in output
+    assert "tokens: in the checkpoint, not in the state (rename={'tokens': 'token'}?)" in output
+    assert "strict=False" not in output
     assert state["w"].tolist() == [0, 0]
     restore(state, image, rename={"tokens": "token"})
     assert (state["token"], state["w"].tolist()) == (5, [1, 1])
@@ -227,7 +227,7 @@ def test_a_module_and_its_optimizer_are_restored_under_other_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rename", "said"),
+    ("rename", "output"),
     [
         ({"net.encodr": "net.x"}, "has no entry of that name; nearest: net.encoder"),
         ({"net.encoder": "other.encoder"}, "is not within 'net'"),
@@ -238,10 +238,10 @@ def test_a_module_and_its_optimizer_are_restored_under_other_names() -> None:
         ({"list.0": "list.1"}, "'list.0' is an element of a sequence"),
     ],
 )
-def test_a_rename_that_cannot_be_is_refused(rename: Any, said: str) -> None:
+def test_a_rename_that_cannot_be_is_refused(rename: Any, output: str) -> None:
     more = {"config": {"lr": 0.5}, "list": [torch.ones(1), torch.ones(1)]}
     image, _ = make_image({**trained(Before()), **more})
-    with pytest.raises(RestoreError, match=re.escape(said)):
+    with pytest.raises(RestoreError, match=re.escape(output)):
         restore({**trained(Before()), **more}, image, rename=rename, strict=False)
 
 
@@ -627,8 +627,8 @@ def test_object_that_cannot_tell_its_state_is_reported_with_its_place() -> None:
     for failing in (Failing(), FailingModule(1, 1)):
         with pytest.raises(CaptureError) as caught:
             walk_state({"x": {"it": failing}})
-        said = 'state["x"]["it"] cannot be saved: its state_dict() raised RuntimeError: still'
-        assert said in str(caught.value)
+        output = 'state["x"]["it"] cannot be saved: its state_dict() raised RuntimeError: still'
+        assert output in str(caught.value)
         assert isinstance(caught.value.__cause__, RuntimeError)
 
 

@@ -525,7 +525,7 @@ def test_codec_for_a_built_in_type_or_a_taken_name_is_refused() -> None:
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (("x", "i", str, int), "'x' is not a type"),
         (([], "i", str, int), "is not a type"),
@@ -535,8 +535,8 @@ def test_codec_for_a_built_in_type_or_a_taken_name_is_refused() -> None:
         ((Fraction, "f", str, None), "decode is None, which is not callable"),
     ],
 )
-def test_codec_that_is_none_is_refused(arguments: tuple[Any, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_codec_that_is_none_is_refused(arguments: tuple[Any, ...], output: str) -> None:
+    with pytest.raises(ConfigError, match=output):
         register_codec(*arguments)
 
 

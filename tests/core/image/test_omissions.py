@@ -125,10 +125,10 @@ def test_a_save_says_it_once(make_config: MakeConfig, caplog: pytest.LogCaptureF
         ckpt.save(1, state)
         ckpt.save(2, state)
     del loader
-    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("save: ")]
-    assert len(said) == 2
-    assert 'state["optimizers"][0] is the state_dict() of an optimizer' in said[0]
-    assert "a DataLoader of this process shuffles" in said[1]
+    output = [r.getMessage() for r in caplog.records if r.getMessage().startswith("save: ")]
+    assert len(output) == 2
+    assert 'state["optimizers"][0] is the state_dict() of an optimizer' in output[0]
+    assert "a DataLoader of this process shuffles" in output[1]
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ def test_what_one_rank_tells_reaches_rank_0_alone(network: Network) -> None:
     for rank in shuffled(network):
         network.message_trees[rank].report(("t", rank), [rank])
     network.deliver()
-    told = sorted(heard(network, 0, "told"))
-    assert told == [(("t", rank), [rank], rank) for rank in everybody(network)]
+    output = sorted(heard(network, 0, "told"))
+    assert output == [(("t", rank), [rank], rank) for rank in everybody(network)]
     assert not any(heard(network, rank, "told") for rank in everybody(network) if rank)
 
 

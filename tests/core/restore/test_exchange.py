@@ -164,8 +164,8 @@ def test_a_chunk_that_its_reader_finds_damaged_another_rank_reads(
     assert all(isinstance(outcome, RestoreResult) for outcome in outcomes), outcomes
     assert hold(job, 5)
     assert any(rank == 2 for _, rank in job.peers[0].tally.received)
-    said = [f.reason for f in job.peers[1].tally.fallbacks]
-    assert any("does not match its digest" in reason for reason in said)
+    output = [f.reason for f in job.peers[1].tally.fallbacks]
+    assert any("does not match its digest" in reason for reason in output)
 
 
 def test_a_chunk_that_no_rank_can_read_takes_all_to_the_older_step(job: Job) -> None:
@@ -177,11 +177,11 @@ def test_a_chunk_that_no_rank_can_read_takes_all_to_the_older_step(job: Job) -> 
     assert [outcome.checkpoint.id for outcome in outcomes] == [CheckpointId(4, 1)] * RANKS
     assert hold(job, 4)
     for peer in job.peers:
-        said = [f.reason for f in peer.tally.fallbacks if f.what == "step 5@1"]
-        assert len(said) == 1
-        assert "chunk 3 of rank 2's image" in said[0]
-        assert "rank 0: " in said[0]
-        assert "rank 3: " in said[0]
+        output = [f.reason for f in peer.tally.fallbacks if f.what == "step 5@1"]
+        assert len(output) == 1
+        assert "chunk 3 of rank 2's image" in output[0]
+        assert "rank 0: " in output[0]
+        assert "rank 3: " in output[0]
 
 
 def test_what_is_damaged_on_a_shared_tier_is_not_read_by_every_rank_of_a_large_job() -> None:
@@ -196,8 +196,8 @@ def test_what_is_damaged_on_a_shared_tier_is_not_read_by_every_rank_of_a_large_j
         restored(job)
         assert hold(job, 4)
         for peer in job.peers:
-            (said,) = [f.reason for f in peer.tally.fallbacks if f.what == "step 5@1"]
-            assert said.count("does not match its digest") == 4
+            (output,) = [f.reason for f in peer.tally.fallbacks if f.what == "step 5@1"]
+            assert output.count("does not match its digest") == 4
             assert peer.agreements <= 2 * 8
 
 
@@ -213,9 +213,9 @@ def test_a_header_that_no_rank_can_read_takes_all_to_the_older_step(job: Job) ->
     restored(job)
     assert hold(job, 4)
     for peer in job.peers:
-        (said,) = [f.reason for f in peer.tally.fallbacks if f.what == "step 5@1"]
-        assert said.startswith("no rank can read the header of rank 1's image: ")
-        assert all(f"rank {rank}: chunk 0 is damaged" in said for rank in range(RANKS))
+        (output,) = [f.reason for f in peer.tally.fallbacks if f.what == "step 5@1"]
+        assert output.startswith("no rank can read the header of rank 1's image: ")
+        assert all(f"rank {rank}: chunk 0 is damaged" in output for rank in range(RANKS))
 
 
 def test_a_chunk_that_may_be_read_later_ends_the_restore(job: Job) -> None:

@@ -34,8 +34,8 @@ def place_of(tier: int, rank: int) -> int | None:
 
 def carried(asks: Sequence[ExchangeRequest]) -> dict[int, ExchangeRequest]:
     """As they come to rank 0."""
-    said = [json.loads(json.dumps(ask.to_json())) for ask in asks]
-    return {rank: ExchangeRequest.from_json(each, rank=rank) for rank, each in enumerate(said)}
+    output = [json.loads(json.dumps(ask.to_json())) for ask in asks]
+    return {rank: ExchangeRequest.from_json(each, rank=rank) for rank, each in enumerate(output)}
 
 
 def own(rank: int, sees: Mapping[int, Iterable[int]] | None) -> ExchangeRequest:
@@ -58,9 +58,9 @@ def test_runs_say_numbers_and_nothing_else(numbers: set[int]) -> None:
 
 
 def test_ranks_that_read_their_own_images_alone_need_nobody() -> None:
-    said = answer(*(own(rank, SEES_ALL) for rank in range(4)))
-    assert said.next is NextPhase.LOCAL
-    assert said.groups == ()
+    output = answer(*(own(rank, SEES_ALL) for rank in range(4)))
+    assert output.next is NextPhase.LOCAL
+    assert output.groups == ()
     assert (
         answer(own(0, {0: [0], 1: [0], 2: [0, 1]}), own(1, {0: [1], 1: [1], 2: [0, 1]})).next
         is NextPhase.LOCAL
@@ -68,16 +68,16 @@ def test_ranks_that_read_their_own_images_alone_need_nobody() -> None:
 
 
 def test_an_image_that_only_another_rank_has_on_some_tier_calls_for_an_exchange() -> None:
-    said = answer(own(0, {2: [0, 1]}), own(1, {1: [0], 2: [0, 1]}))
-    assert said.next is NextPhase.CHUNKS
-    assert said.seen is not None
-    assert holders_of(said.seen) == {0: [(1, (1,)), (2, (0, 1))], 1: [(2, (0, 1))]}
+    output = answer(own(0, {2: [0, 1]}), own(1, {1: [0], 2: [0, 1]}))
+    assert output.next is NextPhase.CHUNKS
+    assert output.seen is not None
+    assert holders_of(output.seen) == {0: [(1, (1,)), (2, (0, 1))], 1: [(2, (0, 1))]}
 
 
 def test_a_second_copy_on_another_node_calls_for_one_too() -> None:
     """Should the one be damaged, the other is read."""
-    said = answer(own(0, {1: [0, 1]}), own(1, {1: [0, 1]}))
-    assert said.next is NextPhase.CHUNKS
+    output = answer(own(0, {1: [0, 1]}), own(1, {1: [0, 1]}))
+    assert output.next is NextPhase.CHUNKS
     assert answer(own(0, {2: [0, 1]}), own(1, {2: [0, 1]})).next is NextPhase.LOCAL
 
 
@@ -87,9 +87,9 @@ def test_headers_come_before_what_others_have_planned_already() -> None:
         planning=True,
         readable=ranges(SEES_ALL),
     )
-    said = answer(own(0, SEES_ALL), planning)
-    assert said.next is NextPhase.HEADERS
-    assert [(g.ranks, dict(g.requested)) for g in said.rank_groups()] == [
+    output = answer(own(0, SEES_ALL), planning)
+    assert output.next is NextPhase.HEADERS
+    assert [(g.ranks, dict(g.requested)) for g in output.rank_groups()] == [
         ((1,), {0: RequestedRanges(0), 1: RequestedRanges(0)})
     ]
 
@@ -114,12 +114,12 @@ def test_what_one_rank_failed_at_all_hear() -> None:
     failed = UnreadChunks(
         rank=1, image=3, chunks=NumberRanges((1, 3, 5, 6)), retryable=True, text="timeout"
     )
-    said = answer(own(0, None), ExchangeRequest(failed=(failed,)))
-    assert said.failed == (failed,)
-    assert said.next is NextPhase.CHUNKS
+    output = answer(own(0, None), ExchangeRequest(failed=(failed,)))
+    assert output.failed == (failed,)
+    assert output.next is NextPhase.CHUNKS
 
 
 def test_a_rank_that_stops_ends_it_for_all() -> None:
-    said = answer(own(0, SEES_ALL), ExchangeRequest(stopped="no more", readable=ranges(SEES_ALL)))
-    assert said.next is NextPhase.DONE
-    assert said.stopped == (1, "no more")
+    output = answer(own(0, SEES_ALL), ExchangeRequest(stopped="no more", readable=ranges(SEES_ALL)))
+    assert output.next is NextPhase.DONE
+    assert output.stopped == (1, "no more")

@@ -82,9 +82,9 @@ def test_one_damaged_shard_takes_all_ranks_to_the_older_step(
         assert isinstance(outcome, RestoreResult)
         assert outcome.checkpoint.id == CheckpointId(4, 1)
         assert holds(rank.state, 4)
-        (said,) = [f for f in rank.tally.fallbacks if f.what == "step 5@1"]
-        assert "chunk 5 is damaged" in said.reason
-        assert said.reason.startswith(f"rank {number}: ") == (rank is not ranks[number])
+        (output,) = [f for f in rank.tally.fallbacks if f.what == "step 5@1"]
+        assert "chunk 5 is damaged" in output.reason
+        assert output.reason.startswith(f"rank {number}: ") == (rank is not ranks[number])
 
 
 def test_different_ranks_may_fail_at_different_steps(ranks: list[Rank]) -> None:

@@ -89,8 +89,8 @@ def test_one_rank_that_speaks_for_everything_is_received_as_it_spoke() -> None:
         ),
         Listing(tier="store", error=UnreachableError("timeout")),
     )
-    told = carried({0: describe(listings, mine=["host", "nvme", "store"])})
-    host, nvme, store = merge_ranks(told, ["host", "nvme", "store"])
+    messages = carried({0: describe(listings, mine=["host", "nvme", "store"])})
+    host, nvme, store = merge_ranks(messages, ["host", "nvme", "store"])
     assert host.copies == listings[0].copies
     assert [str(damage) for damage in host.damaged] == ["rank 0: block 3"]
     assert nvme.copies[1] == listings[1].copies[1]

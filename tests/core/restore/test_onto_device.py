@@ -387,8 +387,8 @@ def test_a_refused_lock_is_reported_once_and_the_restore_goes_on(
         state = blank()
         bring(tiers, state, ring)
         assert holds(state, 1)
-    (said,) = caplog.records
-    assert "page-locked" in said.getMessage()
+    (output,) = caplog.records
+    assert "page-locked" in output.getMessage()
     ring.release()
     assert locks.unlocked == []
 

@@ -65,9 +65,9 @@ def test_a_damaged_chunk_is_read_from_the_next_copy_and_only_that_one(
     assert holds(state, 5)
     assert chunks_read(good) == {chunk}
     assert never.reads == []
-    (said,) = passed_over(restored)
-    assert said.startswith(f"chunk {chunk} of 5@1 on host: ")
-    assert "does not match its digest" in said
+    (output,) = passed_over(restored)
+    assert output.startswith(f"chunk {chunk} of 5@1 on host: ")
+    assert "does not match its digest" in output
 
 
 def test_damage_of_different_chunks_in_every_copy_still_makes_one_good_image(
@@ -108,7 +108,7 @@ def test_a_copy_without_a_good_manifest_is_passed_over_whole(
     assert restored is not None
     assert holds(state, 5)
     assert bad.reads == []
-    assert any("5@1 on nvme" in said for said in passed_over(restored))
+    assert any("5@1 on nvme" in output for output in passed_over(restored))
 
 
 def test_a_manifest_that_its_commit_record_does_not_name_is_not_believed(
@@ -122,7 +122,7 @@ def test_a_manifest_that_its_commit_record_does_not_name_is_not_believed(
     restored = tiers.restore(state)
     assert restored is not None
     assert holds(state, 5)
-    assert any("not the manifest that the commit" in said for said in passed_over(restored))
+    assert any("not the manifest that the commit" in output for output in passed_over(restored))
 
 
 def test_copies_of_one_name_with_different_content_are_never_mixed(state: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ def test_copies_of_one_name_with_different_content_are_never_mixed(state: dict[s
     assert restored is not None
     assert holds(state, 5)
     assert slow.reads == []
-    assert any("holds another snapshot of 5@1" in said for said in passed_over(restored))
+    assert any("holds another snapshot of 5@1" in output for output in passed_over(restored))
     flip(fast, 2)
     with pytest.raises(RestoreError, match="damaged in every copy"):
         tiers.restore(state_of(-1))
@@ -176,7 +176,7 @@ def test_a_step_that_is_damaged_everywhere_gives_way_to_the_one_before_which_ref
     assert restored is not None
     assert restored.checkpoint.id == CheckpointId(4, 1)
     assert holds(state, 4)
-    assert any(said.startswith("step 5@1: ") for said in passed_over(restored))
+    assert any(output.startswith("step 5@1: ") for output in passed_over(restored))
 
 
 def test_a_damaged_commit_record_is_damage_and_gives_way(state: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ def test_a_damaged_commit_record_is_damage_and_gives_way(state: dict[str, Any]) 
     restored = tiers.restore(state)
     assert restored is not None
     assert holds(state, 4)
-    assert any("commit.json: digest" in said for said in passed_over(restored))
+    assert any("commit.json: digest" in output for output in passed_over(restored))
 
 
 def test_a_step_asked_for_by_name_is_never_another_one(state: dict[str, Any]) -> None:
@@ -289,7 +289,7 @@ def test_a_tier_that_cannot_be_asked_may_hold_something_newer(state: dict[str, A
     restored = tiers.restore(state, ignore_unreachable=True)
     assert restored is not None
     assert holds(state, 5)
-    assert any("tier store: timeout" in said for said in passed_over(restored))
+    assert any("tier store: timeout" in output for output in passed_over(restored))
 
 
 def test_a_step_that_is_named_and_there_needs_no_other_tier_to_answer(

@@ -173,7 +173,7 @@ def test_the_newest_whole_checkpoint_is_chosen_and_the_others_are_passed_over_by
     lost(ranks[1])
     decision = chosen(ranks)
     assert steps(decision) == ["4@1", "3@1"]
-    records = [parse_commit(said.encode(), what="said") for said in decision.commits]
+    records = [parse_commit(output.encode(), what="said") for output in decision.commits]
     assert [record.lineage.attempt_id for record in records] == [f"{1:032x}"] * 2
     assert decision.fallbacks == (
         Fallback(what="step 5@1", reason="rank 1 of 2 is on no tier that answered"),
@@ -269,8 +269,11 @@ def test_what_was_passed_over_stands_in_the_report_of_every_rank(two: list[Rank]
     tiers[0].put("nvme", sharded(5, 0, 2))
     agreed(two)
     for rank in two:
-        (said,) = rank.tally.fallbacks
-        assert (said.what, said.reason) == ("step 5@1", "rank 1 of 2 is on no tier that answered")
+        (output,) = rank.tally.fallbacks
+        assert (output.what, output.reason) == (
+            "step 5@1",
+            "rank 1 of 2 is on no tier that answered",
+        )
 
 
 def test_a_checkpoint_that_this_rank_sees_nowhere_is_a_candidate_without_copies(

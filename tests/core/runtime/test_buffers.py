@@ -221,9 +221,9 @@ def test_a_refused_lock_is_reported_once_and_not_asked_for_again(
     with caplog.at_level(logging.WARNING), pool.lend(1) as first, pool.lend(1) as second:
         pool.lock_pages(first, DEVICE)
         pool.lock_pages(second, DEVICE)
-    (said,) = caplog.records
-    assert "out of memory" in said.getMessage()
-    assert "ulimit -l" in said.getMessage()
+    (output,) = caplog.records
+    assert "out of memory" in output.getMessage()
+    assert "ulimit -l" in output.getMessage()
     assert len(locks.made) == 1
     pool.release()
     assert locks.unlocked == []

@@ -86,8 +86,8 @@ def test_a_tier_that_is_too_far_behind_is_reported_once_for_as_long_as_it_lasts(
     world.go_on(56.5)  # the second, saved at 1 s, is there at 80 s
     assert warnings(caplog) == []
     world.go_on(2.0)
-    (said,) = warnings(caplog)
-    assert said.startswith("store is 1 min 00 s behind, more than the 1 min 00 s of")
+    (output,) = warnings(caplog)
+    assert output.startswith("store is 1 min 00 s behind, more than the 1 min 00 s of")
     pressure = world.coordinator.backlog
     assert pressure.late == {"store": 1}
     assert pressure.behind_s("store", world.now_s) == pytest.approx(world.now_s - 1.0)

@@ -54,8 +54,8 @@ def test_the_half_done_copy_goes_first_then_the_newest_and_what_cannot_arrive_is
         world.save(step)
     world.go_on(5.0)  # step 2 is half done
     forecast = drained(world, 30.0)
-    said = [(d.checkpoint.step, d.outlook) for d in forecast]
-    assert said == [
+    output = [(d.checkpoint.step, d.outlook) for d in forecast]
+    assert output == [
         (2, ArrivalOutlook.ARRIVES),
         (5, ArrivalOutlook.ARRIVES),
         (4, ArrivalOutlook.ARRIVES),

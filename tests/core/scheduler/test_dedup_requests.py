@@ -194,8 +194,8 @@ def why_not(
     for rank, share in shares.items():
         if share is not None and rank != deaf:
             job.dividers[rank].sealed(id, share)
-    said = {rank: summary(share) for rank, share in shares.items() if share is not None}
-    if job.dividers[0].images_agree(id, said):
+    output = {rank: summary(share) for rank, share in shares.items() if share is not None}
+    if job.dividers[0].images_agree(id, output):
         assert id not in job.refused
         return None
     job.network.deliver()
@@ -298,9 +298,9 @@ def test_a_difference_of_the_first_save_ends_that_and_then_all_write_all() -> No
 
 def test_a_rank_that_cannot_say_what_it_digested_leaves_the_difference_unnamed() -> None:
     job, shares = unlike()
-    said = why_not(job, 2, shares_of(job, shares, digests=True), deaf=1)
-    assert said is not None
-    assert said.startswith("ranks have tensors of one name and shape that are not replicas")
+    output = why_not(job, 2, shares_of(job, shares, digests=True), deaf=1)
+    assert output is not None
+    assert output.startswith("ranks have tensors of one name and shape that are not replicas")
 
 
 def test_a_rank_that_does_not_answer_holds_the_refusal_up_no_longer_than_others_wait() -> None:

@@ -84,9 +84,9 @@ def test_what_retention_would_drop_at_once_is_given_up_and_reported_and_a_pinned
     ):
         given_up.wait("store", timeout=0)
     assert world.coordinator.flush_queue.given_up == {"store": 1}
-    said = [e for e in world.lives[-1].events if isinstance(e, FlushGivenUp)]
-    assert [(e.id, e.tier) for e in said] == [(CheckpointId(3, 1), "store")]
-    assert "retention would delete it at once" in said[0].reason
+    output = [e for e in world.lives[-1].events if isinstance(e, FlushGivenUp)]
+    assert [(e.id, e.tier) for e in output] == [(CheckpointId(3, 1), "store")]
+    assert "retention would delete it at once" in output[0].reason
     assert world.coordinator.errors == [], "what a rule gives up is no failure"
     assert not world.coordinator.busy()
 

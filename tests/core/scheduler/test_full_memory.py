@@ -84,7 +84,7 @@ def test_a_save_that_was_interrupted_supersedes_nothing() -> None:
         image_bytes=IMAGE,
         records_bytes=0,
         deadline_s=world.now_s + 5.0,
-        on_answer=lambda *told: answer.extend(told),
+        on_answer=lambda *messages: answer.extend(messages),
     )
     world.coordinator.post(request)
     world.step()

@@ -84,9 +84,9 @@ def test_the_next_ones_go_on_and_it_is_reported_once_with_what_to_do(
     ]
     with pytest.raises(FlushError, match=r"flush of 1@1 to nvme is set aside: it failed \d times"):
         handles[0].wait("nvme", timeout=0)
-    said = [r.message for r in caplog.records if r.levelno >= logging.ERROR]
-    assert len(said) == 1, said
-    assert "the next start tries it again" in said[0]
+    output = [r.message for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(output) == 1, output
+    assert "the next start tries it again" in output[0]
     assert [event.id for event in set_aside_in(world)] == [FIRST]
     assert world.coordinator.counters.set_aside_copies == 1
     assert world.coordinator.ledger.failing == {}, "the tier does take copies"
@@ -115,13 +115,13 @@ def test_an_uploaded_copy_is_committed_although_its_image_has_left_memory() -> N
 def test_whoever_waits_for_the_next_one_is_not_reported_that_the_tier_fails() -> None:
     world, _ = world_with(refusing(OF_FIRST))
     first, second = world.save(1), world.save(2)
-    told = []
+    messages = []
     for _ in range(40):
         world.settle(limit_s=0.25)
         world.now_s += 0.25
-        told.append(second.exception())
+        messages.append(second.exception())
     assert second.done("nvme")
-    assert not any(told)
+    assert not any(messages)
     assert first.exception() is not None
 
 

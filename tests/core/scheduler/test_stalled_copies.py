@@ -104,8 +104,8 @@ def test_an_outage_is_reported_once_and_its_end_too(caplog: pytest.LogCaptureFix
     world, faulty = world_with(failing(Operation.WRITE, times=None))
     first, second = world.save(1), world.save(2)
     world.settle(limit_s=600)
-    said = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert [r.levelname for r in said] == ["WARNING", "ERROR"], [r.message for r in said]
+    output = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert [r.levelname for r in output] == ["WARNING", "ERROR"], [r.message for r in output]
     assert world.coordinator.counters.flush_failures > 5
     for handle in (first, second):
         with pytest.raises(FlushError, match="nvme failed and is still being tried"):

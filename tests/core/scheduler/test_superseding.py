@@ -382,9 +382,9 @@ def test_what_a_stored_tier_has_only_leaves_memory() -> None:
 def test_the_newest_in_memory_stays_and_the_save_waits_as_wait_does() -> None:
     world = rest(superseding(images=1), 6.0)
     world.save(1)
-    said = keeps_waiting(world, 2)
-    assert "max_wait (5 s)" in said
-    assert "nothing was given up for it: 1@1: the newest in memory" in said
+    output = keeps_waiting(world, 2)
+    assert "max_wait (5 s)" in output
+    assert "nothing was given up for it: 1@1: the newest in memory" in output
     answer = world.ask_for_region(2)
     world.settle(limit_s=2.0)
     assert answer[1] is None

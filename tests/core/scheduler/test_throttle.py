@@ -171,8 +171,8 @@ class Told:
 
 def test_a_step_is_from_one_step_of_an_optimizer_to_its_next_without_saves() -> None:
     now_s = [0.0]
-    told = Told()
-    clock = StepClock(told, clock=lambda: now_s[0])  # type: ignore[arg-type]
+    messages = Told()
+    clock = StepClock(messages, clock=lambda: now_s[0])  # type: ignore[arg-type]
     main, other = torch.optim.SGD([torch.zeros(1)], lr=1), torch.optim.SGD([torch.zeros(1)], lr=1)
     for number in range(10):
         if number == 5:
@@ -181,11 +181,11 @@ def test_a_step_is_from_one_step_of_an_optimizer_to_its_next_without_saves() -> 
         now_s[0] += 0.25
         clock.on_step(other)
         now_s[0] += 0.75
-    assert told.steps == [1.0] * 7
+    assert messages.steps == [1.0] * 7
     for _ in range(PATIENCE + 2):  # the first one steps no more
         clock.on_step(other)
         now_s[0] += 2.0
-    assert told.steps[7:] == [2.0] * 3
+    assert messages.steps[7:] == [2.0] * 3
 
 
 def test_a_pace_that_changes_holds_from_then_on() -> None:

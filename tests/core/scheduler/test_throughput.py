@@ -68,8 +68,8 @@ def bring(
     for run in runs:
         rates.on_begun(run, at_s)
     for run in runs:
-        told = Outcome(task=run, seconds=seconds, throttled_s=paced_s, read_s=read_s)
-        rates.on_ended(told, at_s + seconds)
+        messages = Outcome(task=run, seconds=seconds, throttled_s=paced_s, read_s=read_s)
+        rates.on_ended(messages, at_s + seconds)
     rates.on_begun(finish(), at_s + seconds)
     rates.on_ended(Outcome(task=finish()), at_s + seconds)
 
@@ -179,9 +179,9 @@ def test_statistics_say_how_fast_tiers_were_written_and_read(tmp_path: Path) -> 
         ckpt.restore(state, tier="nvme")
         ckpt.save(2, state, block=True)
         ckpt.save(3, state, block=True)
-        told = ckpt.statistics()
+        messages = ckpt.statistics()
         delivered = ckpt._session.coordinator.rates.delivered_bytes_per_s("nvme")
-    assert told.write_bytes_per_s["nvme"] > 20e6 * 1.5, "it waits for its pace most of the time"
+    assert messages.write_bytes_per_s["nvme"] > 20e6 * 1.5, "it waits for its pace most of the time"
     assert delivered is not None
     assert delivered < 20e6 * 1.5
-    assert 0 < told.read_bytes_per_s["nvme"] < 1e9
+    assert 0 < messages.read_bytes_per_s["nvme"] < 1e9
