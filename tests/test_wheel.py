@@ -181,6 +181,9 @@ def test_what_is_installed_in_a_fresh_environment_saves_and_restores(
     assert Path(saved[0]).is_relative_to(site)
     assert (saved[1], restored[1]) == ("None", "7")
     assert saved[2] == restored[2]
+    if kind == "wheel":  # the sdist builds the same one
+        assert "The demo failed" not in in_fresh("tierfall", "demo", "--steps", "12", "kept")
+        assert (tmp_path / "kept" / "tiers.yaml").exists()
 
 
 def test_sdist_builds_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Path) -> None:
