@@ -1,8 +1,8 @@
 """The JSON documents that tierfall writes: their envelope, and typed access to their members.
 
 A document starts with ``format: 1`` and ``requires: []`` and ends in a ``digest`` member, the SHA-256 of every byte
-before that member, which detects any flipped, missing or added bit. Readers ignore unknown members; readers that
-rewrite a document keep them. An unknown format or requirement is refused with a message about what to do.
+before that member, which detects any flipped, missing or added bit. Readers ignore unknown members; a manifest is
+copied with them. An unknown format or requirement is refused with a message about what to do.
 ``JsonFields`` checks the type and range of each member.
 """
 
@@ -164,7 +164,7 @@ class JsonFields:
         except ConfigError as error:
             raise IntegrityError(str(error)) from error
 
-    def optional(self, name: str, read: Callable[[JsonFields], T]) -> T | None:
+    def nullable(self, name: str, read: Callable[[JsonFields], T]) -> T | None:
         """An object, parsed by ``read``, or null; missing is an error."""
         if name not in self._members:
             raise IntegrityError(f"{self._what}: member {name!r} is missing")

@@ -1,13 +1,13 @@
 """Manifest, commit record, attempt record, tier record and mark, and how each is parsed from untrusted bytes.
 
-Each is a document (``documents``). Parsing checks every member's type and range, so that callers need not. A member
-that is missing or wrong is damage (IntegrityError), never a default.
+Each is a document (``documents``). Parsing checks every member's type and range. A wrong member is damage
+(IntegrityError), and so is a missing one, but for those that older versions did not write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tierfall.core.format import documents
@@ -98,6 +98,7 @@ class Manifest(Geometry):
     """The content and the digests of one rank's image.
 
     ``digests`` has one ``xxh3-128:`` digest per chunk. ``pieces`` is the serialised table of tensor blocks.
+    ``written`` is the document of a newer version, which is copied as it is, since commit records have its digest.
     """
 
     lineage: Lineage
@@ -105,9 +106,10 @@ class Manifest(Geometry):
     digests: tuple[str, ...]
     structure: str
     pieces: Spliced = field(repr=False)
+    written: bytes = field(default=b"", repr=False, compare=False)
 
     def encode(self) -> bytes:
-        return documents.seal(
+        return self.written or documents.seal(
             {
                 **_lineage_members(self.lineage),
                 "rank": self.shard.rank,
@@ -135,7 +137,7 @@ def parse_manifest(data: bytes, *, what: str) -> Manifest:
     if not all(d.startswith(DIGEST_PREFIX) and len(d) == len(DIGEST_PREFIX) + 32 for d in digests):
         raise IntegrityError(f"{what}: a chunk's digest is not of the form {DIGEST_PREFIX}...")
     pieces = reader.get("pieces", list)
-    return Manifest(
+    manifest = Manifest(
         lineage=_read_lineage(reader),
         shard=Shard(reader.number("rank", 0, world_size - 1), world_size),
         image_bytes=image_bytes,
@@ -145,12 +147,12 @@ def parse_manifest(data: bytes, *, what: str) -> Manifest:
         structure=reader.get("structure", str),
         pieces=Spliced(documents.dumps(pieces)),
     )
+    return manifest if manifest.encode() == data else replace(manifest, written=data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedFile:
-    """A file in a commit record: its size, its digest (None: its chunks' digests are in the manifest), and the raw size
-    of a packed image."""
+    """A file in a commit record. ``digest`` is None for an image, ``raw_bytes`` for one that is not packed."""
 
     name: str
     bytes: int
@@ -190,8 +192,7 @@ class Commit:
         return sum(file.raw_bytes or file.bytes for file in self.files if file.digest is None)
 
     @property
-    def stored_bytes(self) -> int:
-        """Size of all named files, as stored."""
+    def stored_bytes(self) -> int:  # of all named files
         return sum(file.bytes for file in self.files)
 
     def file(self, name: str) -> NamedFile | None:
@@ -438,7 +439,7 @@ def _read_lineage(reader: JsonFields) -> Lineage:
         checkpoint=_checkpoint(reader),
         attempt_id=reader.get("attempt_id", str),
         ordinal=reader.number("ordinal", 1, 10**18),
-        started_from=reader.optional("started_from", _checkpoint),
+        started_from=reader.nullable("started_from", _checkpoint),
         at_end=reader.flag("at_end"),
     )
 

@@ -18,7 +18,6 @@ from tierfall.core.copies.image_writes import begun_image, publish_image
 from tierfall.core.copies.shard_reader import OpenImage, find_images
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.commit_files import plain, with_index
-from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Attempt, Commit, Lineage, Manifest, Mark, geometry
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.run_lock import RunLock
@@ -27,7 +26,7 @@ from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.tensor_index.store import build_index
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Publish
-from tierfall.core.types.errors import ConfigError, IntegrityError, StepError, TierfallError
+from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.commands import check_folders
 from tierfall.ops.reader import RunReader
@@ -164,11 +163,6 @@ def write_files(
     commit = source.commit
     for manifest, reader in source.shards:
         shard = manifest.shard
-        named = commit.file(keys.manifest_name(shard))
-        if named is None or sha256(manifest.encode()) != named.digest:
-            raise StepError(
-                f"{source.id}: its manifest has members that this version cannot write; use the version that saved it"
-            )
         with begun_image(store, source.id, shard, geometry(manifest), manifest.pieces) as writer:
             # The frames of a packed image are written in order.
             in_order = replace(limits, parallel=1) if store.is_packed else limits
