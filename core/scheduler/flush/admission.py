@@ -33,9 +33,10 @@ logger = logging.getLogger("tierfall")
 class Superseder:
     """Gives up a snapshot that is not flushed yet, where memory is full, for a newer save; the policy says which.
 
-    The order survives a crash: first the image is unsealed, by one store, so that no later start uses it; then the
-    handle reports it; its region is freed once no task reads it. What a lane copies is never given up, so no copy has
-    to be aborted. ``superseded`` counts the snapshots given up; ``kept`` says of the others why they were kept.
+    A kill between two steps loses nothing: first one atomic write of 8 bytes unseals the image, so that no later start
+    uses it; then the handle reports it; its region is freed once no task reads it. What a lane copies is never given
+    up, so no copy has to be aborted. ``superseded`` counts the snapshots given up; ``kept`` says of the others why they
+    were kept.
     """
 
     def __init__(
@@ -154,8 +155,8 @@ class Admissions:
         self._waiting.append(request)
 
     def observe(self, events: Collection[Event]) -> None:
-        """Note the events of this step. If copies only made progress, no image became evictable, and the plans for a
-        waiting save, which are linear in the number of checkpoints, are not made again."""
+        """Note the events of this step. While copies only make progress, no further image becomes evictable, and the
+        plan for a waiting save, which is linear in the number of checkpoints, is not made again."""
         self._only_progress = bool(events) and all(self._is_progress(event) for event in events)
 
     def _is_progress(self, event: Event) -> bool:
@@ -221,8 +222,8 @@ class Admissions:
             self._backlog.on_save_admitted(now_s)
 
     def _allocate(self, request: AdmissionRequest, *, may_plan: bool) -> HostRegion | None:
-        """Allocate a region; evict images one by one until it fits: free memory may be fragmented, so only an attempt
-        shows."""
+        """Allocate a region; evict images one by one until it fits. Free memory may be fragmented, so that its size
+        does not tell: each eviction is followed by an attempt."""
         while True:
             region = self._host.allocate(
                 image_bytes=request.image_bytes, records_bytes=request.records_bytes

@@ -58,8 +58,8 @@ class Backlog:
 
     @property
     def save_every_s(self) -> float | None:
-        """Seconds of training between two saves; None while unknown. The larger of mean and median: pauses let a tier
-        catch up, and a few saves in quick succession are no cadence."""
+        """Seconds of training between two saves; None while unknown. The larger of
+        mean (pauses let a tier catch up) and median (a few saves in quick succession are not the usual interval)."""
         if not self._gaps_s:
             return None
         return max(statistics.fmean(self._gaps_s), statistics.median(self._gaps_s))
@@ -116,7 +116,7 @@ class Backlog:
         self._found.append((id, tiers))
 
     def on_committed(self, tier: str, id: CheckpointId) -> None:
-        """A checkpoint was committed: the tier is behind by newer ones only."""
+        """A checkpoint was committed: only newer ones are still due on the tier."""
         self._due[tier] = {other: at_s for other, at_s in self._due[tier].items() if other > id}
 
     def forget(self, id: CheckpointId) -> None:

@@ -1,4 +1,5 @@
-"""Drains: until a deadline, each tier receives first the copies that can still arrive, and none that cannot.
+"""Drains: until a deadline, each tier receives first the copies that can still arrive. A copy that cannot is
+continued only where no other can.
 
 A policy makes the plan, again as copies arrive and rates change. This module applies it: it orders the lanes' copies
 and aborts those that the plan preempts. With several ranks, rank 0 plans for all by its own images and rates, and no
@@ -61,7 +62,7 @@ class DrainSchedule:
 
     @property
     def has_deadline(self) -> bool:
-        """Return whether there is a deadline, on this rank or on rank 0."""
+        """Return whether this rank plans for a deadline, or has asked rank 0 to plan for one."""
         return bool(self._until_s or self._unplanned_s)
 
     def set_deadline(self, asker: object, until_s: float) -> None:

@@ -169,8 +169,8 @@ class Flusher:
                 self._fail_handle(entry, tier)
 
     def save_begun(self, entry: LedgerEntry) -> None:
-        """Report tiers that do not accept copies at present to a new save. Where all failures are of one copy, which
-        may be at fault itself, the new one is tried at once."""
+        """Report tiers that do not accept copies at present to a new save. Where only one copy has failed since the
+        last commit, that copy may be the cause: the new one is tried at once."""
         for tier in entry.owed & self._ledger.failing.keys():
             lane = self._lanes[tier]
             if self._may_be_one_copy(lane):
@@ -436,7 +436,7 @@ class Flusher:
 
 
 def _rounds_failed(lane: FlushLane, entry: LedgerEntry) -> int:
-    """Return how many places a copy is moved back: one per so many consecutive failures, none once another copy was
+    """Return how many rounds of tries of a copy have failed: copies with fewer come first. 0 once another copy was
     committed on the tier."""
     failures = entry.failures.get(lane.tier)
     if failures is None or failures.arrivals != lane.arrivals:

@@ -76,8 +76,8 @@ class FlushQueue:
         yield from waiting.values()  # abandoned ones
 
     def displaces_newer(self, tier: str, entry: LedgerEntry, plan: Eviction, *, fits: bool) -> bool:
-        """Return whether newer ones are on the tier, and a copy fits only if these are evicted, or not at all. Copies
-        that bear a tombstone count as free room. False for a pinned one, and where copies are made in order."""
+        """Return whether the tier has newer copies, and this one fits only if one of them is evicted, or not at all.
+        Copies that bear a tombstone count as free room. False for a pinned one, and where copies are made in order."""
         draining = self._drain_schedule.active
         is_in_order = tier in self._in_order and not draining and tier not in entry.overtaken
         if entry.pinned or is_in_order:

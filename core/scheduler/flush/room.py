@@ -94,8 +94,8 @@ class TierRoom:
     def _gives_way(
         self, view: View, plan: Eviction, lane: FlushLane, entry: LedgerEntry, need: int, free: int
     ) -> bool:
-        """Return whether newer ones on the tier leave a copy no room. It is given up, unless older ones may be evicted
-        for it once this run has verified what that relies on."""
+        """Return whether newer copies on the tier leave this one no room, so that it is given up. False where older
+        ones may be evicted for it once this run has verified what that relies on."""
         displaces_newer = partial(self._queue.displaces_newer, lane.tier, entry, fits=free >= need)
         if not displaces_newer(plan):
             return False
@@ -133,7 +133,8 @@ class TierRoom:
     def _apply(
         self, plan: Eviction, lane: FlushLane, entry: LedgerEntry, *, need: int, free: int
     ) -> RoomDecision:
-        """Carry out an eviction plan. A copy that fits is admitted beside evictions that only respect a watermark."""
+        """Carry out an eviction plan. A copy that fits begins at once; evictions that only restore the low watermark
+        run meanwhile."""
         tier, decides = lane.tier, self._hooks.group.decides
         fits = free >= need
         if self._deleter.rules_are_suspended and plan.deletions:
@@ -166,8 +167,8 @@ class TierRoom:
         return True
 
     def _is_source_of_repairs(self, tier: str) -> bool:
-        """Return whether a copy on this tier is the source of a repair in progress. The repaired tier must take copies
-        and must not itself wait for room by this rule."""
+        """Return whether a copy on this tier is the source of a repair in progress. The repaired tier must take copies.
+        Tiers that wait by this rule already do not count, so that no two wait for each other."""
         self._source_of_repairs.discard(tier)
         idle = self._ledger.failing.keys() | self._source_of_repairs
         if any(

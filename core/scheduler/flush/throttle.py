@@ -26,7 +26,8 @@ IDLE_STEPS_MAX = 1000
 """Steps without a flush that are older than so many steps are not compared with: training changes."""
 STILL_STEPS = 5.0
 STILL_S = 1.0
-"""Training counts as idle, and flushes run unthrottled, after so many median step times and so many seconds."""
+"""Training counts as idle, and flushes run unthrottled, after so many median step times without a step, and at least
+so many seconds."""
 CHANGE = 0.01
 """Relative change of a rate limit below which it is not set again."""
 

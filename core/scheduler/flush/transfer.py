@@ -25,8 +25,8 @@ class Transfer:
     """A copy in progress.
 
     ``runs`` are chunk ranges (first chunk, chunk after the last), each copied by one task. ``waiting`` are the numbers
-    of those that were not begun, ascending; ``outstanding`` those in progress; ``reading`` the tasks that read from a
-    stored tier now. ``stalls`` counts consecutive failures after which the copy continues where it stopped.
+    of those that were not begun, ascending; ``outstanding`` those begun and not finished; ``reading`` the tasks that
+    read from a stored tier now. ``stalls`` counts consecutive failures after which the copy continues where it stopped.
     ``published``: files of it may be visible on the tier, without a commit. ``source_has_stopped``: it failed because a
     source did not respond.
     """
