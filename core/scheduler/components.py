@@ -17,12 +17,12 @@ from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.deletion.verifier import BackgroundVerifier
 from tierfall.core.scheduler.flush.admission import Admissions, Superseder
 from tierfall.core.scheduler.flush.backlog import Backlog
-from tierfall.core.scheduler.flush.deadline import DrainSchedule
+from tierfall.core.scheduler.flush.capture_events import CaptureEvents
+from tierfall.core.scheduler.flush.drain_schedule import DrainSchedule
 from tierfall.core.scheduler.flush.flusher import Flusher
 from tierfall.core.scheduler.flush.lane import FlushLane, LaneLimits
 from tierfall.core.scheduler.flush.queue import FlushQueue
 from tierfall.core.scheduler.flush.room import TierRoom
-from tierfall.core.scheduler.flush.saves import CaptureEvents
 from tierfall.core.scheduler.flush.throttle import Throttle
 from tierfall.core.scheduler.group.commands import Commands
 from tierfall.core.scheduler.group.commits import Commits
@@ -321,13 +321,13 @@ class Components(Hooks):
         return self._leftovers is not None and self._leftovers.evict_oldest()
 
     def memory_is_short(self) -> bool:
-        return self._admissions.lacks_room()
+        return self._admissions.memory_is_short()
 
     def is_draining(self) -> bool:
         return self.drain_schedule.active
 
     def is_urgent(self) -> bool:
-        return self._admissions.lacks_room() or self.drain_schedule.has_deadline
+        return self._admissions.memory_is_short() or self.drain_schedule.has_deadline
 
     def verify(self, tier: str, *, hurry: bool = False) -> bool:
         return self.verifier.verify(tier, hurry=hurry)

@@ -337,7 +337,7 @@ class Deleter:
         """
         entry = self._ledger.entries.get(task.id)
         if isinstance(outcome.error, NotWholeError):
-            self._is_kept(entry, task, outcome.error)
+            self._on_not_whole(entry, task, outcome.error)
             return False
         if outcome.error is not None:
             logger.warning("%s: could not delete %s: %s", task.tier, task.id, outcome.error)
@@ -379,7 +379,7 @@ class Deleter:
         self._emitter.deleted(task, size, outcome.seconds)
         return True
 
-    def _is_kept(self, entry: LedgerEntry | None, task: DeleteCopy, error: NotWholeError) -> None:
+    def _on_not_whole(self, entry: LedgerEntry | None, task: DeleteCopy, error: NotWholeError) -> None:
         """A copy that the deletion relies on is damaged: nothing was deleted, and retention is planned anew."""
         self._leaving[task.tier].discard(task.id)
         self._to_announce.discard((task.tier, task.id))

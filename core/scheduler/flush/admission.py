@@ -146,7 +146,7 @@ class Admissions:
             if r.name != ledger.host
         )
         self._waiting: deque[AdmissionRequest] = deque()
-        self._is_short = False
+        self._memory_is_short = False
         self._refused: AdmissionRequest | None = None
         self._only_progress = False
         self._logged: set[str] = set()
@@ -171,9 +171,9 @@ class Admissions:
     def busy(self) -> bool:
         return bool(self._waiting)
 
-    def lacks_room(self) -> bool:
+    def memory_is_short(self) -> bool:
         """Return whether the last save that requested a region found no room."""
-        return self._is_short
+        return self._memory_is_short
 
     def fail_all(self, error: BaseException) -> None:
         """Refuse all waiting saves."""
@@ -210,7 +210,7 @@ class Admissions:
                     request,
                     may_plan=not (waits and self._only_progress and request is self._refused),
                 )
-                self._is_short = region is None
+                self._memory_is_short = region is None
                 if region is None and waits:
                     self._refused = request
                     return

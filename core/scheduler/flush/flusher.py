@@ -14,7 +14,7 @@ from itertools import takewhile
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.backlog import Backlog
-from tierfall.core.scheduler.flush.deadline import PreemptedError
+from tierfall.core.scheduler.flush.drain_schedule import PreemptedError
 from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, FlushLane
 from tierfall.core.scheduler.flush.queue import FlushQueue
 from tierfall.core.scheduler.flush.room import TierRoom
@@ -140,7 +140,7 @@ class Flusher:
         if lane.tier in entry.damage:
             self.give_up_for_all(entry, lane.tier, error)
             return
-        lane.full = False
+        lane.disk_full = False
         lane.not_before_s = now_s + LONGEST_RETRY_S  # other processes may free room on the disk
         self._deleter.plan_tier(lane.tier)
         if self._ledger.many_ranks:  # they do not wait for one of them
@@ -183,7 +183,7 @@ class Flusher:
             entry.handle.on_tier_failed(tier, self._ledger.failing[tier])
 
     def on_room_made(self, lane: FlushLane, now_s: float) -> None:
-        lane.full = False
+        lane.disk_full = False
         lane.not_before_s = min(lane.not_before_s, now_s)
         self.on_recovered(lane.tier)
 
@@ -202,7 +202,7 @@ class Flusher:
         marks = entry.marks.get(tier, frozenset()) if tier in entry.damage else frozenset()
         entry.forget_damage(lane.tier)
         entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
-        entry.marks[lane.tier] = marks.union(mark.name for mark in self.marks_of(entry))
+        entry.marks[lane.tier] = marks.union(mark.name for mark in self.pin_marks(entry))
         entry.verified.add(lane.tier)
         if entry.handle is not None:
             self._ledger.set_knows_good()
@@ -247,15 +247,17 @@ class Flusher:
             self.give_up_for_all(entry, lane.tier, error)
             return
         if isinstance(error, StorageFullError):
-            lane.full = True
+            lane.disk_full = True
             logger.warning("flush of %s to %s: no space: %s", entry.id, lane.tier, error)
             return
         lane.back_off(entry, now_s)
         self.counters.flush_failures += 1
-        if not self._ends_the_copy(lane, transfer, error):
-            self._is_tried_again(lane, entry, error, now_s)
+        if not self._give_up_or_set_aside(lane, transfer, error):
+            self._report_failure(lane, entry, error, now_s)
 
-    def _ends_the_copy(self, lane: FlushLane, transfer: Transfer, error: BaseException) -> bool:
+    def _give_up_or_set_aside(
+        self, lane: FlushLane, transfer: Transfer, error: BaseException
+    ) -> bool:
         """Give up a repair that fails for good; set aside a copy that fails while the tier receives others, unless its
         source does not respond. Return whether either was done."""
         entry = transfer.entry
@@ -277,7 +279,7 @@ class Flusher:
             self._set_aside(entry, lane.tier, error)
         return alone
 
-    def _is_tried_again(
+    def _report_failure(
         self, lane: FlushLane, entry: LedgerEntry, error: BaseException, now_s: float
     ) -> None:
         """Log a failed copy; report the tier as failing where it may be at fault, or has failed for long."""
@@ -382,7 +384,7 @@ class Flusher:
             lane.give_up(error)
         self._deleter.cancel()
 
-    def marks_of(self, entry: LedgerEntry) -> tuple[Mark, ...]:
+    def pin_marks(self, entry: LedgerEntry) -> tuple[Mark, ...]:
         """Return the marks to write beside a copy."""
         if not entry.pinned or entry.commit is None or self._hooks.is_unpinning(entry.id):
             return ()

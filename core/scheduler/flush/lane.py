@@ -78,7 +78,7 @@ class FlushLane:
         self.tries = 0
         self.failing_since_s: float | None = None
         self.not_before_s = 0.0
-        self.full = False
+        self.disk_full = False
         self.spare_memory = False
         self.stalled: BaseException | None = None
         self.edge_bytes: dict[str, int] = {}
@@ -417,7 +417,7 @@ class FlushLane:
         self.tries = 0
         self.failing_since_s = None
         self.not_before_s = 0.0
-        self.full = False
+        self.disk_full = False
 
 
 def _wait_s(failures: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from tierfall.core.scheduler.flush.deadline import DrainSchedule
+from tierfall.core.scheduler.flush.drain_schedule import DrainSchedule
 from tierfall.core.scheduler.ledger.emitter import EventEmitter
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks

@@ -61,7 +61,7 @@ class TierRoom:
         """Decide whether a copy may begin; start the evictions that it needs."""
         if self._deleter.paused or self._deleter.busy(lane.tier):
             return WAIT
-        if not self._hooks.group.decides and (not lane.full or lane.tier in entry.damage):
+        if not self._hooks.group.decides and (not lane.disk_full or lane.tier in entry.damage):
             return ADMIT  # rank 0 has made room already
         rules = next(r for r in self._ledger.rules if r.name == lane.tier)
         capacity = rules.capacity_bytes
@@ -86,7 +86,7 @@ class TierRoom:
             view, lane.tier, need_bytes=need, free_bytes=free + sum(d.bytes for d in damaged)
         )
         plan = replace(plan, deletions=(*damaged, *plan.deletions))
-        if lane.full and plan.deletions:
+        if lane.disk_full and plan.deletions:
             # a full disk does not say how much is missing: evict one copy, then try again
             return Eviction(deletions=plan.deletions[:1], missing_bytes=0)
         return plan
@@ -159,7 +159,7 @@ class TierRoom:
             lane.tier, ids
         ):
             return False
-        lane.full = False
+        lane.disk_full = False
         for decision in plan.deletions:
             self._deleter.request_delete(
                 lane.tier, decision.checkpoint, decision.reason, beside=ids
@@ -186,7 +186,7 @@ class TierRoom:
         need = self._expected_bytes(lane.tier, entry)
         free = need if capacity is None else capacity - self._ledger.used_bytes(lane.tier)
         free += self._ledger.unfinished.get((lane.tier, entry.id), 0)  # it is overwritten
-        if lane.full:
+        if lane.disk_full:
             free = min(free, 0)
         if free >= need and capacity is not None:
             free += self._ledger.bytes_being_deleted(
@@ -236,7 +236,7 @@ class TierRoom:
         then = f"it is tried again when room is made, and every {LONGEST_RETRY_S:g} s"
         if self._ledger.many_ranks:
             then = "all ranks give it up there"
-        found = "the disk is full" if lane.full else f"there is room for {format_size(free)}"
+        found = "the disk is full" if lane.disk_full else f"there is room for {format_size(free)}"
         _, damaged = self._deleter.damaged_for_room(self._ledger.view(), lane.tier)
         kept = ""
         if damaged:

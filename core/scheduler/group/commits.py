@@ -16,9 +16,9 @@ from tierfall.core.ranks.message_tree import MessageTree
 from tierfall.core.ranks.messages import CheckpointTopic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
 from tierfall.core.scheduler.deletion.deleter import Deleter
-from tierfall.core.scheduler.flush.deadline import DrainSchedule
+from tierfall.core.scheduler.flush.capture_events import CaptureEvents
+from tierfall.core.scheduler.flush.drain_schedule import DrainSchedule
 from tierfall.core.scheduler.flush.flusher import Flusher
-from tierfall.core.scheduler.flush.saves import CaptureEvents
 from tierfall.core.scheduler.group.messages import (
     CommitFacts,
     CommittedCopy,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierfall.core.ranks.message_tree import Bodies, MessageTree
-from tierfall.core.scheduler.flush.saves import CaptureEvents
+from tierfall.core.scheduler.flush.capture_events import CaptureEvents
 from tierfall.core.scheduler.group.dedup import ReplicaAssigner
 from tierfall.core.scheduler.group.messages import (
     GroupMessages,

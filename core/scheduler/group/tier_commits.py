@@ -304,7 +304,7 @@ class TierCommits:
             tier=tier,
             id=entry.id,
             commit=replace(commit, owed=self._flusher.older_owed(tier, entry)),
-            marks=self._flusher.marks_of(entry),
+            marks=self._flusher.pin_marks(entry),
             name_latest=self._flusher.is_newest(tier, entry),
             tables=tables,
             repairs=tier in entry.damage,
