@@ -918,6 +918,7 @@ def sections() -> dict[str, dict[str, Any]]:
         },
         **{"ObjectTierConfig": "An object tier", "DeviceTierConfig": "A device tier"},
         "EventsSection": "`events`",
+        "MetricsSection": "`metrics`",
     }
     assert set(headings) == set(schema["$defs"])
     return {"The first level": schema} | {
@@ -947,7 +948,7 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
         case "`mtbf`":
             times = {"process": "1h", "node": "6h", "site": "100d"}
             return config_of(interval={"mtbf": {**times, key: value}})
-        case "`interval`" | "`capture`" | "`drain`" | "`events`":
+        case "`interval`" | "`capture`" | "`drain`" | "`events`" | "`metrics`":
             needed = {"path": "./e.jsonl"} if heading == "`events`" else {}
             return config_of(**{heading.strip("`"): {**needed, key: value}})
         case "A host tier":

@@ -32,7 +32,11 @@ SIGNATURES: dict[str, Callable[..., Any]] = {
         name: getattr(tierfall.Checkpointer, name)
         for name in ("save", "restore", "wait_captured", "pin", "prune", "drain", "close")
     },
-    **{name: getattr(tierfall.SaveHandle, name) for name in ("captured", "wait", "done")},
+    **{name: getattr(tierfall.Checkpointer, name) for name in ("subscribe", "metrics_dict")},
+    **{
+        name: getattr(tierfall.SaveHandle, name)
+        for name in ("captured", "wait", "done", "add_done_callback")
+    },
 }
 THE_SAME = {"maybe_save": "save", "unpin": "pin", "delete": "pin"}
 REPORTS = (

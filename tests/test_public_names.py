@@ -37,12 +37,15 @@ CHECKPOINTER = {
     "drain": "self, deadline=None",
     "close": "self",
     "statistics": "self",
+    "metrics_dict": "self",
+    "subscribe": "self, fn",
 }
 SAVE_HANDLE = {
     "captured": "self, timeout=None",
     "wait": "self, tier=None, timeout=None",
     "done": "self, tier=None",
     "exception": "self",
+    "add_done_callback": "self, fn, tier=None",
 }
 VALUES = {
     "RestoreReport": {"step", "attempt", "sources", "bytes", "seconds", "fallbacks"},

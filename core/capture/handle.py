@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from tierfall.core.runtime.callbacks import CallbackThread, check_callback
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import CaptureError, ConfigError, FlushError, TierfallError
 from tierfall.core.types.units import as_seconds
@@ -41,9 +42,11 @@ class SaveHandle:
         *,
         in_memory: str,
         before_wait: Callable[[float | None], None] | None = None,
+        callbacks: CallbackThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``before_wait`` is called with the timeout, in seconds, before a wait begins: it helps the capture to end."""
+        """``before_wait`` is called with the timeout, in seconds, before a wait begins: it helps the capture to end.
+        ``callbacks`` is the thread of the functions of ``add_done_callback`` (None: one of this handle)."""
         self._checkpoint = checkpoint
         self._tiers = tiers
         self._in_memory = in_memory
@@ -62,6 +65,8 @@ class SaveHandle:
         self._captured_s: float | None = None
         self._durable_s: dict[str, float] = {}
         self._before_wait = before_wait
+        self._callbacks = callbacks or CallbackThread("tierfall-callbacks")
+        self._on_done: list[tuple[str, Callable[[SaveHandle], object]]] = []
 
     # For the training loop -------------------------------------------------------------------------
 
@@ -115,11 +120,7 @@ class SaveHandle:
         after ``timeout`` seconds.
         """
         name = self._resolve(tier)
-        self._wait(
-            lambda: name in self._done or self._failure is not None or name in self._failed,
-            timeout,
-            f"committed on {name}",
-        )
+        self._wait(lambda: self._is_over(name), timeout, f"committed on {name}")
         with self._lock:
             if name in self._done:
                 return
@@ -130,6 +131,26 @@ class SaveHandle:
         name = self._resolve(tier)
         with self._lock:
             return name in self._done
+
+    def add_done_callback(
+        self, fn: Callable[[SaveHandle], object], tier: str | None = None
+    ) -> None:
+        """Call ``fn(handle)`` once, when ``wait(tier)`` would return or raise: the step is committed on ``tier``
+        (default: the last one that it is flushed to), or that has failed. ``done`` and ``exception`` tell which.
+
+        If that is so already, it is called at once. In any case the thread ``tierfall-<run>-callbacks`` calls it, which
+        holds no lock: a slow ``fn`` delays other callbacks of the run, and nothing else. An exception that it raises is
+        logged. ``close`` waits a second at most for callbacks; later ones are called while the process lives.
+
+        Raises ConfigError for a tier that this step is not flushed to, and in a forked child.
+        """
+        check_callback(fn, "(handle)", call="add_done_callback")
+        name = self._resolve(tier)
+        self._check_process("call back")
+        self._callbacks.start()
+        with self._lock:
+            self._on_done.append((name, fn))
+            self._notify()
 
     def __repr__(self) -> str:
         with self._lock:
@@ -144,7 +165,7 @@ class SaveHandle:
 
     def __dir__(self) -> list[str]:
         """The names for a training loop, without those for capture and coordinator."""
-        return [name for name in super().__dir__() if not name.startswith(("on_", "add_"))]
+        return [name for name in super().__dir__() if not name.startswith(("on_", "add_blocked"))]
 
     # For capture and coordinator -------------------------------------------------------------------
 
@@ -220,9 +241,19 @@ class SaveHandle:
             self._notify()
 
     def _notify(self) -> None:
-        """Wake all waiting threads; the caller holds the lock."""
+        """Wake all waiting threads, and have what is over called back; the caller holds the lock."""
         while self._waiting:
             self._waiting.pop().set()
+        waiting, self._on_done = self._on_done, []
+        for name, fn in waiting:
+            if self._is_over(name):
+                self._callbacks.put(fn, self)
+            else:
+                self._on_done.append((name, fn))
+
+    def _is_over(self, tier: str) -> bool:
+        """Whether the tier has the step, or will not get it now; the caller holds the lock."""
+        return tier in self._done or self._failure is not None or tier in self._failed
 
     def _resolve(self, tier: object) -> str:
         if isinstance(tier, int | float):
@@ -235,12 +266,15 @@ class SaveHandle:
             )
         return name
 
-    def _wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> None:
+    def _check_process(self, doing: str) -> None:
         if os.getpid() != self._pid:
             raise ConfigError(
-                f"step {self.step} was saved by process {self._pid}; a forked child cannot wait for it: wait in "
+                f"step {self.step} was saved by process {self._pid}; a forked child cannot {doing} for it: {doing} in "
                 "that process; tierfall.load() reads it here once it is committed"
             )
+
+    def _wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> None:
+        self._check_process("wait")
         timeout = as_seconds(timeout, what="timeout")
         deadline = None if timeout is None else time.monotonic() + timeout
         # under capture.verify the image waits for its barrier: this is one

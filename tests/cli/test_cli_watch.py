@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,3 +272,60 @@ def test_each_frame_is_one_document_until_it_is_interrupted(
 @pytest.mark.parametrize("every", ["0s", "10ms", "soon"])
 def test_a_frame_comes_not_too_often(make_cli: MakeCli, every: str) -> None:
     assert "--every" in make_cli()("watch", "--every", every, code=2).err
+
+
+# For Prometheus --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def test_it_serves_metrics_and_health_of_a_trainer_until_it_is_interrupted(
+    make_cli: MakeCli, train: Train, port: int
+) -> None:
+    pytest.importorskip("prometheus_client")
+    cli = make_cli()
+    trainer = train(cli)
+    trainer.tell("save 1")
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "tierfall", "watch", "-c", cli.path, "--prometheus", str(port)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert watching.stdout is not None
+        assert f"run run: /metrics and /healthz are served on port {port}" in (
+            watching.stdout.readline()
+        )
+
+        def get(path: str) -> str:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+                return str(answer.read().decode())
+
+        wait_until(
+            lambda: 'commits_total{rank="0",run="run",tier="disk"} 1.0' in get("/metrics"), "step 1"
+        )
+        assert json.loads(get("/healthz")) == {"healthy": True, "reasons": []}
+        trainer.kill()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            get("/healthz")
+        with refused.value as answer:
+            assert "no trainer of it is alive" in answer.read().decode()
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(20) == 0
+    finally:
+        watching.kill()
+        watching.communicate()
+
+
+def test_wrong_uses_of_the_port_are_refused(make_cli: MakeCli, port: int) -> None:
+    cli = make_cli()
+    assert "--once and --prometheus" in cli("watch", "--once", "--prometheus", "1", code=2).err
+    assert "--prometheus: " in cli("watch", "--prometheus", "nine", code=2).err
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("", port)):
+        err = cli("watch", "--prometheus", str(port), code=2).err
+    assert f"--prometheus: *:{port} cannot be listened on" in err

@@ -398,6 +398,15 @@ def watch(
         str, typer.Option("--every", metavar="TIME", help="Time between two frames.")
     ] = "1s",
     once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
+    prometheus: Annotated[
+        str | None,
+        typer.Option(
+            "--prometheus",
+            metavar="PORT",
+            help="Serve /metrics and /healthz of the trainers on this machine, and show nothing: 9109, "
+            "127.0.0.1:9109.",
+        ),
+    ] = None,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
@@ -405,7 +414,7 @@ def watch(
     """Show a run live, until Ctrl-C: tiers, copies, transfers, what a failure would cost, and the last events."""
     from tierfall.cli import watch
 
-    watch.watch(every, once, config, run, as_json)
+    watch.watch(every, once, prometheus, config, run, as_json)
 
 
 @app.command(short_help="Print the JSON schema of the YAML file.")

@@ -21,19 +21,35 @@ from tierfall.cli.run_facts import RunFacts
 from tierfall.cli.usage import Exit, refuse, to_document
 from tierfall.cli.watch_frame import RunView, view_of_facts, view_of_status
 from tierfall.config import Config
+from tierfall.config.fields import listen_address
 from tierfall.core.types.units import format_duration, parse_duration
 from tierfall.ops.reader import RunReader
 from tierfall.ops.watch import LIST_EVERY_S, Watcher
+from tierfall.telemetry.prometheus import MetricsServer
 
 EVERY_S_LEAST = 0.1
 ROWS_ON_SCREEN = 200
 
 
-def watch(every: str, once: bool, config: Path | None, run: str | None, as_json: bool) -> None:
-    """Show a run live, or one frame of it."""
+def watch(
+    every: str,
+    once: bool,
+    prometheus: str | None,
+    config: Path | None,
+    run: str | None,
+    as_json: bool,
+) -> None:
+    """Show a run live, or one frame of it, or serve its metrics."""
     settings = load_settings(config, run)
     every_s = _every(every)
+    if once and prometheus is not None:
+        refuse(
+            "--once and --prometheus: one ends at once, the other goes on; expected one", Exit.USAGE
+        )
     with Watcher(settings, run=settings.run) as watcher:
+        if prometheus is not None:
+            _serve(watcher, prometheus, settings.run, as_json=as_json)
+            return
         frames = _frames(settings, watcher)
         if once:
             _once(next(frames), as_json=as_json)
@@ -45,6 +61,25 @@ def watch(every: str, once: bool, config: Path | None, run: str | None, as_json:
                     time.sleep(every_s)
         except KeyboardInterrupt:
             return  # Ctrl-C is how a person ends it
+
+
+def _serve(watcher: Watcher, listens_on: str, run: str, *, as_json: bool) -> None:
+    """Serve metrics until Ctrl-C, or until a signal ends the process."""
+    address, port = parse_option("--prometheus", listens_on, listen_address)
+    server = MetricsServer.listen(
+        address, port, watcher.living_statuses, run=run, where="--prometheus"
+    )
+    answer = CommandOutput(as_json, document={"run": run, "address": address, "port": port})
+    answer.show(f"run {run}: /metrics and /healthz are served on port {port}; Ctrl-C ends it")
+    answer.finish()
+    sys.stdout.flush()
+    try:
+        while True:
+            time.sleep(LIST_EVERY_S)
+    except KeyboardInterrupt:
+        return
+    finally:
+        server.close()
 
 
 def _every(text: str) -> float:

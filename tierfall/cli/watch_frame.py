@@ -28,6 +28,7 @@ from tierfall.core.types.values import CheckpointId, CopyState, LossClass
 from tierfall.core.types.view import LossBound
 from tierfall.ops.watch import RankProcess, RunSnapshot
 from tierfall.policies.forecast import loss_bounds
+from tierfall.telemetry.health import HANGS_AFTER_S
 from tierfall.telemetry.status import (
     CheckpointStatus,
     CopyStatus,
@@ -40,7 +41,6 @@ from tierfall.telemetry.status import (
 ROWS_MAX = 12
 EVENTS_SHOWN = 6
 BAR_WIDTH = 20
-HANGS_AFTER_S = 15.0
 TIME_MAX_S = 3e10
 _SHOWN_MEMBERS = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 

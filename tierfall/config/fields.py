@@ -38,6 +38,8 @@ _EXPECTED_CHUNK = "a multiple of 4KiB from 4KiB to 1GiB"
 _EXPECTED_FOLDER = "a folder such as ./checkpoints, with ${env:NAME} for a variable"
 _EXPECTED_BANDWIDTH = f"{units.EXPECTED_RATE}, or a share such as 50%"
 _EXPECTED_WAIT = "a time above 0, such as 60s"
+_EXPECTED_LISTEN = "a port from 1 to 65535, or an address and a port such as 127.0.0.1:9109"
+PORT_MAX = 65535
 _EXPECTED_EVERY = "a whole number of training steps, 1 or more, or a time such as 10m"
 
 _STEPS = re.compile(r"([0-9]+) ?(?:steps?|it|iters?|iterations?)")
@@ -200,6 +202,23 @@ def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def listen_address(value: object) -> tuple[str, int]:
+    """Return the address (empty: all of this machine) and the port of ``9109``, ``:9109`` or ``127.0.0.1:9109``.
+
+    Raises ConfigError for anything else.
+    """
+    address, _, digits = value.rpartition(":") if isinstance(value, str) else ("", "", value)
+    port = _whole(digits)
+    if port is None or not 1 <= port <= PORT_MAX or not address.isprintable() or " " in address:
+        raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_LISTEN}")
+    return address.strip("[]"), port
+
+
+def _listen(value: object) -> int | str:
+    address, port = listen_address(value)
+    return f"{address}:{port}" if address else port
+
+
 def _flag(value: object) -> bool:
     if isinstance(value, bool):
         return value
@@ -338,6 +357,19 @@ Level = Annotated[
 Url = Annotated[
     str, _parsed(_url, _EXPECTED_URL), WithJsonSchema({"type": "string", "pattern": "^[a-z].*://"})
 ]
+Listen = Annotated[
+    int | str,
+    _parsed(_listen, _EXPECTED_LISTEN),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1, "maximum": PORT_MAX},
+                {"type": "string", "pattern": ":[0-9]+$"},
+            ]
+        }
+    ),
+]
+"""A port, or an address and a port: see ``listen_address``."""
 Name = Annotated[str, _parsed(_name, _EXPECTED_NAME), WithJsonSchema(_NAME_SCHEMA)]
 Folder = Annotated[
     Path,

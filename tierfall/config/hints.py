@@ -47,6 +47,7 @@ _MAIN = {
     "capture": "mode",
     "evict": "order",
     "drain": "deadline",
+    "metrics": "prometheus",
 }
 """The key that a value alone in place of a section stands for."""
 

@@ -42,6 +42,7 @@ from tierfall.config.sections import (
     DrainSection,
     EventsSection,
     FlushSection,
+    MetricsSection,
     OnClose,
     Section,
     expand_events,
@@ -369,6 +370,11 @@ class Config(Section):
             "absent: none.",
             examples=[{"path": "./events.jsonl"}],
         )
+    )
+    metrics: MetricsSection | None = Field(
+        default=None,
+        description="Where metrics are served; absent: nowhere.",
+        examples=[{"prometheus": 9109}],
     )
     tiers: Annotated[tuple[Tier, ...], BeforeValidator(_expand_tiers, str | tuple[Tier, ...])] = (
         Field(

@@ -25,12 +25,14 @@ from tierfall.config.fields import (
     Flag,
     Folder,
     Level,
+    Listen,
     Rate,
     SignalNames,
     Size,
     Wait,
     any_word,
     choice,
+    listen_address,
     no_address,
     show,
     value_error,
@@ -246,3 +248,18 @@ class EventsSection(Section):
 def expand_events(value: object) -> object:
     """Expand a path alone to the section."""
     return {"path": value} if isinstance(value, str | Path) else value
+
+
+class MetricsSection(Section):
+    """Where the run's metrics are served."""
+
+    prometheus: Listen = Field(
+        description="The port of an HTTP server with /metrics for Prometheus, and /healthz; or an address and a port, "
+        "such as 127.0.0.1:9109. The first rank of each node serves its own.",
+        examples=[9109],
+    )
+
+    @property
+    def listens_on(self) -> tuple[str, int]:
+        """The address, empty for all of this machine, and the port."""
+        return listen_address(self.prometheus)

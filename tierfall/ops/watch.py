@@ -5,6 +5,7 @@ It reads beside a living trainer and changes nothing. Whether a process is alive
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tierfall.telemetry.event_log import LogTail
 from tierfall.telemetry.status import Status, read_status
 from tierfall.tiers.arena.arena import lock_name
 
+logger = logging.getLogger("tierfall")
 LIST_EVERY_S = 10.0
 """How often tiers are listed where no trainer is alive: an object store charges for listings."""
 EVENTS_MAX = 10
@@ -114,6 +116,14 @@ class Watcher:
             events=self._from_log(problems) or recent,
             problems=tuple(problems),
         )
+
+    def living_statuses(self) -> tuple[Status, ...]:
+        """Return the statuses of the living processes of this node, by slot; for any thread."""
+        problems: list[str] = []
+        slots = [self._slot(number, problems) for number in known_slots(self._folder)]
+        for problem in problems:
+            logger.warning("%s", problem)
+        return tuple(slot.status for slot in slots if slot.alive and slot.status is not None)
 
     def _slot(self, number: int, problems: list[str]) -> RankProcess:
         owner: LockOwner | None = None

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import finish_on_all_ranks
 from tierfall.core.restore.exchange.gloo import Connect
 from tierfall.core.restore.reshard import ResizeRules
+from tierfall.core.runtime.callbacks import check_callback
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.state.item import resize_rules
 from tierfall.core.types.units import as_seconds
@@ -118,6 +119,10 @@ class Checkpointer:
         handle = None
         if self._cadence.is_due(step) and not self._lineage.has_saved(step):
             handle = self.save(step, state, metrics=metrics, tags=tags, block=block)
+        if handle is not None:
+            self._session.status.training = statistics.cadence_metrics(
+                self._cadence.report(), self._cadence.ettr()
+            )
         if self._config.interval.at_end:
             self._opened.note_last(step, state, metrics, tags)
         return handle
@@ -266,6 +271,31 @@ class Checkpointer:
             cadence=self._cadence.report(),
             ettr=self._cadence.ettr(),
         )
+
+    def metrics_dict(self) -> dict[str, float]:
+        """Return the metrics of this rank for a tracker: numbers by flat keys, such as ``tierfall/saves/captured`` and
+        ``tierfall/behind_seconds/nvme``. Names end in their unit; counters count since open; what is not known is
+        missing. For any thread: ``wandb.log(ckpt.metrics_dict())``.
+
+        Raises TierfallError where the run is being closed, ConfigError where it is.
+        """
+        self._opened.check_usable()
+        return self._session.call(self._session.status.metrics)
+
+    def subscribe(self, fn: Callable[[dict[str, Any]], object]) -> Callable[[], None]:
+        """Call ``fn(event)`` for each event of this rank from now on, and return a function that ends that.
+
+        ``event`` is the dict that a line of the event log has, whether a log is configured or not. A thread of the
+        subscription's own calls it, in order, and logs what it raises. A slow ``fn`` delays nothing else: up to 10,000
+        events wait for it, later ones are lost, and ``events_lost`` tells it how many. ``close`` delivers what waits
+        within a second. After unsubscribing, a call in progress ends, and no other one follows. In a forked child there
+        are no events.
+
+        Raises ConfigError where ``fn`` cannot be called with an event.
+        """
+        self._opened.check_usable()
+        check_callback(fn, "(event)", call="subscribe")
+        return self._journal.subscribe(fn)
 
     # The end -----------------------------------------------------------------------------------------
 

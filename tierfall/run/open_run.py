@@ -100,6 +100,7 @@ class OpenRun:
                 tiers.host.allocate_now()
                 self.session = Session(tiers, start)
                 undo.callback(self.session.abandon)
+                self.session.serve_metrics()
                 self.lineage = SavingLineage(run, tiers.attempt, begun=fresh or start.first)
                 self._steps = StepClock(self.session.coordinator.throttle)
                 self.capturer = Capturer(

@@ -165,6 +165,7 @@ class Saver:
             tiers,
             in_memory=self._session.host.name,
             before_wait=partial(self._help_capture, id, threading.get_ident()),
+            callbacks=self._session.callbacks,
         )
         room = self._request_region(place, image.layout, call)
         with _as_capture_errors(id, room.cancel), gc_paused():  # while the coordinator makes room

@@ -19,6 +19,7 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.ranks import RankMessage
 from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.callbacks import CallbackThread
 from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -38,7 +39,8 @@ from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.start import Start, begin_attempt
 from tierfall.session.status_writer import StatusWriter
 from tierfall.setup.tiers import bounds_s, is_shared, lane_limits, lane_pools, tier_rules
-from tierfall.telemetry.journal import Journal
+from tierfall.telemetry.journal import CLOSE_S, Journal
+from tierfall.telemetry.prometheus import MetricsServer
 from tierfall.telemetry.step_timer import StepTimer
 
 logger = logging.getLogger("tierfall")
@@ -75,6 +77,8 @@ class Session:
         self.listeners: dict[str | int, Listener] = {}
         self.journal = Journal(self.config, run=self.run, ranks=self.ranks, node=self.node)
         self.step_timer = StepTimer()
+        self.callbacks = CallbackThread(f"tierfall-{self.run}-callbacks")
+        self._metrics_server: MetricsServer | None = None
         self.ring = BufferRing(self.config.chunk_bytes)  # of restores: they do not wait for flushes
         written = {self.host.name, *(tier.name for tier in self.config.written)}
         lanes = {
@@ -118,6 +122,7 @@ class Session:
             self.journal,
             call=self.call,
             loss_bounds=self.loss_bounds,
+            step_timer=self.step_timer,
             holds=self.holds,
         )
 
@@ -135,6 +140,17 @@ class Session:
         return self.tiers.listings
 
     # Threads -----------------------------------------------------------------------------------------
+
+    def serve_metrics(self) -> None:
+        """Serve metrics and health where ``metrics`` is set, on the first rank of each node. Raises ConfigError where
+        the port is in use, or prometheus-client is missing."""
+        wanted = self.config.metrics
+        if wanted is None or not self.ranks.topology.is_leader:
+            return
+        address, port = wanted.listens_on
+        self._metrics_server = MetricsServer.listen(
+            address, port, self.status.present, run=self.run, where="open: metrics.prometheus"
+        )
 
     def start(self, listeners: Mapping[str | int, Listener] | None = None) -> None:
         """Start all threads: what an earlier start left to be flushed is flushed.
@@ -307,6 +323,7 @@ class Session:
             keep = keep_memory or not self.memory.are_intact()
         finally:
             self.journal.close()
+            self.callbacks.close(CLOSE_S)
             self._release(keep=keep, timeout_s=left_s())
 
     def _left(self) -> str:
@@ -340,6 +357,8 @@ class Session:
 
     def _release(self, *, keep: bool, timeout_s: float) -> None:
         self._closed = True
+        if self._metrics_server is not None:
+            self._metrics_server.close()
         try:
             self.tiers.close(keep=keep, timeout_s=timeout_s)
         finally:

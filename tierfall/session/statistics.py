@@ -17,6 +17,7 @@ from tierfall.core.types.values import LossClass, SaveOutcome
 from tierfall.core.types.view import LossBound, newest_surviving
 from tierfall.session.session import Session
 from tierfall.telemetry.reports import (
+    CadenceReport,
     CheckpointInfo,
     Compression,
     RestoreReport,
@@ -159,6 +160,15 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         },
         **flow,
     )
+
+
+def cadence_metrics(report: CadenceReport, ettr: float | None) -> dict[str, float | None]:
+    """Return the metrics of the cadence, by name."""
+    return {
+        "interval_steps": report.interval_steps,
+        "save_cost_seconds": report.cost_s,
+        "ettr": ettr,
+    }
 
 
 def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:

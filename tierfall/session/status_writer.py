@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 
+from tierfall.config import Config
+from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.holds import Holds
 from tierfall.core.runtime.run_lock import own_start_ticks
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -24,7 +29,9 @@ from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CopyState, LossClass
 from tierfall.core.types.view import LossBound, newest_surviving
 from tierfall.session.opened_tiers import OpenedTiers
+from tierfall.telemetry import metrics
 from tierfall.telemetry.event_log import wall_time
+from tierfall.telemetry.health import durable_bound_s
 from tierfall.telemetry.journal import Journal
 from tierfall.telemetry.status import (
     CheckpointStatus,
@@ -37,6 +44,7 @@ from tierfall.telemetry.status import (
     to_loss_status,
     write_status,
 )
+from tierfall.telemetry.step_timer import StepTimer
 
 logger = logging.getLogger("tierfall")
 
@@ -45,6 +53,9 @@ AT_LEAST_EVERY_S = 5.0
 CHECKPOINTS_MAX = 24
 EVENTS_MAX = 10
 JOIN_S = 1.0
+SPACE_EVERY_S = 30.0
+SPACE_S = 1.0
+"""How often the free space of file systems is read, and how long that may take, in seconds."""
 
 
 class StatusWriter:
@@ -58,10 +69,18 @@ class StatusWriter:
         *,
         call: Callable[[Callable[[], Status]], Status],
         loss_bounds: Callable[[], Mapping[LossClass, LossBound]],
+        step_timer: StepTimer,
         holds: Holds,
     ) -> None:
         """``call`` runs a function on the coordinator's thread: see ``Session``. ``loss_bounds`` is called there. What
         ``holds`` training is logged while it lasts."""
+        self._step_timer = step_timer
+        self._began_s = time.monotonic()
+        self._space = BoundedCalls()
+        self._free_bytes: dict[str, float] = {}
+        self._space_due_s = 0.0
+        self.training: Mapping[str, float | None] = {}
+        """Metrics of the cadence, by name, which the training thread sets at each save."""
         self._tiers = tiers
         self._coordinator = coordinator
         self._journal = journal
@@ -102,6 +121,10 @@ class StatusWriter:
             self._holds.log_present()
             self._closing.wait(EVERY_S)
 
+    def present(self) -> tuple[Status, ...]:
+        """Return the last status, if there is one; for any thread."""
+        return () if self._last is None else (self._last,)
+
     def describe_flushes(self) -> str:
         """Return what is being copied to which tier, and what is owed, as of the last status; for any thread."""
         status = self._last
@@ -109,17 +132,33 @@ class StatusWriter:
 
     def _write(self) -> bool:
         """Write the status; False where the coordinator has stopped."""
+        self._measure_space()
         try:
             status = self._call(self._make)
         except TierfallError as error:
             if self._last is None or self._closing.is_set():
                 return False
             update = {"failure": str(error), "events": self._events(), "wall_time_s": time.time()}
-            self._put(self._last.model_copy(update=update))
+            self._last = self._last.model_copy(update=update)
+            self._put(self._last)
             return False
         self._last = status
         self._put(status)
         return True
+
+    def _measure_space(self) -> None:
+        """Read the free bytes of the file systems that are written to, if that is due; one that does not answer has
+        none known."""
+        if time.monotonic() < self._space_due_s:
+            return
+        folders = {t.name: t.folder for t in self._tiers.config.written if t.folder is not None}
+        calls = {name: partial(shutil.disk_usage, folder) for name, folder in folders.items()}
+        bounds = dict.fromkeys(calls, SPACE_S)
+        found = self._space.call_all(calls, bounds, doing="measure the free space")
+        self._free_bytes = {
+            name: answer.get().free for name, answer in found.items() if answer.error is None
+        }
+        self._space_due_s = time.monotonic() + SPACE_EVERY_S
 
     def _put(self, status: Status) -> None:
         if self._closing.is_set():
@@ -167,7 +206,69 @@ class StatusWriter:
             loss_bound=to_loss_status(bounds),
             events=self._events(),
             lost_events=self._journal.lost,
+            metrics=self.metrics(bounds),
         )
+
+    def metrics(self, bounds: Mapping[LossClass, LossBound] | None = None) -> dict[str, float]:
+        """Return all metrics by key; ``bounds`` are what each loss would cost, if known already."""
+        flat = self._journal.tally.read()
+        flat |= {metrics.to_key("late", t): n for t, n in self._coordinator.backlog.late.items()}
+        flat[metrics.to_key("lost_events")] = self._journal.lost
+        flat[metrics.to_key("unread_events")] = self._journal.unread
+        flat |= metrics.flatten(self._gauges(), self._tier_gauges())
+        return flat | metrics.flatten({}, _loss_gauges(bounds or self._loss_bounds()))
+
+    def _gauges(self) -> dict[str, float | None]:
+        timer, backlog, now_s = self._step_timer, self._coordinator.backlog, time.monotonic()
+        config = self._tiers.config
+        every_s = backlog.estimated_every_s or _configured_every_s(config, timer.step_s)
+        ages = [self._since_commit(tier.name, now_s) for tier in config.written]
+        return {
+            "step": timer.last,
+            "image_bytes": backlog.image_bytes or None,
+            "last_blocked_seconds": self._journal.tally.last_blocked_s,
+            "step_seconds": timer.step_s,
+            "interval_seconds": every_s,
+            "durable_age_seconds": min(ages, default=None),
+            "durable_bound_seconds": durable_bound_s(
+                every_s, [tier.flush.every for tier in config.written]
+            ),
+            **self.training,
+        }
+
+    def _since_commit(self, tier: str, now_s: float) -> float:
+        committed_s = self._journal.tally.committed_s(tier)
+        return now_s - (self._began_s if committed_s is None else committed_s)
+
+    def _tier_gauges(self) -> dict[str, dict[str, float | None]]:
+        coordinator, ledger, now_s = self._coordinator, self._coordinator.ledger, time.monotonic()
+        rates, left = coordinator.rates, ledger.abandoned()
+        owed = Counter(tier for entry in ledger.open() for tier in entry.owed)
+        degraded = Counter(
+            tier
+            for entry in ledger.entries.values()
+            if (entry.damage or entry.set_aside) and entry.id not in left and not entry.tombstoned
+            for tier in {*entry.damage, *entry.set_aside}
+        )
+        tiers = [self._tier(name, ledger) for name in _names(ledger)]
+        stored = [rules for rules in ledger.rules if rules.name != ledger.host]
+        written = [rules.name for rules in stored]
+        return {
+            "commit_age_seconds": {name: self._since_commit(name, now_s) for name in written},
+            "behind": dict(coordinator.backlog.behind),
+            "behind_seconds": {t: coordinator.backlog.behind_s(t, now_s) for t in written},
+            "behind_bound_seconds": {rules.name: rules.within_s for rules in stored},
+            "owed_copies": {name: owed[name] for name in written},
+            "degraded_copies": {tier.name: degraded[tier.name] for tier in tiers},
+            "tier_failing": {tier.name: float(tier.failing is not None) for tier in tiers},
+            "tier_used_bytes": {tier.name: tier.used_bytes for tier in tiers},
+            "tier_capacity_bytes": {tier.name: tier.capacity_bytes for tier in tiers},
+            "tier_free_bytes": dict(self._free_bytes),
+            "checkpoints": {tier.name: tier.checkpoints for tier in tiers},
+            "write_bytes_per_second": {t: rates.write_bytes_per_s(t) for t in written},
+            "read_bytes_per_second": dict(rates.read_rates()),
+            "flush_share": dict(coordinator.throttle.shares),
+        }
 
     def _events(self) -> tuple[dict[str, object], ...]:
         return tuple(
@@ -209,6 +310,25 @@ class StatusWriter:
             bytes_per_s=rate,
             left_s=(total - done) / rate if rate else None,
         )
+
+
+def _loss_gauges(
+    bounds: Mapping[LossClass, LossBound],
+) -> dict[str, dict[str, float | None]]:
+    return {
+        "surviving_step": {x: b.survives.step if b.survives else None for x, b in bounds.items()},
+        "loss_bound_steps": {x: b.steps_lost for x, b in bounds.items()},
+        "loss_bound_seconds": {x: b.seconds_lost for x, b in bounds.items()},
+        "restore_seconds": {x: b.restore_s for x, b in bounds.items()},
+    }
+
+
+def _configured_every_s(config: Config, step_s: float | None) -> float | None:
+    """Return the configured time between two saves, in seconds; None where it is measured, or ``step_s`` is needed."""
+    every = config.interval.every_steps
+    if every is None or step_s is None:
+        return config.interval.every_s
+    return every * step_s
 
 
 def _names(ledger: Ledger) -> tuple[str, ...]:

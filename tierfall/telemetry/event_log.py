@@ -39,6 +39,16 @@ def wall_time(at_s: float) -> float:
     return at_s + time.time() - time.monotonic()
 
 
+def to_line(wall_time_s: float, event: Event, common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members of an event's line. ``common`` are those of every line, such as run and rank."""
+    return {
+        "format": events.FORMAT,
+        "wall_time_s": round(wall_time_s, 3),
+        **common,
+        **events.event_to_json(event),
+    }
+
+
 def older_half(path: Path) -> Path:
     """Return the path of the older half of a log."""
     return path.with_name(f"{path.name}.1")
@@ -206,12 +216,7 @@ class EventLog:
                 self._lines.append(self._line(*item))
 
     def _line(self, wall_time_s: float, event: Event) -> bytes:
-        line = {
-            "format": events.FORMAT,
-            "wall_time_s": round(wall_time_s, 3),
-            **self._common,
-            **events.event_to_json(event),
-        }
+        line = to_line(wall_time_s, event, self._common)
         return json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
     def _append(self) -> bool:

@@ -1,10 +1,11 @@
-"""A session's journal: keeps the last events for its status, and passes all to the event log, where one is
-configured."""
+"""A session's journal: keeps the last events for its status, counts all of them, and passes them to the subscribers and
+to the event log, where one is configured."""
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,8 +17,10 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.types import events
 from tierfall.core.types.events import Event, RecentEvents
 from tierfall.core.types.values import CheckpointId, SaveOutcome
-from tierfall.telemetry.event_log import EventLog, LogFile
+from tierfall.telemetry.event_log import EventLog, LogFile, to_line
+from tierfall.telemetry.metrics import EventTally
 from tierfall.telemetry.reports import RestoreReport
+from tierfall.telemetry.subscribers import Receive, Subscriber
 
 CLOSE_S = 1.0
 """How long a close waits for events to be written, in seconds: a log must not stop a program from ending."""
@@ -32,22 +35,61 @@ class Journal:
         self._node = node
         self._world_size = ranks.topology.world_size
         self.recent = RecentEvents()
+        self.tally = EventTally([tier.name for tier in config.written])
         self.log: EventLog | None = None
+        self._lock = threading.Lock()
+        self._subscribers: tuple[Subscriber, ...] = ()
+        self._unread = 0
+        self._run = run
         rank = ranks.topology.rank
+        self._common = {"run": run, "rank": rank}
         wanted = config.events
         if wanted is not None and (path := wanted.file_of(run=run, rank=rank)) is not None:
             file = LogFile(path, max_bytes=wanted.max_bytes)
-            self.log = EventLog(file, common={"run": run, "rank": rank})
+            self.log = EventLog(file, common=self._common)
 
     @property
     def lost(self) -> int:
         """The number of events lost since open."""
         return self.log.lost if self.log else 0
 
+    @property
+    def unread(self) -> int:
+        """The number of events that subscribers did not get, as they were slow."""
+        return self._unread + sum(subscriber.lost for subscriber in self._subscribers)
+
     def notify(self, event: Event) -> None:
         self.recent.add(event)
+        self.tally.add(event)
         if self.log is not None:
             self.log.put(event)
+        for subscriber in self._subscribers:
+            subscriber.put(event)
+
+    def subscribe(self, receive: Receive) -> Callable[[], None]:
+        """Pass later events to ``receive``; return what ends that."""
+        subscriber = Subscriber(
+            receive,
+            format=functools.partial(to_line, common=self._common),
+            name=f"tierfall-{self._run}-subscriber",
+        )
+        with self._lock:
+            self._subscribers = (*self._subscribers, subscriber)
+
+        pid = os.getpid()
+
+        def unsubscribe() -> None:
+            if (
+                os.getpid() != pid
+            ):  # a forked child has no such thread, and perhaps a lock that is held
+                return
+            with self._lock:
+                if subscriber in self._subscribers:
+                    self._unread += subscriber.lost
+                self._subscribers = tuple(s for s in self._subscribers if s is not subscriber)
+            subscriber.end()
+
+        return unsubscribe
 
     def start(self, attempt: Attempt | None) -> None:
         if self.log is not None:
@@ -66,6 +108,9 @@ class Journal:
         self.notify(events.Closed(at_s=time.monotonic(), lost_events=self.lost))
         if self.log is not None:
             self.log.close(CLOSE_S)
+        ends_s = time.monotonic() + CLOSE_S
+        for subscriber in self._subscribers:
+            subscriber.end(max(0.001, ends_s - time.monotonic()))
 
     def restored(self, report: RestoreReport) -> RestoreReport:
         sources: Counter[str] = Counter()

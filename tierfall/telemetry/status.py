@@ -103,7 +103,7 @@ class RunStatus(_StatusPart):
 
 class Status(RunStatus):
     """The run by one rank's process. ``newest`` is the newest step that survives each loss (None: none), ``loss_bound``
-    what each loss would cost."""
+    what each loss would cost; ``metrics`` are those of ``telemetry.metrics``, by key."""
 
     wall_time_s: float
     pid: int
@@ -117,6 +117,7 @@ class Status(RunStatus):
     loss_bound: dict[LossClass, LossStatus | None] = {}
     events: tuple[dict[str, Any], ...] = ()
     lost_events: int = 0
+    metrics: dict[str, float] = {}
     failure: str | None = None
 
 

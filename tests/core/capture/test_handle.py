@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -299,3 +301,118 @@ def test_a_time_in_place_of_a_tier_is_answered_by_the_right_call() -> None:
         handle.wait(60)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"not .30s.: expected 30$"):
         handle.wait(timeout="30s")  # type: ignore[arg-type]
+
+
+# Calling back ----------------------------------------------------------------------------------------
+
+
+class Calls:
+    """A callback that waits for its calls."""
+
+    def __init__(self) -> None:
+        self.made: queue.SimpleQueue[tuple[SaveHandle, str]] = queue.SimpleQueue()
+
+    def __call__(self, handle: SaveHandle) -> None:
+        self.made.put((handle, threading.current_thread().name))
+
+    def next(self) -> SaveHandle:
+        return self.made.get(timeout=PATIENCE_S)[0]
+
+    def none_waits(self, handle: SaveHandle) -> bool:
+        """Whether no call waits: one that is made now comes first."""
+        handle.add_done_callback(last := Calls(), "host")
+        last.next()
+        return self.made.empty()
+
+
+def test_a_callback_is_called_once_when_the_last_tier_has_the_step() -> None:
+    handle, calls = handle_for("nvme", "store"), Calls()
+    handle.add_done_callback(calls)
+    handle.on_captured()
+    handle.on_committed("nvme")
+    assert calls.none_waits(handle)
+    handle.on_committed("store")
+    assert calls.next() is handle
+    handle.on_committed("store")
+    handle.on_stopped(FlushError("closed"))
+    assert calls.none_waits(handle)
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_a_callback_of_a_tier_that_has_it_already_is_called_at_once(tier: str) -> None:
+    handle, calls = handle_for("nvme", "store"), Calls()
+    handle.on_captured()
+    handle.on_committed("nvme")
+    handle.add_done_callback(calls, tier)
+    assert calls.next() is handle
+    assert handle.done(tier)
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda h: h.on_given_up(SaveOutcome.SKIPPED, CapacityError("no room")),
+        lambda h: h.on_given_up(SaveOutcome.SUPERSEDED, CapacityError("superseded")),
+        lambda h: h.on_tier_failed("store", FlushError("down")),
+        lambda h: h.on_stopped(FlushError("closed")),
+    ],
+)
+def test_a_callback_is_called_when_the_save_has_failed(fail: Callable[[SaveHandle], None]) -> None:
+    handle, calls = handle_for("nvme", "store"), Calls()
+    handle.add_done_callback(calls)
+    fail(handle)
+    assert calls.next().exception() is not None
+    assert not handle.done()
+
+
+def test_a_callback_that_raises_is_logged_and_the_next_is_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    handle, calls = handle_for("nvme"), Calls()
+
+    def fails(handle: SaveHandle) -> None:
+        raise ValueError(f"of step {handle.step}")
+
+    handle.add_done_callback(fails)
+    handle.add_done_callback(lambda handle: sys.exit(1))
+    handle.add_done_callback(calls)
+    handle.on_committed("nvme")
+    calls.next()
+    assert [str(r.exc_info[1]) for r in caplog.records if r.exc_info] == ["of step 400", "1"]
+    assert "a callback failed: <function" in caplog.text
+
+
+def test_a_slow_callback_delays_nobody_who_reports_or_waits() -> None:
+    handle, calls = handle_for("nvme", "store"), Calls()
+    release = threading.Event()
+    handle.add_done_callback(lambda handle: release.wait(PATIENCE_S), "nvme")
+    handle.add_done_callback(calls)
+    handle.on_committed("nvme")
+    handle.on_committed("store")
+    handle.wait(timeout=0)
+    assert handle.outcome is SaveOutcome.SAVED
+    assert calls.made.empty()
+    release.set()
+    calls.next()
+
+
+def test_a_callback_may_use_the_handle() -> None:
+    handle, calls = handle_for("nvme"), Calls()
+
+    def use(handle: SaveHandle) -> None:
+        handle.wait(timeout=PATIENCE_S)
+        handle.add_done_callback(calls)
+
+    handle.add_done_callback(use)
+    handle.on_committed("nvme")
+    assert calls.next() is handle
+
+
+def test_a_callback_that_cannot_be_called_is_refused() -> None:
+    handle = handle_for("nvme")
+    with pytest.raises(ConfigError, match=r"add_done_callback: 3 is no function; expected one of"):
+        handle.add_done_callback(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"its parameters are \(\); expected \(handle\)"):
+        handle.add_done_callback(lambda: None)  # type: ignore[misc,arg-type]
+    with pytest.raises(ConfigError, match="goes to no tier 'store'"):
+        handle.add_done_callback(Calls(), "store")

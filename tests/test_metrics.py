@@ -1,0 +1,322 @@
+"""The metrics of a run: what they count, that each is documented, and when a run is healthy."""
+
+from __future__ import annotations
+
+import errno
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.media import Medium
+from tests.steps import blank, state_of, wait_until
+from tierfall.core.types import events
+from tierfall.core.types.values import CheckpointId, SaveOutcome, TierKind
+from tierfall.errors import ConfigError
+from tierfall.run.checkpointer import open_run_of
+from tierfall.telemetry import health, metrics
+from tierfall.telemetry.health import broken_promises, durable_bound_s
+from tierfall.telemetry.metrics import METRICS, EventTally, Kind, flatten, grown, split_key, to_key
+from tierfall.telemetry.status import Status, TierStatus
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+MakeConfig = Callable[..., dict[str, Any]]
+
+
+# The page --------------------------------------------------------------------------------------------
+
+
+def documented() -> Iterator[tuple[str, str, str | None]]:
+    """Give section, name and label of each row of the tables."""
+    for section in ("Counters", "Gauges"):
+        table = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+        for name, label in re.findall(r"^\| `(\w+)` \| (?:`(\w+)`)? ?\|", table, re.MULTILINE):
+            yield section, name, label or None
+
+
+def test_the_page_lists_every_metric_with_its_kind_and_label() -> None:
+    rows = list(documented())
+    assert sorted(rows, key=str) == sorted(
+        (
+            ("Counters" if m.kind is Kind.COUNTER else "Gauges", m.name, m.label)
+            for m in METRICS.values()
+        ),
+        key=str,
+    )
+    assert len(METRICS) > 40
+
+
+def test_every_reason_is_on_the_page() -> None:
+    table = PAGE.read_text().partition("\n## /healthz\n")[2]
+    parts = [row.split("...") for row in re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)]
+    reasons = broken_promises(unhealthy(), 0.0)
+    reasons += broken_promises(status_of(), 99.0)
+    reasons.append("run x: no trainer of it is alive on this machine")
+    for each in parts:
+        assert any(all(p in reason for p in each) for reason in reasons), each
+    assert len(parts) == len(reasons)
+
+
+# Of a run --------------------------------------------------------------------------------------------
+
+
+def test_a_run_counts_its_saves_copies_and_restores(make_config: MakeConfig) -> None:
+    with tierfall.open(make_config(near={}, far={"flush": {"every": 2}})) as ckpt:
+        before = ckpt.metrics_dict()
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+        ckpt.drain()
+        ckpt.restore(blank())
+        found = ckpt.metrics_dict()
+        figures = ckpt.statistics()
+    assert before["tierfall/saves/captured"] == before["tierfall/commits/far"] == 0
+    assert "tierfall/interval_seconds" not in before
+    assert found["tierfall/saves/captured"] == figures.saves == 2
+    assert (found["tierfall/commits/near"], found["tierfall/commits/far"]) == (2, 1)
+    assert found["tierfall/captured_bytes"] == 2 * found["tierfall/image_bytes"] > 2 * 80_000
+    assert found["tierfall/blocked_seconds"] == pytest.approx(2 * figures.blocked_s, abs=1e-3)
+    assert found["tierfall/flushed_bytes/near"] == found["tierfall/captured_bytes"]
+    edges = {k.rpartition("/")[2]: v for k, v in found.items() if "/edge_bytes/" in k}
+    assert edges == figures.edge_bytes
+    assert (found["tierfall/restores"], found["tierfall/step"]) == (1, 2)
+    assert (
+        sum(v for k, v in found.items() if "/restored_bytes/" in k) >= found["tierfall/image_bytes"]
+    )
+    assert found["tierfall/tier_free_bytes/near"] > 0
+    assert found["tierfall/tier_used_bytes/far"] > 80_000
+    assert found["tierfall/commit_age_seconds/near"] < 60
+    assert found["tierfall/surviving_step/process"] == 2
+    assert "tierfall/surviving_step/node" not in found
+
+
+def test_keys_are_flat_and_values_are_finite_numbers(make_config: MakeConfig) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        found = ckpt.metrics_dict()
+    for key, value in found.items():
+        assert split_key(key) is not None, key
+        assert isinstance(value, int | float)
+        assert math.isfinite(value)
+    with pytest.raises(ConfigError, match="closed"):
+        ckpt.metrics_dict()
+
+
+def test_what_maybe_save_measures_is_there_after_a_save(
+    make_config: MakeConfig, state: dict[str, Any]
+) -> None:
+    with tierfall.open(make_config() | {"interval": {"every": 2}}) as ckpt:
+        for step in range(1, 6):
+            ckpt.maybe_save(step, state)
+        found = ckpt.metrics_dict()
+    assert found["tierfall/interval_steps"] == 2
+    assert 0 < found["tierfall/ettr"] <= 1
+    assert found["tierfall/step_seconds"] > 0
+
+
+def test_a_failed_save_is_counted(make_config: MakeConfig) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        with pytest.raises(tierfall.errors.CaptureError):
+            ckpt.save(2, {"w": object()})
+        found = ckpt.metrics_dict()
+    assert found["tierfall/saves/failed"] == 1
+    assert found["tierfall/saves/captured"] == 1
+
+
+def test_a_damaged_copy_shows(make_config: MakeConfig, tmp_path: Path) -> None:
+    with tierfall.open(make_config(disk={})) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    (image,) = (tmp_path / "disk" / "run").glob("step-*/*.safetensors")
+    image.unlink()
+    with tierfall.open(make_config(disk={})) as ckpt:
+        assert ckpt.metrics_dict()["tierfall/degraded_copies/disk"] == 1
+
+
+# Counting --------------------------------------------------------------------------------------------
+
+
+def test_every_counter_is_counted_or_read_elsewhere() -> None:
+    id, tally = CheckpointId(1, 1), EventTally(["t"])
+    copy: dict[str, Any] = {"at_s": 1.0, "id": id, "tier": "t"}
+    for event in (
+        events.Captured(at_s=1.0, id=id, bytes=7, seconds=2.0, blocked_s=0.5, lazy=True),
+        events.SaveEnded(at_s=1.0, id=id, outcome=SaveOutcome.SUPERSEDED, reason=""),
+        events.Committed(**copy, bytes=8, seconds=3.0),
+        events.FlushDone(**copy, bytes=7, seconds=1.0, sources={"h": 7}),
+        events.FlushFailed(**copy, reason="", seconds=1.0),
+        events.FlushGivenUp(**copy, reason=""),
+        events.SetAside(**copy, reason=""),
+        events.Dropped(**copy, bytes=8, reason="", seconds=1.0, unfinished=False),
+        events.Evicted(**copy, bytes=8, reason=""),
+        events.StateRestored(at_s=1.0, id=id, bytes=7, seconds=4.0, sources={"t": 7}, fallbacks=()),
+        events.OperationFailed(at_s=1.0, doing="", reason=""),
+        events.TierRecovered(at_s=1.0, tier="t"),
+    ):
+        tally.add(event)
+    found = tally.read()
+    counted = {split_key(key) for key, value in found.items() if value}
+    names = {known[0].name for known in counted if known is not None}
+    counters = {name for name, metric in METRICS.items() if metric.kind is Kind.COUNTER}
+    assert counters - names == {"late", "lost_events", "unread_events"}
+    assert found["tierfall/blocked_seconds"] == tally.last_blocked_s == 0.5
+    assert found["tierfall/edge_bytes/h->t"] == 7
+    assert (tally.committed_s("t"), tally.committed_s("other")) == (1.0, None)
+
+
+def test_a_key_leads_back_to_its_metric() -> None:
+    for metric in METRICS.values():
+        of = "a/b" if metric.label else None
+        assert split_key(to_key(metric.name, of)) == (metric, of)
+    for key in ("tierfall/none", "tierfall/step/x", "tierfall/commits", "step"):
+        assert split_key(key) is None
+
+
+def test_what_is_not_known_or_not_finite_is_left_out() -> None:
+    labelled: dict[str, dict[str, float | None]] = {"behind": {"a": math.inf, "b": 1.5, "c": None}}
+    assert flatten({"step": None, "ettr": math.nan, "image_bytes": 3}, labelled) == {
+        "tierfall/image_bytes": 3,
+        "tierfall/behind/b": 1.5,
+    }
+
+
+def test_ages_grow_and_nothing_else_does() -> None:
+    values = {
+        "tierfall/durable_age_seconds": 5.0,
+        "tierfall/behind_seconds/a": 0,
+        "tierfall/behind_seconds/b": 2,
+        "tierfall/step": 7,
+        "of a newer tierfall": 1.0,
+    }
+    assert grown(values, 10.0) == values | {
+        "tierfall/durable_age_seconds": 15.0,
+        "tierfall/behind_seconds/b": 12.0,
+    }
+
+
+# Health ----------------------------------------------------------------------------------------------
+
+
+def status_of(failing: str | None = None, failure: str | None = None, **flat: float) -> Status:
+    tiers = (TierStatus(name="disk", kind=TierKind.FILE, used_bytes=0, failing=failing),)
+    values = {f"tierfall/{name.replace('__', '/')}": value for name, value in flat.items()}
+    return Status(
+        run="x",
+        tiers=tiers,
+        checkpoints=(),
+        checkpoints_known=0,
+        wall_time_s=0.0,
+        pid=1,
+        start_ticks=None,
+        node="n",
+        slot=0,
+        rank=0,
+        world_size=1,
+        attempt=1,
+        newest={},
+        metrics=values,
+        failure=failure,
+    )
+
+
+def unhealthy() -> Status:
+    """A status in which each promise is broken."""
+    return status_of(
+        failing="it hangs",
+        failure="KeyError",
+        behind_seconds__disk=100.0,
+        behind_bound_seconds__disk=99.0,
+        degraded_copies__disk=2,
+        durable_age_seconds=61.0,
+        durable_bound_seconds=60.0,
+    )
+
+
+HEALTHY = {
+    "behind_seconds__disk": 99.0,
+    "behind_bound_seconds__disk": 99.0,
+    "degraded_copies__disk": 0,
+    "durable_age_seconds": 60.0,
+    "durable_bound_seconds": 60.0,
+}
+
+
+def test_a_run_within_its_bounds_is_healthy_and_so_is_one_without_any() -> None:
+    assert broken_promises(status_of(**HEALTHY), 0.0) == []
+    assert broken_promises(status_of(durable_age_seconds=1e9, behind_seconds__disk=1e9), 0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"behind_seconds__disk": 99.5},
+            "tier disk is 1 min 40 s behind; flush.within is 1 min 39 s",
+        ),
+        ({"degraded_copies__disk": 1}, "tier disk lacks 1 good copies"),
+        (
+            {"durable_age_seconds": 61.0},
+            "no tier got a checkpoint for 1 min 01 s; at most 1 min 00 s are",
+        ),
+        ({"failing": "no space"}, "tier disk does not accept copies: no space"),
+        ({"failure": "KeyError"}, "nothing is flushed any more: KeyError"),
+    ],
+)
+def test_each_broken_promise_is_a_reason(change: dict[str, Any], reason: str) -> None:
+    (found,) = broken_promises(status_of(**{**HEALTHY, **change}), 0.0)
+    assert found.startswith(reason)
+
+
+def test_an_old_status_is_a_reason_and_its_ages_go_on() -> None:
+    reasons = broken_promises(status_of(**HEALTHY), health.HANGS_AFTER_S + 1)
+    assert [reason.split()[:3] for reason in reasons] == [
+        ["the", "status", "is"],
+        ["tier", "disk", "is"],
+        ["no", "tier", "got"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("every_s", "flush_every", "bound_s"),
+    [
+        (600.0, [1, 4], 1200.0),
+        (600.0, [4, 10], 4800.0),
+        (0.5, [1], health.DURABLE_LEAST_S),
+        (None, [1], None),
+        (600.0, [], None),
+    ],
+)
+def test_the_bound_is_twice_the_interval_of_the_tier_that_gets_most(
+    every_s: float | None, flush_every: list[int], bound_s: float | None
+) -> None:
+    assert durable_bound_s(every_s, flush_every) == bound_s
+
+
+def test_a_tier_that_fails_makes_the_run_unhealthy_until_it_has_caught_up(
+    make_config: MakeConfig, slow_medium: Medium
+) -> None:
+    config = make_config(slow={"flush": {"within": "0.1s"}}) | {"max_wait": "0.5s"}
+    with tierfall.open(config) as ckpt:
+        slow_medium.fail("fsync", errno.EIO, times=10**9)
+        ckpt.save(1, {"w": torch.ones(10)})
+
+        def reasons() -> str:
+            statuses = open_run_of(ckpt).session.status.present()
+            return "; ".join(r for status in statuses for r in broken_promises(status, 0.0))
+
+        wait_until(lambda: "tier slow is" in reasons(), "the tier is behind")
+        wait_until(lambda: "tier slow does not accept copies" in reasons(), "the tier fails")
+        slow_medium.heal()
+        wait_until(lambda: reasons() == "", "all is well again")
+
+
+def test_the_catalogue_has_no_name_that_prometheus_would_refuse() -> None:
+    for name, metric in METRICS.items():
+        assert re.fullmatch(r"[a-z][a-z_]*[a-z]", name)
+        assert not name.endswith("_total"), "a counter gets that by itself"
+        assert metric.about.endswith(".")
+    assert metrics.PREFIX == "tierfall"

@@ -1,0 +1,71 @@
+"""Subscribers: functions of a user that get each event of a run, each on a thread of its own.
+
+``put`` only appends to a bounded queue, so that a slow function delays neither a save nor a flush, nor other
+subscribers. Events that find no room are lost, counted, and reported by an ``events_lost`` event, as in the event log.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tierfall.core.runtime.callbacks import CallbackThread
+from tierfall.core.types.events import Event, EventsLost
+from tierfall.telemetry.event_log import WAITING_MAX, wall_time
+
+logger = logging.getLogger("tierfall")
+Receive = Callable[[dict[str, Any]], object]
+Format = Callable[[float, Event], dict[str, Any]]
+"""Makes the members of a line of the event log from an event and its time, in seconds since 1970."""
+
+
+class Subscriber:
+    """Passes events to ``receive``; see the module."""
+
+    def __init__(
+        self, receive: Receive, *, format: Format, name: str, waiting_max: int = WAITING_MAX
+    ) -> None:
+        self._receive = receive
+        self._format = format
+        self._ended = False
+        self._reported = 0
+        self._thread = CallbackThread(name, waiting_max=waiting_max)
+        self._waiting_max = waiting_max
+        self._thread.start()
+
+    @property
+    def lost(self) -> int:
+        """The number of events that it did not get."""
+        return self._thread.dropped
+
+    def put(self, event: Event) -> None:
+        """Add an event; where too many wait, it is lost. For any thread; never waits."""
+        if self._thread.put(self._deliver, wall_time(event.at_s), event):
+            return
+        if self._thread.dropped == 1:
+            logger.warning(
+                "subscribe: %r is slow: %d events wait for it; later ones are lost, and counted in its next "
+                "events_lost; training continues",
+                self._receive,
+                self._waiting_max,
+            )
+
+    def end(self, timeout_s: float = 0.0) -> None:
+        """Deliver what waits, for ``timeout_s`` seconds at most; the rest is lost. A call in progress goes on."""
+        ended = self._thread.close(timeout_s)
+        self._ended = True
+        if timeout_s and not ended and (left := self._thread.waiting - 1) > 0:
+            logger.warning(
+                "close: %r did not get the last %d events: it is slow", self._receive, left
+            )
+
+    def _deliver(self, wall_time_s: float, event: Event) -> None:
+        if self._ended:
+            return
+        self._receive(self._format(wall_time_s, event))
+        lost = self._thread.dropped
+        if lost > self._reported and not self._thread.waiting:
+            lost, self._reported = lost - self._reported, lost
+            self._receive(self._format(time.time(), EventsLost(at_s=time.monotonic(), count=lost)))
