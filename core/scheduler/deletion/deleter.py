@@ -379,7 +379,9 @@ class Deleter:
         self._emitter.deleted(task, size, outcome.seconds)
         return True
 
-    def _on_not_whole(self, entry: LedgerEntry | None, task: DeleteCopy, error: NotWholeError) -> None:
+    def _on_not_whole(
+        self, entry: LedgerEntry | None, task: DeleteCopy, error: NotWholeError
+    ) -> None:
         """A copy that the deletion relies on is damaged: nothing was deleted, and retention is planned anew."""
         self._leaving[task.tier].discard(task.id)
         self._to_announce.discard((task.tier, task.id))

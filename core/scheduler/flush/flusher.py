@@ -252,12 +252,10 @@ class Flusher:
             return
         lane.back_off(entry, now_s)
         self.counters.flush_failures += 1
-        if not self._give_up_or_set_aside(lane, transfer, error):
+        if not self._stop_trying(lane, transfer, error):
             self._report_failure(lane, entry, error, now_s)
 
-    def _give_up_or_set_aside(
-        self, lane: FlushLane, transfer: Transfer, error: BaseException
-    ) -> bool:
+    def _stop_trying(self, lane: FlushLane, transfer: Transfer, error: BaseException) -> bool:
         """Give up a repair that fails for good; set aside a copy that fails while the tier receives others, unless its
         source does not respond. Return whether either was done."""
         entry = transfer.entry
