@@ -12,14 +12,19 @@ import tierfall
 from tierfall.cli.usage import (
     CommandGroup,
     ConfigOption,
+    DtypeOption,
     Exit,
     JsonOption,
+    MaxShardOption,
+    OnlyOption,
+    PathArgument,
     RunOption,
     StepArgument,
     StepsArgument,
     TierArgument,
     TierOption,
     ToTierOption,
+    WithOption,
     listen_to_warnings,
 )
 from tierfall.core.types.values import ExportFormat
@@ -244,7 +249,7 @@ def verify(
 # Copying ---------------------------------------------------------------------------------------------
 
 
-@app.command(short_help="Write a step as one file for other programs.")
+@app.command(short_help="Write a step as files for other programs.")
 def export(
     step: StepArgument,
     to: Annotated[
@@ -258,12 +263,10 @@ def export(
             help="safetensors, torch for torch.load, or dcp for torch.distributed.checkpoint: DIR itself.",
         ),
     ] = ExportFormat.SAFETENSORS,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only", metavar="PREFIX", help="Export only this part: model. May be repeated."
-        ),
-    ] = None,
+    only: OnlyOption = None,
+    max_shard: MaxShardOption = None,
+    dtype: DtypeOption = None,
+    beside: WithOption = None,
     tier: TierOption = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an existing file of that name.")
@@ -272,10 +275,32 @@ def export(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as one file, or as a DCP folder, from the fastest good copy; every chunk is verified."""
+    """Write a checkpoint as one file, as shards, or as a DCP folder, from the fastest good copy; every chunk is
+    verified."""
     from tierfall.cli import copy_export
 
-    copy_export.export(step, to, format, only or [], tier, force, config, run, as_json)
+    wish = copy_export.ExportWish(
+        to, format, only or [], max_shard=max_shard, dtype=dtype, beside=beside or [], force=force
+    )
+    copy_export.export(step, wish, tier, config, run, as_json)
+
+
+@app.command("import", short_help="Save what another program wrote as a step.")
+def import_(
+    path: PathArgument,
+    as_step: Annotated[int, typer.Option("--as-step", metavar="N", help="The step to save it as.")],
+    entry: Annotated[
+        str,
+        typer.Option("--entry", metavar="NAME", help="The entry that a bare state_dict becomes."),
+    ] = "model",
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Save what another program wrote as a step of the run, on all of its stored tiers. No code of it is run."""
+    from tierfall.cli import copy_export
+
+    copy_export.import_(path, as_step, entry, config, run, as_json)
 
 
 @app.command(short_help="Copy steps to a tier that does not hold them.")
