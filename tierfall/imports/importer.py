@@ -161,20 +161,16 @@ def import_state(
 def _write(run: OpenRun, request: DirectWrite, read: ReadState, progress: Progress) -> None:
     store = run.session.stores[request.tier]
     store.check_fence(request.attempt)
-    try:
-        files = write_view(
-            store,
-            read.view,
-            lineage=request.lineage,
-            shard=request.shard,
-            chunk_bytes=request.config.chunk_bytes,
-            commit=partial(commit_of, request),
-            load=read.load,
-            on_bytes=progress.add,
-        )
-    except BaseException:
-        store.discard(request.lineage.checkpoint, attempt=request.attempt)
-        raise
+    files = write_view(
+        store,
+        read.view,
+        lineage=request.lineage,
+        shard=request.shard,
+        chunk_bytes=request.config.chunk_bytes,
+        commit=partial(commit_of, request),
+        load=read.load,
+        on_bytes=progress.add,
+    )
     store.commit(commit_of(request, files), attempt=request.attempt)
     store.write_latest(request.lineage.checkpoint)
 
