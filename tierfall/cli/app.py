@@ -10,10 +10,13 @@ import typer
 
 import tierfall
 from tierfall.cli.usage import (
+    AsStepOption,
     CommandGroup,
     ConfigOption,
     DtypeOption,
+    EntryOption,
     Exit,
+    FormatOption,
     JsonOption,
     MaxShardOption,
     OnlyOption,
@@ -256,13 +259,7 @@ def export(
         Path,
         typer.Option("--to", metavar="DIR", help="The folder to write into; created if missing."),
     ],
-    format: Annotated[
-        ExportFormat,
-        typer.Option(
-            "--format",
-            help="safetensors, torch for torch.load, or dcp for torch.distributed.checkpoint: DIR itself.",
-        ),
-    ] = ExportFormat.SAFETENSORS,
+    format: FormatOption = ExportFormat.SAFETENSORS,
     only: OnlyOption = None,
     max_shard: MaxShardOption = None,
     dtype: DtypeOption = None,
@@ -288,11 +285,8 @@ def export(
 @app.command("import", short_help="Save what another program wrote as a step.")
 def import_(
     path: PathArgument,
-    as_step: Annotated[int, typer.Option("--as-step", metavar="N", help="The step to save it as.")],
-    entry: Annotated[
-        str,
-        typer.Option("--entry", metavar="NAME", help="The entry that a bare state_dict becomes."),
-    ] = "model",
+    as_step: AsStepOption,
+    entry: EntryOption = "model",
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from tierfall.core.types.errors import ConfigError, NotSupportedError, TierfallError
-from tierfall.core.types.values import ExportDtype
+from tierfall.core.types.values import ExportDtype, ExportFormat
 
 _STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
 _LATEST = "latest"
@@ -92,6 +92,13 @@ TierArgument = Annotated[
         autocompletion=_tier_names,
     ),
 ]
+FormatOption = Annotated[
+    ExportFormat,
+    typer.Option(
+        "--format",
+        help="safetensors, torch for torch.load, or dcp for torch.distributed.checkpoint: DIR itself.",
+    ),
+]
 OnlyOption = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="PREFIX", help="Export only this part: model. May be repeated."),
@@ -115,6 +122,12 @@ WithOption = Annotated[
         metavar="FILE",
         help="safetensors: copy this file into DIR, a new folder: config.json. May be repeated.",
     ),
+]
+AsStepOption = Annotated[
+    int, typer.Option("--as-step", metavar="N", help="The step to save it as.")
+]
+EntryOption = Annotated[
+    str, typer.Option("--entry", metavar="NAME", help="The entry that a bare state_dict becomes.")
 ]
 PathArgument = Annotated[
     Path,
