@@ -57,6 +57,7 @@ FOLDERS = (
     "tierfall.export",
     "tierfall.integrations.dcp",
     "tierfall.integrations",
+    "tierfall.imports",
     "tierfall.demo",
     "tierfall.cli",
     "tierfall",

@@ -26,7 +26,7 @@ CHECKPOINTER = {
     "save": "self, step, state, *, metrics=None, tags=(), block=False",
     "maybe_save": "self, step, state, *, metrics=None, tags=(), block=False",
     "restore": "self, state, *, step=None, attempt=None, tier=None, only=None, skip=(), rename=None, retype=(), "
-    "strict=True, unreachable='raise'",
+    "resize=(), strict=True, unreachable='raise'",
     "wait_captured": "self, timeout=None",
     "guard": "self",
     "checkpoints": "self",

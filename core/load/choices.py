@@ -36,8 +36,13 @@ class Choices:
     skip: tuple[str, ...] = ()
     rename: Mapping[str, str] | None = None
     retype: tuple[str, ...] = ()
+    resize: tuple[str, ...] = ()
     strict: bool = True
     is_going_back: bool = False
+
+    def resizes(self, name: str) -> bool:
+        """Return whether the tensor at ``name`` may have another shape in the state."""
+        return any(_matches(name, pattern) for pattern in self.resize)
 
     @classmethod
     def of(
@@ -47,11 +52,13 @@ class Choices:
         skip: Sequence[str] | None = None,
         rename: Mapping[str, str] | None = None,
         retype: Sequence[str] | None = None,
+        resize: Sequence[str] | None = None,
         strict: bool = True,
         goes_back: bool = False,
     ) -> Choices:
         """Check the options of a caller. Raises RestoreError where one is not a list, or not a mapping, of names."""
-        for what, names in (("only", only), ("skip", skip), ("retype", retype)):
+        lists = {"only": only, "skip": skip, "retype": retype, "resize": resize}
+        for what, names in lists.items():
             if isinstance(names, str):
                 raise RestoreError(
                     f"restore: {what} must be a list of names, such as [{names!r}], not a string"
@@ -68,6 +75,7 @@ class Choices:
             skip=tuple(skip or ()),
             rename=rename or None,
             retype=tuple(retype or ()),
+            resize=tuple(resize or ()),
             strict=strict,
             is_going_back=goes_back,
         )
@@ -117,11 +125,13 @@ def select(header: ImageHeader, choices: Choices, live: Iterable[str]) -> Select
     whole = [name for name, _ in leaves(header.tree, "")]
     for prefix in choices.only or ():
         _check_only(prefix, whole, header.what)
-    both = [*stored_names(header), *live] if choices.skip else []
-    for pattern in choices.skip:
+    both = [*stored_names(header), *live] if choices.skip or choices.resize else []
+    patterns = [("skip", each) for each in choices.skip]
+    patterns += [("resize", each) for each in choices.resize]
+    for what, pattern in patterns:
         if not any(_matches(name, pattern) for name in both):
             raise RestoreError(
-                f"restore: skip={pattern!r} names nothing in {header.what} or in the state; nearest: "
+                f"restore: {what}={pattern!r} names nothing in {header.what} or in the state; nearest: "
                 f"{_nearest(pattern, both)}"
             )
     for name in choices.retype:
@@ -264,6 +274,9 @@ class _Renamer:
         after = self.name(before)
         if after == naming.join(new, naming.component(key)):
             return key, self.node(child, before, after)
+        here = naming.join(new, naming.component(key))
+        if isinstance(child, ModuleNode) and naming.is_within(after, here):
+            return key, self.node(child, before, here)  # the module is within another one now
         below = self._below(after, new, before)
         if naming.component(below) != below:
             raise RestoreError(

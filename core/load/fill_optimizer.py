@@ -26,38 +26,24 @@ from tierfall.core.image.tree import (
 from tierfall.core.load import assign
 from tierfall.core.load.build import CPU
 from tierfall.core.load.plan import RestoreWork
+from tierfall.core.load.resize import can_resize, has_shape_of_parameter, part_of, plan_common
 from tierfall.core.state import optimizers
 from tierfall.core.tensors import names
 from tierfall.core.tensors.dtensor import (
     NotOneBlockError,
     TensorPiece,
     as_dtensor_like,
+    is_block,
     is_sharded,
     local_part,
     piece_of,
 )
-from tierfall.core.tensors.tensors import dense_strides, strided_copy
+from tierfall.core.tensors.tensors import laid_out_as
 from tierfall.core.tensors.wrappers import is_wrapper
 
 _STEP = "step"
 _NAMES = "param_names"
 _ON_DEVICE = ("capturable", "fused")
-
-
-_ELEMENTWISE = frozenset(
-    getattr(torch.optim, name, None)
-    for name in (
-        *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam"),
-        *("RMSprop", "Rprop", "SGD", "SparseAdam"),
-    )
-)
-_PER_ELEMENT = frozenset(
-    (
-        *("acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"),
-        *("momentum_buffer", "prev", "square_avg", "step_size", "sum"),
-    )
-)
-"""The entries of their state that have the shape of the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +248,9 @@ class OptimizerFiller:
                 continue
             target = step_device if entry == _STEP else device
             value = None if live is None else live.get(entry)
-            if self._fill_in_place(child, value, target, below):
+            if self._is_resized(entry, child, key, parameter):
+                made.append(_StateEntry(entry, self._resized(child, key, target), target))
+            elif self._fill_in_place(child, value, target, below):
                 made.append(_StateEntry(entry, None, target))
             else:
                 self._check_piece(child, key, below)
@@ -279,7 +267,7 @@ class OptimizerFiller:
     def _check_piece(self, node: Node, parameter: Any, name: str) -> None:
         """Report a saved block whose parameter is another block on this rank."""
         stored = self._stored_piece(node)
-        if stored is None or _is_block(parameter, stored):
+        if stored is None or is_block(parameter, stored):
             return
         part = "another block, or none" if is_sharded(parameter) else "the whole"
         self._work.report.differs(
@@ -301,13 +289,37 @@ class OptimizerFiller:
         if isinstance(node, WrapperNode):
             shape = tuple(header.values[node.shape.number][1])
         else:
-            shape = _whole_shape(header.tensors[node.position])
-        known = type(self._live) in _ELEMENTWISE and entry in _PER_ELEMENT
-        has_its_shape = known or (stored is not None and _whole_shape(stored) == shape)
+            shape = header.tensors[node.position].whole_shape
+        has_its_shape = has_shape_of_parameter(self._live, entry, shape, stored)
         if shape and has_its_shape and tuple(parameter.shape) != shape:
             self._work.report.differs(
                 name, f"shape {shape}", f"a parameter of shape {tuple(parameter.shape)}"
             )
+
+    def _is_resized(
+        self, entry: Any, node: Node, parameter: Any, stored: StoredTensor | None
+    ) -> bool:
+        """Return whether state is of a parameter that has another shape now, and may."""
+        if not isinstance(node, TensorNode) or not isinstance(parameter, torch.Tensor):
+            return False
+        name = self._numbering.names[self._numbering.numbers[id(parameter)]]
+        if name is None or not self._work.choices.resizes(name):
+            return False
+        tensor = self._builder.header.tensors[node.position]
+        return (
+            tensor.whole_shape != tuple(parameter.shape)
+            and has_shape_of_parameter(self._live, entry, tensor.whole_shape, stored)
+            and can_resize(tensor, parameter)
+        )
+
+    def _resized(self, node: Node, parameter: Any, device: torch.device) -> torch.Tensor:
+        """Return new state of a parameter's shape: zeros, where the stored state has no value."""
+        assert isinstance(node, TensorNode)
+        local, offset = part_of(parameter)
+        dtype = self._builder.header.tensors[node.position].dtype
+        made = torch.zeros_like(local.detach(), dtype=dtype, device=device)
+        self._work.matcher.copies.append(plan_common(self._builder, node.position, made, offset))
+        return as_dtensor_like(parameter, made) if is_sharded(parameter) else made
 
     def _is_cut(self, node: Node, parameter: Any) -> bool:
         """Return whether a whole stored tensor becomes state of a sharded parameter, and is sharded like it."""
@@ -357,7 +369,7 @@ class OptimizerFiller:
         if isinstance(made.node, torch.Tensor | None):
             return made.node
         if made.as_parameter and isinstance(made.node, TensorNode):
-            return _laid_out_as(parameter, self._builder.tensor(made.node.position, made.device))
+            return laid_out_as(parameter, self._builder.tensor(made.node.position, made.device))
         built = self._builder.build(made.node, made.device)
         return built if self._stored_piece(made.node) is None else as_dtensor_like(parameter, built)
 
@@ -370,7 +382,7 @@ class OptimizerFiller:
             return False
         stored = self._builder.header.tensors[node.position]
         shape = stored.shape if stored.piece is None else stored.piece.shape
-        same = self._builder.header.merged or _is_block(live, stored.piece)
+        same = self._builder.header.merged or is_block(live, stored.piece)
         if tuple(live.shape) != shape or not same:
             self._work.matcher.compare(node.position, live, name)
             return True
@@ -424,27 +436,6 @@ class OptimizerFiller:
         return f"{self._name}.state.{part}"
 
 
-def _whole_shape(tensor: StoredTensor) -> tuple[int, ...]:
-    return tensor.shape if tensor.piece is None else tensor.piece.shape
-
-
-def _laid_out_as(parameter: Any, built: Any) -> Any:
-    """Return state with the strides of its parameter."""
-    if type(built) is not torch.Tensor or type(parameter) not in (torch.Tensor, torch.nn.Parameter):
-        return built
-    strides = dense_strides(parameter)
-    if strides is None or built.shape != parameter.shape or not built.is_contiguous():
-        return built
-    return strided_copy(built, strides)
-
-
 def _update(live: dict[str, Any], values: dict[Any, Any]) -> None:
     for key, value in values.items():
         live[key] = assign.merge(live.get(key), value)
-
-
-def _is_block(live: torch.Tensor, piece: TensorPiece | None) -> bool:
-    try:
-        return piece_of(live) == piece
-    except NotOneBlockError:
-        return False

@@ -14,6 +14,7 @@ import torch
 from tierfall.core.image.tree import Node, QuantizedNode, TensorNode, WrapperNode
 from tierfall.core.load.build import CPU, Builder
 from tierfall.core.load.mismatch import MismatchReport
+from tierfall.core.load.resize import can_resize, part_of, plan_common
 from tierfall.core.tensors import builtin_codecs, dtypes, tensors, wrappers
 from tierfall.core.tensors.dtensor import (
     NotOneBlockError,
@@ -30,7 +31,15 @@ from tierfall.core.types.errors import RestoreError
 class TensorMatcher:
     """Adds targets to the builder, and collects what to do once they are filled: ``copies``, then ``checks``."""
 
-    def __init__(self, builder: Builder, report: MismatchReport) -> None:
+    def __init__(
+        self,
+        builder: Builder,
+        report: MismatchReport,
+        resizes: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """``resizes`` returns whether the tensor of a name may have another shape than the stored one."""
+        self._resizes = resizes
+        self._resized: set[str] = set()
         self._builder = builder
         self._report = report
         self._claims: dict[int, list[tuple[torch.Tensor, int, str]]] = {}
@@ -70,6 +79,8 @@ class TensorMatcher:
 
     def tensor(self, position: int, live: torch.Tensor, name: str) -> None:
         """Fill ``live`` from a stored tensor, in place; of a sharded tensor, this rank's block."""
+        if self._resizes(name) and self._resize(position, live, name):
+            return
         if is_sharded(live):
             if self.compare(position, live, name):
                 local, piece = local_part(live)
@@ -83,6 +94,22 @@ class TensorMatcher:
             self._report.refuses(name, f"cannot be restored into: {reason}")
         elif self.compare(position, live, name) and self._claim(position, live, name):
             self._target(position, live.detach(), name)
+
+    def _resize(self, position: int, live: torch.Tensor, name: str) -> bool:
+        """Fill what a tensor of another shape has in common with the stored one; False where the shapes are equal, or
+        more differs than they."""
+        stored = self._builder.header.tensors[position]
+        if wrappers.is_wrapper(live) or tensors.refusal(local_tensor(live)) is not None:
+            return False
+        if live.shape == stored.whole_shape or live.dtype is not stored.dtype:
+            return False
+        if not can_resize(stored, live):
+            return False
+        local, offset = part_of(live)
+        if self._claim(position, local, name):
+            self._resized.add(name)
+            self.copies.append(plan_common(self._builder, position, local.detach(), offset))
+        return True
 
     def _local(
         self, position: int, live: torch.Tensor, name: str, block: TensorPiece | None
@@ -151,7 +178,7 @@ class TensorMatcher:
         """Yield the tensors that are read into directly, before all bytes are verified."""
         for targets in self._targets.values():
             for live, name in targets:
-                if tensors.as_bytes(live) is not None:
+                if name not in self._resized and tensors.as_bytes(live) is not None:
                     yield LiveMemory(name, AddressRange.of(live))
 
     def skip(self, live: object, name: str) -> None:
@@ -168,7 +195,9 @@ class TensorMatcher:
             (str(live.device), *tensors.span(live), position, live, name)
             for claims in self._claims.values()
             for live, position, name in claims
-            if tensors.as_bytes(live) is not None and live.nbytes == stored[position].length
+            if name not in self._resized
+            and tensors.as_bytes(live) is not None
+            and live.nbytes == stored[position].length
         ]
         spans.sort(key=lambda span: span[:3])
         overlapping: dict[str, tuple[int, torch.Tensor, str]] = {}

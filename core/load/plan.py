@@ -55,7 +55,7 @@ class RestoreWork:
 
     def __post_init__(self) -> None:
         self.builder = Builder(self.header)
-        self.matcher = TensorMatcher(self.builder, self.report)
+        self.matcher = TensorMatcher(self.builder, self.report, self.choices.resizes)
 
     @classmethod
     def begin(

@@ -83,6 +83,14 @@ def piece_of(tensor: Any) -> TensorPiece | None:
     return _block(tensor) if is_sharded(tensor) else None
 
 
+def is_block(live: torch.Tensor, piece: TensorPiece | None) -> bool:
+    """Whether this rank's part of a tensor is at that position; None: it is no part."""
+    try:
+        return piece_of(live) == piece
+    except NotOneBlockError:
+        return False
+
+
 def as_dtensor_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     """Build a DTensor from this rank's part, with mesh, placements and shape of ``parameter``."""
     made: torch.Tensor = type(parameter.data).from_local(

@@ -302,3 +302,13 @@ _HELD_STORAGE = 3
 def _unknown() -> int:
     """The use count where this version of torch has no ``_use_count``."""
     return sys.maxsize
+
+
+def laid_out_as(parameter: Any, built: Any) -> Any:
+    """Return state with the strides of its parameter."""
+    if type(built) is not torch.Tensor or type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+        return built
+    strides = dense_strides(parameter)
+    if strides is None or built.shape != parameter.shape or not built.is_contiguous():
+        return built
+    return strided_copy(built, strides)

@@ -183,3 +183,11 @@ class ExportFormat(StrEnum):
     SAFETENSORS = "safetensors"
     TORCH = "torch"
     DCP = "dcp"
+
+
+class ExportDtype(StrEnum):
+    """The dtypes that an export converts tensors of floating-point numbers to."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"

@@ -81,8 +81,8 @@ def test_help_lists_the_commands_that_work_and_no_others() -> None:
     table = text.partition("Commands:")[2].partition("Exit codes:")[0]
     listed = [line.split()[0] for line in table.splitlines() if line.strip()]
     commands = [
-        *("init", "ls", "latest", "runs", "show", "check", "verify", "export", "copy"),
-        *("prune", "pin", "unpin", "rm"),
+        *("init", "ls", "latest", "runs", "show", "check", "verify", "export", "import"),
+        *("copy", "prune", "pin", "unpin", "rm"),
         *("forget", "drain", "watch", "schema", "demo"),
     ]
     assert listed == commands

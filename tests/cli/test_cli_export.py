@@ -117,6 +117,24 @@ def test_dcp_is_a_folder_at_the_place_that_is_named(cli: Cli, tmp_path: Path) ->
     assert "'xyz'" in cli("export", "1", "--to", "out", "--format", "xyz", code=2).err
 
 
+def test_shards_of_another_dtype_with_a_file_beside_them(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    words = ["export", "2", "--to", str(tmp_path / "out"), "--only", "w", "--dtype", "bf16"]
+    more = ["--max-shard", "10KB", "--with", str(tmp_path / "config.json")]
+    document = cli.json(*words, *more)
+    assert document["path"] == str(tmp_path / "out")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"config.json", "w.safetensors"}
+    opened = safetensors.torch.load_file(tmp_path / "out/w.safetensors")
+    assert torch.equal(opened["w"], state_of(2)["w"].to(torch.bfloat16))
+    before = files_below(tmp_path)
+    assert "is there already" in cli(*words, *more, "--force", code=1).err
+    for wrong in (["--max-shard", "many"], ["--dtype", "int4"], ["--with", "nothing.json"]):
+        answer = cli(*words, *wrong, code=2)
+        assert wrong[0] in answer.err
+        assert answer.err.count("\n") == 1
+    assert files_below(tmp_path) == before
+
+
 def test_beside_a_trainer_a_step_in_its_memory_is_exported(
     make_cli: MakeCli, train: Callable[[Cli], Trainer], tmp_path: Path
 ) -> None:

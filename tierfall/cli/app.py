@@ -10,16 +10,24 @@ import typer
 
 import tierfall
 from tierfall.cli.usage import (
+    AsStepOption,
     CommandGroup,
     ConfigOption,
+    DtypeOption,
+    EntryOption,
     Exit,
+    FormatOption,
     JsonOption,
+    MaxShardOption,
+    OnlyOption,
+    PathArgument,
     RunOption,
     StepArgument,
     StepsArgument,
     TierArgument,
     TierOption,
     ToTierOption,
+    WithOption,
     listen_to_warnings,
 )
 from tierfall.core.types.values import ExportFormat
@@ -244,26 +252,18 @@ def verify(
 # Copying ---------------------------------------------------------------------------------------------
 
 
-@app.command(short_help="Write a step as one file for other programs.")
+@app.command(short_help="Write a step as files for other programs.")
 def export(
     step: StepArgument,
     to: Annotated[
         Path,
         typer.Option("--to", metavar="DIR", help="The folder to write into; created if missing."),
     ],
-    format: Annotated[
-        ExportFormat,
-        typer.Option(
-            "--format",
-            help="safetensors, torch for torch.load, or dcp for torch.distributed.checkpoint: DIR itself.",
-        ),
-    ] = ExportFormat.SAFETENSORS,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only", metavar="PREFIX", help="Export only this part: model. May be repeated."
-        ),
-    ] = None,
+    format: FormatOption = ExportFormat.SAFETENSORS,
+    only: OnlyOption = None,
+    max_shard: MaxShardOption = None,
+    dtype: DtypeOption = None,
+    beside: WithOption = None,
     tier: TierOption = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an existing file of that name.")
@@ -272,10 +272,29 @@ def export(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as one file, or as a DCP folder, from the fastest good copy; every chunk is verified."""
+    """Write a checkpoint as one file, as shards, or as a DCP folder, from the fastest good copy; every chunk is
+    verified."""
     from tierfall.cli import copy_export
 
-    copy_export.export(step, to, format, only or [], tier, force, config, run, as_json)
+    wish = copy_export.ExportWish(
+        to, format, only or [], max_shard=max_shard, dtype=dtype, beside=beside or [], force=force
+    )
+    copy_export.export(step, wish, tier, config, run, as_json)
+
+
+@app.command("import", short_help="Save what another program wrote as a step.")
+def import_(
+    path: PathArgument,
+    as_step: AsStepOption,
+    entry: EntryOption = "model",
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Save what another program wrote as a step of the run, on all of its stored tiers. No code of it is run."""
+    from tierfall.cli import copy_export
+
+    copy_export.import_(path, as_step, entry, config, run, as_json)
 
 
 @app.command(short_help="Copy steps to a tier that does not hold them.")

@@ -1,10 +1,11 @@
-"""``copy``: copy a step to a tier that does not hold it. ``export``: write a step, or a part of it, as a file that can
-be read without tierfall."""
+"""``copy``: copy a step to a tier that does not hold it. ``export``: write a step, or a part of it, as files that
+can be read without tierfall. ``import``: save what another program wrote as a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.cli.common import (
@@ -15,6 +16,7 @@ from tierfall.cli.common import (
     document_of,
     find_on,
     load_settings,
+    parse_option,
     warn_of,
     watched,
 )
@@ -22,10 +24,11 @@ from tierfall.cli.usage import CommandRefused, Exit, StepName, code_of, parse_st
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
 from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.text import members
-from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CheckpointId, ExportFormat
+from tierfall.core.types.units import format_size, parse_size
+from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
 from tierfall.export.export import ExportOptions, ExportResult
 from tierfall.export.export import export as export_checkpoint
+from tierfall.export.options import DTYPES
 from tierfall.ops import commands
 from tierfall.ops.commands import unread
 from tierfall.ops.copy import CopyResult
@@ -150,23 +153,47 @@ def naming_unread_tiers(
 # export --------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class ExportWish:
+    """The options of ``export`` that say what is written."""
+
+    to: Path
+    format: ExportFormat
+    only: list[str]
+    max_shard: str | None
+    dtype: ExportDtype | None
+    beside: list[Path]
+    force: bool
+
+    def parse(self) -> ExportOptions:
+        """Return them parsed; ends the command where that fails."""
+        return ExportOptions(
+            to=self.to.expanduser(),
+            format=self.format,
+            only=tuple(self.only),
+            replace=self.force,
+            max_shard_bytes=None
+            if self.max_shard is None
+            else parse_option("--max-shard", self.max_shard, parse_size),
+            dtype=None if self.dtype is None else DTYPES[self.dtype],
+            beside=tuple(path.expanduser() for path in self.beside),
+        )
+
+
 def export(
     step: str,
-    to: Path,
-    format: ExportFormat,
-    only: list[str],
+    wanted: ExportWish,
     tier: str | None,
-    force: bool,
     config: Path | None,
     run: str | None,
     as_json: bool,
 ) -> None:
-    """Write a step as one file, or as a DCP folder."""
+    """Write a step as one file, as shards, or as a DCP folder."""
     settings = load_settings(config, run)
     name = parse_step(step)
     check_tier(settings, tier)
     answer = CommandOutput(as_json)
-    wish = ExportOptions(to=to.expanduser(), format=format, only=tuple(only), replace=force)
+    wish = wanted.parse()
     with RunReader(settings) as reader:
         listings = reader.list()
         checkpoint = find_certain(answer, listings, name, tier, doing="export")
@@ -198,3 +225,41 @@ def _report_export(answer: CommandOutput, run: str, exported: ExportResult) -> N
     )
     answer.show(*(f"skipped: {f.what}: {f.reason}" for f in exported.fallbacks))
     answer.show(*(f"note: {note}" for note in exported.notes))
+
+
+# import --------------------------------------------------------------------------------------------
+
+
+def import_(
+    path: Path, as_step: int, entry: str, config: Path | None, run: str | None, as_json: bool
+) -> None:
+    """Save what another program wrote as a step of the run, on all of its stored tiers."""
+    from tierfall.imports.importer import import_state, read_state
+
+    settings = load_settings(config, run)
+    if not entry.isidentifier():
+        refuse(f"import: --entry {entry!r}: expected a name, such as model", Exit.USAGE)
+    answer = CommandOutput(as_json)
+    read = read_state(path.expanduser(), entry)
+    with RunReader(settings) as reader:
+        owner = reader.owner()
+    if owner is not None:
+        refuse(
+            f"import: a trainer owns run {settings.run!r} ({owner}); nothing was imported. Import once it has ended, "
+            "or into another run by --run"
+        )
+    with ProgressBar(f"import {path.name}", 0, shown=watched(as_json)) as watch:
+        imported = import_state(settings, read, as_step, watch.set)
+    answer.document = {"run": settings.run, "path": str(path), **members(imported)}
+    answer.show(
+        f"imported {path} ({imported.format}) as {imported.id} to {', '.join(imported.tiers)}: "
+        f"{counted(imported.tensors, 'tensor', 'tensors')}, {format_size(imported.bytes)}",
+        f"entries of the state: {', '.join(imported.entries)}",
+    )
+    answer.show(*(f"note: {note}" for note in imported.notes))
+    if imported.left:
+        answer.problem(
+            f"import: {imported.id} is not on {', '.join(imported.left)} yet: the next start of the trainer copies it, "
+            f"or tierfall copy {imported.id} --to TIER"
+        )
+    answer.finish()

@@ -21,6 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from tierfall.core.types.errors import ConfigError, NotSupportedError, TierfallError
+from tierfall.core.types.values import ExportDtype, ExportFormat
 
 _STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
 _LATEST = "latest"
@@ -89,6 +90,50 @@ TierArgument = Annotated[
         metavar="TIER",
         help="The name of the tier in the configuration.",
         autocompletion=_tier_names,
+    ),
+]
+FormatOption = Annotated[
+    ExportFormat,
+    typer.Option(
+        "--format",
+        help="safetensors, torch for torch.load, or dcp for torch.distributed.checkpoint: DIR itself.",
+    ),
+]
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="PREFIX", help="Export only this part: model. May be repeated."),
+]
+MaxShardOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-shard",
+        metavar="SIZE",
+        help="safetensors: files of at most this size, 5GB, with an index; DIR is a new folder.",
+    ),
+]
+DtypeOption = Annotated[
+    ExportDtype | None,
+    typer.Option("--dtype", help="safetensors: convert tensors of floating-point numbers."),
+]
+WithOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--with",
+        metavar="FILE",
+        help="safetensors: copy this file into DIR, a new folder: config.json. May be repeated.",
+    ),
+]
+AsStepOption = Annotated[
+    int, typer.Option("--as-step", metavar="N", help="The step to save it as.")
+]
+EntryOption = Annotated[
+    str, typer.Option("--entry", metavar="NAME", help="The entry that a bare state_dict becomes.")
+]
+PathArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PATH",
+        help="A file of torch.save, a Lightning .ckpt, safetensors, or a folder of safetensors or DCP.",
     ),
 ]
 

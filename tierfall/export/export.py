@@ -1,4 +1,5 @@
-"""Export: a checkpoint, or a part of it, as one file or as a DCP folder, which are readable without tierfall.
+"""Export: a checkpoint, or a part of it, as one file, as shards of safetensors, or as a DCP folder, which are readable
+without tierfall.
 
 The state of all ranks is merged: tensors are whole, values are rank 0's, and differing entries of other ranks are below
 ``per_rank.<rank>``. With one rank there is nothing to merge.
@@ -9,11 +10,9 @@ their offsets in the safetensors file itself, or in a mapped temporary file, fro
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +21,22 @@ import torch
 from tierfall.core.copies.shard_reader import OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.tree import (
-    CONTAINERS_AND_OBJECTS,
     MapNode,
     ModuleNode,
     OptimizerNode,
-    ValueNode,
     WrapperNode,
-    leaves,
 )
 from tierfall.core.load.build import CPU, Builder
-from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.values import ExportFormat
 from tierfall.export.gather import MergedCheckpoint, gather, positions_in
-from tierfall.export.options import (
-    ExportOptions,
-    ExportResult,
-    as_bytes,
-    file_name,
-    lay_out,
-    left_out,
-    make_result,
-)
-from tierfall.export.output import check_free, check_free_folder, new_file, new_folder, write_all
-from tierfall.export.select import StatePart, select, tensors_of
+from tierfall.export.options import ExportOptions, ExportResult, file_name, make_result
+from tierfall.export.output import check_free, check_free_folder, new_file, new_folder
+from tierfall.export.safetensors_files import export_safetensors
+from tierfall.export.select import StatePart, select
 from tierfall.export.torch_file import save_torch
 from tierfall.ops.commands import Watch
 
 __all__ = ["ExportFormat", "ExportOptions", "ExportResult", "export"]
-
-VALUES = "tierfall.named_values"
 
 
 def export(
@@ -66,9 +52,10 @@ def export(
     unusable target, RestoreError for a type that is not registered in this process, and for parts that differ among
     ranks and cannot be merged.
     """
+    wish.check()
     gathered = gather(checkpoint, tiers, open_image, watch)
     path = wish.to
-    if wish.format is ExportFormat.DCP:
+    if wish.is_folder:
         check_free_folder(path)
     else:
         path = wish.to / file_name(gathered.run, gathered.id, wish)
@@ -79,80 +66,6 @@ def export(
     if gathered.own is not None and any(part.name in ("", gathered.own) for part in parts):
         notes.append(f"entries that differ from rank 0's are below {gathered.own}, by rank")
     return make_result(checkpoint.id, path, tensors, gathered.tally, notes)
-
-
-# safetensors ------------------------------------------------------------------------------------------
-
-
-def _export_safetensors(
-    gathered: MergedCheckpoint, parts: tuple[StatePart, ...], path: Path, wish: ExportOptions
-) -> tuple[int, list[str]]:
-    header = gathered.header
-    metadata = {"tierfall.checkpoint": f"{gathered.run} {gathered.id}"}
-    if wish.only:
-        named: dict[str, int] = {}
-        for part in parts:
-            named |= tensors_of(header, part, full_names=len(parts) > 1)
-        notes = left_out(parts)
-    elif gathered.images.world_size == 1:
-        return _export_image(gathered, path, wish)
-    else:
-        named = {stored.name: position for position, stored in enumerate(header.tensors)}
-        metadata[VALUES] = _named_values(gathered, parts)
-        notes = []
-    if not named:
-        raise ConfigError(
-            f"export: {', '.join(wish.only) or gathered.id} has no tensor, and safetensors stores nothing else; "
-            "use --format torch"
-        )
-    by_items = sorted(
-        named.values(), key=lambda position: (-header.tensors[position].dtype.itemsize, position)
-    )
-    head, places, length = lay_out(header, named, by_items, metadata)
-    with _opened(path, wish, length) as descriptor:
-        write_all(descriptor, memoryview(head), 0)
-        gathered.write(places, descriptor)
-    return len(named), [*notes, *as_bytes(header, named)]
-
-
-def _export_image(
-    gathered: MergedCheckpoint, path: Path, wish: ExportOptions
-) -> tuple[int, list[str]]:
-    """The image of a single rank is a safetensors file already."""
-    with (
-        gathered.images.open(0) as job,
-        _opened(path, wish, job.manifest.image_bytes) as descriptor,
-    ):
-        gathered.write_image(job, descriptor)
-    return len(gathered.header.tensors), []
-
-
-@contextmanager
-def _opened(path: Path, wish: ExportOptions, length: int) -> Iterator[int]:
-    """Open a file for ``length`` bytes, and yield its descriptor; raises as ``new_file`` does."""
-    with new_file(path, replace=wish.replace, room_bytes=length) as unfinished:
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-
-def _named_values(gathered: MergedCheckpoint, parts: Sequence[StatePart]) -> str:
-    """Return the values by name: for each its tagged JSON, and the names of the tensors that are parts of it."""
-    header = gathered.header
-    return json.dumps(
-        {
-            name: [
-                header.values[leaf.number],
-                [header.tensors[position].name for position in leaf.blobs],
-            ]
-            for part in parts
-            for name, leaf in leaves(part.node, part.name, CONTAINERS_AND_OBJECTS)
-            if isinstance(leaf, ValueNode)
-        },
-        separators=(",", ":"),
-    )
 
 
 # torch and DCP ---------------------------------------------------------------------------------------
@@ -278,7 +191,7 @@ def _room_bytes(gathered: MergedCheckpoint, parts: Sequence[StatePart]) -> int:
 
 
 _EXPORT = {
-    ExportFormat.SAFETENSORS: _export_safetensors,
+    ExportFormat.SAFETENSORS: export_safetensors,
     ExportFormat.TORCH: _export_torch,
     ExportFormat.DCP: _export_dcp,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from tierfall.core.load.build import BlockTarget, Fill
 from tierfall.core.restore.reshard_reads import plan_block_reads
 from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.export.options import CAST
 from tierfall.export.output import write_all
 from tierfall.export.select import StatePart
 from tierfall.ops.commands import Progress, Watch
@@ -108,13 +109,22 @@ class MergedCheckpoint:
         span = FileSpan(start=0, end=length, targets=(0,))
         _write_spans(job, [span], descriptor, Progress(self.watch, length))
 
-    def write(self, places: Mapping[int, Sequence[int]], descriptor: int) -> None:
+    def write(
+        self,
+        places: Mapping[int, Sequence[int]],
+        descriptor: int,
+        *,
+        dtype: torch.dtype | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         """Write tensors into a file; ``places`` has the offsets at which each begins, one or more.
 
-        Raises as ``ChunkReader.read`` does, and OSError.
+        Tensors of floating-point numbers are converted to ``dtype``. Raises as ``ChunkReader.read`` does, and OSError.
         """
-        cut = [position for position in places if self._is_cut(position)]
-        progress = Progress(self.watch, sum(self.header.tensors[s].length for s in places))
+        other = frozenset() if dtype is None else CAST - {dtype}
+        cast = [p for p in places if self.header.tensors[p].dtype in other]
+        cut = [*cast, *(p for p in places.keys() - cast if self._is_cut(p))]
+        progress = progress or self.progress(places)
         spans: dict[int, list[FileSpan]] = defaultdict(list)
         for position in places.keys() - cut:
             for block in self.merged.blocks[position]:
@@ -129,7 +139,11 @@ class MergedCheckpoint:
                 ]
                 _write_spans(job, moved, descriptor, progress)
         for batch in self._batches(cut):
-            self._write_rows(batch, places, descriptor, progress)
+            self._write_rows(batch, places, descriptor, progress, dtype)
+
+    def progress(self, positions: Iterable[int]) -> Progress:
+        """Return what counts the bytes of these tensors, as stored."""
+        return Progress(self.watch, sum(self.header.tensors[p].length for p in positions))
 
     def _span(self, position: int, block: TensorBlock, starts: Sequence[int]) -> FileSpan:
         """Return source and targets of a block that is a contiguous range of its tensor."""
@@ -143,15 +157,16 @@ class MergedCheckpoint:
         places: Mapping[int, Sequence[int]],
         descriptor: int,
         progress: Progress,
+        dtype: torch.dtype | None,
     ) -> None:
-        """Assemble rows in memory, and write them."""
+        """Assemble rows in memory, and write them, those of floating-point numbers as ``dtype``."""
         shapes = [self.header.tensors[rows.position].shape for rows in batch]
         targets = [
             BlockTarget(
                 position=rows.position,
                 target=torch.empty(rows.bytes, dtype=torch.uint8),
-                offset=(rows.first, *(0 for _ in shape[1:])),
-                lengths=(rows.count, *shape[1:]),
+                offset=(rows.first, *(0 for _ in shape[1:])) if shape else (),
+                lengths=(rows.count, *shape[1:]) if shape else (),
             )
             for rows, shape in zip(batch, shapes, strict=True)
         ]
@@ -160,16 +175,19 @@ class MergedCheckpoint:
             self.images.read(rank, fills)
         reads.finish()
         for rows, block in zip(batch, targets, strict=True):
-            before = rows.first * self._row_bytes(rows.position)
+            data, stored = block.target, self.header.tensors[rows.position].dtype
+            if dtype is not None and stored in CAST:
+                data = data.view(stored).to(dtype).view(torch.uint8)
+            before = rows.first * (data.numel() // rows.count)
             for start in places[rows.position]:
-                write_all(descriptor, block.target.numpy().data, start + before)
+                write_all(descriptor, data.numpy().data, start + before)
             progress.add(rows.bytes)
 
     def _batches(self, positions: Sequence[int]) -> Iterator[list[_Rows]]:
         batch: list[_Rows] = []
         for position in positions:
-            row, left = self._row_bytes(position), self.header.tensors[position].shape[0]
-            first = 0
+            row, first = self._row_bytes(position), 0
+            left = (self.header.tensors[position].shape or (1,))[0] if row else 0
             while left:
                 room = ROWS_BYTES - sum(rows.bytes for rows in batch)
                 if batch and room < row:
@@ -184,7 +202,7 @@ class MergedCheckpoint:
 
     def _row_bytes(self, position: int) -> int:
         stored = self.header.tensors[position]
-        return stored.length // stored.shape[0] if stored.length and stored.shape else 0
+        return stored.length // (stored.shape or (1,))[0] if stored.length else 0
 
     def _is_cut(self, position: int) -> bool:
         """Return whether some block of a tensor is not a contiguous range of it."""

@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tierfall.core.copies.chunk_reader import Fallback, ReadTally
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.tensors import dtypes
 from tierfall.core.types.errors import ConfigError
-from tierfall.core.types.values import CheckpointId, ExportFormat
+from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
 from tierfall.export.select import StatePart, values_of
 
 NAMES_SHOWN = 4
+CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""The dtypes that ``ExportOptions.dtype`` converts."""
+DTYPES = {
+    ExportDtype.BF16: torch.bfloat16,
+    ExportDtype.FP16: torch.float16,
+    ExportDtype.FP32: torch.float32,
+}
 
 
 _SUFFIXES = {ExportFormat.SAFETENSORS: ".safetensors", ExportFormat.TORCH: ".pt"}
@@ -24,12 +33,43 @@ _SUFFIXES = {ExportFormat.SAFETENSORS: ".safetensors", ExportFormat.TORCH: ".pt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """The parts named by ``only`` (empty: all) are exported into the folder ``to``."""
+    """The parts named by ``only`` (empty: all) are exported into the folder ``to``.
+
+    Of safetensors: ``max_shard_bytes`` divides the tensors into files, with an index; ``dtype`` converts tensors of
+    floating-point numbers; the files ``beside`` are copied into the folder.
+    """
 
     to: Path
     format: ExportFormat
     only: tuple[str, ...] = ()
     replace: bool = False
+    max_shard_bytes: int | None = None
+    dtype: torch.dtype | None = None
+    beside: tuple[Path, ...] = ()
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether ``to`` becomes a new folder as a whole, in place of a file in it."""
+        several = self.max_shard_bytes is not None or self.beside
+        return self.format is ExportFormat.DCP or bool(several)
+
+    def check(self) -> None:
+        """Raise ConfigError for options that do not go together, and for files that cannot be copied."""
+        special = self.max_shard_bytes is not None or self.dtype is not None or self.beside
+        if special and self.format is not ExportFormat.SAFETENSORS:
+            raise ConfigError(
+                f"export: --max-shard, --dtype and --with are for --format safetensors, not {self.format}"
+            )
+        if self.dtype is not None and not self.only:
+            raise ConfigError(
+                "export: --dtype needs --only PREFIX, such as --only model: random states and values stay as they are"
+            )
+        names = [path.name for path in self.beside]
+        for path in self.beside:
+            if not path.is_file():
+                raise ConfigError(f"export: --with {path}: there is no such file")
+            if names.count(path.name) > 1:
+                raise ConfigError(f"export: --with {path}: two files of that name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +98,22 @@ def make_result(
         sources=dict(tally.bytes),
         fallbacks=tuple(tally.fallbacks),
         notes=tuple(notes),
+    )
+
+
+def cast_header(header: ImageHeader, dtype: torch.dtype | None) -> ImageHeader:
+    """Return a header whose tensors of floating-point numbers have ``dtype``, and the lengths that go with it; None
+    changes nothing. Its offsets are not those of the image."""
+    if dtype is None:
+        return header
+    return replace(
+        header,
+        tensors=tuple(
+            replace(t, dtype=dtype, start=0, end=dtypes.byte_count(dtype, t.shape))
+            if t.dtype in CAST
+            else t
+            for t in header.tensors
+        ),
     )
 
 

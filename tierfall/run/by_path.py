@@ -181,6 +181,12 @@ class PathSaves:
         """Let a lineage that has not begun continue from a checkpoint that was loaded by path."""
         self._loaded = checkpoint, ordinal
 
+    def continue_from_newest(self, step: int) -> None:
+        """Continue a lineage that has not begun from the newest checkpoint; StepError where that is not older than
+        ``step``."""
+        self.note_opened_by_path()
+        self._continue_from(self._start(step))
+
     def _check_step(self, step: int) -> None:
         if self._lineage.begun:
             self._lineage.check(step)

@@ -160,6 +160,7 @@ class Checkpointer:
         skip: Sequence[str] = (),
         rename: Mapping[str, str] | None = None,
         retype: Sequence[str] = (),
+        resize: Sequence[str] = (),
         strict: bool = True,
         unreachable: str = "raise",
     ) -> RestoreReport | None:
@@ -170,8 +171,10 @@ class Checkpointer:
 
         ``strict`` requires the same names of tensors, objects and plain values in checkpoint and state. Exceptions are
         named: what ``skip`` names is left unchanged (``*`` matches one component: ``"optimizer.param_groups.*.lr"``),
-        ``rename`` maps names in the checkpoint to names in the state, and ``retype`` names optimizers and objects whose
-        class has changed. Gradients of restored parameters are set to None.
+        ``rename`` maps names in the checkpoint to names in the state, ``retype`` names optimizers and objects whose
+        class has changed, and ``resize`` tensors that may have another shape: what both shapes have in common is
+        restored, with the optimizers' state of it, whose new elements are 0. Gradients of restored parameters are set
+        to None.
 
         Returns None where every tier answered and none has a checkpoint. Raises RestoreError where the state does not
         match, where no checkpoint can be read whole, and where a tier did not answer that may have a newer one
@@ -186,6 +189,7 @@ class Checkpointer:
             skip=skip,
             rename=rename,
             retype=retype,
+            resize=resize,
             strict=strict,
             goes_back=self._lineage.saved_any or self._lineage.started_from is not None,
         )

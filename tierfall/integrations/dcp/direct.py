@@ -10,26 +10,20 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tierfall.config import Config
-from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.copies.image_writes import ImageUpload, begun_image, publish_image
-from tierfall.core.format.commit_files import files_of, raw_files
-from tierfall.core.format.records import Attempt, Commit, Geometry, Lineage, Manifest, NamedFile
-from tierfall.core.image.layout import Layout, plan_layout
-from tierfall.core.runtime.buffers import allocate
+from tierfall.core.copies.view_writes import write_view
+from tierfall.core.format.records import Attempt, Commit, Lineage, NamedFile
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.scheduler.group.external_commits import ExternalCommits
-from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
-from tierfall.core.tensors.tensors import as_bytes, copy_whole
 from tierfall.core.types import keys
 from tierfall.core.types.errors import ConfigError, FlushError
 from tierfall.core.types.values import CheckpointId, Shard
@@ -38,7 +32,6 @@ from tierfall.run.open_run import OpenRun
 from tierfall.session.save_arguments import checked_metrics, checked_tags
 from tierfall.setup.lineage import as_step
 from tierfall.setup.tiers import is_shared, open_store
-from tierfall.tiers.stored import StoredTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +127,14 @@ class DirectWriter(StorageWriter):
         view = walk_state(planned_state(plan, planner), with_random=False)
         with open_store(request.config, request.run, request.tier) as store:
             store.check_fence(request.attempt)
-            files = _write_image(store, request, view)
+            files = write_view(
+                store,
+                view,
+                lineage=request.lineage,
+                shard=request.shard,
+                chunk_bytes=request.config.chunk_bytes,
+                commit=partial(commit_of, request),
+            )
         index = MetadataIndex(keys.shard_name(request.shard))
         written = ImageFiles(
             index=index, size_in_bytes=sum(f.bytes for f in files), storage_data=files
@@ -156,7 +156,7 @@ class DirectWriter(StorageWriter):
             )
         count_outcomes(metadata, results, step)
         with open_store(request.config, request.run, request.tier) as store:
-            store.commit(_commit(request, files), attempt=request.attempt)
+            store.commit(commit_of(request, files), attempt=request.attempt)
             store.write_latest(request.lineage.checkpoint)
 
     @classmethod
@@ -165,7 +165,8 @@ class DirectWriter(StorageWriter):
         return False
 
 
-def _commit(request: DirectWrite, files: tuple[NamedFile, ...]) -> Commit:
+def commit_of(request: DirectWrite, files: tuple[NamedFile, ...]) -> Commit:
+    """Return the commit record of a step with these files."""
     return Commit(
         lineage=request.lineage,
         world_size=request.shard.world_size,
@@ -175,77 +176,3 @@ def _commit(request: DirectWrite, files: tuple[NamedFile, ...]) -> Commit:
         metrics=request.metrics,
         tags=request.tags,
     )
-
-
-def _write_image(store: StoredTier, request: DirectWrite, view: StateView) -> tuple[NamedFile, ...]:
-    """Write an image and its manifest; return their files for the commit record."""
-    layout = plan_layout(view)
-    header = layout.header(view)
-    assert header is not None, "the layout was planned with these values"
-    id, shard = request.lineage.checkpoint, request.shard
-    cut = Geometry(
-        image_bytes=layout.image_bytes,
-        data_start=layout.data_start,
-        chunk_bytes=request.config.chunk_bytes,
-    )
-    with begun_image(store, id, shard, cut, layout.pieces) as writer:
-        manifest = Manifest(
-            lineage=request.lineage,
-            shard=shard,
-            image_bytes=cut.image_bytes,
-            data_start=cut.data_start,
-            chunk_bytes=cut.chunk_bytes,
-            digests=_write_chunks(writer, cut, _ImageBytes(layout, view, header)),
-            structure=layout.structure,
-            pieces=layout.pieces,
-        )
-        raw = raw_files(shard, image_bytes=cut.image_bytes, manifest=manifest.encode())
-        commit = _commit(request, raw)
-        return files_of(publish_image(store, writer, manifest, commit, id=id, shard=shard), shard)
-
-
-def _write_chunks(writer: ImageUpload, cut: Geometry, source: _ImageBytes) -> tuple[str, ...]:
-    buffer = allocate(max(cut.data_start, cut.chunk_bytes))
-    digests = []
-    for index in range(cut.chunk_count):
-        start, end = cut.chunk_range(index)
-        chunk = buffer[: end - start]
-        source.read(start, torch.frombuffer(chunk, dtype=torch.uint8))
-        digests.append(chunk_digest(chunk))
-        writer.write_chunks(index, start, chunk)
-    writer.flush()
-    return tuple(digests)
-
-
-class _ImageBytes:
-    """The bytes of an image in ascending order: the header, then each tensor."""
-
-    def __init__(self, layout: Layout, view: StateView, header: bytes) -> None:
-        self._sources = view.sources
-        self._placements = [
-            placement for placement in layout.placements if placement.end > placement.start
-        ]
-        self._data_start = layout.data_start
-        self._parts = iter(self._placements)
-        self._start, self._flat = 0, torch.frombuffer(bytearray(header), dtype=torch.uint8)
-
-    def read(self, start: int, target: torch.Tensor) -> None:
-        """Fill ``target``, flat, with the bytes from ``start`` on."""
-        done = 0
-        while done < len(target):
-            at = start + done - self._start
-            if at >= len(self._flat):
-                self._next()
-                continue
-            count = min(len(target) - done, len(self._flat) - at)
-            target[done : done + count].copy_(self._flat[at : at + count])
-            done += count
-
-    def _next(self) -> None:
-        placement = next(self._parts)
-        source = self._sources[placement.index]
-        flat = as_bytes(source)
-        if flat is None:
-            flat = torch.empty(placement.end - placement.start, dtype=torch.uint8)
-            copy_whole(flat, source)
-        self._start, self._flat = self._data_start + placement.start, flat

@@ -1,0 +1,304 @@
+"""What ``tierfall import`` does not take: it says which file, what was expected, and runs no code of it."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.imports.foreign import Trained, dcp_state, save_dcp, save_sharded, save_torch
+from tierfall.core.types.errors import CaptureError, ConfigError, IntegrityError
+from tierfall.imports import dcp_metadata
+from tierfall.imports.importer import read_state
+
+
+class Bomb:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return builtins.open, (str(self.trace), "w")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return tmp_path / "exploded"
+
+
+@pytest.fixture
+def trained() -> Trained:
+    return Trained()
+
+
+# Paths -----------------------------------------------------------------------------------------------
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.pt cannot be read: No such file"):
+        read_state(tmp_path / "nothing.pt")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"GGUF\x03\x00\x00\x00more", b'{"a": 1, "b": 2}']
+)
+def test_an_unknown_format_is_named_with_those_that_are_known(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "w.npy").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"no known format.*torch.save.*safetensors"):
+        read_state(tmp_path / "w.npy")
+
+
+def test_a_folder_with_none_or_several_is_refused(tmp_path: Path, trained: Trained) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds no checkpoint that can be imported"):
+        read_state(tmp_path)
+    save_torch(tmp_path / "a.pt", trained)
+    assert read_state(tmp_path).format == "torch"
+    save_torch(tmp_path / "b.ckpt", trained)
+    with pytest.raises(ConfigError, match=r"holds 2 checkpoints: a\.pt, b\.ckpt; name one"):
+        read_state(tmp_path)
+
+
+def test_shards_without_their_index_are_refused(tmp_path: Path, trained: Trained) -> None:
+    folder = save_sharded(tmp_path / "hub", trained.model.state_dict())
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds 2 checkpoints.*need their index"):
+        read_state(folder)
+
+
+def test_an_empty_one_is_refused(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "empty.pt")
+    safetensors.torch.save_file({}, tmp_path / "empty.safetensors")
+    for name in ("empty.pt", "empty.safetensors"):
+        with pytest.raises(ConfigError, match="is empty"):
+            read_state(tmp_path / name)
+
+
+# torch.save ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_class_in_a_torch_file_is_named_and_not_built(
+    tmp_path: Path, trained: Trained, trace: Path, legacy: bool
+) -> None:
+    path = tmp_path / "c.pt"
+    state = {"model": trained.model.state_dict(), "bomb": Bomb(trace)}
+    torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(ConfigError, match=r"nothing of it was run: .*open.*weights_only=False"):
+        read_state(path)
+    assert not trace.exists()
+
+
+def test_a_whole_module_in_a_torch_file_is_refused(tmp_path: Path, trained: Trained) -> None:
+    torch.save(trained.model, tmp_path / "module.pt")
+    with pytest.raises(ConfigError, match=r"torch\.nn\.modules"):
+        read_state(tmp_path / "module.pt")
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), [1, 2], "text", 5])
+def test_what_is_no_dict_is_refused(tmp_path: Path, value: object) -> None:
+    torch.save(value, tmp_path / "v.pt")
+    with pytest.raises(
+        ConfigError, match=rf"holds a {type(value).__name__}; expected a state_dict"
+    ):
+        read_state(tmp_path / "v.pt")
+
+
+def test_a_value_that_no_state_may_hold_is_named(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "sparse": [torch.eye(3).to_sparse()]}, tmp_path / "s.pt")
+    with pytest.raises(CaptureError, match="sparse"):
+        read_state(tmp_path / "s.pt")
+
+
+def cuts(path: Path) -> list[int]:
+    size = path.stat().st_size
+    return [10, size // 3, size // 2, size - 100, size - 1]
+
+
+def test_a_truncated_torch_file_is_damage(tmp_path: Path, trained: Trained) -> None:
+    for legacy in (False, True):
+        path = tmp_path / f"{legacy}.pt"
+        state = trained.model.state_dict()
+        torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+        whole = path.read_bytes()
+        for length in cuts(path):
+            path.write_bytes(whole[:length])
+            with pytest.raises(IntegrityError, match="is damaged, or truncated"):
+                read_state(path)
+
+
+# safetensors -----------------------------------------------------------------------------------------
+
+
+def test_a_truncated_safetensors_file_is_damage(tmp_path: Path, trained: Trained) -> None:
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file(trained.model.state_dict(), path)
+    whole = path.read_bytes()
+    for length in cuts(path):
+        path.write_bytes(whole[:length])
+        with pytest.raises(IntegrityError, match="is damaged, or truncated"):
+            read_state(path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "has 4 bytes"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, "is at"),
+        ({"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}, "is at"),
+        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "no valid shape"),
+        ({"dtype": "F7", "shape": [2], "data_offsets": [0, 8]}, "dtype 'F7'"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": "0, 8"}, "is at"),
+        ("text", "no valid shape"),
+    ],
+)
+def test_a_header_is_not_trusted(tmp_path: Path, entry: object, why: str) -> None:
+    text = json.dumps({"w": entry}).encode()
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+    with pytest.raises(IntegrityError, match=why):
+        read_state(path)
+
+
+def test_a_file_that_is_not_aligned_is_read(tmp_path: Path) -> None:
+    """Old writers did not pad the header."""
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    text = json.dumps({"w": entry}).encode()
+    text += b" " * (7 - len(text) % 8)
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<2f", 1.5, 2.5))
+    read = read_state(path)
+    assert read.view.sources[0].tolist() == [1.5, 2.5]
+
+
+def test_a_shard_that_is_missing_or_lacks_a_tensor(tmp_path: Path, trained: Trained) -> None:
+    folder = save_sharded(tmp_path / "hub", trained.model.state_dict())
+    index = folder / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    document["weight_map"]["more"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(document))
+    with pytest.raises(IntegrityError, match=r"'more' is not in model-00001"):
+        read_state(index)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002.safetensors.* is not beside it"):
+        read_state(folder)
+
+
+# DCP -------------------------------------------------------------------------------------------------
+
+
+def test_metadata_that_names_another_class_is_refused(
+    tmp_path: Path, trained: Trained, trace: Path
+) -> None:
+    folder = save_dcp(tmp_path / "dcp", dcp_state(trained))
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data["bomb"] = Bomb(trace)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConfigError, match=r"names .*open, which DCP's metadata has not"):
+        read_state(folder)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"cos\nsystem\n(S'touch exploded'\ntR.",
+        b"c__builtin__\neval\n(S'1'\ntR.",
+        b"ctorch.serialization\nload\n(S'x'\ntR.",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata.__init__.__globals__\n.",
+        b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x01x\x85R.",
+    ],
+)
+def test_no_name_of_a_pickle_is_looked_up(tmp_path: Path, program: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(program)
+    with pytest.raises(ConfigError, match="nothing of it was run"):
+        read_state(tmp_path)
+
+
+def test_a_pickle_changes_no_class(tmp_path: Path) -> None:
+    """BUILD may set attributes of whatever is on the stack: a class is not to be changed by it."""
+    before = dict(vars(dcp_metadata.Record)), dict(vars(dcp_metadata.MetadataRecord))
+    state = pickle.dumps((None, {"planner_data": "changed", "__setstate__": None}), 2)[2:-1]
+    program = b"ctorch.distributed.checkpoint.metadata\nMetadata\n" + state + b"b."
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + program)
+    with pytest.raises(IntegrityError):
+        read_state(tmp_path)
+    assert (dict(vars(dcp_metadata.Record)), dict(vars(dcp_metadata.MetadataRecord))) == before
+
+
+def test_a_class_in_a_value_of_dcp_is_refused(tmp_path: Path, trace: Path) -> None:
+    folder = save_dcp(tmp_path / "dcp", {"w": torch.ones(2), "bomb": Bomb(trace)})
+    trace.unlink(missing_ok=True)  # DCP itself may have looked at it
+    with pytest.raises(ConfigError, match="bomb holds more than tensors and plain values"):
+        read_state(folder)
+    assert not trace.exists()
+
+
+def test_a_truncated_metadata_is_damage(tmp_path: Path, trained: Trained) -> None:
+    folder = save_dcp(tmp_path / "dcp", dcp_state(trained))
+    path = folder / ".metadata"
+    whole = path.read_bytes()
+    for length in cuts(path):
+        path.write_bytes(whole[:length])
+        with pytest.raises((IntegrityError, ConfigError), match="import: "):
+            read_state(folder)
+
+
+def changed(folder: Path, change: Callable[[Any], None]) -> Path:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+def test_a_name_leads_outside_of_no_folder(tmp_path: Path, trained: Trained) -> None:
+    def lead_out(metadata: Any) -> None:
+        for record in metadata.storage_data.values():
+            record.relative_path = "../" + record.relative_path
+
+    folder = changed(save_dcp(tmp_path / "dcp", {"n": 1, "w": torch.ones(1)}), lead_out)
+    with pytest.raises(ConfigError, match="outside of it"):
+        read_state(folder)
+
+
+def test_nothing_is_allocated_for_a_size_that_is_only_claimed(tmp_path: Path) -> None:
+    def claim(metadata: Any) -> None:
+        metadata.state_dict_metadata["w"].size = torch.Size([1 << 50])
+
+    folder = changed(save_dcp(tmp_path / "dcp", {"w": torch.ones(4)}), claim)
+    with pytest.raises(IntegrityError, match=r"would take .* bytes; its records have"):
+        read_state(folder)
+
+
+@pytest.mark.parametrize("missing", ["storage_data", "planner_data", "state_dict_metadata"])
+def test_metadata_without_a_part(tmp_path: Path, missing: str) -> None:
+    folder = save_dcp(tmp_path / "dcp", {"w": torch.ones(4), "n": 1})
+    changed(folder, lambda metadata: setattr(metadata, missing, None))
+    if missing == "planner_data":  # names alone
+        assert read_state(folder).entries == ("w", "n")
+        return
+    with pytest.raises(IntegrityError, match="import: "):
+        read_state(folder)
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, trained: Trained) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root reads all")
+    path = save_torch(tmp_path / "c.pt", trained)
+    path.chmod(0)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        read_state(path)

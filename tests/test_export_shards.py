@@ -1,0 +1,254 @@
+"""``tierfall export --max-shard, --dtype, --with``: a folder that other programs load by its index, or no folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import tierfall
+from tests.rank_kit import config_of, export_from, save_on_ranks
+from tests.steps import wait_until
+from tierfall.config import Config, load_config
+from tierfall.core.types.errors import BackendError, ConfigError, StorageFullError
+from tierfall.export import safetensors_files
+from tierfall.export.export import ExportFormat
+
+ROOT = Path(__file__).resolve().parents[1]
+KB = 1000
+
+
+def model_of(seed: int = 0) -> torch.nn.Module:
+    """Tensors of several dtypes, a scalar, tied weights, and one that is larger than a shard."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(300, 16), torch.nn.Linear(16, 300, bias=False), torch.nn.Linear(16, 16)
+    )
+    model[1].weight = model[0].weight
+    model.register_buffer("scale", torch.tensor(1.5))
+    model.register_buffer("count", torch.arange(1000))
+    model.register_buffer("small", torch.randn(33, 5).half())
+    model.register_buffer("none", torch.empty(0, 4))
+    return model
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    config = config_of(tmp_path, raw={}, planes={"compress": {"codec": "planes"}})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, {"model": model_of(), "epoch": 3}, block=True)
+    return config
+
+
+def by_hand(folder: Path, base: str = "model") -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Read shards by their index, as a program that knows only the format does; return tensors, and files by name."""
+    document = json.loads((folder / f"{base}.safetensors.index.json").read_text())
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(set(document["weight_map"].values())):
+        data = (folder / file).read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        table = json.loads(data[8 : 8 + length])
+        assert table.pop("__metadata__")["format"] == "pt"
+        assert set(table) == {n for n, f in document["weight_map"].items() if f == file}
+        found |= safetensors.torch.load(data)
+    assert document["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    return found, document["weight_map"]
+
+
+def assert_model(found: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+    expected = model_of().state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name], tensor), name
+
+
+# Shards ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 5 * KB, 20 * KB])
+@pytest.mark.parametrize("tier", ["raw", "planes"])
+def test_an_index_by_hand_leads_to_every_tensor(
+    config: Config, out: Path, tier: str, size: int
+) -> None:
+    done = export_from(config, tier, to=out, only=("model",), max_shard_bytes=size)
+    assert done.path == out
+    assert done.bytes == sum(file.stat().st_size for file in out.iterdir())
+    found, files = by_hand(out)
+    assert_model(found)
+    model_of(1).load_state_dict(found)
+    count = len(set(files.values()))
+    assert {f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)} == set(
+        files.values()
+    )
+    assert files["0.weight"] == files["1.weight"], "tied weights are in one file"
+    for file in set(files.values()):
+        names = [name for name, other in files.items() if other == file]
+        whole = sum(found[name].nbytes for name in names)
+        assert (
+            whole <= size
+            or len({found[name].data_ptr() for name in names}) == 1
+            or ({"0.weight", "1.weight"} == set(names))
+        )
+
+
+def test_what_fits_into_one_file_has_no_index(config: Config, out: Path) -> None:
+    export_from(config, "raw", to=out, only=("model",), max_shard_bytes=10**9)
+    assert [file.name for file in out.iterdir()] == ["model.safetensors"]
+    assert_model(safetensors.torch.load_file(out / "model.safetensors"))
+
+
+def test_all_of_a_step_is_divided_too(config: Config, out: Path) -> None:
+    export_from(config, "raw", to=out, max_shard_bytes=5 * KB)
+    found, files = by_hand(out, "run-step-00000001")
+    assert torch.equal(found["model.0.weight"], model_of()[0].weight)
+    first = out / files[min(files, key=lambda name: files[name])]
+    with safetensors.safe_open(first, "pt") as file:
+        assert json.loads(file.metadata()["tierfall.named_values"])["epoch"] == [3, []]
+
+
+def test_shards_of_several_ranks_are_whole(tmp_path: Path, out: Path) -> None:
+    config = config_of(tmp_path)
+    save_on_ranks(config, 2, [1], lambda rank, step: {"model": model_of()})
+    export_from(
+        config, "shared", to=out, only=("model",), max_shard_bytes=5 * KB, dtype=torch.bfloat16
+    )
+    assert_model(by_hand(out)[0], torch.bfloat16)
+
+
+# dtype -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_floating_point_is_converted_and_nothing_else(
+    config: Config, out: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierfall.export.gather.ROWS_BYTES", 1000)  # rows of several batches
+    done = export_from(config, "raw", to=out, only=("model",), dtype=dtype)
+    assert done.path == out / "model.safetensors"
+    assert_model(safetensors.torch.load_file(done.path), dtype)
+
+
+def test_shards_of_another_dtype_are_measured_in_it(config: Config, out: Path) -> None:
+    words: dict[str, Any] = {"only": ("model.0",), "dtype": torch.bfloat16}
+    export_from(config, "raw", to=out, max_shard_bytes=300 * 16 * 2, **words)
+    assert [file.name for file in out.iterdir()] == ["model.0.safetensors"]
+
+
+def test_a_dtype_needs_a_part_and_safetensors(config: Config, out: Path) -> None:
+    with pytest.raises(ConfigError, match="--dtype needs --only"):
+        export_from(config, "raw", to=out, dtype=torch.bfloat16)
+    for words in ({"dtype": torch.bfloat16}, {"max_shard_bytes": 5}, {"beside": (ROOT / "x",)}):
+        with pytest.raises(ConfigError, match="are for --format safetensors, not torch"):
+            export_from(config, "raw", to=out, format=ExportFormat.TORCH, only=("model",), **words)
+    assert not out.exists()
+
+
+# Files beside ----------------------------------------------------------------------------------------
+
+
+def test_files_are_copied_beside(config: Config, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    export_from(config, "raw", to=out, only=("model",), beside=(tmp_path / "config.json",))
+    assert {file.name for file in out.iterdir()} == {"config.json", "model.safetensors"}
+    assert (out / "config.json").read_text() == '{"a": 1}'
+
+
+def test_a_file_that_cannot_be_copied_is_an_error_before_anything_is_written(
+    config: Config, out: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_text("mine")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/config.json").write_text("{}")
+    for beside, why in (
+        (("nothing.json",), "there is no such file"),
+        (("more",), "there is no such file"),
+        (("config.json", "more/config.json"), "two files of that name"),
+        (("model.safetensors",), "the export has a file of that name"),
+    ):
+        paths = tuple(tmp_path / name for name in beside)
+        with pytest.raises(ConfigError, match=why):
+            export_from(config, "raw", to=out, only=("model",), beside=paths)
+    assert not out.exists()
+
+
+# Whole or not at all ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_folder_with_something_in_it_is_not_touched(
+    config: Config, out: Path, replace: bool
+) -> None:
+    out.mkdir(parents=True)
+    (out / "mine").write_text("kept")
+    with pytest.raises(BackendError, match="is there already"):
+        export_from(config, "raw", to=out, only=("model",), max_shard_bytes=KB, replace=replace)
+    assert [file.name for file in out.iterdir()] == ["mine"]
+    (out / "mine").unlink()
+    export_from(config, "raw", to=out, only=("model",), max_shard_bytes=KB)
+    assert_model(by_hand(out)[0])
+
+
+@pytest.mark.parametrize("at", ["write_all", "_index_of"])
+def test_a_failure_leaves_no_folder(
+    config: Config, out: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(safetensors_files, at, fail)
+    with pytest.raises(StorageFullError):
+        export_from(config, "raw", to=out, only=("model",), max_shard_bytes=KB)
+    assert not out.exists()
+
+
+def test_a_killed_export_leaves_no_folder_of_that_name(
+    make_config: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """The program stands still before the index, and is killed there."""
+    config = make_config(disk={})
+    with tierfall.open(load_config(config)) as ckpt:
+        ckpt.save(1, {"model": model_of()}, block=True)
+    path = tmp_path / "tiers.yaml"
+    path.write_text(json.dumps(config))
+    out = tmp_path / "out"
+    words = ["export", "1", "--to", str(out), "--only", "model", "--max-shard", "5KB"]
+    program = (
+        "import sys, time\n"
+        "from tierfall.export import safetensors_files\n"
+        "safetensors_files._index_of = lambda *args: time.sleep(60)\n"
+        "from tierfall.cli import app\n"
+        "app(sys.argv[1:])\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *words, "--config", str(path)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(
+            lambda: any(tmp_path.glob(".out.*.unfinished/*-00003-of-00003.*")), "shards", 120
+        )
+        time.sleep(0.2)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not out.exists()
+    (left,) = tmp_path.glob(".out.*.unfinished")
+    assert not (left / "model.safetensors.index.json").exists()

@@ -1,0 +1,180 @@
+"""Reading a folder of torch.distributed.checkpoint (DCP): its values at once, its tensors one at a time, as needed.
+
+Each tensor and value is a record of ``torch.save`` in one of the folder's files, loaded with ``weights_only``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierfall.core.tensors import dtypes
+from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError
+from tierfall.imports.dcp_metadata import (
+    BytesRecord,
+    MetadataRecord,
+    StorageRecord,
+    TensorRecord,
+    read_metadata,
+)
+from tierfall.imports.torch_files import refused_name
+
+_Offset = tuple[int, ...]
+
+
+class DcpFolder:
+    """One checkpoint of DCP. ``state`` is nested as it was saved; its tensors have dtype and shape alone, and ``load``
+    returns the one with the bytes for each."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError and IntegrityError, as ``read_metadata`` does, and for files that are missing."""
+        self._folder = folder
+        self._tensors: dict[int, tuple[str, TensorRecord]] = {}
+        try:
+            metadata = read_metadata(folder / ".metadata")
+            self._records = _records_of(metadata)
+            entries = metadata.state_dict_metadata
+            flat = {name: self._entry(name, entries[name]) for name in entries}
+            self.state = _nested(flat, metadata.planner_data)
+        except TierfallError:
+            raise
+        except (AttributeError, TypeError, KeyError, ValueError) as error:
+            raise IntegrityError(
+                f"import: {folder}: its .metadata is malformed: {error}"
+            ) from error
+
+    def _entry(self, name: str, entry: object) -> Any:
+        if isinstance(entry, BytesRecord):
+            return self._load(name, self._records[name][None])
+        if not isinstance(entry, TensorRecord):
+            raise TypeError(f"{name!r:.80} is neither a tensor nor a value")
+        dtype, shape = entry.properties.members[0], list(entry.size)
+        if not isinstance(dtype, torch.dtype) or not dtypes.is_shape(shape):
+            raise ValueError(f"{name!r:.80} has no valid dtype or shape")
+        self._check_room(name, dtypes.byte_count(dtype, shape))
+        standing = torch.empty(shape, dtype=dtype)  # never written to, so that it takes no memory
+        if standing.numel():
+            self._tensors[standing.data_ptr()] = name, entry
+        return standing
+
+    def _check_room(self, name: str, size: int) -> None:
+        """Raise ValueError where a tensor is larger than its records: nothing is allocated for a claim."""
+        held = sum(record.length for record in self._records.get(name, {}).values())
+        if size > held:
+            raise ValueError(f"{name!r:.80} would take {size} bytes; its records have {held}")
+
+    def load(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a tensor of ``state``, whole. Raises IntegrityError where they are damaged."""
+        if not tensor.numel():
+            return tensor
+        name, entry = self._tensors[tensor.data_ptr()]
+        records = self._records[name]
+        if len(entry.chunks) == 1:
+            return self._block(name, records, entry.chunks[0].offsets, tensor)
+        whole, filled = torch.empty(tensor.shape, dtype=tensor.dtype), 0
+        for chunk in entry.chunks:
+            place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            target = whole[place]
+            target.copy_(self._block(name, records, chunk.offsets, target))
+            filled += math.prod(chunk.sizes)
+        if filled != whole.numel():
+            raise IntegrityError(f"import: {self._folder}: {name}: its blocks do not make it whole")
+        return whole
+
+    def _block(
+        self,
+        name: str,
+        records: Mapping[_Offset | None, StorageRecord],
+        offsets: _Offset,
+        like: torch.Tensor,
+    ) -> torch.Tensor:
+        record = records.get(tuple(offsets))
+        found = None if record is None else self._load(name, record)
+        if (
+            not isinstance(found, torch.Tensor)
+            or found.shape != like.shape
+            or found.dtype != like.dtype
+        ):
+            raise IntegrityError(
+                f"import: {self._folder}: {name}: its block at {tuple(offsets)} is missing, or is no tensor of "
+                f"{dtypes.name_of(like.dtype)} {tuple(like.shape)}"
+            )
+        return found
+
+    def _load(self, name: str, record: StorageRecord) -> Any:
+        """Load one record. Raises ConfigError for one that needs a class, or was transformed."""
+        if record.transform_descriptors:
+            raise ConfigError(
+                f"import: {self._folder}: {name} was transformed by {record.transform_descriptors}, which is not "
+                "supported; save it without extensions"
+            )
+        file = str(record.relative_path)
+        if Path(file).name != file:
+            raise ConfigError(f"import: {self._folder}: {name} is in {file!r:.80}, outside of it")
+        try:
+            with open(self._folder / file, "rb") as stream:
+                stream.seek(record.offset)
+                data = stream.read(record.length)
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ConfigError(
+                f"import: {self._folder}: {name} holds more than tensors and plain values, and nothing of it was run: "
+                f"{refused_name(error) or error}"
+            ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"import: {self._folder}: {file} cannot be read: {error.strerror}"
+            ) from error
+        except (RuntimeError, EOFError, ValueError) as error:
+            why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise IntegrityError(
+                f"import: {self._folder}: {name} in {file} is damaged, or truncated: {why}"
+            ) from error
+
+
+def _records_of(metadata: MetadataRecord) -> dict[str, dict[_Offset | None, StorageRecord]]:
+    """Return where each entry's bytes are: by name, and by the offset of a tensor's block."""
+    found: dict[str, dict[_Offset | None, StorageRecord]] = defaultdict(dict)
+    for index, record in (metadata.storage_data or {}).items():
+        offset = None if index.offset is None else tuple(index.offset)
+        if type(record.offset) is not int or type(record.length) is not int or record.offset < 0:
+            raise ValueError(f"the record of {index.fqn!r:.80} has no valid place")
+        found[index.fqn][offset] = record
+    return dict(found)
+
+
+def _nested(flat: dict[str, Any], paths: Any) -> dict[str, Any]:
+    """Nest entries as they were saved: ``paths`` has the keys that lead to each."""
+    root: dict[Any, Any] = {}
+    for name, value in flat.items():
+        path = tuple((paths or {}).get(name) or (name,))
+        if not all(isinstance(key, str | int) for key in path):
+            raise TypeError(f"the path of {name!r:.80} is no sequence of keys")
+        below = root
+        for key in path[:-1]:
+            below = below.setdefault(key, {})
+            if not isinstance(below, dict):
+                raise ValueError(f"{name!r:.80} is below another entry")
+        below[path[-1]] = value
+    return {str(key): _with_lists(value) for key, value in root.items()}
+
+
+def _with_lists(value: Any) -> Any:
+    """Make lists of the dicts whose keys are indices: DCP flattens lists that hold tensors or mappings."""
+    if not isinstance(value, dict):
+        return value
+    built = {key: _with_lists(child) for key, child in value.items()}
+    if (
+        built
+        and all(type(key) is int for key in built)
+        and sorted(built) == list(range(len(built)))
+    ):
+        return [built[index] for index in range(len(built))]
+    return built

@@ -1,0 +1,194 @@
+"""Import: what another program saved becomes a step of a run, on all of its stored tiers.
+
+The run is opened as a trainer opens it, by an attempt of its own. The image is written to the first stored tier without
+host memory, from mapped files or, of DCP, one tensor at a time; the other tiers get it from there, each as it packs.
+Before the commit record nothing counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tierfall.config import Config
+from tierfall.core.copies.view_writes import Load, write_view
+from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.image.layout import plan_layout
+from tierfall.core.state.view import StateView
+from tierfall.core.types.errors import CapacityError, ConfigError, StepError
+from tierfall.core.types.keys import STEP_MAX
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId
+from tierfall.imports.dcp_files import DcpFolder
+from tierfall.imports.safetensors_files import read_safetensors
+from tierfall.imports.sources import Format, find_source
+from tierfall.imports.state import ImportedState, is_module
+from tierfall.imports.torch_files import read_torch
+from tierfall.integrations.dcp.direct import DirectWrite, commit_of, direct_write
+from tierfall.ops.commands import Progress, Watch, check_folders, trained_elsewhere, unread
+from tierfall.ops.reader import RunReader
+from tierfall.run.checkpointer import Checkpointer, open_run_of
+from tierfall.run.open_run import OpenRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadState:
+    """What was read of a source: its state, and how the bytes of a tensor of ``view`` are found."""
+
+    format: Format
+    entries: tuple[str, ...]
+    stripped: int
+    view: StateView
+    load: Load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportResult:
+    """What was imported: the entries of the state, and the stored tiers that have it; ``left`` do not have it yet."""
+
+    id: CheckpointId
+    format: Format
+    entries: tuple[str, ...]
+    tensors: int
+    bytes: int
+    tiers: tuple[str, ...]
+    left: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def read_state(path: Path, entry: str = "model") -> ReadState:
+    """Read a checkpoint of another program; ``entry`` is the name of a bare state_dict in the state.
+
+    No tensor is read yet. Raises ConfigError for what cannot be imported, IntegrityError for damage, CaptureError for
+    what no state may hold.
+    """
+    source = find_source(path)
+    found: Mapping[Any, Any]
+    load: Load = lambda tensor: tensor  # noqa: E731
+    match source.format:
+        case Format.SAFETENSORS:
+            found = read_safetensors(source)
+        case Format.TORCH:
+            found = read_torch(source.path)
+        case Format.DCP:
+            folder = DcpFolder(source.path)
+            found, load = folder.state, folder.load
+    if not found:
+        raise ConfigError(f"import: {path} is empty: it has no tensor and no value")
+    state = ImportedState()
+    state.add({entry: found} if is_module(found) else found)
+    return ReadState(
+        format=source.format,
+        entries=tuple(state.entries),
+        stripped=state.stripped,
+        view=state.view(),
+        load=load,
+    )
+
+
+def check_step(listings: Sequence[Listing], step: int, run: str, stores: Mapping[str, Any]) -> None:
+    """Raise StepError unless ``step`` may follow what the tiers hold of a run, and no trainer of another node may be
+    alive."""
+    if not 0 <= step <= STEP_MAX:
+        raise StepError(f"import: step {step} is not from 0 to {STEP_MAX}")
+    if silent := ", ".join(unread(listings)):
+        raise StepError(
+            f"import: {silent} could not be read, and may hold step {step} or a newer one; nothing was imported"
+        )
+    live = [c.id for c in merge(listings) if not c.abandoned]
+    newest = max(live, default=None)
+    if newest is not None and newest.step >= step:
+        there = "has it already" if newest.step == step else f"has the newer step {newest}"
+        raise StepError(
+            f"import: step {step} of run {run!r}: the run {there}; name a step above {newest.step}, or another run by "
+            "--run"
+        )
+    elsewhere = trained_elsewhere(listings, stores)
+    if elsewhere is not None:
+        raise StepError(
+            f"import: attempt {elsewhere.number} of run {run!r} was started on {elsewhere.node}; an import would end "
+            f"its trainer, if that is alive. Run this on {elsewhere.node}, or import into another run by --run"
+        )
+
+
+def import_state(
+    config: Config, read: ReadState, step: int, watch: Watch = lambda done, total: None
+) -> ImportResult:
+    """Save what was read as ``step`` of the run, on every stored tier; ``watch`` gets bytes written, and in all.
+
+    Raises UnreachableError for the missing folder of a tier, StepError as ``check_step`` does, ConfigError without a
+    stored tier that may be written, CapacityError where one cannot hold it, LockError beside a trainer of this machine,
+    and what reading the source raises. After an error nothing of the step counts.
+    """
+    if not config.written:
+        raise ConfigError("import: the configuration has no stored tier that may be written")
+    check_folders(config)
+    size = plan_layout(read.view).image_bytes
+    with RunReader(config) as reader:
+        listings = reader.list()
+        check_step(listings, step, config.run, reader.stores)
+    _check_room(config, listings, size)
+    with Checkpointer(config, run=config.run) as ckpt:
+        run = open_run_of(ckpt)
+        run.by_path.continue_from_newest(step)
+        request = direct_write(run, step, metrics={}, tags=())
+        # All tiers get it, whatever their flush rules are.
+        request = replace(request, lineage=replace(request.lineage, at_end=True))
+        _write(run, request, read, Progress(watch, size))
+        ckpt.drain()
+        id = request.lineage.checkpoint
+        copies = next(
+            info.tiers
+            for info in ckpt.checkpoints()
+            if (info.step, info.attempt) == (id.step, id.attempt)
+        )
+    names = [tier.name for tier in config.written]
+    return ImportResult(
+        id=id,
+        format=read.format,
+        entries=read.entries,
+        tensors=len(read.view.names),
+        bytes=size,
+        tiers=tuple(name for name in names if copies.get(name) == "committed"),
+        left=tuple(name for name in names if copies.get(name) != "committed"),
+        notes=_notes(read),
+    )
+
+
+def _write(run: OpenRun, request: DirectWrite, read: ReadState, progress: Progress) -> None:
+    store = run.session.stores[request.tier]
+    store.check_fence(request.attempt)
+    files = write_view(
+        store,
+        read.view,
+        lineage=request.lineage,
+        shard=request.shard,
+        chunk_bytes=request.config.chunk_bytes,
+        commit=partial(commit_of, request),
+        load=read.load,
+        on_bytes=progress.add,
+    )
+    store.commit(commit_of(request, files), attempt=request.attempt)
+    store.write_latest(request.lineage.checkpoint)
+
+
+def _check_room(config: Config, listings: Sequence[Listing], size: int) -> None:
+    """Raise CapacityError where a tier's capacity is too small: nothing is deleted for an import."""
+    for tier in config.written:
+        there = next(listing for listing in listings if listing.tier == tier.name)
+        if tier.capacity_bytes is not None and there.used_bytes + size > tier.capacity_bytes:
+            raise CapacityError(
+                f"import to {tier.name}: it needs {format_size(size)}, of the capacity of "
+                f"{format_size(tier.capacity_bytes)} there is room for "
+                f"{format_size(max(0, tier.capacity_bytes - there.used_bytes))}: raise the capacity, or make room by "
+                "tierfall prune or tierfall rm"
+            )
+
+
+def _notes(read: ReadState) -> tuple[str, ...]:
+    if not read.stripped:
+        return ()
+    return (f"removed the prefixes of wrappers (module., _orig_mod.) from {read.stripped} names",)
