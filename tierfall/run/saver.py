@@ -133,7 +133,7 @@ class Saver:
             tags=checked_tags(call.tags),
         )
         with gc_paused():
-            view = walk(self._walk_cache)
+            view = self._capturer.evidence.follow_optimizers(walk(self._walk_cache))
             id = CheckpointId(call.step, lineage.attempt.number)
             layout, header, share = self._layouts.of(view, id)
         self._capturer.barrier.gradients.on_save(call.step, view.parameters)
