@@ -119,9 +119,7 @@ class Barrier:
                 continue
             groups = [group["params"] for group in optimizer.param_groups]
             parameters = [*chain.from_iterable(groups)]
-            if not all(
-                groups
-            ):  # ZeRO-3 puts parameters into its groups only for the time of a step
+            if not all(groups):  # ZeRO-3 fills its groups only for the time of a step
                 parameters += [each for each in optimizer.state if isinstance(each, torch.Tensor)]
             trained = [*filter(_TRAINED, parameters)]
             states = [optimizer.state.get(parameter) for parameter in trained]
