@@ -27,10 +27,21 @@ SIGNATURES: dict[str, Callable[..., Any]] = {
     "tierfall.open": tierfall.open,
     "tierfall.load": tierfall.load,
     "tierfall.item": tierfall.item,
+    "Checkpointer.load": tierfall.Checkpointer.load,
     "tierfall.register_codec": tierfall.register_codec,
     **{
         name: getattr(tierfall.Checkpointer, name)
-        for name in ("save", "restore", "wait_captured", "pin", "prune", "drain", "close")
+        for name in (
+            "save",
+            "restore",
+            "wait_captured",
+            "pin",
+            "prune",
+            "drain",
+            "close",
+            "write_pointer",
+            "begin",
+        )
     },
     **{name: getattr(tierfall.Checkpointer, name) for name in ("subscribe", "metrics_dict")},
     **{
@@ -45,6 +56,7 @@ REPORTS = (
     tierfall.DrainForecast,
     tierfall.LossBound,
     tierfall.Fallback,
+    tierfall.Pointer,
     tierfall.RestoreReport,
     tierfall.SaveStats,
     tierfall.ShardSource,

@@ -19,6 +19,7 @@ from tierfall.core.types import errors
 FUNCTIONS = {
     "open": "config, *, run=None, process_group=None, fresh=False",
     "load": "config_or_path, *, step=None, attempt=None, map_location='cpu'",
+    "read_pointer": "folder",
     "register_codec": "type, name, encode, decode",
     "item": "value, *, changes=None, on_resize='reshard'",
 }
@@ -27,6 +28,9 @@ CHECKPOINTER = {
     "maybe_save": "self, step, state, *, metrics=None, tags=(), block=False",
     "restore": "self, state, *, step=None, attempt=None, tier=None, only=None, skip=(), rename=None, retype=(), "
     "resize=(), strict=True, unreachable='raise'",
+    "load": "self, step=None, *, attempt=None, only=None, map_location='cpu', resume=True",
+    "begin": "self",
+    "write_pointer": "self, folder, step, *, attempt=None",
     "wait_captured": "self, timeout=None",
     "guard": "self",
     "checkpoints": "self",
@@ -69,6 +73,7 @@ VALUES = {
     "TierCadence": set(),
     "SaveStats": set(),
     "ShardSource": set(),
+    "Pointer": {"run", "step", "attempt", "tiers"},
     "Fallback": set(),
 }
 OTHERS = {"Checkpointer", "Config", "SaveHandle", "errors"}

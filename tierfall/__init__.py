@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tierfall.core.state.item import item
     from tierfall.core.tensors.value_codec import register_codec
     from tierfall.run.checkpointer import Checkpointer
+    from tierfall.setup.pointer import Pointer, read_pointer
     from tierfall.telemetry.reports import (
         CadenceReport,
         CheckpointInfo,
@@ -44,6 +45,7 @@ __all__ = [
     "DrainReport",
     "Fallback",
     "LossBound",
+    "Pointer",
     "RestoreReport",
     "SaveHandle",
     "SaveStats",
@@ -54,17 +56,20 @@ __all__ = [
     "item",
     "load",
     "open",
+    "read_pointer",
     "register_codec",
 ]
 
 _MODULES = {
     "Checkpointer": "tierfall.run.checkpointer",
     "Config": "tierfall.config",
+    "Pointer": "tierfall.setup.pointer",
     "SaveHandle": "tierfall.core.capture.handle",
     "SaveStats": "tierfall.core.capture.handle",
     "item": "tierfall.core.state.item",
     "load": "tierfall.api",
     "open": "tierfall.api",
+    "read_pointer": "tierfall.setup.pointer",
     "register_codec": "tierfall.core.tensors.value_codec",
 }
 """Where the public names are, except for those of ``tierfall.telemetry.reports``."""

@@ -15,16 +15,17 @@ from tierfall.config import Config, load_config
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import OpenImage
 from tierfall.core.format.catalog import Listing
-from tierfall.core.load.load import plan_load
+from tierfall.core.load.load import check_device, plan_load
 from tierfall.core.restore.reshard import ResizeRules
 from tierfall.core.restore.restore import RestoreRequest, restore
 from tierfall.core.types.errors import ConfigError, RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.ops.reader import PathReader, RunReader
+from tierfall.ops.reader import PathReader, RunReader, find_pointer
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.run.open_run import damage_reporter
 from tierfall.setup.launcher import find_ranks, find_transport
 from tierfall.setup.lineage import as_step
+from tierfall.setup.pointer import Pointer
 from tierfall.setup.tiers import SHARD
 
 logger = logging.getLogger("tierfall")
@@ -78,9 +79,10 @@ def load(
     """Load a checkpoint as a nested dict of what each ``state_dict()`` returned, without a training loop.
 
     ``config_or_path`` is a configuration, of which all tiers are read, host memory too; or a path: a .yaml file, a
-    tier's root with one run in it, a run's folder, a step's folder, or a shard. Every chunk is verified; nothing is
-    unpickled. The images of several ranks are merged; of values that differ between ranks, rank 0's are returned. A
-    tier that answers nothing for ``max_wait`` gives way to another one, or ends the load; for a path, that is a minute.
+    tier's root with one run in it, a run's folder, a step's folder, a shard, or a folder with a pointer
+    (``Checkpointer.write_pointer``). Every chunk is verified; nothing is unpickled. The images of several ranks are
+    merged; of values that differ between ranks, rank 0's are returned. A tier that answers nothing for ``max_wait``
+    gives way to another one, or ends the load; for a path, that is a minute.
 
     Raises ConfigError for any other path and for a missing device, RestoreError where no checkpoint can be read whole.
     """
@@ -89,29 +91,39 @@ def load(
         attempt=None if attempt is None else as_step(attempt, doing="load", what="attempt"),
         operation="load",
         advice="or load from another tier's folder",
+        in_place=False,
     )
-    _check_device(map_location)
+    check_device(map_location)
     if isinstance(config_or_path, str | os.PathLike):
         path = Path(config_or_path).expanduser()
+        if (pointer := find_pointer(path)) is not None:
+            return _load_pointer(path, pointer, request, map_location)
         if path.suffix not in _YAML:
             return _load_path(path, request, map_location)
-    config = load_config(config_or_path)
+    return _load_config(load_config(config_or_path), request, map_location)
+
+
+def _load_pointer(
+    path: Path, pointer: Pointer, request: RestoreRequest, map_location: str | torch.device
+) -> dict[str, Any]:
+    request = _within(pointer.checkpoint, request, path)
+    try:
+        return _load_config(pointer.config(), request, map_location)
+    except RestoreError as error:
+        raise RestoreError(
+            f"load: {path} points to checkpoint {pointer.checkpoint} of run {pointer.run!r}: "
+            + str(error).removeprefix("load: ")
+        ) from error
+
+
+def _load_config(
+    config: Config, request: RestoreRequest, map_location: str | torch.device
+) -> dict[str, Any]:
     with RunReader(config) as reader:
         places = {name: store.place for name, store in reader.stores.items()}
         tally = ReadTally(found_damage=damage_reporter(config.run, places))
         what = config.run
         return _load(reader.list(), request, reader.opener(), map_location, SHARD, what, tally)
-
-
-def _check_device(map_location: str | torch.device) -> None:
-    """Raise ConfigError, before anything is read, where tensors cannot be made on a device."""
-    what = f"load: map_location={map_location!r} is not a device that can be used here"
-    if not isinstance(map_location, str | torch.device):
-        raise ConfigError(f"{what}: expected one such as 'cpu' or 'cuda:0'")
-    try:
-        torch.empty(0, device=map_location)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"{what}: {str(error).splitlines()[0][:200]}") from error
 
 
 def _load_path(
@@ -145,7 +157,7 @@ def _load_path(
 
 
 def _within(checkpoint: CheckpointId, request: RestoreRequest, path: Path) -> RestoreRequest:
-    """Return the request for the checkpoint of a step's folder; ConfigError where it names another one."""
+    """Return the request for the checkpoint that a path names; ConfigError where it names another one."""
     if request.step not in (None, checkpoint.step) or request.attempt not in (
         None,
         checkpoint.attempt,
@@ -178,5 +190,6 @@ def _load(
     )
     if restored is None:
         raise RestoreError(f"load: {what} holds no checkpoint")
-    result: dict[str, Any] = restored.plan.result()  # type: ignore[attr-defined]
-    return result
+    restored.plan.finish()
+    loaded: dict[str, Any] = restored.plan.loaded  # type: ignore[attr-defined]
+    return loaded

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
@@ -21,21 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierfall.core.capture.gradients import GradientWatch
 from tierfall.core.runtime.streams import is_recording
-from tierfall.core.tensors.dtensor import local_tensor
-from tierfall.core.tensors.wrappers import inner_tensors
 
 logger = logging.getLogger("tierfall")
 
-NOWHERE = (0, 0)
 _TRAINED = attrgetter("requires_grad")
-
-
-def place_of(tensor: Any) -> tuple[int, int]:
-    """Address and length in bytes of a tensor's memory, or of this rank's part of a DTensor."""
-    local = local_tensor(tensor)
-    if local.layout is not torch.strided or local.is_meta or not local.numel():
-        return NOWHERE
-    return local.data_ptr(), local.numel() * local.element_size()
 
 
 def ignore_step(optimizer: torch.optim.Optimizer) -> None:
@@ -119,17 +108,24 @@ class Barrier:
             self._covered = ids, trained, frozenset(compress(ids, trained))
         return self._covered[2]
 
-    def evident_memory(self) -> frozenset[tuple[int, int]]:
-        """Address and length of the parameters and the state of the optimizers that stepped since ``reset``. Any other
-        tensor may change at any time."""
-        found: set[tuple[int, int]] = set()
+    def evident_tensors(
+        self, *, without: Sequence[torch.optim.Optimizer] = ()
+    ) -> list[torch.Tensor]:
+        """The parameters of the optimizers that stepped since ``reset``, without frozen ones, and their state. Those
+        of the optimizers ``without`` are left out."""
+        found: list[torch.Tensor] = []
         for optimizer in self._evident():
-            changed = [p for group in optimizer.param_groups for p in group["params"]]
-            for state in optimizer.state.values():
-                if isinstance(state, dict):
-                    changed += [each for each in state.values() if isinstance(each, torch.Tensor)]
-            found.update(map(place_of, chain.from_iterable(map(inner_tensors, changed))))
-        return frozenset(found - {NOWHERE})
+            if any(optimizer is each for each in without):
+                continue
+            groups = [group["params"] for group in optimizer.param_groups]
+            parameters = [*chain.from_iterable(groups)]
+            if not all(groups):  # ZeRO-3 fills its groups only for the time of a step
+                parameters += [each for each in optimizer.state if isinstance(each, torch.Tensor)]
+            trained = [*filter(_TRAINED, parameters)]
+            states = [optimizer.state.get(parameter) for parameter in trained]
+            values = chain.from_iterable(s.values() for s in states if isinstance(s, dict))
+            found += [*trained, *(each for each in values if isinstance(each, torch.Tensor))]
+        return found
 
     @property
     def has_evidence(self) -> bool:

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierfall.core.runtime.callbacks import CallbackThread, check_callback
 from tierfall.core.runtime.wait import InterruptibleEvent
@@ -22,7 +22,9 @@ from tierfall.core.types.values import CheckpointId, SaveOutcome
 class SaveStats:
     """Times of one save in seconds since the call of ``save``; None or missing is what has not happened yet.
 
-    ``blocked_s`` is the time for which the training thread was blocked: in ``save``, and at the barrier.
+    ``bytes`` is the size of this rank's image. ``lazy_bytes`` of them were left to the lazy capture, the rest was
+    copied before ``save`` returned. ``blocked_s`` is the time for which the training thread was blocked: in ``save``,
+    and at the barrier.
     """
 
     bytes: int
@@ -30,6 +32,7 @@ class SaveStats:
     blocked_s: float
     captured_s: float | None = None
     durable_s: Mapping[str, float] = field(default_factory=dict)
+    lazy_bytes: int = 0
 
 
 class SaveHandle:
@@ -92,9 +95,8 @@ class SaveHandle:
     @property
     def stats(self) -> SaveStats:
         with self._lock:
-            return SaveStats(
-                bytes=self._stats.bytes,
-                lazy=self._stats.lazy,
+            return replace(
+                self._stats,
                 blocked_s=self._stats.blocked_s + self._waited_s,
                 captured_s=self._captured_s,
                 durable_s=dict(self._durable_s),
@@ -169,9 +171,11 @@ class SaveHandle:
 
     # For capture and coordinator -------------------------------------------------------------------
 
-    def on_begun(self, *, bytes: int, lazy: bool, blocked_s: float) -> None:
+    def on_begun(self, *, bytes: int, lazy: bool, blocked_s: float, lazy_bytes: int = 0) -> None:
         with self._lock:
-            self._stats = SaveStats(bytes=bytes, lazy=lazy, blocked_s=blocked_s)
+            self._stats = SaveStats(
+                bytes=bytes, lazy=lazy, blocked_s=blocked_s, lazy_bytes=lazy_bytes
+            )
 
     def add_blocked(self, seconds: float) -> None:
         """Add time for which the training thread waited for this capture outside of ``save``."""

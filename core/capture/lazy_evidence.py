@@ -1,20 +1,24 @@
 """Which tensors of a state may be captured lazily, by evidence from the training loop.
 
 A tensor may be captured lazily if only an optimizer's step changes it, and each step waits for the capture. There is
-evidence of that for the parameters of an optimizer that stepped since the last save, and for their optimizer state. The
-user may declare it (``item(..., changes="on_step")``). It is assumed of frozen parameters while images are compared
-with the state. All other tensors are copied before save() returns. Tensors that changed during a capture, which fails
-that save, are no longer captured lazily; after two such saves in a row no tensor is.
+evidence of that for the parameters of an optimizer that stepped since the last save, for their optimizer state, and for
+plain tensors in the memory of either. The user may declare it (``item(..., changes="on_step")``). It is assumed of
+frozen parameters while images are compared with the state. All other tensors are copied before save() returns. Tensors
+that changed during a capture, which fails that save, are no longer captured lazily; after two such saves in a row no
+tensor is.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 
 from tierfall.core.capture.barrier import Barrier
+from tierfall.core.capture.owned_memory import tensors_in
 from tierfall.core.sampling.image_check import is_sampled
-from tierfall.core.state.view import DECLARED, UNSHARED, StateView
+from tierfall.core.state.optimizers import is_stock
+from tierfall.core.state.view import DECLARED, IN_OPTIMIZER, UNSHARED, StateView
 from tierfall.core.types.errors import StateChangedError
 from tierfall.core.types.values import Changes, CheckpointId
 
@@ -63,6 +67,22 @@ class LazyEvidence:
             return "no optimizer step, wait_captured() or guard() was seen since the last save"
         return None
 
+    def follow_optimizers(self, view: StateView) -> StateView:
+        """A view in which tensors that only an optimizer's step changes, by their memory, are declared to do so: those
+        of a ``state_dict()``, which belong to no object of the state. ``item(..., changes="anytime")`` has
+        precedence."""
+        covered = self._barrier.evident_parameters()
+        # All tensors of these optimizers have owners in the view: their memory needs no comparison.
+        known = view.optimizers if covered <= view.parameters.keys() else ()
+        elsewhere = self._barrier.evident_tensors(without=[*filter(is_stock, known)])
+        owned = tensors_in(view, elsewhere, covered)
+        if not owned:
+            return view
+        changes, owners = [*view.changes], [*view.owners]
+        for number in owned:
+            changes[number], owners[number] = Changes.ON_STEP, IN_OPTIMIZER
+        return replace(view, changes=tuple(changes), owners=tuple(owners))
+
     def choose(self, view: StateView) -> tuple[bool, ...]:
         """For each tensor, whether it may be captured lazily, by the evidence since ``reset``."""
         covered = self._barrier.evident_parameters()
@@ -83,7 +103,7 @@ class LazyEvidence:
         state = (view.structure, view.plain, view.changes, view.owners)
         key = (*state, covered, frozen, bracketed, self._changed)
         if self._chosen is None or self._chosen[0] != key:
-            trusted = None if bracketed else covered | frozen | {DECLARED, UNSHARED}
+            trusted = None if bracketed else covered | frozen | {DECLARED, UNSHARED, IN_OPTIMIZER}
             self._chosen = (key, self._choose(view, trusted))
             if trusted is not None:
                 # Tensors that the user wrapped in item() have no parameter as their owner.

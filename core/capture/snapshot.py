@@ -96,6 +96,7 @@ class ReplicaShare:
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
     """A save in flight. Only capture writes to it; it sets ``manifest`` and ``commit`` when the image is complete.
+    ``lazy_bytes`` of the image are captured lazily.
 
     ``past_barrier``: every write to the state that began before the end of the capture has ended, and none was
     detected. The image may be sealed then.
@@ -115,6 +116,7 @@ class Snapshot:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     lazy: bool = False
+    lazy_bytes: int = 0
     past_barrier: bool = True
     hashed: bool = False
     failed: bool = False

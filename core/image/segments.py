@@ -42,7 +42,7 @@ Segment = tuple[SegmentPart, ...]
 
 class Segmentation:
     """The segments of one layout: ``eager`` is copied before save() returns, ``segments`` are captured lazily, both
-    in image order; ``lazy`` are the numbers of the lazily captured tensors.
+    in image order; ``lazy`` are the numbers of the lazily captured tensors, ``lazy_bytes`` their size.
 
     All parts of a segment are on one device; ``places`` are the devices by tensor number.
     """
@@ -67,6 +67,7 @@ class Segmentation:
         self.segments: list[Segment] = []
         self._divide(view, lazy)
         self.lazy = tuple(sorted({p.index for segment in self.segments for p in segment}))
+        self.lazy_bytes = sum(p.end - p.start for segment in self.segments for p in segment)
         self.missing = [0] * chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
         for index in range(1, len(self.missing)):
             start, end = self.chunk_range(index)

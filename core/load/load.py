@@ -1,27 +1,33 @@
-"""Loading a whole image as a nested dict, without a training loop: what each ``state_dict()`` returned at the save."""
+"""Loading an image as a nested dict: what each ``state_dict()`` returned at the save."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.raw_files import refuse_files
+from tierfall.core.image.tree import MapNode, ModuleNode, Node, positions_of
 from tierfall.core.load.build import CPU, BlockTarget, Builder, Fill
+from tierfall.core.load.choices import Choices, Selection, select
 from tierfall.core.tensors.written_memory import LiveMemory
+from tierfall.core.types.errors import ConfigError, RestoreError
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The reads of a load; ``result`` may be called once all of them are done."""
+    """The reads of a load; ``finish`` is called once all of them are done, and fills ``loaded``: the nested dict, with
+    tensors on the chosen device and values as they were saved."""
 
     fills: tuple[Fill, ...]
     targets: tuple[BlockTarget, ...]
     _builder: Builder
+    _tree: MapNode
     _device: torch.device
+    loaded: dict[Any, Any] = field(default_factory=dict)
 
     def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]:
         """Return no tensors: the memory of a failed load is nobody's."""
@@ -31,19 +37,71 @@ class LoadPlan:
         """Return no names, for the same reason."""
         return []
 
-    def result(self) -> dict[Any, Any]:
-        """Return the state as a nested dict: tensors on the chosen device, values as they were saved."""
-        built: dict[Any, Any] = self._builder.build(self._builder.header.tree, self._device)
-        return built
+    def finish(self) -> None:
+        """Build the objects."""
+        self.loaded.update(self._builder.build(self._tree, self._device))
 
 
-def plan_load(header: ImageHeader, *, map_location: str | torch.device | None = None) -> LoadPlan:
-    """Plan to load a whole image onto ``map_location`` (None: the CPU).
+def check_device(map_location: str | torch.device) -> None:
+    """Raise ConfigError, before anything is read, where tensors cannot be made on a device."""
+    what = f"load: map_location={map_location!r} is not a device that can be used here"
+    if not isinstance(map_location, str | torch.device):
+        raise ConfigError(f"{what}: expected one such as 'cpu' or 'cuda:0'")
+    try:
+        torch.empty(0, device=map_location)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"{what}: {str(error).splitlines()[0][:200]}") from error
 
-    Allocates every tensor. Raises RestoreError where the image holds values of a codec that is not registered.
+
+def plan_load(
+    header: ImageHeader,
+    *,
+    map_location: str | torch.device | None = None,
+    choices: Choices | None = None,
+    whole: bool = False,
+) -> LoadPlan:
+    """Plan to load an image, or what ``choices`` select of it, onto ``map_location`` (None: the CPU).
+
+    Allocates every tensor. Raises RestoreError where the image holds values of a codec that is not registered, and
+    where a tensor is only a block and ``whole`` is set: the images of all ranks have to be merged.
     """
     refuse_files(header, doing="load")
     device = CPU if map_location is None else torch.device(map_location)
+    tree = header.tree
+    if choices is not None and choices.only is not None:
+        tree = _selected(tree, "", select(header, choices, ()))
+    if whole:
+        _refuse_blocks(header, tree)
     builder = Builder(header)
-    builder.prepare(header.tree, device)
-    return LoadPlan(builder.fills(), builder.targets(), builder, device)
+    builder.prepare(tree, device)
+    return LoadPlan(builder.fills(), builder.targets(), builder, tree, device)
+
+
+def _refuse_blocks(header: ImageHeader, tree: MapNode) -> None:
+    for position in positions_of(tree):
+        stored = header.tensors[position]
+        if stored.shape != stored.whole_shape:
+            raise RestoreError(f"load of {header.what}: {stored.name} is a block of a tensor")
+
+
+def _selected(tree: MapNode, name: str, selection: Selection) -> MapNode:
+    """Return a mapping with the selected entries. Of a list, a tuple, an optimizer and an object, all is selected as
+    soon as a part is."""
+    kept: list[tuple[Any, Node]] = []
+    for (key, child), (below, _) in zip(tree.entries, tree.named(name), strict=True):
+        if not selection.selects_at_or_below(below):
+            continue
+        if not selection.has(below):
+            child = _narrowed(child, below, selection)
+        kept.append((key, child))
+    return MapNode(tree.kind, tuple(kept))
+
+
+def _narrowed(node: Node, name: str, selection: Selection) -> Node:
+    match node:
+        case MapNode():
+            return _selected(node, name, selection)
+        case ModuleNode():
+            kept = [e for e in node.entries if selection.selects_at_or_below(f"{name}.{e[1]}")]
+            return ModuleNode(tuple(kept))
+    return node

@@ -29,6 +29,7 @@ from tierfall.core.types.values import CheckpointId, CopyState
 logger = logging.getLogger("tierfall")
 
 _NAMED_MAX = 8
+_UNFINISHED = "the tensors are in place, but the rest is not: "
 
 
 # All ranks -------------------------------------------------------------------------------------------
@@ -169,15 +170,18 @@ def finish_on_all_ranks(
     *,
     continues: bool,
     saved: bool,
+    request: RestoreRequest,
     timeout_s: float | None = None,
 ) -> bool:
     """Call ``finish``, which ends a restore, on all ranks; return whether any of them has ``saved`` since its lineage
     began.
 
     ``continues``: the run continues from what was restored. Raises RestoreError on every rank if ``finish`` failed on
-    one. All errors call the state half filled: on the other ranks it is of a step that not all ranks are at.
+    one. If the ``request`` fills the state in place, all errors call it half filled: on the other ranks it is of a step
+    that not all ranks are at.
     """
-    of = f"restore of {id}"
+    of = f"{request.operation} of {id}"
+    half = HALF_FILLED if request.in_place else ""
     failure: BaseException | None = None
     try:
         finish()
@@ -191,22 +195,16 @@ def finish_on_all_ranks(
         )
     except TierfallError as lost:
         if failure is None:
-            raise _half_finished(of, str(lost), "") from lost
+            raise RestoreError(f"{of}: {_UNFINISHED}{lost}{half}") from lost
         failure.add_note(f"the other ranks may not know of it: {lost}")
         decision = _FinishDecision()
     if isinstance(failure, Exception):
-        raise _half_finished(of, str(failure), "") from failure
+        raise RestoreError(f"{of}: {_UNFINISHED}{failure}{half}") from failure
     if failure is not None:
         raise failure
     if decision.failed is not None:
-        raise _half_finished(of, decision.failed, f"rank {decision.rank}: ")
+        raise RestoreError(f"{of}: rank {decision.rank}: {_UNFINISHED}{decision.failed}{half}")
     return decision.saved
-
-
-def _half_finished(of: str, reason: str, where: str) -> RestoreError:
-    return RestoreError(
-        f"{of}: {where}the tensors are in place, but the rest is not: {reason}{HALF_FILLED}"
-    )
 
 
 def _finished(outcomes: Mapping[int, _FinishOutcome]) -> _FinishDecision:

@@ -24,7 +24,7 @@ logger = logging.getLogger("tierfall")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
     """What to restore: by default the newest step of the live lineage. ``tier`` names the only tier to read from;
-    ``operation`` and ``advice`` are part of error messages."""
+    ``operation`` and ``advice`` are part of error messages; ``in_place``: the targets are the caller's state."""
 
     step: int | None = None
     attempt: int | None = None
@@ -32,6 +32,7 @@ class RestoreRequest:
     ignore_unreachable: bool = False
     operation: str = "restore"
     advice: str = "or pass unreachable='ignore' to go on without it"
+    in_place: bool = True
 
 
 def choose(

@@ -36,7 +36,8 @@ logger = logging.getLogger("tierfall")
 
 class RestorePlan(Protocol):
     """The targets of an image's bytes; ``targets`` are those of merged images. ``written`` returns what a plan that
-    failed has written to, and ``unfilled`` what of that this plan would not overwrite."""
+    failed has written to, and ``unfilled`` what of that this plan would not overwrite. ``finish`` is called once all
+    bytes are read."""
 
     @property
     def fills(self) -> Sequence[Fill]: ...
@@ -47,6 +48,8 @@ class RestorePlan(Protocol):
     def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]: ...
 
     def unfilled(self, written: Iterable[LiveMemory]) -> list[str]: ...
+
+    def finish(self) -> None: ...
 
 
 MakePlan = Callable[[ImageHeader], RestorePlan]

@@ -177,7 +177,7 @@ def fill_first(
     raise RestoreError(
         f"{request.operation}: none of the checkpoints can be read whole: "
         + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
-        + _half_written(touched)
+        + _half_written(touched, request)
     )
 
 
@@ -213,13 +213,13 @@ def _classify(
     if isinstance(error, LostError):
         return error
     if not isinstance(error, PASSABLE):
-        return _final_error(error, of, touched)
+        return _final_error(error, request, of, touched)
     if error.retryable and not request.ignore_unreachable:
         text = f"{of}: a copy could not be read, and no other is good: {error}. Try again, {request.advice}"
-        return _with_cause(RestoreError(text + _half_written(touched)), error)
+        return _with_cause(RestoreError(text + _half_written(touched, request)), error)
     _log_fallback(checkpoint, error, tally)
     if request.step is not None:
-        return _with_cause(RestoreError(f"{of}: {error}" + _half_written(touched)), error)
+        return _with_cause(RestoreError(f"{of}: {error}" + _half_written(touched, request)), error)
     return error
 
 
@@ -247,7 +247,8 @@ def _exchange_outcomes(
             return None
         if isinstance(error, LostError) and isinstance(lost, TierfallError):
             lost = RanksError(f"{lost} ({error})")
-        ended = _final_error(lost, f"{request.operation} of {checkpoint.id}", touched)
+        of = f"{request.operation} of {checkpoint.id}"
+        ended = _final_error(lost, request, of, touched)
         if ended is lost:
             raise lost
         raise ended from lost
@@ -265,7 +266,7 @@ def _follow_failure(
     text = f"rank {failure_elsewhere.rank}: {failure_elsewhere.message}"
     if failure_elsewhere.permanent:
         raise RestoreError(
-            f"{request.operation} of {checkpoint.id}: {text}" + _half_written(touched)
+            f"{request.operation} of {checkpoint.id}: {text}" + _half_written(touched, request)
         )
     if error is None or isinstance(error, LostError):
         _log_fallback(checkpoint, text, tally)
@@ -276,7 +277,9 @@ def _log_fallback(checkpoint: KnownCheckpoint, reason: object, tally: ReadTally)
     logger.error("restore: step %s is skipped: %s", checkpoint.id, reason)
 
 
-def _final_error(error: BaseException, of: str, touched: bool) -> BaseException:
+def _final_error(
+    error: BaseException, request: RestoreRequest, of: str, touched: bool
+) -> BaseException:
     """Return the error that a restore ends with. It tells whether targets were touched; an error of an agreement also
     names the checkpoint."""
     if not touched:
@@ -286,9 +289,9 @@ def _final_error(error: BaseException, of: str, touched: bool) -> BaseException:
             else error
         )
     if isinstance(error, RestoreError):
-        return _with_cause(RestoreError(f"{error}" + _half_written(touched)), error)
+        return _with_cause(RestoreError(f"{error}" + _half_written(touched, request)), error)
     text = str(error) if isinstance(error, TierfallError) else repr(error)
-    what = f"{of}: {text}" + _half_written(touched)
+    what = f"{of}: {text}" + _half_written(touched, request)
     if isinstance(error, Exception):
         return _with_cause(RestoreError(what), error)
     error.add_note(what)
@@ -300,8 +303,8 @@ def _with_cause(error: TierfallError, cause: BaseException) -> TierfallError:
     return error
 
 
-def _half_written(touched: bool) -> str:
-    return HALF_FILLED if touched else ""
+def _half_written(touched: bool, request: RestoreRequest) -> str:
+    return HALF_FILLED if touched and request.in_place else ""
 
 
 def _tiers(

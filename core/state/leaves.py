@@ -281,7 +281,7 @@ class Leaves:
     def change_rule(self, owner: int) -> tuple[Changes, int]:
         """When a tensor may change, and whose step changes it; the user's ``item(changes=...)`` has precedence."""
         if self.declared is not None:
-            return self.declared, DECLARED if self.declared is Changes.ON_STEP else NO_OWNER
+            return self.declared, DECLARED
         owner = self.owner if owner == NO_OWNER else owner
         return (Changes.ANYTIME if owner == NO_OWNER else Changes.ON_STEP), owner
 

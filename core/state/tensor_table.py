@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tierfall.core.state.view import NO_OWNER
+from tierfall.core.state.view import DECLARED, NO_OWNER
 from tierfall.core.state.walk_cache import CachedPart, Columns, WalkCache, take_fingerprints
 from tierfall.core.tensors import tensors
 from tierfall.core.tensors.dtensor import TensorPiece
@@ -69,9 +69,7 @@ class TensorTable:
             alias = self._alias(address, number, tensor, row) if address else None
             if alias is not None:
                 self._has_aliases = True
-                if changes is Changes.ANYTIME:
-                    self._columns.changes[alias] = changes
-                    self._columns.owners[alias] = NO_OWNER
+                self._apply_stricter(alias, changes, owner)
                 return alias
             if name in self._used_names:
                 # Only keys that hooks add to a state_dict can collide. No encoded key has a bare %: the name is free.
@@ -82,6 +80,20 @@ class TensorTable:
         self.tensors.append(tensor)
         self.pointers.append(pointer)
         return number
+
+    def _apply_stricter(self, number: int, changes: Changes, owner: int) -> None:
+        """Memory that occurs twice follows the stricter rule. A parameter stays its owner, unless the user declared
+        that it changes at any time."""
+        rows = self._columns
+        rules = (rows.changes[number], rows.owners[number]), (changes, owner)
+        if Changes.ANYTIME not in (changes, rows.changes[number]):
+            return
+        rows.changes[number] = Changes.ANYTIME
+        if (Changes.ANYTIME, DECLARED) in rules:
+            rows.owners[number] = DECLARED
+        else:
+            parameter = max(owner, rows.owners[number])
+            rows.owners[number] = parameter if parameter > DECLARED else NO_OWNER
 
     def cache_part(
         self,

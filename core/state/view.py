@@ -40,9 +40,11 @@ Node = Any  # int, or one of the tuples above
 NO_OWNER = -1
 """Owner of a tensor that no optimizer's step is known to change."""
 DECLARED = 0
-"""Owner of a tensor that the user wrapped in ``item(..., changes="on_step")``."""
+"""Owner of a tensor that the user wrapped in ``item(..., changes=...)``."""
 UNSHARED = -2
 """Owner of a tensor that a state_dict hook created and only the view references: nothing can change it."""
+IN_OPTIMIZER = -3
+"""Owner of a plain tensor in the memory of an optimizer that stepped since the last save."""
 
 
 class SourceTensor(NamedTuple):
@@ -65,8 +67,8 @@ class StateView:
 
     Columns by tensor number: the detached tensors (``sources``), their addresses (``pointers``), when each may change,
     whose step changes it (``owners``: the id of a parameter, for the parameter and its optimizer state; DECLARED;
-    UNSHARED; NO_OWNER), its trail, whether its memory equals its bytes in the image (``plain``), its strides if it is
-    dense but not contiguous, and its position in a sharded tensor (``block_positions``).
+    UNSHARED; IN_OPTIMIZER; NO_OWNER), its trail, whether its memory equals its bytes in the image (``plain``), its
+    strides if it is dense but not contiguous, and its position in a sharded tensor (``block_positions``).
 
     ``parameters`` maps the ids of all parameters, of modules and bare, to name and parameter. ``rules`` are the
     ``on_resize`` rules by name, without defaults. ``types`` are the classes of optimizers and other objects with a

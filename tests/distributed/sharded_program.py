@@ -66,7 +66,8 @@ def train(folder: str, layout: str, until: int, save: bool = True, **changes: An
     model = make_model(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with tierfall.open(program.config(folder, run="one", **changes)) as ckpt:
-        state = {"model": model, "optimizer": optimizer}
+        own = tierfall.item(int(os.environ["RANK"]), on_resize="per_rank")
+        state = {"model": model, "optimizer": optimizer, "own": own}
         report = ckpt.restore(state)
         first = report.step + 1 if report else 1
         for step in range(first, until + 1):
@@ -83,6 +84,23 @@ def train(folder: str, layout: str, until: int, save: bool = True, **changes: An
     if WORLD > 1:
         dist.destroy_process_group()
     return {"first": first, "digest": digest, "lazy": lazy, "next": norms}
+
+
+def load_into_run(folder: str, layout: str) -> Any:
+    """Load as a dict, into models of another layout, and go on: returns the digest of the parameters, and the next
+    step that was saved."""
+    dist.init_process_group("gloo")
+    with tierfall.open(program.config(folder, run="one")) as ckpt:
+        found = ckpt.load()
+        assert found is not None
+        report, loaded = found
+        wholes = [loaded["model"][name] for name, _ in make_model("plain").named_parameters()]
+        state = loaded["optimizer"]["state"]
+        wholes += [state[n][key] for n in state for key in ("step", "exp_avg", "exp_avg_sq")]
+        mine = loaded["own"]
+        ckpt.save(report.step + 1, {"model": make_model(layout)}).wait("pfs", 30)
+    dist.destroy_process_group()
+    return {"digest": _digest_of(wholes), "own": mine, "step": report.step}
 
 
 def _train_one(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -106,8 +124,12 @@ def load_dcp(folder: str, layout: str) -> Any:
 
 
 def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    return _digest_of(_wholes(model, optimizer))
+
+
+def _digest_of(wholes: list[torch.Tensor]) -> str:
     found = hashlib.sha256()
-    for whole in _wholes(model, optimizer):
+    for whole in wholes:
         found.update(whole.numpy().tobytes())
     return found.hexdigest()
 

@@ -57,6 +57,16 @@ def test_training_goes_on_to_the_same_bits(
     assert [answer["next"] for answer in resumed] == [answer["next"] for answer in straight]
 
 
+def test_a_dict_has_whole_tensors_and_the_values_of_each_rank(
+    make_job: Callable[..., Job],
+) -> None:
+    first, *_ = make_job(2, program=PROGRAM).run("train", layout="fsdp", until=2)
+    answers = make_job(2, program=PROGRAM).run("load_into_run", layout="fsdp")
+    assert [answer["digest"] for answer in answers] == [first["digest"]] * 2, answers
+    assert [answer["own"] for answer in answers] == [0, 1]
+    assert [answer["step"] for answer in answers] == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("saved", "restored"),
     [

@@ -29,6 +29,7 @@ from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError,
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.session.leftovers import regions_in
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
+from tierfall.setup.pointer import Pointer, is_pointer, read_pointer
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
@@ -354,15 +355,31 @@ class PathReader:
         close_stores({self.store.name: self.store}, ANSWER_S)
 
     def _call(self, call: Callable[[], T], too_late: Callable[[T], None] = lambda value: None) -> T:
-        name = str(self._path)
-        answer = self._calls.call_all(
-            {name: call}, {name: PATH_ANSWER_S}, doing="open", too_late=too_late
-        )[name]
-        if isinstance(answer.error, UnreachableError):
-            raise RestoreError(
-                f"load: {answer.error}. Try again once its file system answers, or load from another tier's folder"
-            ) from answer.error
-        return answer.get()
+        return _answer_of(self._path, self._calls, call, too_late)
+
+
+def find_pointer(path: Path) -> Pointer | None:
+    """Return the pointer at a path, None where there is none. Raises as ``read_pointer`` and ``PathReader`` do."""
+    return _answer_of(
+        path, BoundedCalls(), lambda: read_pointer(path) if is_pointer(path) else None
+    )
+
+
+def _answer_of(
+    path: Path,
+    calls: BoundedCalls,
+    call: Callable[[], T],
+    too_late: Callable[[T], None] = lambda value: None,
+) -> T:
+    name = str(path)
+    answer = calls.call_all({name: call}, {name: PATH_ANSWER_S}, doing="open", too_late=too_late)[
+        name
+    ]
+    if isinstance(answer.error, UnreachableError):
+        raise RestoreError(
+            f"load: {answer.error}. Try again once its file system answers, or load from another tier's folder"
+        ) from answer.error
+    return answer.get()
 
 
 # Folders that were copied or renamed -------------------------------------------------------------------

@@ -17,23 +17,29 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from tierfall.config import Config
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.load.choices import Choices
 from tierfall.core.load.fill import FillPlan, plan_fill
+from tierfall.core.load.load import LoadPlan, check_device, plan_load
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreement import finish_on_all_ranks
 from tierfall.core.restore.exchange.gloo import Connect
-from tierfall.core.restore.reshard import ResizeRules
+from tierfall.core.restore.reshard import MakePlan, ResizeRules
+from tierfall.core.restore.restore import RestoreRequest, RestoreResult
 from tierfall.core.runtime.callbacks import check_callback
 from tierfall.core.scheduler.ledger.tasks import CommandKind
 from tierfall.core.state.item import resize_rules
 from tierfall.core.types.units import as_seconds
+from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import Decision
 from tierfall.run import group_commands
 from tierfall.run.open_run import OpenRun
 from tierfall.session import statistics
+from tierfall.setup import pointer
 from tierfall.setup.lineage import as_step
 from tierfall.telemetry.journal import log_failures
 from tierfall.telemetry.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
@@ -205,32 +211,118 @@ class Checkpointer:
                 note_begin()
                 return planned
 
-            restored = restorer.fill(request, plan, ResizeRules(rules=resize_rules(state)))
-            if restored is None:
-                self._lineage.begin()
-                self._session.call(self._session.coordinator.ledger.set_knows_good)
-                return None
-            any_saved = finish_on_all_ranks(
-                self._session.ranks,
-                restored.plan.finish,  # type: ignore[attr-defined]
-                restored.checkpoint.id,
-                continues=only is None,
-                saved=self._lineage.saved_any,
-                timeout_s=restorer.patience_s,
-            )
-            self._lineage.half_filled.discard(choices.only)
-            if only is None:
-                restorer.continue_from(
-                    restored.checkpoint,
-                    any_saved,
-                    verified=restored.verified(self._session.ranks.shard),
-                )
-                self._saver.counts.steps.continue_from(restored.checkpoint.id.step)
-        report = statistics.restore_report(restored, time.monotonic() - began)
+            rules = ResizeRules(rules=resize_rules(state))
+            restored = self._read(request, plan, rules, continues=only is None)
+            if restored is not None:
+                self._lineage.half_filled.discard(choices.only)
+        return None if restored is None else self._report(restored, began)
+
+    @log_failures("load")
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        attempt: int | None = None,
+        only: Sequence[str] | None = None,
+        map_location: str | torch.device = "cpu",
+        resume: bool = True,
+    ) -> tuple[RestoreReport, dict[str, Any]] | None:
+        """Return a report, and a checkpoint as a nested dict of what each ``state_dict()`` returned, as
+        ``tierfall.load`` does; each chunk is read from its fastest good copy, host memory included.
+
+        ``step``, ``attempt`` and ``only`` select as for ``restore``. Of a list, an optimizer or an object, all is
+        returned as soon as a part is selected. Tensors are made on ``map_location``. With several ranks, all make this
+        call. Sharded tensors are returned whole. Of values that differ between ranks, each rank gets its own; rank 0's
+        if another number of ranks saved.
+
+        With ``resume``, and without ``only``, the run continues from that step, as after ``restore``. The random state
+        is not set: ``restore({}, step=report.step, only=["rng"])`` sets it.
+
+        Returns None where every tier answered and none has a checkpoint. Raises ConfigError for a missing device,
+        RestoreError as ``restore`` does.
+        """
+        began = time.monotonic()
+        self._opened.check_usable()
+        check_device(map_location)
+        request = replace(
+            self._opened.restorer.request(step, attempt, doing="load"),
+            in_place=False,
+            advice="or make the tier reachable",
+        )
+        choices = Choices.of(only=only)
+        continues = resume and only is None
+        self._opened.checks_omissions = False
+        self._opened.prepare_restore(continues=continues)
+
+        def plan(header: ImageHeader) -> LoadPlan:
+            return plan_load(header, map_location=map_location, choices=choices, whole=True)
+
+        with self._opened.restorer.deletions_paused():
+            restored = self._read(request, plan, ResizeRules(values_of=0), continues=continues)
+        if restored is None:
+            return None
+        loaded: dict[str, Any] = restored.plan.loaded  # type: ignore[attr-defined]
+        return self._report(restored, began), loaded
+
+    def _read(
+        self, request: RestoreRequest, plan: MakePlan, rules: ResizeRules, *, continues: bool
+    ) -> RestoreResult | None:
+        """Read what ``plan`` plans, on all ranks or none; if ``continues``, the lineage continues from it. Where there
+        is no checkpoint, it begins."""
+        restorer, ranks = self._opened.restorer, self._session.ranks
+        restored = restorer.fill(request, plan, rules)
+        if restored is None:
+            restorer.begin()
+            return None
+        id = restored.checkpoint.id
+        any_saved = finish_on_all_ranks(
+            ranks,
+            restored.plan.finish,
+            id,
+            continues=continues,
+            saved=self._lineage.saved_any,
+            request=request,
+            timeout_s=restorer.patience_s,
+        )
+        if continues:
+            verified = restored.verified(ranks.shard)
+            restorer.continue_from(restored.checkpoint, any_saved, verified=verified)
+            self._saver.counts.steps.continue_from(id.step)
+        return restored
+
+    def _report(self, restored: RestoreResult, began_s: float) -> RestoreReport:
+        report = statistics.restore_report(restored, time.monotonic() - began_s)
         self._session.call_soon(
             partial(statistics.record_reads, self._session.coordinator.rates, report)
         )
         return self._journal.restored(report)
+
+    def begin(self) -> None:
+        """Begin a run without a restore, where no tier has a checkpoint; no effect where this start may save already.
+
+        ``save`` makes the same check: this one is made before the first step is trained. With several ranks, all make
+        this call. Raises StepError where a tier has a checkpoint, RestoreError where one could not be asked.
+        """
+        self._opened.check_usable()
+        if not self._lineage.begun:
+            self._opened.restorer.begin_empty()
+
+    def write_pointer(
+        self, folder: str | os.PathLike[str], step: int, *, attempt: int | None = None
+    ) -> None:
+        """Write a pointer to a checkpoint into ``folder``, for a framework that looks for a folder; durable on return.
+
+        ``tierfall.load(folder)`` loads what it points to, ``tierfall.read_pointer(folder)`` returns step and attempt.
+        The checkpoint may still be on its way to the tiers. No other rank takes part. Raises StepError for an unknown
+        step, BackendError where the folder cannot be written.
+        """
+        self._opened.check_usable()
+        step = as_step(step, doing="write_pointer")
+        if attempt is None and self._lineage.has_saved(step):
+            id = CheckpointId(step, self._lineage.attempt.number)
+        else:
+            id = group_commands.find_checkpoint(self._session, "write_pointer", step, attempt)
+        pointer.write_pointer(folder, pointer.pointer_to(self._config, id))
 
     # Looking, and a person's commands ----------------------------------------------------------------
 

@@ -49,7 +49,7 @@ def run_command(session: Session, kind: CommandKind, step: int, attempt: int | N
 
     def decide(calls: dict[int, _CommandCall]) -> CheckpointId:
         check_same_arguments(kind, {rank: call.named for rank, call in calls.items()})
-        return _find(session, kind, step, attempt)
+        return find_checkpoint(session, kind, step, attempt)
 
     call = _CommandCall(named={"step": step, "attempt": attempt})
     id = ranks.agree(kind, call, decide, CheckpointId)
@@ -63,8 +63,11 @@ def run_command(session: Session, kind: CommandKind, step: int, attempt: int | N
     ranks.agree(f"{kind}: end", None, end, object, timeout_s=_patience_s(session))
 
 
-def _find(session: Session, kind: CommandKind, step: int, attempt: int | None) -> CheckpointId:
-    """Return the newest checkpoint of that step, of the live lineage unless ``attempt`` is given."""
+def find_checkpoint(session: Session, doing: str, step: int, attempt: int | None) -> CheckpointId:
+    """Return the newest checkpoint of that step, of the live lineage unless ``attempt`` is given.
+
+    Raises StepError where there is none.
+    """
     known = known_checkpoints(session)
     fitting = [
         c
@@ -74,7 +77,7 @@ def _find(session: Session, kind: CommandKind, step: int, attempt: int | None) -
     if not fitting:
         which = f"step {step}" + ("" if attempt is None else f" of attempt {attempt}")
         there = ", ".join(f"{c.step}@{c.attempt}" for c in known[-8:]) or "none"
-        raise StepError(f"{kind}: {which} is not known; the newest there are: {there}")
+        raise StepError(f"{doing}: {which} is not known; the newest there are: {there}")
     return CheckpointId(fitting[-1].step, fitting[-1].attempt)
 
 

@@ -83,7 +83,7 @@ class OpenRun:
         self._closed = False
         self._last: LastStep | None = None
         self._fingerprint: Fingerprint | None = None
-        self._checked_omissions = False
+        self.checks_omissions = True
         ranks = ranks or Ranks.alone()
         with ExitStack() as undo:
             undo.callback(ranks.leave)
@@ -169,8 +169,8 @@ class OpenRun:
         self.cadence.on_saved(handle)
         if self._last is not None and self._last.step < handle.step:
             self._last = None  # a later step is saved
-        if not self._checked_omissions:
-            self._checked_omissions = True
+        if self.checks_omissions:
+            self.checks_omissions = False
             for text in omissions(state):
                 logger.warning("%s", text)
         return handle

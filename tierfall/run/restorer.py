@@ -26,7 +26,7 @@ from tierfall.core.restore.restore import (
     choose,
     fill_first,
 )
-from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.errors import ConfigError, StepError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId
 from tierfall.session.leftovers import regions_in
@@ -92,20 +92,30 @@ class Restorer:
             raise
 
     def request(
-        self, step: int | None, attempt: int | None, tier: str | None, unreachable: str
+        self,
+        step: int | None,
+        attempt: int | None,
+        tier: str | None = None,
+        unreachable: str = "raise",
+        *,
+        doing: str = "restore",
     ) -> RestoreRequest:
         """Return a request made of the arguments of ``restore``; ConfigError for invalid ones."""
         if unreachable not in ("raise", "ignore"):
             raise ConfigError(
                 f"restore: unreachable must be 'raise' or 'ignore', not {unreachable!r}"
             )
-        step = None if step is None else as_step(step, doing="restore")
-        attempt = None if attempt is None else as_step(attempt, doing="restore", what="attempt")
+        step = None if step is None else as_step(step, doing=doing)
+        attempt = None if attempt is None else as_step(attempt, doing=doing, what="attempt")
         known = [t.name for t in self._config.chain]
         if tier is not None and tier not in known:
             raise ConfigError(f"restore: no tier is named {tier!r}; there are {', '.join(known)}")
         return RestoreRequest(
-            step=step, attempt=attempt, tier=tier, ignore_unreachable=unreachable == "ignore"
+            step=step,
+            attempt=attempt,
+            tier=tier,
+            ignore_unreachable=unreachable == "ignore",
+            operation=doing,
         )
 
     def fill(
@@ -183,6 +193,22 @@ class Restorer:
         """Return what opens images, those in the memory of this process included."""
         tiers = self._session.tiers
         return tiers.opener(regions_in(tiers.hosts()))
+
+    def begin(self) -> None:
+        """Let saving begin: no tier holds a checkpoint that the lineage could continue from."""
+        self._lineage.begin()
+        self._session.call(self._session.coordinator.ledger.set_knows_good)
+
+    def begin_empty(self) -> None:
+        """Let saving begin, on all ranks, if no tier holds a checkpoint; see ``Checkpointer.begin``."""
+        request = RestoreRequest(operation="begin", advice="or open with fresh=True")
+        session = self._session
+        if there := self.candidates(session.list_now(), request, session.new_tally()):
+            raise StepError(
+                f"begin: run {session.run!r} has checkpoints, the newest is {there[0].id}: call restore() or load() to "
+                "continue from one, choose another run name, or open with fresh=True to leave them behind"
+            )
+        self.begin()
 
     def continue_from(
         self, checkpoint: KnownCheckpoint, any_saved: bool, *, verified: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ class Saver:
             tags=checked_tags(call.tags),
         )
         with gc_paused():
-            view = walk(self._walk_cache)
+            view = self._capturer.evidence.follow_optimizers(walk(self._walk_cache))
             id = CheckpointId(call.step, lineage.attempt.number)
             layout, header, share = self._layouts.of(view, id)
         self._capturer.barrier.gradients.on_save(call.step, view.parameters)
@@ -288,6 +289,7 @@ class Saver:
             tags=tuple(call.tags),
             node=self._session.node,
             share=image.share,
+            lazy_bytes=plan.segments.lazy_bytes if plan.lazy else 0,
         )
 
     def _cut(
@@ -338,7 +340,7 @@ class Saver:
 
     def _capture_settled(self, snapshot: Snapshot, began_s: float) -> None:
         """Begin the capture of a state that never changes."""
-        self.counts.count(snapshot.handle, lazy=False)
+        self.counts.count(snapshot, lazy=False)
         self.counts.settled += 1
         self._capturer.begin_unchanging(snapshot)
         _report_begun(snapshot, began_s, lazy=False)
@@ -349,7 +351,7 @@ class Saver:
         first = self.counts.begun == self.counts.settled
         reason = evidence.reason_to_block(elsewhere=self._places.without_stream, first=first)
         chosen = evidence.choose(view) if reason is None else ()
-        if reason is None and not any(chosen):
+        if reason is None and not any(map(torch.Tensor.numel, compress(view.sources, chosen))):
             reason = "no tensor of it is known to change only inside an optimizer's step"
         lazy = self._mode.is_lazy(
             call.step, call.began_s, may_be=call.may_be_lazy and reason is None
@@ -360,7 +362,7 @@ class Saver:
         return chosen if lazy else None
 
     def _capture(self, snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
-        self.counts.count(snapshot.handle, lazy=lazy)
+        self.counts.count(snapshot, lazy=lazy)
         try:
             self._capturer.begin(snapshot, lazy=lazy, here=bool(self._places.without_stream))
         finally:
@@ -375,7 +377,10 @@ class Saver:
 
 def _report_begun(snapshot: Snapshot, began_s: float, *, lazy: bool) -> None:
     snapshot.handle.on_begun(
-        bytes=snapshot.geometry.image_bytes, lazy=lazy, blocked_s=time.monotonic() - began_s
+        bytes=snapshot.geometry.image_bytes,
+        lazy=lazy,
+        blocked_s=time.monotonic() - began_s,
+        lazy_bytes=snapshot.lazy_bytes,
     )
 
 

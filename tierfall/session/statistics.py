@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.restore.restore import RestoreResult
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
@@ -31,11 +32,14 @@ SAVES_REMEMBERED = 1000
 
 @dataclass(slots=True)
 class SaveCounts:
-    """Counts the saves of this process. ``settled`` are those of files, ``capture`` is the reason for the last mode."""
+    """Counts the saves of this process: ``bytes`` of their images, ``lazy_bytes`` of them captured lazily. ``settled``
+    are those of files, ``capture`` is the reason for the last mode."""
 
     begun: int = 0
     settled: int = 0
     lazy: int = 0
+    bytes: int = 0
+    lazy_bytes: int = 0
     skipped: int = 0
     capture: str = ""
     handles: list[SaveHandle] = field(default_factory=list)
@@ -46,10 +50,12 @@ class SaveCounts:
         """Saves that have begun, and saves that found no room."""
         return self.begun + self.skipped
 
-    def count(self, handle: SaveHandle, *, lazy: bool) -> None:
+    def count(self, snapshot: Snapshot, *, lazy: bool) -> None:
         self.begun += 1
+        self.bytes += snapshot.geometry.image_bytes
         self.lazy += int(lazy)
-        self.handles.append(handle)
+        self.lazy_bytes += snapshot.lazy_bytes
+        self.handles.append(snapshot.handle)
         del self.handles[:-SAVES_REMEMBERED]
 
 
@@ -133,6 +139,8 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
     return Statistics(
         saves=counts.begun,
         lazy_saves=counts.lazy,
+        bytes=counts.bytes,
+        lazy_bytes=counts.lazy_bytes,
         skipped_saves=counts.skipped,
         superseded_saves=coordinator.superseder.superseded,
         failed_saves=sum(h.outcome is SaveOutcome.FAILED for h in counts.handles),

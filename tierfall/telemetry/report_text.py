@@ -71,7 +71,7 @@ def describe_checkpoint(info: CheckpointInfo) -> str:
 def describe_statistics(found: Statistics) -> str:
     """One line a subject; what is not known, and what is zero where that is good, is left out."""
     saves = [
-        f"{found.saves} ({found.lazy_saves} lazy)",
+        f"{found.saves} ({_lazy(found)})",
         *_counted(
             skipped=found.skipped_saves,
             superseded=found.superseded_saves,
@@ -116,6 +116,12 @@ def describe_statistics(found: Statistics) -> str:
     }
     lines = (f"  {name:<{_WIDTH}}  {text}" for name, text in rows.items() if text)
     return "\n".join(["since open:", *lines])
+
+
+def _lazy(found: Statistics) -> str:
+    if not found.lazy_bytes:
+        return f"{found.lazy_saves} lazy"
+    return f"{found.lazy_saves} lazy: {format_share(found.lazy_bytes / found.bytes)} of all bytes"
 
 
 def _counted(**counts: int) -> Iterable[str]:

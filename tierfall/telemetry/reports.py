@@ -169,6 +169,8 @@ class Statistics:
     * ``saves`` counts saves whose capture began; ``superseded_saves`` those that were given up for a later one, those
       of an earlier start included; ``failed_saves`` is of the last 1,000. ``blocked_s``, ``captured_s`` and
       ``durable_s`` are means over the last 1,000 saves.
+    * ``bytes`` is the size of the images of these saves, ``lazy_bytes`` how many of them were captured lazily; the
+      others were copied before ``save`` returned.
     * ``edge_bytes`` counts copied bytes, by "source->target". ``compression`` has an entry for each tier that packs.
     * ``newest`` is, per loss class, the newest step that survives such a loss now (None: none); ``loss_bound`` what
       such a failure would cost now.
@@ -215,6 +217,8 @@ class Statistics:
     flush_shares: Mapping[str, float] = field(default_factory=dict)
     lost_events: int = 0
     set_aside_copies: int = 0
+    bytes: int = 0
+    lazy_bytes: int = 0
 
     def __repr__(self) -> str:
         return describe_statistics(self)

@@ -4,7 +4,7 @@ fixed when save() returns."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -214,13 +214,6 @@ def test_what_a_hook_made_and_something_else_holds_is_fixed_when_save_returns(
         trainer.step()
         handle.wait(timeout=PATIENCE_S)
     assert_same(dict(tierfall.load(tmp_path / "disk", step=2)["fused"]), wanted)
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group")

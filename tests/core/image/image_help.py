@@ -52,7 +52,8 @@ def load(image: bytes) -> dict[Any, Any]:
     header = header_of(image)
     plan = plan_load(header)
     deliver(plan.fills, image, header.data_start)
-    return plan.result()
+    plan.finish()
+    return plan.loaded
 
 
 def restore(state: Any, image: bytes, **options: Any) -> None:

@@ -67,7 +67,8 @@ def test_blocks_of_all_ranks_are_one_tensor(own: int | None) -> None:
     plan = plan_load(found.header)
     for want in plan.targets:
         read(found, images, want)
-    result = plan.result()
+    plan.finish()
+    result = plan.loaded
     assert torch.equal(result["m"]["w"], WHOLE)
     assert result["m"]["n"] == 1
     assert [t.tolist() for t in result["l"]] == [[1, 1], [2, 2, 2]]

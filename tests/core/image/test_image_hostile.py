@@ -279,7 +279,7 @@ def test_text_that_is_no_text_is_damage_when_it_is_read() -> None:
         for target in fill.targets:
             target.fill_(0xFF)
     with pytest.raises(IntegrityError, match="a value is damaged"):
-        plan.result()
+        plan.finish()
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
-from tierfall.core.capture.barrier import place_of
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.state.item import item
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
@@ -55,10 +53,8 @@ class LazyStager(AsyncStager):
     def _capture(
         self, flat: Mapping[str, Any], paths: Mapping[str, planning.Path], writer: TierWriter
     ) -> Staged:
-        memory = self._run.capturer.barrier.evident_memory()
-
         def walk(cache: WalkCache) -> StateView:
-            leaves = {name: _leaf(name, value, memory) for name, value in flat.items()}
+            leaves = {name: _leaf(name, value) for name, value in flat.items()}
             return walk_state(planning.nest(leaves, paths), with_random=False)
 
         tensors = {n: (t.dtype, t.shape) for n, t in flat.items() if isinstance(t, torch.Tensor)}
@@ -75,11 +71,11 @@ class LazyStager(AsyncStager):
         """Do nothing: no resource is held."""
 
 
-def _leaf(name: str, value: Any, memory: frozenset[tuple[int, int]]) -> object:
+def _leaf(name: str, value: Any) -> object:
     if not isinstance(value, torch.Tensor):
         return planning.value_of(name, value)
     planning.refuse_wrapper(name, value)
-    return item(value, changes="on_step" if place_of(value) in memory else "anytime")
+    return value
 
 
 def _hollow(value: Any) -> Any:

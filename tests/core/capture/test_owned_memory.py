@@ -1,0 +1,300 @@
+"""Plain tensors in the memory of an optimizer, as in state dicts: captured lazily, with the values of the save."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import tierfall
+from tests.core.capture.lazy_help import Held, MakeConfig, Trainer, warmed_up
+
+pytestmark = pytest.mark.usefixtures("small_segments")
+
+Tensors = dict[str, torch.Tensor]
+
+
+def own_dicts(trainer: Trainer) -> dict[str, Any]:
+    return {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+
+
+def dicts_by_name(trainer: Trainer) -> dict[str, Any]:
+    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
+    return {"model": model, "optimizer": optimizer}
+
+
+def views(trainer: Trainer) -> dict[str, Any]:
+    weight = trainer.model[0].weight.detach()
+    return {"flat": weight.view(-1), "rows": [weight[3:50], weight[50:]], "array": weight.numpy()}
+
+
+def partitions(trainer: Trainer) -> dict[str, Any]:
+    """As ZeRO has them: the state of a flat parameter, which no module has."""
+    flat = nn.Parameter(torch.randn(20_000))
+    trainer.optimizer = torch.optim.AdamW(
+        [flat], lr=0.1, foreach=trainer.optimizer.defaults["foreach"]
+    )
+    trainer.backward = lambda: flat.pow(2).sum().backward()  # type: ignore[method-assign]
+    trainer.step()
+    return {"flat": flat.detach(), **trainer.optimizer.state[flat]}
+
+
+def partitions_lent_for_a_step(trainer: Trainer) -> dict[str, Any]:
+    """As ZeRO-3 has them: between two steps no group has the parameter."""
+    state = partitions(trainer)
+    (group,) = trainer.optimizer.param_groups
+    flat = group["params"]
+    step = trainer.optimizer.step
+
+    def step_once() -> None:
+        group["params"] = flat
+        step()
+        group["params"] = []
+
+    trainer.optimizer.step = step_once  # type: ignore[assignment, method-assign]
+    group["params"] = []
+    return state
+
+
+def flat_tensors(value: Any, name: str = "") -> Tensors:
+    """The tensors of a nested state, NumPy arrays among them."""
+    if isinstance(value, torch.Tensor):
+        return {name: value.detach()}
+    if hasattr(value, "__array_interface__"):
+        return {name: torch.from_numpy(value)}
+    entries = value.items() if isinstance(value, dict) else ()
+    entries = enumerate(value) if isinstance(value, list) else entries
+    return {n: t for key, each in entries for n, t in flat_tensors(each, f"{name}.{key}").items()}
+
+
+def copied(value: Any) -> Tensors:
+    return {name: tensor.clone() for name, tensor in flat_tensors(value).items()}
+
+
+def byte_count(tensors: Tensors) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors.values())
+
+
+def is_copied(ckpt: tierfall.Checkpointer) -> bool:
+    snapshot = ckpt._capturer._current
+    return snapshot is None or snapshot.copier.copied
+
+
+def assert_saved(folder: Path, expected: Tensors) -> None:
+    found = flat_tensors(tierfall.load(folder, step=2))
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "make", [own_dicts, dicts_by_name, views, partitions, partitions_lent_for_a_step]
+)
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_a_state_dict_is_captured_lazily_with_the_values_of_the_save(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    held: Held,
+    make: Callable[[Trainer], dict[str, Any]],
+    options: dict[str, Any],
+) -> None:
+    trainer = Trainer(**options)
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        state = make(trainer)
+        before = copied(state)
+        held.hold()
+        handle = ckpt.save(2, state)
+        assert not is_copied(ckpt)
+        assert handle.stats.lazy
+        assert handle.stats.lazy_bytes >= byte_count(before)
+        trainer.step()  # copies what is left before it changes anything
+        assert is_copied(ckpt)
+        assert not torch.equal(
+            next(iter(flat_tensors(state).values())), next(iter(before.values()))
+        )
+        held.free.set()
+        handle.wait("disk")
+        assert ckpt.statistics().lazy_bytes == handle.stats.lazy_bytes
+    assert_saved(tmp_path / "disk", before)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_state_dict_of_dtensors_is_captured_lazily(
+    make_config: MakeConfig, tmp_path: Path, held: Held
+) -> None:
+    trainer = Trainer()
+    fully_shard(trainer.model, mesh=init_device_mesh("cpu", (1,)))
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.1)
+    trainer.state = {"model": trainer.model, "optimizer": trainer.optimizer}
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        state = dicts_by_name(trainer)
+        before = {name: each.full_tensor() for name, each in copied(state).items() if each.dim()}
+        held.hold()
+        handle = ckpt.save(2, state)
+        assert handle.stats.lazy_bytes >= byte_count(before)
+        trainer.step()
+        held.free.set()
+        handle.wait("disk")
+    assert_saved(tmp_path / "disk", before)
+
+
+def average(trainer: Trainer) -> Tensors:
+    """A moving average, which the loop updates after the step."""
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def replaced_moments(trainer: Trainer) -> Tensors:
+    """Of an optimizer that has loaded others since."""
+    old = {
+        f"{number}.{name}": tensor
+        for number, moments in trainer.optimizer.state_dict()["state"].items()
+        for name, tensor in moments.items()
+    }
+    trainer.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+    return old
+
+
+def replaced_weights(trainer: Trainer) -> Tensors:
+    old = dict(trainer.model.state_dict())
+    for parameter in trainer.model.parameters():
+        parameter.data = parameter.data.clone()
+    return old
+
+
+def frozen_weights(trainer: Trainer) -> Tensors:
+    trainer.model.requires_grad_(False)
+    return dict(trainer.model.state_dict())
+
+
+def of_an_optimizer_that_never_stepped(trainer: Trainer) -> Tensors:
+    other = nn.Linear(100, 100)
+    trainer.other = torch.optim.SGD(other.parameters(), lr=0.1)  # type: ignore[attr-defined]
+    return dict(other.state_dict())
+
+
+def between_the_columns_of_a_parameter(trainer: Trainer) -> Tensors:
+    """Memory from the parameter's first byte on, and no more bytes than it has, of which half are not its own."""
+    memory = torch.randn(100, 100)
+    columns = nn.Parameter(memory[:, :50])
+    trainer.optimizer.add_param_group({"params": [columns]})
+    columns.grad = torch.zeros_like(columns)
+    trainer.optimizer.step()
+    return {"first half": memory.view(-1)[:5000]}
+
+
+def more_than_a_parameter(trainer: Trainer) -> Tensors:
+    """A flat buffer that begins with a parameter, and ends with what anybody may write to."""
+    memory = torch.randn(100, 100)
+    rows = nn.Parameter(memory[:50])
+    trainer.optimizer.add_param_group({"params": [rows]})
+    rows.grad = torch.zeros_like(rows)
+    trainer.optimizer.step()
+    return {"buffer": memory}
+
+
+def declared(trainer: Trainer) -> dict[str, Any]:
+    """Memory of the optimizer of which the user has said that it may change."""
+    return {
+        name: tierfall.item(tensor, changes="anytime")
+        for name, tensor in trainer.model.state_dict().items()
+    }
+
+
+def tensor_in(entry: Any) -> torch.Tensor:
+    return entry.value if hasattr(entry, "value") else entry  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        average,
+        replaced_moments,
+        replaced_weights,
+        frozen_weights,
+        of_an_optimizer_that_never_stepped,
+        between_the_columns_of_a_parameter,
+        more_than_a_parameter,
+        declared,
+    ],
+)
+def test_what_no_optimizer_owns_is_copied_before_save_returns(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    held: Held,
+    make: Callable[[Trainer], dict[str, Any]],
+) -> None:
+    trainer, stepping = Trainer(), Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        stepping.step()
+        state = make(trainer)
+        tensors = {name: tensor_in(entry) for name, entry in state.items()}
+        before = {f".plain.{name}": tensor.clone() for name, tensor in tensors.items()}
+        held.hold()
+        lazily = {"model": stepping.model, "optimizer": stepping.optimizer}
+        handle = ckpt.save(2, {"plain": state, "trained": lazily})
+        assert handle.stats.lazy_bytes <= byte_count(stepping.now())
+        for tensor in tensors.values():
+            tensor.zero_()
+        held.free.set()
+        handle.wait("disk")
+    assert_saved(tmp_path / "disk", before)
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_module_and_its_state_dict_are_lazy_unless_one_is_declared(
+    make_config: MakeConfig, held: Held, model_first: bool
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        weights = byte_count(flat_tensors(dict(trainer.model.state_dict())))
+        for step, changes in ((2, None), (3, "anytime")):
+            plain = tierfall.item(dict(trainer.model.state_dict()), changes=changes)  # type: ignore[arg-type]
+            both = {"model": trainer.model, "plain": plain, "again": trainer.model.state_dict()}
+            state = both if model_first else dict(reversed(both.items()))
+            handle = ckpt.save(step, {**state, "optimizer": trainer.optimizer})
+            moments = byte_count(trainer.now()) - weights
+            assert handle.stats.lazy_bytes == moments + (weights if changes is None else 0)
+            trainer.step()
+
+
+def test_two_optimizers_own_a_tensor_and_the_step_of_either_waits(
+    make_config: MakeConfig, tmp_path: Path, held: Held
+) -> None:
+    trainer = Trainer()
+    other = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        state = {"model": dict(trainer.model.state_dict())}
+        before = copied(state)
+        held.hold()
+        handle = ckpt.save(2, state)
+        assert handle.stats.lazy_bytes == byte_count(before)
+        trainer.backward()
+        other.step()  # it has not stepped before
+        held.free.set()
+        handle.wait("disk")
+    assert_saved(tmp_path / "disk", before)
+
+
+def test_a_state_that_is_copied_at_once_is_not_called_lazy(make_config: MakeConfig) -> None:
+    trainer = Trainer()
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        empty = tierfall.item(torch.empty(0), changes="on_step")
+        handle = ckpt.save(2, {"clones": copied(own_dicts(trainer)), "empty": empty})
+        assert (handle.stats.lazy, handle.stats.lazy_bytes) == (False, 0)
+        found = ckpt.statistics()
+        assert (found.lazy_saves, found.lazy_bytes) == (0, 0)
+        assert found.bytes > handle.stats.bytes
