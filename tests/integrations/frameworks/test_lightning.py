@@ -166,10 +166,9 @@ def test_epoch_borders_are_exact_with_a_loader_that_has_no_state(tmp_path: Path)
     folders = [tmp_path / name for name in ("whole", "killed")]
     for folder in folders:
         folder.mkdir()
-    whole = Training(folders[0], "whole", every=8, own_loader=True)
     killed = Training(folders[1], "killed", every=8, own_loader=True, pause_s=0.1)
-    expected = whole.end()
     killed.kill_after(20)
+    expected = Training(folders[0], "whole", every=8, own_loader=True).end()
     found = Training(folders[1], "resumed", every=8, own_loader=True).end()
     assert len(found) in (8, 16), "the epoch that the kill cut off, or one more"
     assert found == expected[-len(found) :]
