@@ -184,11 +184,12 @@ def test_what_cannot_be_is_reported(
         ckpt.load(**arguments)
 
 
+@pytest.mark.parametrize("call", ["load", "begin"])
 def test_state_dicts_are_no_omission_of_a_run_that_loads(
-    make_config: MakeConfig, state: dict[str, Any], caplog: pytest.LogCaptureFixture
+    make_config: MakeConfig, state: dict[str, Any], caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     with tierfall.open(make_config()) as ckpt:
-        assert ckpt.load() is None
+        assert getattr(ckpt, call)() is None
         ckpt.save(1, {"optimizer": state["optimizer"].state_dict()}, block=True)
         assert "refuses to fill" not in caplog.text
         assert load(ckpt)[1]["optimizer"]["state"].keys() == {0, 1, 2, 3}

@@ -4,6 +4,16 @@
 also finds it as an entry point of the installed package.
 """
 
+import sys
+from typing import Any
+
 from fsspec import register_implementation  # type: ignore[import-untyped]
 
 register_implementation("tiers", "tierfall.integrations.path.TierFileSystem", clobber=True)
+
+
+def lightning_callbacks() -> list[Any]:
+    """Return what Lightning adds to the callbacks of each Trainer; nothing where the program does not use
+    ``tierfall.integrations.lightning``. It is an entry point."""
+    module = sys.modules.get("tierfall.integrations.lightning")
+    return [] if module is None else [module.FromPlugin()]

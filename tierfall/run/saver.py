@@ -112,9 +112,8 @@ class Saver:
         self._layouts = Layouts(session, max_wait_s=config.max_wait_s, step_s=step_s)
         self._walk_cache = WalkCache()
         self._step_s = step_s
-        self._segmentations: deque[tuple[Segmentation, CheckPlan]] = deque(
-            maxlen=SEGMENTATIONS_KEPT
-        )
+        kept: deque[tuple[Segmentation, CheckPlan]] = deque(maxlen=SEGMENTATIONS_KEPT)
+        self._segmentations = kept
         self._targets = TargetCache()
         self._streams = Streams()
         self._places = CaptureDevices(self._streams, _open_slab(config))

@@ -1,0 +1,155 @@
+"""What a process trains by Lightning that is killed, and started again: ``lightning_program.py ARGUMENTS`` (JSON).
+
+Each rank logs step, epoch, batch and loss of every batch, as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+import tierfall
+from tierfall.integrations.lightning import TierfallIO
+
+
+class Data(Dataset[torch.Tensor]):
+    """Rows that are augmented as they are read: that draws from the random state."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = torch.randn(rows, 16, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index] + 0.01 * torch.randn(16)
+
+
+class Module(pl.LightningModule):
+    """Dropout draws from the random state, batch normalisation has state that is no parameter."""
+
+    def __init__(
+        self, log: Path | None = None, *, sharded: bool = False, pause_s: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.log_file, self.sharded, self.pause_s = log, sharded, pause_s
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(16, 64),
+            torch.nn.Identity() if sharded else torch.nn.BatchNorm1d(64),
+            torch.nn.Dropout(0.3),
+            torch.nn.Linear(64, 16),
+        )
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        if self.sharded:
+            for layer in (self.net[0], self.net[3], self.net):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        time.sleep(self.pause_s)
+        loss = (self.net(batch) - batch).square().mean()
+        if self.log_file is not None:
+            with self.log_file.with_suffix(f".{self.global_rank}").open("a") as file:
+                where = [self.global_step, self.current_epoch, number]
+                file.write(json.dumps([*where, loss.item().hex()]) + "\n")
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, number: int) -> None:
+        self.log("val_loss", (self.net(batch) - batch).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def config(folder: Path) -> dict[str, Any]:
+    host = {"name": "host", "kind": "host", "folder": str(folder / "memory"), "capacity": "16MiB"}
+    disk = {"name": "disk", "kind": "file", "path": str(folder / "disk")}
+    return {"run": "lightning", "max_wait": "30s", "tiers": [host, disk]}
+
+
+def trainer(io: TierfallIO, saves: ModelCheckpoint, **more: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return pl.Trainer(accelerator="cpu", callbacks=[saves, io], plugins=[io], **quiet, **more)
+
+
+def die_in_save(number: int) -> None:
+    """Let this process be killed as the ``number``th save has begun, before its pointer is written."""
+    real, left = tierfall.Checkpointer.save, [number]
+
+    def save(*args: Any, **more: Any) -> Any:
+        handle = real(*args, **more)
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return handle
+
+    tierfall.Checkpointer.save = save  # type: ignore[method-assign]
+
+
+def main(
+    folder: str,
+    log: str,
+    ranks: int = 1,
+    every: int = 5,
+    epochs: int = 3,
+    accumulate: int = 1,
+    sharded: bool = False,
+    dies_in: int = 0,
+    own_loader: bool = False,
+    pause_s: float = 0.0,
+) -> None:
+    if dies_in:
+        die_in_save(dies_in)
+    torch.set_num_threads(1)
+    pl.seed_everything(1)
+    root = Path(folder)
+    loader = DataLoader if own_loader else StatefulDataLoader
+    saves = ModelCheckpoint(
+        dirpath=root / "checkpoints", every_n_train_steps=every, save_last=True, save_top_k=-1
+    )
+    strategy: Any = "auto"
+    if ranks > 1:
+        strategy = DDPStrategy(process_group_backend="gloo")
+    if sharded:
+        strategy = ModelParallelStrategy(
+            data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend="gloo"
+        )
+    made = trainer(
+        TierfallIO(config(root)),
+        saves,
+        strategy=strategy,
+        devices=ranks,
+        max_epochs=epochs,
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+    )
+    module = Module(root / log, sharded=sharded, pause_s=pause_s)
+    data = Data(64 * ranks)
+    if ranks > 1:  # Lightning's own has no state
+        rank = int(os.environ["RANK"])
+        sampler = StatefulDistributedSampler(data, num_replicas=ranks, rank=rank, seed=5)
+        train = loader(data, batch_size=8, sampler=sampler)
+    else:
+        train = loader(data, batch_size=8, shuffle=True)
+    made.fit(module, train, DataLoader(Data(16), batch_size=8), ckpt_path="last")
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

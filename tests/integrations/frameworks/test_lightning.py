@@ -1,0 +1,304 @@
+"""A Trainer of Lightning whose checkpoints are tierfall's goes on, after a kill -9, to the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning.pytorch")
+pytest.importorskip("torchdata")
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.utils.data import DataLoader
+
+import tierfall
+from tests.integrations.frameworks.lightning_program import Data, Module, config, trainer
+from tierfall import integrations
+from tierfall.errors import ConfigError, RestoreError, StepError
+from tierfall.integrations.lightning import TierfallIO
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = Path(__file__).with_name("lightning_program.py")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+# Killed, and started again -------------------------------------------------------------------------------
+
+
+class Training:
+    """One start of all ranks, which meet as under torchrun."""
+
+    def __init__(self, folder: Path, log: str, **arguments: Any) -> None:
+        self.log = folder / log
+        ranks = arguments.get("ranks", 1)
+        given = json.dumps({"folder": str(folder), "log": log, **arguments})
+        self.processes = []
+        port = free_port()
+        for rank in range(ranks):
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            if ranks > 1:
+                environment |= launcher(rank, ranks, port)
+            with Path(f"{self.log}.txt").open("a") as output:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(PROGRAM), given],
+                        env=environment,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    def lines(self, rank: int = 0) -> list[list[Any]]:
+        """Return step, epoch, batch and loss of each batch."""
+        file = self.log.with_suffix(f".{rank}")
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+
+    def output(self) -> str:
+        return Path(f"{self.log}.txt").read_text()[-4000:]
+
+    def end(self) -> list[list[Any]]:
+        assert [process.wait(150) for process in self.processes].count(0) == len(self.processes), (
+            self.output()
+        )
+        return self.lines()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def kill_after(self, batches: int) -> None:
+        """Kill all ranks once so many batches are logged, at whatever they do then."""
+        deadline = time.monotonic() + 120
+        while len(self.lines()) < batches:
+            assert time.monotonic() < deadline, self.output()
+            assert all(process.poll() is None for process in self.processes), self.output()
+            time.sleep(0.002)
+        self.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def launcher(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return what torchrun tells a rank. Its own ranks would outlive it if it were killed."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+
+
+@pytest.fixture
+def seed() -> int:
+    """What decides when a training is killed; set TIERFALL_KILL_SEED to try another time."""
+    return int(os.environ.get("TIERFALL_KILL_SEED", "1"))
+
+
+CASES = {
+    "1 rank": {},
+    "2 ranks, accumulating": {"ranks": 2, "accumulate": 2, "every": 3},
+    "2 ranks, FSDP2": {"ranks": 2, "sharded": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_after_a_kill_every_loss_is_that_of_an_uninterrupted_run(
+    case: str, tmp_path: Path, seed: int
+) -> None:
+    arguments = CASES[case]
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    whole = Training(folders[0], "whole", **arguments)
+    whole.end()
+    killed = Training(folders[1], "killed", pause_s=0.1, **arguments)
+    killed.kill_after(random.Random(f"{seed}{case}").randint(8, 20))
+    resumed = Training(folders[1], "resumed", **arguments)
+    resumed.end()
+    for rank in range(int(arguments.get("ranks", 1))):  # type: ignore[call-overload]
+        expected, found = whole.lines(rank), resumed.lines(rank)
+        assert 0 < len(found) < len(expected), "it did not go on from a checkpoint"
+        assert found == expected[-len(found) :]
+
+
+def test_killed_inside_a_save(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    whole = Training(folders[0], "whole", every=4)
+    expected = whole.end()
+    killed = Training(
+        folders[1], "killed", every=4, dies_in=3
+    )  # the last batch but four of an epoch
+    assert killed.processes[0].wait(120) == -signal.SIGKILL, killed.output()
+    found = Training(folders[1], "resumed", every=4).end()
+    assert 0 < len(found) < len(expected)
+    assert found == expected[-len(found) :]
+
+
+def test_epoch_borders_are_exact_with_a_loader_that_has_no_state(tmp_path: Path) -> None:
+    """Lightning resumes a checkpoint of its own, of the last batch of an epoch, one epoch too late."""
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    killed = Training(folders[1], "killed", every=8, own_loader=True, pause_s=0.1)
+    killed.kill_after(20)
+    expected = Training(folders[0], "whole", every=8, own_loader=True).end()
+    found = Training(folders[1], "resumed", every=8, own_loader=True).end()
+    assert len(found) in (8, 16), "the epoch that the kill cut off, or one more"
+    assert found == expected[-len(found) :]
+
+
+# In this process -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def io(tmp_path: Path) -> Iterator[TierfallIO]:
+    made = TierfallIO(config(tmp_path))
+    yield made
+    made.teardown()
+
+
+def fit(
+    io: TierfallIO, folder: Path, path: str | None = None, *, epochs: int = 2, **more: Any
+) -> pl.Trainer:
+    options = {"dirpath": folder / "checkpoints", "save_last": True, **more}
+    made = trainer(io, ModelCheckpoint(**options), max_epochs=epochs)
+    module = Module()
+    made.fit(module, DataLoader(Data(32), batch_size=8), DataLoader(Data(8)), ckpt_path=path)
+    return made
+
+
+def test_best_and_last_and_what_is_kept(io: TierfallIO, tmp_path: Path) -> None:
+    made = fit(io, tmp_path, epochs=3, monitor="val_loss", save_top_k=1)
+    saves = made.checkpoint_callback
+    assert isinstance(saves, ModelCheckpoint)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == sorted(["last.ckpt", Path(saves.best_model_path).name]), "save_top_k=1"
+    best = tierfall.read_pointer(saves.best_model_path)
+    loaded = tierfall.load(saves.best_model_path)["lightning"]
+    assert loaded["global_step"] == best.step
+    made.validate(Module(), DataLoader(Data(8)), ckpt_path="best")
+    weight = made.lightning_module.state_dict()["net.0.weight"]
+    assert torch.equal(weight, loaded["state_dict"]["net.0.weight"])
+
+
+def test_last_is_the_newest_and_another_path_its_own_step(io: TierfallIO, tmp_path: Path) -> None:
+    fit(io, tmp_path, epochs=3, every_n_epochs=1, save_top_k=-1)
+    older = next(
+        path
+        for path in (tmp_path / "checkpoints").iterdir()
+        if tierfall.read_pointer(path).step == 4
+    )
+    assert fit(io, tmp_path, "last", epochs=3).global_step == 12
+    assert fit(io, tmp_path, str(older), epochs=4).global_step == 16
+    steps = {info.step: info.abandoned for info in _known(tmp_path)}
+    assert steps[4] is False
+    assert tierfall.read_pointer(tmp_path / "checkpoints/last.ckpt").step >= 12
+
+
+def _known(folder: Path) -> list[tierfall.CheckpointInfo]:
+    with tierfall.open(config(folder)) as ckpt:
+        ckpt.load(resume=False)
+        return ckpt.checkpoints()
+
+
+def test_metrics_are_saved_for_retention(io: TierfallIO, tmp_path: Path) -> None:
+    fit(io, tmp_path)
+    assert "val_loss" in _known(tmp_path)[-1].metrics
+
+
+def test_a_plugin_alone_becomes_a_callback_by_the_entry_point(
+    io: TierfallIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.trainer.connectors import callback_connector
+
+    monkeypatch.setattr(
+        callback_connector,
+        "_load_external_callbacks",
+        lambda group: integrations.lightning_callbacks(),
+    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    saves = ModelCheckpoint(dirpath=tmp_path / "checkpoints")
+    made = pl.Trainer(accelerator="cpu", callbacks=[saves], plugins=[io], max_epochs=1, **quiet)
+    made.fit(Module(), DataLoader(Data(32), batch_size=8))
+    assert tierfall.read_pointer(saves.best_model_path).step == 4
+
+
+def test_a_plugin_that_is_no_callback_is_refused(io: TierfallIO, tmp_path: Path) -> None:
+    """It would be called on rank 0 alone."""
+    with pytest.raises(ConfigError, match=r"Trainer\(plugins=\[io\], callbacks=\[io\]\)"):
+        io.save_checkpoint({}, tmp_path / "x.ckpt")
+
+
+def test_a_run_that_has_checkpoints_is_not_trained_anew(io: TierfallIO, tmp_path: Path) -> None:
+    fit(io, tmp_path)
+    with pytest.raises(StepError, match="begin: run 'lightning' has checkpoints"):
+        fit(io, tmp_path)
+    fit(TierfallIO(config(tmp_path), fresh=True), tmp_path)
+
+
+def test_a_checkpoint_of_lightning_itself_is_named(io: TierfallIO, tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "own.ckpt")
+    with pytest.raises(ConfigError, match=r"own format: tierfall import .*own.ckpt --as-step N"):
+        fit(io, tmp_path, str(tmp_path / "own.ckpt"))
+
+
+def test_a_pointer_to_a_deleted_step_says_what_there_is(io: TierfallIO, tmp_path: Path) -> None:
+    fit(io, tmp_path, every_n_epochs=1, save_top_k=-1)
+    gone = next(
+        path
+        for path in (tmp_path / "checkpoints").iterdir()
+        if tierfall.read_pointer(path).step == 4
+    )
+    with tierfall.open(config(tmp_path)) as ckpt:
+        ckpt.load()
+        ckpt.delete(4)
+    with pytest.raises(RestoreError, match=r"no checkpoint of step 4 .* there are: 8@1"):
+        fit(io, tmp_path, str(gone))
+
+
+def test_weights_alone_are_refused(io: TierfallIO, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"save_weights_only.*tierfall export"):
+        fit(io, tmp_path, save_weights_only=True)
+
+
+def test_a_strategy_that_is_not_supported_is_named(io: TierfallIO, tmp_path: Path) -> None:
+    made = trainer(io, ModelCheckpoint(dirpath=tmp_path))
+    made.strategy.__class__ = FSDPStrategy
+    with pytest.raises(
+        ConfigError, match="does not support FSDPStrategy: use ModelParallelStrategy"
+    ):
+        io.setup(made, Module(), "fit")
+
+
+@pytest.mark.parametrize("version", ["2.5.6", "3.0.0"])
+def test_a_version_out_of_range_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    with pytest.raises(ConfigError, match=f"supports lightning >=2.6,<3; this is {version}"):
+        TierfallIO("tiers.yaml")
