@@ -66,10 +66,15 @@ FOLDERS = (
 MODULES_MAX = 12
 LINES_MAX = 450
 MAY_USE_PRIVATE = {
+    "tierfall/integrations/transformers.py": [
+        f"accelerator.{name}"
+        for name in ("_custom_objects", "_dataloaders", "_optimizers", "_schedulers", "_models")
+    ],
     "tierfall/run/checkpointer.py": ["ckpt._opened"],
     "tierfall/setup/launcher.py": ["distributed.distributed_c10d._get_default_store"],
 }
-"""What else than ``self._name`` these files use. The first is where integrations reach the parts of a Checkpointer."""
+"""What else than ``self._name`` these files use. Integrations reach the parts of a Checkpointer by that of
+``checkpointer``; accelerate has no public name for what it has prepared."""
 
 MAY_IMPORT_THE_PACKAGE = ("tierfall.integrations", "tierfall.demo", "tierfall.cli", "tierfall")
 
