@@ -36,6 +36,8 @@ IMPORTED = [
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
 ]
+MORE = "TIERFALL_TESTS_IMPORT"
+"""The variable that names further modules, such as a training framework."""
 _servers: dict[int, Server] = {}
 
 
@@ -230,7 +232,7 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    for name in IMPORTED:
+    for name in [*IMPORTED, *os.environ.get(MORE, "").split()]:
         importlib.import_module(name)
     gc.freeze()  # a child whose collector walked all of that would copy it
     threads = len(os.listdir("/proc/self/task"))

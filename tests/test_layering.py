@@ -68,11 +68,15 @@ MODULES_MAX = 12
 LINES_MAX = 450
 MAY_USE_PRIVATE = {
     "tierfall/integrations/lightning.py": ["trainer.fit_loop._data_fetcher"],
+    "tierfall/integrations/transformers.py": [
+        f"accelerator.{name}"
+        for name in ("_custom_objects", "_dataloaders", "_optimizers", "_schedulers", "_models")
+    ],
     "tierfall/run/checkpointer.py": ["ckpt._opened"],
     "tierfall/setup/launcher.py": ["distributed.distributed_c10d._get_default_store"],
 }
 """What else than ``self._name`` these files use. ``ckpt._opened`` is where integrations reach the parts of a
-Checkpointer."""
+Checkpointer. Lightning and accelerate have no public names for these."""
 
 MAY_IMPORT_THE_PACKAGE = ("tierfall.integrations", "tierfall.demo", "tierfall.cli", "tierfall")
 

@@ -1,0 +1,86 @@
+"""docs/hugging-face.md: its script is killed, started again, and trains as one that was not stopped; its loop runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.integrations.frameworks import hugging_face as made
+from tierfall.integrations import transformers as adapter
+
+TEXT = (Path(__file__).resolve().parents[3] / "docs/hugging-face.md").read_text()
+SCRIPT, LOOP = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+(CONFIG,) = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "tiers.yaml").write_text(CONFIG)
+    (folder / "train.py").write_text(SCRIPT)
+    with (folder / "errors").open("a") as errors:
+        return subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+
+
+def losses(lines: Any) -> list[str]:
+    return [found[1] for line in lines if (found := re.search(r"'loss': '?([\d.e-]+)", line))]
+
+
+def test_the_script_goes_on_after_a_kill(tmp_path: Path) -> None:
+    whole, _ = start(tmp_path / "whole").communicate(timeout=120)
+    expected = losses(whole.splitlines())
+    assert len(expected) == 60
+    with start(tmp_path / "killed") as killed:
+        assert killed.stdout is not None
+        for line in killed.stdout:
+            if "'loss'" in line and "'epoch': '0.5'" in line:
+                killed.kill()
+                break
+    again, _ = start(tmp_path / "killed").communicate(timeout=120)
+    rest = losses(again.splitlines())
+    assert 0 < len(rest) < 60, (tmp_path / "killed" / "errors").read_text()
+    assert rest == expected[-len(rest) :]
+    assert (tmp_path / "killed" / "out" / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_loop_of_accelerate_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    interval = "interval: {every: 2}\n" + CONFIG.replace("./memory", str(memory))
+    Path("tiers.yaml").write_text(interval)
+    for first in (0, 10):
+        model = made.model()
+        names: dict[str, Any] = {
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters()),
+            "loader": torch.utils.data.DataLoader(
+                made.rows(), batch_size=4, shuffle=True, collate_fn=made.collate
+            ),
+        }
+        exec(compile(LOOP, "the page", "exec"), names)
+        assert names["first"] == first
+
+
+@pytest.mark.parametrize("name", adapter.__all__)
+def test_the_page_names_what_there_is(name: str) -> None:
+    call = getattr(adapter, name)
+    assert inspect.getdoc(call)
+    for parameter in inspect.signature(call).parameters:
+        assert re.search(rf"\b{parameter}\b", TEXT), parameter

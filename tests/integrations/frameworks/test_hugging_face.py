@@ -1,0 +1,356 @@
+"""A Trainer on a Checkpointer, in one process: what is saved, what is resumed, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tierfall.errors import ConfigError, RestoreError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.integrations.frameworks import hugging_face as made  # noqa: E402 - it imports the framework
+from tierfall.integrations import transformers as adapter  # noqa: E402
+from tierfall.integrations.transformers import attach, state_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")  # of the frameworks
+Open = Callable[..., tierfall.Checkpointer]
+
+
+@pytest.fixture
+def config(tmp_path: Path, memory: Path) -> dict[str, Any]:
+    found = made.config(tmp_path, str(memory))
+    found["tiers"][1].pop("retain")
+    return found
+
+
+def losses_of(trainer: Any, ckpt: tierfall.Checkpointer, **which: Any) -> dict[int, float]:
+    """Train to the end, and return the loss of each step."""
+    found = attach(trainer, ckpt, **which)
+    trainer.train(resume_from_checkpoint=found)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {entry["step"]: entry["loss"] for entry in logged}
+
+
+def test_each_step_resumes_exactly_across_the_border_of_an_epoch(
+    config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An epoch has 10 steps of two batches. The resumed run has the log of the steps before, too."""
+    caplog.set_level(logging.WARNING, logger="tierfall")
+    with tierfall.open(config) as ckpt:
+        whole = losses_of(made.plain(tmp_path, tmp_path / "whole"), ckpt)
+    assert list(whole) == [*range(1, made.STEPS + 1)]
+    for step in (11, 10, 9):
+        with tierfall.open(config) as ckpt:
+            assert losses_of(made.plain(tmp_path, tmp_path / f"{step}"), ckpt, step=step) == whole
+        assert (tmp_path / f"{step}").read_text() in (tmp_path / "whole").read_text()
+    assert "shuffles" not in caplog.text
+
+
+def test_a_checkpoint_has_what_the_step_logged(config: dict[str, Any], tmp_path: Path) -> None:
+    trainer = made.plain(
+        tmp_path, tmp_path / "losses", eval_strategy="steps", eval_steps=1, max_steps=2
+    )
+    with tierfall.open(config) as ckpt:
+        losses_of(trainer, ckpt)
+    with tierfall.open(config) as ckpt:
+        (_, last) = ckpt.checkpoints()
+    logged = [entry for entry in trainer.state.log_history if entry["step"] == 2]
+    assert last.metrics["loss"] == logged[0]["loss"]
+    assert last.metrics["eval_loss"] == logged[1]["eval_loss"]
+
+
+def test_without_a_save_strategy_the_interval_of_the_tiers_decides(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = made.plain(tmp_path, tmp_path / "losses", save_strategy="no", max_steps=8)
+    with tierfall.open({**config, "interval": {"every": 3}}) as ckpt:
+        losses_of(trainer, ckpt)
+    with tierfall.open(config) as ckpt:
+        assert [info.step for info in ckpt.checkpoints()] == [3, 6, 8]
+
+
+def test_a_signal_saves_without_a_save_strategy(config: dict[str, Any], tmp_path: Path) -> None:
+    class Signals(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    trainer = made.plain(tmp_path, tmp_path / "losses", save_strategy="no", max_steps=6)
+    trainer.add_callback(Signals())
+    interval = {"every": 100, "on_signal": ["SIGUSR1"], "at_end": False}
+    with tierfall.open({**config, "interval": interval}) as ckpt:
+        losses_of(trainer, ckpt)
+        assert [info.step for info in ckpt.checkpoints()] == [4]
+
+
+def test_the_best_model_is_loaded_at_the_end(config: dict[str, Any], tmp_path: Path) -> None:
+    trainer = best_of(tmp_path)
+    with tierfall.open(config) as ckpt:
+        losses_of(trainer, ckpt)
+    assert trainer.state.best_global_step == 1, "the learning rate is meant to do harm"
+    saved = tierfall.load(config, step=1)["model"]
+    now = trainer.model.state_dict()
+    assert all(torch.equal(now[name], saved[name]) for name in saved)
+    newest = tierfall.load(config)["model"]
+    assert not all(torch.equal(now[name], newest[name]) for name in saved)
+
+
+def test_the_best_model_is_loaded_by_a_start_that_only_ends(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    with tierfall.open(config) as ckpt:
+        losses_of(best_of(tmp_path), ckpt)
+    again = best_of(tmp_path)
+    with tierfall.open(config) as ckpt:
+        losses_of(again, ckpt)
+    saved = tierfall.load(config, step=1)["model"]
+    assert all(torch.equal(again.model.state_dict()[name], saved[name]) for name in saved)
+
+
+def test_a_best_model_that_retention_deleted_is_an_error_that_says_how_to_keep_it(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = best_of(tmp_path)
+    with tierfall.open(config) as ckpt:
+        found = attach(trainer, ckpt)
+        trainer.add_callback(AtEnd(lambda: ckpt.delete(1), step=4))
+        with pytest.raises(RestoreError) as raised:
+            trainer.train(resume_from_checkpoint=found)
+    assert "retain: {best: " in "".join(raised.value.__notes__)
+
+
+class AtEnd(transformers.TrainerCallback):
+    def __init__(self, act: Callable[[], None], step: int) -> None:
+        self.act, self.step = act, step
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self.step:
+            self.act()
+
+
+def best_of(folder: Path) -> Any:
+    return made.plain(
+        folder,
+        folder / "losses",
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=4,
+        learning_rate=1.0,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+    )
+
+
+def test_the_trainers_own_overrides_still_run(config: dict[str, Any], tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Own(transformers.Trainer):
+        def _save_checkpoint(self, *args: Any) -> None:
+            calls.append("save")
+            super()._save_checkpoint(*args)
+
+        def _load_optimizer_and_scheduler(self, *args: Any) -> None:
+            super()._load_optimizer_and_scheduler(*args)
+            calls.append("load")
+
+    def own(steps: int) -> Any:
+        args = made.arguments(tmp_path, max_steps=steps)
+        return Own(
+            model=made.model(), args=args, train_dataset=made.rows(), data_collator=made.collate
+        )
+
+    for steps in (2, 3):
+        trainer = own(steps)
+        with tierfall.open(config) as ckpt:
+            losses_of(trainer, ckpt)
+    assert calls == ["save", "save", "load", "save"]
+    assert isinstance(trainer, Own)
+    assert not [*tmp_path.rglob("checkpoint-*")]
+
+
+def test_a_model_with_adapters_is_saved_by_what_is_trained(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("trl")
+    trainer = made.tuned(tmp_path, tmp_path / "losses", lora=True)
+    trainer.args.max_steps = 1
+    with tierfall.open(config) as ckpt:
+        losses_of(trainer, ckpt)
+    saved = tierfall.load(config)
+    assert saved["model"]
+    assert all("lora_" in name for name in saved["model"])
+
+
+def refused(trainer: Any, ckpt: tierfall.Checkpointer) -> str:
+    with pytest.raises(ConfigError) as raised:
+        attach(trainer, ckpt)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("save_total_limit", 2, "retain: {last: N}"),
+        ("save_only_model", True, "tierfall export --only model"),
+        ("push_to_hub", True, "set hub_strategy='end'"),
+        ("enable_jit_checkpoint", True, "docs/hugging-face.md"),
+        ("auto_find_batch_size", True, "remove them"),
+    ],
+)
+def test_an_argument_that_tierfall_cannot_serve_is_refused(
+    config: dict[str, Any], tmp_path: Path, name: str, value: Any, advice: str
+) -> None:
+    trainer = made.plain(tmp_path, tmp_path / "losses")
+    setattr(trainer.args, name, value)
+    with tierfall.open(config) as ckpt:
+        assert advice in refused(trainer, ckpt)
+
+
+def test_every_problem_is_reported_at_once(config: dict[str, Any], tmp_path: Path) -> None:
+    trainer = made.plain(tmp_path, tmp_path / "losses")
+    trainer.args.save_total_limit, trainer.is_deepspeed_enabled = 2, True
+    with tierfall.open(config) as ckpt:
+        said = refused(trainer, ckpt)
+    assert "save_total_limit" in said
+    assert "tierfall.integrations.deepspeed" in said
+
+
+def test_fsdp1_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    trainer = made.plain(tmp_path, tmp_path / "losses")
+    trainer.is_fsdp_enabled = True
+    plugin = SimpleNamespace(fsdp_version=1)
+    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    with tierfall.open(config) as ckpt:
+        assert "{'fsdp_version': 2}" in refused(trainer, ckpt)
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.17.0", "6.0.0"])
+def test_another_version_is_refused_with_those_that_are_supported(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    trainer = made.plain(tmp_path, tmp_path / "losses")
+    monkeypatch.setattr(adapter.transformers, "__version__", version)
+    with tierfall.open(config) as ckpt:
+        said = refused(trainer, ckpt)
+    assert f"transformers {version} is installed, supported are 5.18 to 5.x" in said
+
+
+def test_a_hub_that_gets_the_end_alone_is_allowed(config: dict[str, Any], tmp_path: Path) -> None:
+    trainer = made.plain(tmp_path, tmp_path / "losses", hub_strategy="end")
+    trainer.args.push_to_hub = True
+    with tierfall.open(config) as ckpt:
+        assert attach(trainer, ckpt) is None
+
+
+def test_a_folder_of_trainers_own_format_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    made.plain(tmp_path, tmp_path / "losses", max_steps=1).train()
+    own = str(tmp_path / "out" / "checkpoint-1")
+    trainer = made.plain(tmp_path, tmp_path / "losses", max_steps=2)
+    with tierfall.open(config) as ckpt:
+        attach(trainer, ckpt)
+        with pytest.raises(
+            ConfigError, match=f"{re.escape(own)} .*tierfall import PATH --as-step N"
+        ):
+            trainer.train(resume_from_checkpoint=own)
+
+
+def test_a_step_that_was_deleted_is_named(config: dict[str, Any], tmp_path: Path) -> None:
+    with tierfall.open(config) as ckpt:
+        losses_of(made.plain(tmp_path, tmp_path / "losses", max_steps=2), ckpt)
+    trainer = made.plain(tmp_path, tmp_path / "losses", max_steps=3)
+    with tierfall.open(config) as ckpt:
+        with pytest.raises(RestoreError, match="step 7"):
+            attach(trainer, ckpt, step=7)
+        found = attach(trainer, ckpt, step=1)
+        ckpt.delete(1)
+        with pytest.raises(RestoreError, match="step 1"):
+            trainer.train(resume_from_checkpoint=found)
+
+
+def test_a_checkpoint_of_another_program_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, {"model": made.model()}, block=True)
+    with tierfall.open(config) as ckpt, pytest.raises(RestoreError, match="trainer"):
+        attach(made.plain(tmp_path, tmp_path / "losses"), ckpt)
+
+
+def accelerated(stateful: bool) -> tuple[Any, ...]:
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    how = DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=stateful)
+    accelerator = Accelerator(cpu=True, dataloader_config=how)
+    model = made.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    loader = torch.utils.data.DataLoader(
+        made.rows(), batch_size=4, shuffle=True, collate_fn=made.collate
+    )
+    return accelerator, *accelerator.prepare(model, optimizer, schedule, loader)
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_an_accelerate_loop_resumes_exactly(config: dict[str, Any], stateful: bool) -> None:
+    """As docs/hugging-face.md shows it: within an epoch of 10 batches."""
+
+    def run(ckpt: tierfall.Checkpointer, last: int) -> dict[int, str]:
+        transformers.set_seed(3)
+        accelerator, model, optimizer, schedule, loader = accelerated(stateful)
+        state = state_of(accelerator)
+        report = ckpt.restore(state)
+        first = report.step if report else 0
+        batches = loader if stateful else accelerator.skip_first_batches(loader, first)
+        found = {}
+        for step, batch in enumerate(batches, first + 1):
+            if report and step == first + 1:
+                ckpt.restore({}, step=first, only=["rng"])
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            ckpt.save(step, state, block=True)
+            found[step] = loss.item().hex()
+            if step == last:
+                break
+        return found
+
+    with tierfall.open({**config, "run": "whole"}) as ckpt:
+        whole = run(ckpt, 7)
+    with tierfall.open(config) as ckpt:
+        assert run(ckpt, 4) == {step: whole[step] for step in range(1, 5)}
+    with tierfall.open(config) as ckpt:
+        assert run(ckpt, 7) == {step: whole[step] for step in range(5, 8)}
+
+
+def test_the_state_of_an_accelerator_names_what_was_prepared() -> None:
+    accelerator, model, optimizer, schedule, _ = accelerated(False)
+    second = accelerator.prepare(torch.nn.Linear(2, 2))
+    custom = torch.nn.Linear(2, 2)
+    accelerator.register_for_checkpointing(custom)
+    state = state_of(accelerator)
+    assert {name: state[name] for name in ("model", "model_1", "custom")} == {
+        "model": model,
+        "model_1": second,
+        "custom": custom,
+    }
+    assert state["optimizer"] is optimizer.optimizer
+    assert state["scheduler"] is schedule.scheduler
+    assert set(state) == {"model", "model_1", "optimizer", "scheduler", "custom"}
+
+
+def test_deepspeed_in_an_accelerator_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tierfall\.integrations\.deepspeed"):
+        state_of(SimpleNamespace(distributed_type="DEEPSPEED"))
