@@ -17,6 +17,7 @@ import tierfall
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
+from tierfall.config import load_config
 from tierfall.core.format.records import parse_tier_record
 from tierfall.core.types.errors import (
     BackendError,
@@ -25,6 +26,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
     UnreachableError,
 )
+from tierfall.ops.drain import drain
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.stored import StoredTier
 
@@ -311,7 +313,7 @@ def test_a_tier_that_moved_to_where_nothing_lies_is_asked_about(
     moved = {**tier(tmp_path, "elsewhere", shared=True), "name": "pfs"}
     config = chain(tmp_path, disk, moved, memory=memory)
     for _ in range(2):
-        with pytest.raises(RestoreError, match=r"this tier was in .*pfs before.*forget pfs"):
+        with pytest.raises(RestoreError, match=r"this tier was in .*/pfs\..*forget pfs"):
             restored(config)
     forget(tmp_path, config, "pfs")
     assert restored(config) == 2
@@ -553,3 +555,35 @@ def test_another_folder_in_its_place_in_mid_run_gets_nothing(tmp_path: Path) -> 
     with pytest.raises(UnreachableError, match="not the one that was opened"):
         backend.create("run/x")
     backend.close()
+
+
+def test_a_shared_tier_whose_mount_point_is_missing_is_refused(tmp_path: Path) -> None:
+    """Created on this machine's disk, it would be shared with nobody, and count as surviving the loss of the node."""
+    folder = tmp_path / "mnt" / "nas" / "mine"
+    config = chain(tmp_path, tier(tmp_path, "nas", shared=True) | {"path": str(folder)})
+    with pytest.raises(
+        ConfigError, match=r"tier nas: it is shared, and .*/mnt/nas is not there: mount"
+    ):
+        tierfall.open(config)
+    assert not (tmp_path / "mnt").exists()
+    folder.parent.mkdir(parents=True)
+    save(config, 1)
+    assert steps_on(folder) == [1]
+
+
+@pytest.mark.parametrize("by", ["open", "drain"])
+def test_memory_of_another_project_with_the_same_run_name_is_left_to_it(
+    by: str, tmp_path: Path
+) -> None:
+    first, second = (
+        chain(tmp_path, tier(tmp_path, name, flush={"every": 2}) | {"name": "disk"})
+        for name in ("a", "b")
+    )
+    save(first, 1, 2, 3)
+    (tmp_path / "b").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"3@1, 2@1 of another run .* tiers in .*/a: choose another"
+    ):
+        tierfall.open(second) if by == "open" else drain(load_config(second), 30.0)
+    assert steps_on(tmp_path / "b") == []
+    assert restored(first) == 3

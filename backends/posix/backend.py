@@ -373,5 +373,7 @@ def _open_root(path: Path, *, read_only: bool) -> Folders:
         if not read_only:
             make_root(path)
         elif not path.exists():
-            raise NoFolderError(f"{path} is not there; mount or restore it")
+            raise NoFolderError(
+                f"{path} is not there; mount or restore it. The first training creates a new one"
+            )
         return Folders(path, read_only=read_only)

@@ -38,12 +38,19 @@ def omissions(state: Mapping[Any, object]) -> Iterator[str]:
                 f"save: {names.path(trail)} is the state_dict() of {kind}, which restore() refuses to fill: put the "
                 "object itself into the state, or read the checkpoint with tierfall.load() and call load_state_dict()"
             )
-    keeps_order = any(_keeps_order(value) for _, value in _entries(state, None))
-    if not keeps_order and any(map(_shuffles, _loaders())):
+    keeping = [value for _, value in _entries(state, None) if _keeps_order(value)]
+    if any(not isinstance(value, torch.Generator) for value in keeping):
+        return
+    shuffling = [loader for loader in _loaders() if _generators(loader)]
+    # The order of an epoch is drawn as it begins: a generator that a loader draws from does not lead back into it.
+    drawn_from = {id(generator) for loader in shuffling for generator in _generators(loader)}
+    if shuffling and {id(value) for value in keeping} <= drawn_from:
         yield (
-            "save: a DataLoader of this process shuffles, and the state holds no loader, sampler or generator: a run "
-            "that is restored within an epoch continues with other batches. Put a StatefulDataLoader, or the "
-            'generator of the DataLoader, into the state; see "Exact resume", docs/exact-resume.md'
+            "save: a DataLoader of this process shuffles, and the state holds neither a loader or sampler that knows "
+            "its position, nor a generator as it was when the epoch began: a run that is restored within an epoch goes "
+            "on with other batches. Put a StatefulDataLoader into the state, or the state of the DataLoader's "
+            "generator as it was when the epoch began, and skip the batches that were read; "
+            'see "Exact resume", https://github.com/tierfall/tierfall/blob/main/docs/exact-resume.md'
         )
 
 
@@ -74,9 +81,10 @@ def _loaders() -> Iterator[DataLoader[Any]]:
     yield from (found for found in gc.get_referrers(*kinds) if type(found) in kinds)
 
 
-def _shuffles(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's order depends on a generator, its own or the process's."""
+def _generators(loader: DataLoader[Any]) -> list[object]:
+    """The generators that a loader's order depends on; None for the process's. Empty where it does not shuffle."""
     batches = loader.__dict__.get("batch_sampler")
     within = getattr(batches, "__dict__", {}).get("sampler")
     samplers = loader.__dict__.get("sampler"), batches, within
-    return any("generator" in getattr(sampler, "__dict__", {}) for sampler in samplers)
+    attributes = [getattr(sampler, "__dict__", {}) for sampler in samplers]
+    return [each["generator"] for each in attributes if "generator" in each]

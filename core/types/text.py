@@ -37,7 +37,11 @@ def format_some(items: Sequence[str]) -> str:
 
 
 def hint_at(word: str, known: Iterable[str]) -> str:
-    """A hint at the known word that was probably meant, to append to a message; empty if none is similar."""
+    """A hint at the known word that was probably meant, to append to a message; empty if none is similar. A key with a
+    value in it lacks its colon."""
+    first, _, value = word.partition(" ")
+    if value and first in (known := list(known)):
+        return f'; is the colon missing? "{first}: {value}"'
     by_shape = {name.lower().replace("-", "_"): name for name in known}
     near = difflib.get_close_matches(word.lower().replace("-", "_"), by_shape, n=1, cutoff=0.6)
     return f'; did you mean "{by_shape[near[0]]}"?' if near else ""

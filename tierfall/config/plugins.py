@@ -263,11 +263,11 @@ def with_registered(
     kind: PolicyKind, value: Mapping[str, Any], known: Sequence[str]
 ) -> dict[str, Any]:
     """Replace the value of each key that the section does not have by the settings of the policy of that name. Keys
-    without a value are removed."""
+    without a value are removed, unless nothing has that name."""
     return {
         key: inner if key in known else registered(kind, key, inner, known)
         for key, inner in value.items()
-        if inner is not None
+        if inner is not None or not (key in known or (isinstance(key, str) and find(kind, key)))
     }
 
 

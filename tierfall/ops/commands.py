@@ -196,8 +196,8 @@ def check_folders(config: Config) -> None:
     missing = [f"tier {name}: {folder}" for name, folder in folders.items() if answers[name].value]
     if missing:
         raise UnreachableError(
-            f"nothing was changed, since a folder is missing ({', '.join(missing)}): mount or restore it; for a new "
-            "tier, create it"
+            f"nothing was changed, since a folder is missing ({', '.join(missing)}): mount or restore it. A new "
+            "tier's folder is created by the first training, or by hand"
         )
 
 

@@ -373,10 +373,7 @@ class Checkpointer:
     def metrics_dict(self) -> dict[str, float]:
         """Return the metrics of this rank for a tracker: numbers by flat keys, such as ``tierfall/saves/captured`` and
         ``tierfall/behind_seconds/nvme``. Names end in their unit; counters count since open; what is not known is
-        missing. For any thread: ``wandb.log(ckpt.metrics_dict())``.
-
-        Raises TierfallError where the run is being closed, ConfigError where it is.
-        """
+        missing. For any thread: ``wandb.log(ckpt.metrics_dict())``. Raises ConfigError where the run is closed."""
         self._opened.check_usable()
         return self._session.call(self._session.status.metrics)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Commit, geometry, parse_manifest
@@ -17,6 +18,8 @@ from tierfall.core.types.text import format_some
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.session.leftovers import AdoptedSlot, Leftovers
 from tierfall.setup.attempts import ids_by_commits
+from tierfall.setup.places import same_place
+from tierfall.setup.tier_identity import TierIdentities
 from tierfall.tiers.host import HostTier, SealedImage
 from tierfall.tiers.stored import StoredTier
 
@@ -29,12 +32,14 @@ def check_memory(
     listings: Iterable[Listing],
     *,
     run: str,
+    elsewhere: Sequence[str],
     may_be_unknown: bool,
 ) -> None:
     """Raise ConfigError for host memory of another run of the same name.
 
     ``listings`` are those of all tiers. Where all tiers answered, memory is refused too if no tier knows its attempt,
-    or the attempt's record is damaged, unless it ``may_be_unknown``.
+    or the attempt's record is damaged, unless it ``may_be_unknown``. Memory of an unknown attempt is always refused
+    where the tiers of the run that it is of are ``elsewhere``.
     """
     answered = [x for x in listings if x.tier in stores and x.error is None]
     is_known = len(answered) == len(stores) > 0 and not may_be_unknown
@@ -43,13 +48,34 @@ def check_memory(
         for id, image in host.images().items():
             found.setdefault((id.attempt, image.commit.lineage.attempt_id), []).append(id)
         for (number, attempt_id), ids in found.items():
-            why = _why_foreign(number, attempt_id, stores, answered, is_known=is_known)
+            must_be_known = is_known or (bool(elsewhere) and len(answered) == len(stores))
+            why = _why_foreign(number, attempt_id, stores, answered, is_known=must_be_known)
+            steps = format_some([str(id) for id in ids])
+            if why is not None and elsewhere:
+                raise ConfigError(
+                    f"open: {host.path} holds {steps} of another run that is called {run!r} too, with tiers in "
+                    f"{format_some(elsewhere)}: choose another run name here. 'tierfall drain' with the file of that "
+                    "run flushes them"
+                )
             if why is not None:
-                steps = format_some([str(id) for id in ids])
                 raise ConfigError(
                     f"open: {host.path} holds {steps} of another life of run {run!r}{why}. If it is needed, flush it "
                     "to the tiers by 'tierfall drain'; if it is not, remove that file; or choose another run name"
                 )
+
+
+def places_elsewhere(identities: TierIdentities, run: str) -> list[str]:
+    """Return the folders of the tiers that this machine remembers of the run's name and that are still there, if none
+    of the remembered tiers is one of this configuration, by id or place: another run has that name."""
+    known = identities.remembered.others.values() if identities.remembered is not None else ()
+    ids = {record.id for record in identities.records.values()}
+    if any(
+        tier.id in ids or same_place(tier.place, place)
+        for tier in known
+        for place in identities.places.values()
+    ):
+        return []
+    return [tier.place for tier in known if Path(tier.place, run).is_dir()]
 
 
 def _why_foreign(

@@ -35,7 +35,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.lineage import Key
 from tierfall.core.types.values import CheckpointId
-from tierfall.session.adopt import check_memory
+from tierfall.session.adopt import check_memory, places_elsewhere
 from tierfall.session.leftovers import (
     AdoptedSlot,
     adopt_slots,
@@ -141,6 +141,7 @@ class OpenedTiers:
                 self.stores,
                 self.listings,
                 run=run,
+                elsewhere=places_elsewhere(self.identities, run),
                 may_be_unknown=accept_arena
                 or bool(self.errors)
                 or self.identities.are_as_remembered(self.listings),

@@ -59,7 +59,7 @@ class TierIdentities:
         self._config = config
         self._ask = ask
         self._opened = stores
-        self._places = {name: store.place for name, store in stores.items()}
+        self.places = {name: store.place for name, store in stores.items()}
         self._silent = {listing.tier for listing in listings if listing.error is not None}
         self._memory = folder / MEMORY_NAME
         self.records: dict[str, TierRecord] = {}
@@ -75,7 +75,7 @@ class TierIdentities:
             except TierfallError as error:  # the listing has the same error, and that is logged
                 logger.debug("tier %s: which tier it is was not read: %s", name, error)
                 self._unread[name] = error
-        self._remembered = self._read_memory()
+        self.remembered = self._read_memory()
         self._written: TierRecord | None = None
 
     @property
@@ -94,8 +94,8 @@ class TierIdentities:
     def _remembers(self, name: str) -> KnownTier | None:
         """Return the newest memory of a tier by its name, or else of its place by a name that is configured no more."""
         known = self._newest_of(name)
-        if known is None and name in self._places:
-            known = self._newest_at(self._places[name])
+        if known is None and name in self.places:
+            known = self._newest_at(self.places[name])
         return known
 
     def _newest_of(self, name: str) -> KnownTier | None:
@@ -105,7 +105,7 @@ class TierIdentities:
             return None
         known = newest.others[name]
         # only this machine remembers the device
-        here = self._remembered.others.get(name) if self._remembered is not None else None
+        here = self.remembered.others.get(name) if self.remembered is not None else None
         if here is not None and same_place(here.place, known.place):
             return replace(known, device=here.device)
         return known
@@ -124,7 +124,7 @@ class TierIdentities:
     def _witnesses(self, *, but: str = "") -> list[TierRecord]:
         """Return all records that remember other tiers, this machine's too, without that of the tier ``but``."""
         found = [record for tier, record in self.records.items() if tier != but]
-        return found if self._remembered is None else [*found, self._remembered]
+        return found if self.remembered is None else [*found, self.remembered]
 
     def is_remembered(self, name: str) -> bool:
         """Return whether another tier, or this machine, remembers a tier."""
@@ -165,16 +165,16 @@ class TierIdentities:
             logger.warning("open: tier %s is empty, and was not before: is it mounted?", tier.name)
             return None
         return UnreachableError(
-            f"{tier.name}: no file of run {self._config.run!r} is in {place}, where its files were before: is a file "
-            "system not mounted there? Mount it, and open again. If the files were removed on purpose, run "
-            f"'tierfall forget {tier.name}'"
+            f"{tier.name}: no file of run {self._config.run!r} is in {place}, where its files were before. To begin "
+            f"anew there: 'tierfall forget {tier.name}'. Otherwise: is a file system not mounted there? Mount it, and "
+            "open again"
         )
 
     def _why_moved(self, name: str, place: str, known: KnownTier) -> UnreachableError:
         return UnreachableError(
-            f"{name}: no file of run {self._config.run!r} is in {place}, and this tier was in {known.place} before: "
-            "is a file system not mounted, or the path or address wrong? Mount it, or correct that, and open again. If "
-            f"the tier is to begin anew there, run 'tierfall forget {name}'"
+            f"{name}: no file of run {self._config.run!r} is in {place}; this tier was in {known.place}. To begin "
+            f"anew there: 'tierfall forget {name}', or another run name. Otherwise: is a file system not mounted, or "
+            "the path or address wrong? Mount it, or correct that, and open again"
         )
 
     def are_as_remembered(self, listings: tuple[Listing, ...]) -> bool:
@@ -183,7 +183,7 @@ class TierIdentities:
         If so, its host memory is this run's, even where no tier has the record of the attempt.
         """
         found = {listing.tier: listing for listing in listings}
-        remembered = {} if self._remembered is None else self._remembered.others
+        remembered = {} if self.remembered is None else self.remembered.others
         for tier in self._config.stored:
             known, record = remembered.get(tier.name), self.records.get(tier.name)
             if tier.name not in self._stores:
@@ -407,7 +407,7 @@ class TierIdentities:
         forgot: list[str] = []
         failed = {tier: error for tier, error in self._unread.items() if tier != name}
         names = {name}
-        if (place := self._places.get(name)) is not None:
+        if (place := self.places.get(name)) is not None:
             names |= {n for n, known in self._renamed().items() if same_place(known.place, place)}
         for tier, record in self.records.items():
             if not names & record.others.keys():
@@ -420,8 +420,8 @@ class TierIdentities:
                 failed[tier] = error
             else:
                 forgot.append(tier)
-        if self._remembered is not None and names & self._remembered.others.keys():
-            left = {n: known for n, known in self._remembered.others.items() if n not in names}
+        if self.remembered is not None and names & self.remembered.others.keys():
+            left = {n: known for n, known in self.remembered.others.items() if n not in names}
             self._write_memory(left, wall_time_s)
             forgot.append("this machine")
         return tuple(forgot), failed

@@ -182,6 +182,7 @@ def open_stores(
 
     def open_one(tier: FileTierConfig | ObjectTierConfig) -> StoredTier:
         only = "it is only to be read" if read_only or tier.read_only else ""
+        _check_mounted(tier)
         try:
             backend = _open_backend(tier, read_only=bool(only))
         except AccessDeniedError as error:
@@ -217,6 +218,18 @@ def open_stores(
             store.close()
         raise
     return stores, errors
+
+
+def _check_mounted(tier: FileTierConfig | ObjectTierConfig) -> None:
+    """Raise ConfigError where neither the folder of a shared tier nor the one above it is there: created on the disk of
+    this machine, it would be shared with nobody."""
+    if not tier.shared or tier.folder is None or tier.folder.exists():
+        return
+    if not tier.folder.parent.exists():
+        raise ConfigError(
+            f"it is shared, and {tier.folder.parent} is not there: mount the file system, or create that folder if it "
+            "is one of a shared file system"
+        )
 
 
 def _open_to_read(

@@ -117,6 +117,15 @@ def test_what_may_hold_the_order_is_enough(held: object) -> None:
     del loader
 
 
+def test_the_generator_that_a_loader_draws_from_is_not_enough() -> None:
+    """Its state after some batches of an epoch does not lead back into the epoch."""
+    generator, at_epoch_start = torch.Generator(), torch.Generator()
+    loader = DataLoader([1, 2, 3], shuffle=True, generator=generator)
+    assert texts({**trained(), "generator": generator})
+    assert texts({**trained(), "generator": at_epoch_start}) == []
+    del loader
+
+
 def test_a_save_says_it_once(make_config: MakeConfig, caplog: pytest.LogCaptureFixture) -> None:
     state = trained()
     state["optimizers"] = [state.pop("optimizer").state_dict()]
