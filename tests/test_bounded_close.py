@@ -7,7 +7,6 @@ import json
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -181,7 +180,7 @@ def test_without_a_thread_to_ask_with_a_tier_counts_as_not_asked(
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(_Thread, "idle", deque())
+    wait_until(lambda: not _Thread.idle, "no thread is idle")
     monkeypatch.setattr(threading.Thread, "start", refuse)
     answer = BoundedCalls().call_all({"pfs": lambda: 1}, {"pfs": LONG_S}, doing="look")["pfs"]
     with pytest.raises(UnreachableError, match="tier pfs was not asked: can't create new thread"):

@@ -197,5 +197,5 @@ def test_a_write_that_was_given_up_is_never_published(
 def wait_ended() -> None:
     """Wait until the calls that were left behind have returned."""
     for thread in threading.enumerate():
-        if thread.name.startswith("tierfall-call"):
+        if thread.name == "tierfall-call":
             thread.join(LONG_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -120,7 +119,7 @@ def test_a_call_that_an_interrupt_kept_from_starting_does_not_count_as_under_way
             start(thread)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_Thread, "idle", deque())
+    until(lambda: not _Thread.idle)
     monkeypatch.setattr(threading.Thread, "start", interrupt)
     with pytest.raises(KeyboardInterrupt):
         calls.call_all({"a": lambda: asked.append("old")}, {"a": 1.0}, doing="list")
