@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tierfall.telemetry.metrics import METRICS, OUTCOMES, Kind
+from tierfall.telemetry.metrics import METRICS, OUTCOMES, MetricKind
 from tierfall.telemetry.prometheus import StatusCollector
 
 pytest.importorskip("prometheus_client")
@@ -111,7 +111,9 @@ def test_what_is_no_expression_is_found(wrong: str) -> None:
 
 
 def test_counters_are_asked_for_their_increase() -> None:
-    counters = {f"tierfall_{m.name}_total" for m in METRICS.values() if m.kind is Kind.COUNTER}
+    counters = {
+        f"tierfall_{m.name}_total" for m in METRICS.values() if m.kind is MetricKind.COUNTER
+    }
     for expression, _ in expressions():
         for name in metrics_in(expression) & counters:
             assert re.search(rf"(rate|increase)\({name}(\{{[^}}]*\}})?\[", expression), expression

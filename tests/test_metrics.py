@@ -21,7 +21,15 @@ from tierfall.errors import ConfigError
 from tierfall.run.checkpointer import open_run_of
 from tierfall.telemetry import health, metrics
 from tierfall.telemetry.health import broken_promises, durable_bound_s
-from tierfall.telemetry.metrics import METRICS, EventTally, Kind, flatten, grown, split_key, to_key
+from tierfall.telemetry.metrics import (
+    METRICS,
+    EventTally,
+    MetricKind,
+    flatten,
+    grown,
+    split_key,
+    to_key,
+)
 from tierfall.telemetry.status import Status, TierStatus
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -43,7 +51,7 @@ def test_the_page_lists_every_metric_with_its_kind_and_label() -> None:
     rows = list(documented())
     assert sorted(rows, key=str) == sorted(
         (
-            ("Counters" if m.kind is Kind.COUNTER else "Gauges", m.name, m.label)
+            ("Counters" if m.kind is MetricKind.COUNTER else "Gauges", m.name, m.label)
             for m in METRICS.values()
         ),
         key=str,
@@ -161,7 +169,7 @@ def test_every_counter_is_counted_or_read_elsewhere() -> None:
     found = tally.read()
     counted = {split_key(key) for key, value in found.items() if value}
     names = {known[0].name for known in counted if known is not None}
-    counters = {name for name, metric in METRICS.items() if metric.kind is Kind.COUNTER}
+    counters = {name for name, metric in METRICS.items() if metric.kind is MetricKind.COUNTER}
     assert counters - names == {"late", "lost_events", "unread_events"}
     assert found["tierfall/blocked_seconds"] == tally.last_blocked_s == 0.5
     assert found["tierfall/edge_bytes/h->t"] == 7

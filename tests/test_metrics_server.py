@@ -30,7 +30,7 @@ from tierfall.errors import ConfigError, RanksError
 from tierfall.ops.watch import Watcher
 from tierfall.run.checkpointer import Checkpointer
 from tierfall.session import status_writer
-from tierfall.telemetry.metrics import METRICS, Kind
+from tierfall.telemetry.metrics import METRICS, MetricKind
 from tierfall.telemetry.prometheus import MetricsServer
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -97,9 +97,9 @@ def test_a_scrape_has_what_metrics_dict_has(served: dict[str, Any], port: int) -
     assert found["tierfall_up",] == found["tierfall_healthy",] == 1
     for key, value in expected.items():
         _, name, *of = key.split("/", 2)
-        suffix = "_total" if METRICS[name].kind is Kind.COUNTER else ""
+        suffix = "_total" if METRICS[name].kind is MetricKind.COUNTER else ""
         there = found[(f"tierfall_{name}{suffix}", *of)]
-        if METRICS[name].kind is Kind.COUNTER:
+        if METRICS[name].kind is MetricKind.COUNTER:
             assert there == pytest.approx(value), key
     with pytest.raises(urllib.error.URLError):
         get(port, "/metrics")

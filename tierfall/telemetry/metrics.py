@@ -21,7 +21,7 @@ CAPTURED = "captured"
 OUTCOMES = (CAPTURED, SaveOutcome.SKIPPED, SaveOutcome.SUPERSEDED, SaveOutcome.FAILED)
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     """A counter counts since open; a gauge is the present value; an age is a gauge that grows by itself."""
 
     COUNTER = "counter"
@@ -34,12 +34,12 @@ class Metric:
     """One metric; ``label`` names what it has one value of each for, ``about`` describes it."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     label: str | None
     about: str
 
 
-def _metrics(kind: Kind, label: str | None, abouts: Mapping[str, str]) -> Iterator[Metric]:
+def _metrics(kind: MetricKind, label: str | None, abouts: Mapping[str, str]) -> Iterator[Metric]:
     return (Metric(name, kind, label, about) for name, about in abouts.items())
 
 
@@ -47,12 +47,12 @@ METRICS: Mapping[str, Metric] = {
     metric.name: metric
     for metrics in (
         _metrics(
-            Kind.COUNTER,
+            MetricKind.COUNTER,
             "outcome",
             {"saves": "Saves that were captured, skipped or superseded, or whose capture failed."},
         ),
         _metrics(
-            Kind.COUNTER,
+            MetricKind.COUNTER,
             None,
             {
                 "blocked_seconds": "Time for which captured saves blocked the training thread.",
@@ -67,7 +67,7 @@ METRICS: Mapping[str, Metric] = {
             },
         ),
         _metrics(
-            Kind.COUNTER,
+            MetricKind.COUNTER,
             "tier",
             {
                 "commits": "Checkpoints that were committed on the tier.",
@@ -82,10 +82,12 @@ METRICS: Mapping[str, Metric] = {
             },
         ),
         _metrics(
-            Kind.COUNTER, "edge", {"edge_bytes": "Bytes that were copied from one tier to another."}
+            MetricKind.COUNTER,
+            "edge",
+            {"edge_bytes": "Bytes that were copied from one tier to another."},
         ),
         _metrics(
-            Kind.GAUGE,
+            MetricKind.GAUGE,
             None,
             {
                 "step": "The last step that save or maybe_save was called for.",
@@ -100,12 +102,12 @@ METRICS: Mapping[str, Metric] = {
             },
         ),
         _metrics(
-            Kind.AGE,
+            MetricKind.AGE,
             None,
             {"durable_age_seconds": "Time since any stored tier got a checkpoint, or since open."},
         ),
         _metrics(
-            Kind.AGE,
+            MetricKind.AGE,
             "tier",
             {
                 "commit_age_seconds": "Time since the tier got a checkpoint, or since open.",
@@ -113,7 +115,7 @@ METRICS: Mapping[str, Metric] = {
             },
         ),
         _metrics(
-            Kind.GAUGE,
+            MetricKind.GAUGE,
             "tier",
             {
                 "behind": "Checkpoints that the tier would be behind after an hour of this cadence.",
@@ -131,7 +133,7 @@ METRICS: Mapping[str, Metric] = {
             },
         ),
         _metrics(
-            Kind.GAUGE,
+            MetricKind.GAUGE,
             "loss",
             {
                 "surviving_step": "The newest step that survives the loss.",
@@ -177,7 +179,7 @@ def grown(values: Mapping[str, float], seconds: float) -> dict[str, float]:
     found = dict(values)
     for key, value in values.items():
         known = split_key(key)
-        if known is not None and known[0].kind is Kind.AGE and value > 0:
+        if known is not None and known[0].kind is MetricKind.AGE and value > 0:
             found[key] = value + seconds
     return found
 
@@ -244,9 +246,9 @@ class EventTally:
         self._lock = threading.Lock()
         self._counts: dict[str, float] = {to_key("saves", outcome): 0 for outcome in OUTCOMES}
         for metric in METRICS.values():
-            if metric.kind is Kind.COUNTER and metric.label is None:
+            if metric.kind is MetricKind.COUNTER and metric.label is None:
                 self._counts[to_key(metric.name)] = 0
-            elif metric.kind is Kind.COUNTER and metric.label == "tier":
+            elif metric.kind is MetricKind.COUNTER and metric.label == "tier":
                 self._counts |= {to_key(metric.name, tier): 0 for tier in written}
         self._committed_s: dict[str, float] = {}
         self.last_blocked_s: float | None = None

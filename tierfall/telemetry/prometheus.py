@@ -21,7 +21,7 @@ from typing import Any
 
 from tierfall.core.types.errors import ConfigError
 from tierfall.telemetry.health import broken_promises
-from tierfall.telemetry.metrics import METRICS, PREFIX, Kind, Metric, grown, split_key
+from tierfall.telemetry.metrics import METRICS, PREFIX, Metric, MetricKind, grown, split_key
 from tierfall.telemetry.status import Status
 
 logger = logging.getLogger("tierfall")
@@ -65,7 +65,7 @@ class StatusCollector:
 def _family(metric: Metric) -> Any:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    made = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    made = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     labels = ["run", "rank", *([metric.label] if metric.label else [])]
     return made(f"{PREFIX}_{metric.name}", metric.about, labels=labels)
 
