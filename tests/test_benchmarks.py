@@ -351,8 +351,11 @@ def test_what_a_commit_asks_of_a_tier_does_not_grow_with_what_lies_there(
     medium: many.Medium, of_open: int, of_restore: int
 ) -> None:
     few, more = many.measure(4, 0.0, medium), many.measure(60, 0.0, medium)
-    # A commit that takes long looks once more whether a newer start exists.
-    assert abs(more["commit"].requests - few["commit"].requests) <= 2
+    for _ in range(2):  # a commit that takes long looks once more whether a newer start exists
+        if more["commit"].requests == few["commit"].requests:
+            break
+        few, more = many.measure(4, 0.0, medium), many.measure(60, 0.0, medium)
+    assert more["commit"].requests == few["commit"].requests
     grown = more["restore"].requests - few["restore"].requests
     assert grown <= of_restore * 56 + 2  # one listing, and what is restored
     assert more["open"].requests - few["open"].requests == of_open * 56

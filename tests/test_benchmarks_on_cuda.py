@@ -15,6 +15,7 @@ import torch
 from benchmarks import apart, bare, memory, objects, rounds, small, suite, training
 from benchmarks.figures import Results
 from benchmarks.peers import alone
+from benchmarks.peers import measure as peers
 from benchmarks.peers import memory as peer_memory
 from benchmarks.plan import Plan
 from tests.tiny_plan import tiny_plan
@@ -84,7 +85,7 @@ def test_memory_of_a_peer_is_measured_on_the_device_that_is_asked_for(
     run_here(monkeypatch)
     wanted = plan(tmp_path)
     with pytest.raises(Made, match="meta"):
-        peer_memory.measure(wanted, "torch", direct=False)
+        peers.measure_apart(wanted, peer_memory, "torch", direct=False)
 
 
 def test_what_is_timed_begins_and_ends_when_the_device_is_idle(

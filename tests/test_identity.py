@@ -557,18 +557,33 @@ def test_another_folder_in_its_place_in_mid_run_gets_nothing(tmp_path: Path) -> 
     backend.close()
 
 
-def test_a_shared_tier_whose_mount_point_is_missing_is_refused(tmp_path: Path) -> None:
-    """Created on this machine's disk, it would be shared with nobody, and count as surviving the loss of the node."""
+def test_a_shared_tier_whose_mount_point_is_missing_is_not_created_here(tmp_path: Path) -> None:
+    """On this machine's disk it would be shared with nobody, and count as surviving the loss of the node."""
     folder = tmp_path / "mnt" / "nas" / "mine"
-    config = chain(tmp_path, tier(tmp_path, "nas", shared=True) | {"path": str(folder)})
-    with pytest.raises(
-        ConfigError, match=r"tier nas: it is shared, and .*/mnt/nas is not there: mount"
-    ):
-        tierfall.open(config)
+    nas = tier(tmp_path, "nas", shared=True) | {"path": str(folder)}
+    config = chain(tmp_path, tier(tmp_path, "disk"), nas)
+    with pytest.raises(RestoreError, match=r"nas is shared, and .*/mnt/nas is not there: mount"):
+        restored(config)
+    with pytest.raises(RestoreError, match="not known whether this is a first start"):
+        restored(config, unreachable="ignore")
     assert not (tmp_path / "mnt").exists()
     folder.parent.mkdir(parents=True)
     save(config, 1)
     assert steps_on(folder) == [1]
+
+
+def test_a_run_goes_on_from_its_other_tiers_where_a_mount_point_is_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "mnt" / "nas"
+    nas = tier(tmp_path, "nas", shared=True) | {"path": str(folder / "mine")}
+    config = chain(tmp_path, tier(tmp_path, "disk"), nas)
+    folder.mkdir(parents=True)
+    save(config, 1)
+    folder.parent.rename(tmp_path / "away")
+    assert restored(config, unreachable="ignore") == 1
+    (tmp_path / "tiers.json").write_text(json.dumps(config))
+    listed = CliRunner().invoke(app, ["ls", "--config", str(tmp_path / "tiers.json")])
+    assert "1@1" in listed.output
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("by", ["open", "drain"])

@@ -168,7 +168,7 @@ def test_a_damaged_copy_gives_way_and_a_damaged_step_to_an_older_one(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "said"),
+    ("arguments", "error", "message"),
     [
         ({"step": 9}, RestoreError, r"load: there is no checkpoint of step 9 .*3@1"),
         ({"step": "3"}, StepError, "load: step must be an integer"),
@@ -178,9 +178,9 @@ def test_a_damaged_copy_gives_way_and_a_damaged_step_to_an_older_one(
     ],
 )
 def test_what_cannot_be_is_reported(
-    config: dict[str, Any], arguments: dict[str, Any], error: type[Exception], said: str
+    config: dict[str, Any], arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with tierfall.open(config) as ckpt, pytest.raises(error, match=said):
+    with tierfall.open(config) as ckpt, pytest.raises(error, match=message):
         ckpt.load(**arguments)
 
 

@@ -87,12 +87,12 @@ def test_a_pointer_to_a_deleted_step_says_what_there_is(
         ckpt.delete(1)
     with pytest.raises(RestoreError) as raised:
         tierfall.load(tmp_path / "out/checkpoint-1")
-    said = str(raised.value)
-    assert said.startswith(
+    message = str(raised.value)
+    assert message.startswith(
         f"load: {tmp_path}/out/checkpoint-1 points to checkpoint 1@1 of run 'run': "
     )
-    assert "there are: 2@1 on" in said
-    assert said.count("load:") == 1
+    assert "there are: 2@1 on" in message
+    assert message.count("load:") == 1
 
 
 def test_no_pointer_is_written_to_what_is_not_known(config: dict[str, Any], tmp_path: Path) -> None:
@@ -120,11 +120,11 @@ def test_nothing_secret_is_in_a_pointer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("nothing", "has no pointer"), ("file", "has no pointer")]
+    ("name", "message"), [("nothing", "has no pointer"), ("file", "has no pointer")]
 )
-def test_a_folder_without_a_pointer_is_refused(tmp_path: Path, name: str, said: str) -> None:
+def test_a_folder_without_a_pointer_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         tierfall.read_pointer(tmp_path / name)
 
 

@@ -121,8 +121,8 @@ def test_events_that_a_slow_subscriber_loses_are_counted_logged_and_told(
         assert lost >= 5
         release.set()
         wait_until(lambda: any(e["kind"] == "events_lost" for e in seen), "the count")
-        (told,) = [event for event in seen if event["kind"] == "events_lost"]
-        assert told["count"] == lost
+        (report,) = [event for event in seen if event["kind"] == "events_lost"]
+        assert report["count"] == lost
         ckpt.save(6, state_of(6), block=True)
     assert [e["step"] for e in seen if e["kind"] == "save_begun"] == [1, 6]
     assert len([r for r in caplog.records if "is slow: 3 events wait for it" in r.message]) == 1

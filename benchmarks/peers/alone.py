@@ -35,7 +35,7 @@ def series(key: str, what: str) -> str:
 def measure(plan: Plan, key: str, *, direct: bool) -> dict[str, list[float]]:
     """Measure one round of a system in a process of its own, which finds an empty page cache."""
     apart.drop_page_cache()
-    return registry.measure_apart(plan, __name__, key, plan.size_bytes, direct=direct)
+    return registry.measure_apart(plan, __name__, key, direct=direct)
 
 
 def measure_here(task: Task) -> dict[str, list[float]]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from benchmarks.bare import Buffer
 from benchmarks.peers import registry
 from benchmarks.peers.system import Task
-from benchmarks.plan import Plan
 from benchmarks.workload import Workload, shape_for
 
 SIZE_MAX_BYTES = 64 << 20
@@ -49,12 +48,6 @@ def measure_here(task: Task) -> dict[str, str]:
         found = {"outcome": RIGHT if saved.holds(work.tensors()) else WRONG, "error": ""}
     system.close()
     return found
-
-
-def measure(plan: Plan, key: str, *, direct: bool) -> dict[str, str]:
-    """Measure a system in a fresh process and session."""
-    size_bytes = min(plan.size_bytes, SIZE_MAX_BYTES)
-    return registry.measure_apart(plan, __name__, key, size_bytes, direct=direct)
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 from benchmarks import apart, bare
 from benchmarks.figures import Results
@@ -38,12 +40,19 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
     say("peers: memory, each in a process of its own")
     results.facts["memory_state_bytes"] = min(plan.size_bytes, memory.SIZE_MAX_BYTES)
     results.facts["systems_memory"] = {
-        system.key: memory.measure(plan, system.key, direct=direct) for system in chosen
+        system.key: measure_apart(plan, memory, system.key, direct=direct) for system in chosen
     }
     say("peers: a load of files in which one bit has changed")
     results.facts["systems_damage"] = {
-        system.key: damage.measure(plan, system.key, direct=direct) for system in chosen
+        system.key: measure_apart(plan, damage, system.key, direct=direct) for system in chosen
     }
+
+
+def measure_apart(plan: Plan, part: ModuleType, key: str, *, direct: bool) -> dict[str, Any]:
+    """Measure a system by ``memory`` or ``damage``, with a state of the size that is enough for that."""
+    return registry.measure_apart(
+        plan, part.__name__, key, direct=direct, size_max_bytes=part.SIZE_MAX_BYTES
+    )
 
 
 def place_of(plan: Plan, name: str, *, direct: bool) -> Place:

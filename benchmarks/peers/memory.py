@@ -17,7 +17,6 @@ from pathlib import Path
 from benchmarks import bare, memory
 from benchmarks.peers import registry
 from benchmarks.peers.system import Task
-from benchmarks.plan import Plan
 from benchmarks.workload import Workload, shape_for
 
 SAMPLE_EVERY_S = 0.01
@@ -57,7 +56,7 @@ class Peaks:
 
 
 def children() -> list[int]:
-    """Return the other processes of this process's session; ``measure`` gives it one of its own."""
+    """Return the other processes of this process's session; ``registry.measure_apart`` gives it one of its own."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
@@ -94,12 +93,6 @@ def measure_here(task: Task) -> dict[str, int]:
             system.wait()
         system.close()
     return {kind: peaks.bytes[kind] - without.bytes[kind] for kind in peaks.bytes}
-
-
-def measure(plan: Plan, key: str, *, direct: bool) -> dict[str, int]:
-    """Measure a system in a fresh process and session."""
-    size_bytes = min(plan.size_bytes, SIZE_MAX_BYTES)
-    return registry.measure_apart(plan, __name__, key, size_bytes, direct=direct)
 
 
 def main() -> None:

@@ -48,9 +48,13 @@ def type_of(key: str) -> type[System]:
 
 
 def measure_apart(
-    plan: Plan, module: str, key: str, size_bytes: int, *, direct: bool
+    plan: Plan, module: str, key: str, *, direct: bool, size_max_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Measure a system by ``module`` in a process and session of its own; it finds an empty page cache."""
+    """Measure a system by ``module`` in a process and session of its own; it finds an empty page cache.
+
+    The state has the plan's size, and ``size_max_bytes`` at most.
+    """
+    size_bytes = min(plan.size_bytes, size_max_bytes or plan.size_bytes)
     apart.drop_page_cache()
     with apart.own_folders(plan, f"peer-{key}") as (folder, memory):
         place = Place(folder=folder, memory=memory, direct=direct)

@@ -276,7 +276,7 @@ def export(
     verified."""
     from tierfall.cli import copy_export
 
-    wish = copy_export.ExportWish(
+    wish = copy_export.ExportArguments(
         to, format, only or [], max_shard=max_shard, dtype=dtype, beside=beside or [], force=force
     )
     copy_export.export(step, wish, tier, config, run, as_json)

@@ -154,7 +154,7 @@ def naming_unread_tiers(
 
 
 @dataclass(frozen=True, slots=True)
-class ExportWish:
+class ExportArguments:
     """The options of ``export`` that say what is written."""
 
     to: Path
@@ -182,7 +182,7 @@ class ExportWish:
 
 def export(
     step: str,
-    wanted: ExportWish,
+    wanted: ExportArguments,
     tier: str | None,
     config: Path | None,
     run: str | None,

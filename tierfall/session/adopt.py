@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Commit, geometry, parse_manifest
+from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.errors import ConfigError, IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.types.text import format_some
@@ -24,6 +25,8 @@ from tierfall.tiers.host import HostTier, SealedImage
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
+LOOK_S = 5.0
+"""Seconds for which the folders of another run are waited for."""
 
 
 def check_memory(
@@ -75,7 +78,13 @@ def places_elsewhere(identities: TierIdentities, run: str) -> list[str]:
         for place in identities.places.values()
     ):
         return []
-    return [tier.place for tier in known if Path(tier.place, run).is_dir()]
+    folders = {tier.place: Path(tier.place, run) for tier in known}
+    answers = BoundedCalls().call_all(
+        {place: folder.is_dir for place, folder in folders.items()},
+        dict.fromkeys(folders, LOOK_S),
+        doing="look for the tiers of a run of this name",
+    )
+    return [place for place in folders if answers[place].value]
 
 
 def _why_foreign(

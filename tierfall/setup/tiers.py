@@ -182,7 +182,7 @@ def open_stores(
 
     def open_one(tier: FileTierConfig | ObjectTierConfig) -> StoredTier:
         only = "it is only to be read" if read_only or tier.read_only else ""
-        _check_mounted(tier)
+        _check_mounted(tier, only)
         try:
             backend = _open_backend(tier, read_only=bool(only))
         except AccessDeniedError as error:
@@ -220,15 +220,15 @@ def open_stores(
     return stores, errors
 
 
-def _check_mounted(tier: FileTierConfig | ObjectTierConfig) -> None:
-    """Raise ConfigError where neither the folder of a shared tier nor the one above it is there: created on the disk of
-    this machine, it would be shared with nobody."""
-    if not tier.shared or tier.folder is None or tier.folder.exists():
+def _check_mounted(tier: FileTierConfig | ObjectTierConfig, read_only: str) -> None:
+    """Raise UnreachableError where neither the folder of a shared tier that is to be written nor the one above it is
+    there: created on the disk of this machine, it would be shared with nobody."""
+    if read_only or not tier.shared or tier.folder is None or tier.folder.exists():
         return
     if not tier.folder.parent.exists():
-        raise ConfigError(
-            f"it is shared, and {tier.folder.parent} is not there: mount the file system, or create that folder if it "
-            "is one of a shared file system"
+        raise UnreachableError(
+            f"{tier.name} is shared, and {tier.folder.parent} is not there: mount its file system, or create that "
+            "folder on it"
         )
 
 

@@ -169,26 +169,31 @@ def test_threads_that_are_left_behind_do_not_hold_up_the_end(gate: threading.Eve
     assert all(thread.daemon for thread in left)
 
 
-def thread_after(pause_s: float) -> int:
-    time.sleep(pause_s)
-    return (
-        BoundedCalls().call_all({"t": threading.get_ident}, {"t": LONG_S}, doing="open")["t"].get()
-    )
+def thread_of_a_call() -> int:
+    calls = BoundedCalls()
+    return calls.call_all({"t": threading.get_ident}, {"t": LONG_S}, doing="open")["t"].get()
 
 
-def test_a_thread_is_used_again_and_ends_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    until(lambda: not _Thread.idle)
-    first = thread_after(0)
-    until(lambda: bool(_Thread.idle))
-    assert thread_after(0) == first
-    until(lambda: "tierfall-call" not in {t.name for t in threading.enumerate()})
-    assert thread_after(0) != 0
+def live_threads() -> int:
+    return [thread.name for thread in threading.enumerate()].count("tierfall-call")
+
+
+def test_calls_in_a_row_share_a_thread_which_ends_when_it_is_idle() -> None:
+    until(lambda: live_threads() == 0)
+    used = []
+    for _ in range(5):
+        used.append(thread_of_a_call())
+        until(lambda: bool(_Thread.idle))
+    assert len(set(used)) == 1
+    until(lambda: live_threads() == 0)
+    thread_of_a_call()
+    assert live_threads() == 1
 
 
 def test_a_forked_child_makes_calls_on_threads_of_its_own() -> None:
-    thread_after(0)
+    thread_of_a_call()
     until(lambda: bool(_Thread.idle))
     child = os.fork()
     if child == 0:
-        os._exit(0 if thread_after(0) else 1)
+        os._exit(0 if thread_of_a_call() else 1)
     assert os.waitpid(child, 0)[1] == 0

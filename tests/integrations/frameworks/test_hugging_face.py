@@ -222,9 +222,9 @@ def test_every_problem_is_reported_at_once(config: dict[str, Any], tmp_path: Pat
     trainer = made.plain(tmp_path, tmp_path / "losses")
     trainer.args.save_total_limit, trainer.is_deepspeed_enabled = 2, True
     with tierfall.open(config) as ckpt:
-        said = refused(trainer, ckpt)
-    assert "save_total_limit" in said
-    assert "tierfall.integrations.deepspeed" in said
+        message = refused(trainer, ckpt)
+    assert "save_total_limit" in message
+    assert "tierfall.integrations.deepspeed" in message
 
 
 def test_fsdp1_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
@@ -243,8 +243,8 @@ def test_another_version_is_refused_with_those_that_are_supported(
     trainer = made.plain(tmp_path, tmp_path / "losses")
     monkeypatch.setattr(adapter.transformers, "__version__", version)
     with tierfall.open(config) as ckpt:
-        said = refused(trainer, ckpt)
-    assert f"transformers {version} is installed, supported are 5.18 to 5.x" in said
+        message = refused(trainer, ckpt)
+    assert f"transformers {version} is installed, supported are 5.18 to 5.x" in message
 
 
 def test_a_hub_that_gets_the_end_alone_is_allowed(config: dict[str, Any], tmp_path: Path) -> None:
