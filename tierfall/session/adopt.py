@@ -68,8 +68,11 @@ def check_memory(
 
 
 def places_elsewhere(identities: TierIdentities, run: str) -> list[str]:
-    """Return the folders of the tiers that this machine remembers of the run's name and that are still there, if none
-    of the remembered tiers is one of this configuration, by id or place: another run has that name."""
+    """Return the folders of the tiers of another run of this name; empty if there is no other run.
+
+    This machine remembers tiers by the name of their run. If none of them is a tier of this configuration, by id or
+    place, they are of another run. Folders that no longer exist do not count.
+    """
     known = identities.remembered.others.values() if identities.remembered is not None else ()
     ids = {record.id for record in identities.records.values()}
     if any(
