@@ -270,7 +270,8 @@ def test_a_long_object_given_up_is_never_completed(
     writer.abort()
     assert not any(is_end(request) for request in stub.requests)
     if client.place.startswith("gs"):
-        assert stub.requests[-1].startswith("DELETE")
+        # Not the last request: obstore does not wait for the parts that are under way.
+        assert any(request.startswith("DELETE") for request in stub.requests)
 
 
 BLOBS = [f"step/rank-{number:05}.json" for number in range(600)]

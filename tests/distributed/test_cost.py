@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.distributed.job import Job
 
@@ -15,11 +16,13 @@ ONE_TIER = {"nvme": {"flush": {"every": 1000}}}
 def test_save_on_many_ranks_costs_its_caller_what_it_costs_on_one(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    (alone,) = make_job(1).run("cost", saves=SAVES, **ONE_TIER, run="alone")
+    # Eight runs of one rank load the machine as one run of eight does, so that both pay the same for its caches.
+    runs = [make_job(1).start("cost", saves=SAVES, **ONE_TIER, run=f"alone-{n}") for n in range(8)]
+    alone = [answer for run in runs for answer in run.wait()]
     together = make_job(8).run("cost", saves=SAVES, **ONE_TIER, run="together")
     assert [answer["messages"] for answer in together] == [0] * 8
-    one = statistics.median(alone["cpu_s"][2:])
-    many = statistics.median(s for answer in together for s in answer["cpu_s"][2:])
+    one = median_cpu_s(alone)
+    many = median_cpu_s(together)
     commits = []
     for step in map(str, range(3, SAVES + 1)):
         last = max(answer["landed"][step] for answer in together)
@@ -28,3 +31,8 @@ def test_save_on_many_ranks_costs_its_caller_what_it_costs_on_one(
     print(f"commit after the last rank's image: {statistics.median(commits) * 1e3:.1f} ms")
     assert many - one < 2e-3
     assert statistics.median(commits) < 0.1
+
+
+def median_cpu_s(answers: list[dict[str, Any]]) -> float:
+    """Return the median of what a save costs its caller, without the first two saves of each rank."""
+    return statistics.median(s for answer in answers for s in answer["cpu_s"][2:])
