@@ -79,7 +79,7 @@ def test_one_node_commits_whole_checkpoints_and_gives_the_memory_back(
     assert restored == [{"step": 2, "good": True, "tiers": ["nvme"]}] * 2
 
 
-@pytest.mark.parametrize("at_once", [pytest.param(False, marks=pytest.mark.torture), True])
+@pytest.mark.parametrize("at_once", [False, pytest.param(True, marks=pytest.mark.torture)])
 def test_each_node_brings_its_parts_and_the_last_one_commits(
     make_job: MakeJob, tmp_path: Path, at_once: bool
 ) -> None:

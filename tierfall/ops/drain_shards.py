@@ -30,10 +30,12 @@ from tierfall.tiers.stored import StoredTier
 class AwaitedShardsError(TierfallError):
     """Images that other machines upload are not on the tier yet, or are of another checkpoint.
 
-    It is retryable: a commit that fails for good makes the coordinator delete what is on the tier, of all machines.
+    It is retryable: a commit that fails for good makes the coordinator delete what is on the tier, of all machines. The
+    tier accepts the next copy meanwhile.
     """
 
     retryable: ClassVar[bool] = True
+    awaits_others: ClassVar[bool] = True
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from tierfall.core.format.records import Commit, NamedFile
@@ -33,6 +33,7 @@ from tierfall.core.scheduler.group.messages import (
     UploadedFiles,
     read_all,
 )
+from tierfall.core.scheduler.group.pending_commits import PendingCommits
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -47,9 +48,6 @@ K = TypeVar("K")
 V = TypeVar("V")
 REMEMBERED = 64
 """How many checkpoints that were given up are remembered, for ranks that come to save them later."""
-AGAIN_S = 1.0
-MOST_TIMES = 60
-"""The wait between two tries of a commit grows by ``AGAIN_S`` with each try, up to so many times that."""
 _Copy = tuple[str, CheckpointId]
 
 
@@ -79,7 +77,7 @@ class TierCommits:
         self._shared = shared
         self._flusher = flusher
         self._deleter = deleter
-        self._pending = _PendingCommits(hooks)
+        self._pending = PendingCommits(hooks)
         self.tick, self.due_s = self._pending.tick, self._pending.due_s
         self.admitted: dict[str, dict[CheckpointId, None]] = {tier: {} for tier in shared}
         self._of_node: dict[_Copy, dict[int, UploadedFiles]] = {}
@@ -105,8 +103,10 @@ class TierCommits:
         return any(of == id for _, of in self._complete)
 
     def is_committing_on(self, tier: str) -> bool:
-        """Return, at rank 0, whether all ranks have uploaded a copy that is not committed yet."""
-        return any(on == tier for on, _ in self._complete)
+        """Return, at rank 0, whether all ranks have uploaded a copy that is not committed yet, and awaits nobody."""
+        return any(
+            on == tier and not self._pending.awaits_others(on, id) for on, id in self._complete
+        )
 
     def errors_of(self, id: CheckpointId) -> dict[str, BaseException]:
         """Return why the ranks have given up copies of a checkpoint, by tier."""
@@ -338,10 +338,12 @@ class TierCommits:
         entry = self._ledger.entries.get(task.id)
         assert error is not None
         assert entry is not None
-        attempt = self._pending.try_again(task, self._ledger.now_s)
+        attempt = self._pending.try_again(task, error, self._ledger.now_s)
         since_s, until_s = attempt.since_s, attempt.not_before_s
         self._flusher.note_stall(task.tier, entry, error, attempt.tries, since_s, until_s)
-        if task.tier in self._ledger.failing:  # a newer one may be committed before it
+        if (
+            attempt.awaits_others or task.tier in self._ledger.failing
+        ):  # a newer one may be committed before it
             entry.overtaken.add(task.tier)
 
     def _contribute_committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
@@ -396,52 +398,3 @@ def _files(entry: LedgerEntry, uploads: Mapping[int, UploadedFiles]) -> tuple[Na
 def _saved_by(file: NamedFile) -> int:
     shard = keys.parse_shard(file.name)
     return -1 if shard is None else shard.rank
-
-
-@dataclass(slots=True)
-class _CommitAttempt:
-    """A record that is written, or is tried again at ``not_before_s``; it was refused first at ``since_s``."""
-
-    task: CommitCopy
-    since_s: float = 0.0
-    not_before_s: float = 0.0
-    waits: bool = False
-    tries: int = 0
-
-
-class _PendingCommits:
-    """The commit records that this rank writes: each is tried again until its tier accepts it, or it is given up."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
-        self._attempts: dict[_Copy, _CommitAttempt] = {}
-
-    def begin(self, task: CommitCopy) -> None:
-        self._attempts[task.tier, task.id] = _CommitAttempt(task)
-        self._hooks.dispatch(task)
-
-    def end(self, tier: str, id: CheckpointId) -> bool:
-        """Try a record no more; return whether a try is in flight, whose outcome is unknown."""
-        attempt = self._attempts.pop((tier, id), None)
-        return attempt is not None and not attempt.waits
-
-    def has(self, task: CommitCopy) -> bool:
-        return (task.tier, task.id) in self._attempts
-
-    def try_again(self, task: CommitCopy, now_s: float) -> _CommitAttempt:
-        attempt = self._attempts[task.tier, task.id]
-        attempt.since_s = attempt.since_s if attempt.tries else now_s
-        attempt.tries += 1
-        attempt.waits = True
-        attempt.not_before_s = now_s + AGAIN_S * min(attempt.tries, MOST_TIMES)
-        return attempt
-
-    def tick(self, now_s: float) -> None:
-        for attempt in self._attempts.values():
-            if attempt.waits and now_s >= attempt.not_before_s:
-                attempt.waits = False
-                self._hooks.dispatch(attempt.task)
-
-    def due_s(self) -> list[float]:
-        """Return when each record that waits is to be tried again."""
-        return [a.not_before_s for a in self._attempts.values() if a.waits]
