@@ -18,7 +18,7 @@ from tests.core.ranks.threads import on_all
 from tests.open_ranks import Opener, close_all, restore_all, wait_sealed
 from tests.steps import blank, state_of
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.errors import StateChangedError, TierfallError
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -79,6 +79,26 @@ def test_after_saves_that_failed(make_config: MakeConfig, memory: Path) -> None:
                 raise
     assert len(kept) == 4
     ckpt.close()
+    assert held(memory) == []
+
+
+def test_after_a_save_whose_state_changed(make_config: MakeConfig, memory: Path) -> None:
+    ckpt = tierfall.open(make_config())
+    state = trained()
+    kept: list[Any] = [ckpt.save(1, state, block=True)]
+    for step in (2, 3):
+        train(state["model"], state["optimizer"])
+        kept.append(ckpt.save(step, state))
+        with torch.no_grad():
+            state["model"].weight.zero_()
+        if step == 2:
+            with pytest.raises(StateChangedError) as raised:
+                ckpt.wait_captured()
+            kept.append(raised)
+        else:
+            train(state["model"], state["optimizer"])
+    ckpt.close()
+    assert isinstance(kept[1].exception(), StateChangedError)
     assert held(memory) == []
 
 

@@ -86,9 +86,8 @@ class Capturer:
                     continue
         except BaseException as error:  # noqa: BLE001 - raised again below
             self._current = None
-            traceback.clear_frames(error.__traceback__)
-            failure = as_capture_error(snapshot.id, error)
-            raise failure from failure.__cause__
+            _drop_frames(error)
+            raise as_capture_error(snapshot.id, error)  # noqa: B904 - its cause is set
         finally:
             self._queue.put(snapshot)
         if not lazy:
@@ -188,9 +187,8 @@ class Capturer:
             if snapshot.lazy:
                 self.evidence.on_failed(snapshot.id, error)
             self._queue.put(snapshot)
-            traceback.clear_frames(error.__traceback__)  # they hold tensors
-            failure = as_capture_error(snapshot.id, error)
-            raise failure from failure.__cause__
+            _drop_frames(error)
+            raise as_capture_error(snapshot.id, error)  # noqa: B904 - its cause is set
         if not idle and give_up_after is None and filling.failure is None:
             return
         if not idle and give_up_after is not None:
@@ -203,8 +201,7 @@ class Capturer:
         if idle:
             filling.release_sources()
         if filling.failure is not None:
-            failure = as_capture_error(snapshot.id, filling.failure)
-            raise failure from failure.__cause__
+            raise as_capture_error(snapshot.id, filling.failure)
 
     def _pass_barrier(self, snapshot: Snapshot) -> None:
         """Mark a snapshot as past its barrier; a complete image is sealed now."""
@@ -226,11 +223,16 @@ class Capturer:
         snapshot = self._current
         if snapshot is None:
             return
-        began = time.monotonic()
+        handle, began = snapshot.handle, time.monotonic()
+        del (
+            snapshot
+        )  # an error that a caller keeps holds this frame, and shall hold nothing of the image
         try:
             self.wait_copied(timeout, in_order=in_order)
+        except CaptureError as error:
+            raise error.with_traceback(None)  # noqa: B904 - its cause is set
         finally:
-            snapshot.handle.add_blocked(time.monotonic() - began)
+            handle.add_blocked(time.monotonic() - began)
 
     def _at_barrier(self) -> None:
         """The step hook; never raises, since the capture thread reports failures."""
@@ -287,7 +289,7 @@ class Capturer:
                 snapshot.copier.fail(_as_raisable(snapshot, error), even_if_hashed=True)
                 snapshot.copier.wait_unused()
                 snapshot.copier.release_sources()
-                traceback.clear_frames(error.__traceback__)
+                _drop_frames(error)
                 failure = snapshot.copier.failure or error
                 if snapshot.lazy:
                     self.evidence.on_failed(snapshot.id, failure)
@@ -364,6 +366,22 @@ def _as_raisable(snapshot: Snapshot, error: BaseException) -> Exception:
     failure = _interrupted(snapshot, error)
     failure.__cause__ = error
     return failure
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Free what the frames of a caught error hold: tensors, and the memory of the image. The handle keeps the error.
+
+    A frame that still runs cannot be cleared, so that the traceback is dropped; a note has its text where the error
+    itself does not say what happened.
+    """
+    if not isinstance(error, Exception):  # it goes on to whoever ends the program
+        return
+    if not isinstance(error, CaptureError):
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
 
 
 def _describe_progress(snapshot: Snapshot) -> str:

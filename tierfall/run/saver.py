@@ -390,8 +390,7 @@ def _as_capture_errors(id: CheckpointId, undo: Callable[[], object]) -> Iterator
         yield
     except BaseException as error:  # noqa: BLE001 - raised again below
         undo()
-        failure = as_capture_error(id, error)
-        raise failure from failure.__cause__
+        raise as_capture_error(id, error)  # noqa: B904 - its cause is set
 
 
 @dataclass(frozen=True, slots=True)
