@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    adapters,
     gpu,
     in_flight,
     machine,
@@ -45,6 +46,7 @@ PARTS = (
     "small",
     "in_flight",
     "yielding",
+    "adapters",
     "gpu",
 )
 MORE_PARTS = {
@@ -53,6 +55,7 @@ MORE_PARTS = {
     "small": small.measure,
     "in_flight": in_flight.measure,
     "yielding": yielding.measure,
+    "adapters": adapters.measure,
     "gpu": gpu.measure,
 }
 EPILOGUE = (
