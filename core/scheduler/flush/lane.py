@@ -32,6 +32,7 @@ from tierfall.core.types.values import CheckpointId, CopyState
 
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 60.0
+TRIES_BEFORE_REPORT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,6 +403,14 @@ class FlushLane:
         self.not_before_s = now_s + _wait_s(self.tries)
         if self.failing_since_s is None:
             self.failing_since_s = now_s
+
+    def rounds_failed(self, entry: LedgerEntry) -> int:
+        """Return how many rounds of tries of a copy have failed: copies with fewer come first. 0 once another copy was
+        committed on the tier."""
+        failures = entry.failures.get(self.tier)
+        if failures is None or failures.arrivals != self.arrivals:
+            return 0
+        return failures.count // TRIES_BEFORE_REPORT
 
     def failing_for_s(self, now_s: float) -> float:
         return 0.0 if self.failing_since_s is None else now_s - self.failing_since_s
