@@ -249,7 +249,7 @@ class Flusher:
         if isinstance(error, StorageFullError):
             self._room.on_disk_full(lane, error)
             return
-        lane.back_off(entry, now_s)
+        lane.back_off(entry, error, now_s)
         self.counters.flush_failures += 1
         if not self._stop_trying(lane, transfer, error):
             self._report_failure(lane, entry, error, now_s)
