@@ -373,7 +373,7 @@ def test_a_tier_that_hangs_while_its_device_is_looked_up_is_unreachable(
     shutil.rmtree(tmp_path / "disk")
     gate = threading.Event()
     monkeypatch.setattr(
-        "tierfall.setup.tier_identity._device", lambda tier: gate.wait(LONG_S) and None
+        "tierfall.setup.tier_identity.device_of", lambda tier: gate.wait(LONG_S) and None
     )
     try:
         began_s = time.monotonic()

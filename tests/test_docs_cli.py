@@ -162,6 +162,7 @@ def test_every_example_prints_what_the_page_shows(
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: NODE)
     monkeypatch.setattr("tierfall.cli.init.measure_free", lambda *_: ROOMY)
+    monkeypatch.setattr("tierfall.ops.measure._free_bytes", lambda folder: 67 << 30)
     played = 0
     stage = Stage(tmp_path, memory)
     for line, shown, printed in play(stage):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import subprocess
 import threading
@@ -102,6 +103,39 @@ def test_room_on_a_disk_that_is_really_full_is_made_by_dropping_the_oldest(
         assert step_in(state) == 7
 
 
+def test_a_full_disk_is_reported_when_it_begins_and_when_it_ends(
+    make_config: MakeConfig, mount: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three fit. The warning names what is deleted and what is kept; later saves add none."""
+    disk = mount("1500k")
+
+    def texts(level: int) -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.levelno == level and "full" in r.msg]
+
+    caplog.set_level(logging.INFO, "tierfall")
+    with tierfall.open(make_config()) as ckpt:
+        for step in range(10, 100, 10):
+            ckpt.save(step, state_of(step, elements=BIG), block=True)
+        (begin,) = texts(logging.WARNING)
+        assert "tier disk is full, and deletes older checkpoints for each new one" in begin
+        assert "Deleted: 10@1" in begin
+        assert "Kept: 30@1, 20@1." in begin
+        assert "No space left on device" in begin
+        assert steps_on(disk) == [70, 80, 90]
+        assert texts(logging.INFO) == []
+        subprocess.run(["mount", "-o", "remount,size=40m", str(disk)], check=True)
+        for step in range(100, 150, 10):
+            ckpt.save(step, state_of(step, elements=BIG), block=True)
+        (end,) = texts(logging.INFO)
+        assert "tier disk is not full any more" in end
+        assert "Deleted before: 10@1, 20@1, 30@1, 40@1 and 2 more" in end
+        assert texts(logging.WARNING) == [begin]
+        subprocess.run(["mount", "-o", "remount,size=3500k", str(disk)], check=True)
+        ckpt.save(150, state_of(150, elements=BIG), block=True)
+        assert len(texts(logging.WARNING)) == 2
+        assert "Deleted: 70@1" in texts(logging.WARNING)[1]
+
+
 @pytest.mark.parametrize("compress", [None, {"codec": "zstd"}], ids=["raw", "zstd"])
 def test_a_write_that_finds_no_space_costs_one_checkpoint(
     compress: dict[str, str] | None,
@@ -132,6 +166,9 @@ def test_a_disk_that_others_filled_is_used_again_when_they_leave(
         assert isinstance(error, CapacityError)
         assert "flush of 2@1 to disk" in str(error)
         assert "free the disk" in str(error)
+        assert "No space left on device" in str(error)
+        about = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert [text for text in about if "2@1" in text] == [str(error)]
         assert steps_on(disk) == [1]
         assert ckpt.save(3, state_of(3, elements=BIG)).outcome in ("pending", "failed")
         (disk / "filler").unlink()

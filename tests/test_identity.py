@@ -112,7 +112,7 @@ def test_a_disk_that_lay_on_another_device_is_not_mounted(
     save(config, 3)
     unmount(tmp_path / "disk")
     parents = os.stat(tmp_path / "disk").st_dev + 1
-    monkeypatch.setattr("tierfall.setup.tier_identity._device", lambda tier: parents)
+    monkeypatch.setattr("tierfall.setup.tier_identity.device_of", lambda tier: parents)
     with pytest.raises(RestoreError, match="is a file system not mounted there"):
         restored(config)
 
@@ -126,7 +126,7 @@ def test_this_machine_remembers_the_device_of_a_disk_beside_other_tiers(
     save(config, 1, 2, 3)
     away = unmount(tmp_path / "disk")
     parents = os.stat(tmp_path / "disk").st_dev + 1
-    monkeypatch.setattr("tierfall.setup.tier_identity._device", lambda tier: parents)
+    monkeypatch.setattr("tierfall.setup.tier_identity.device_of", lambda tier: parents)
     for _ in range(2):  # a start without the disk does not make the next one forget it
         with pytest.raises(RestoreError, match="tier disk could not be read"):
             restored(config)
@@ -239,7 +239,7 @@ def test_another_file_system_in_a_tiers_place_is_not_that_tier(
     if shared is None:
         right_device = os.stat(tmp_path).st_dev
         monkeypatch.setattr(
-            "tierfall.setup.tier_identity._device",
+            "tierfall.setup.tier_identity.device_of",
             lambda tier: right_device + (tmp_path / "right").exists(),
         )
     pfs = tier(tmp_path, "pfs", **({} if shared is None else {"shared": shared}))

@@ -8,7 +8,7 @@ a number. It knows nothing of checkpoints.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -35,9 +35,11 @@ class StrayAttemptError(IntegrityError):
 
 
 class Fence:
-    """The attempts of one run on one tier. May be used by several threads."""
+    """The attempts of one run on one tier. May be used by several threads. ``on_emptied`` is called where the record of
+    an attempt of this process is gone."""
 
-    def __init__(self, documents: Documents) -> None:
+    def __init__(self, documents: Documents, on_emptied: Callable[[], None] = lambda: None) -> None:
+        self._on_emptied = on_emptied
         self._tier = documents.tier
         self._run = documents.run
         self._backend = documents.backend
@@ -46,6 +48,8 @@ class Fence:
         """The ids of attempts of this process."""
         self._recorded: set[str] = set()
         """The ids of own attempts whose record was read here undamaged, or that ``trust`` was called with."""
+        self._trusted: set[str] = set()
+        """The ids of attempts that ``trust`` was called with: their record may never have been here."""
         self._strays: set[int] = set()
         """The attempt numbers of strays that were logged."""
 
@@ -93,6 +97,7 @@ class Fence:
         """Allow the record of ``attempt`` to be rewritten before the next commit if it is damaged. The caller knows
         that the number is this attempt's."""
         self._recorded.add(attempt.id)
+        self._trusted.add(attempt.id)
 
     def check(self, attempt: Attempt) -> None:
         """Raise FencedError if a newer attempt than ``attempt`` exists here, or its number has another owner.
@@ -104,6 +109,13 @@ class Fence:
         """
         if self._is_registered(attempt, doing="commit"):
             return
+        if attempt.id in self._recorded - self._trusted:
+            logger.warning(
+                "tier %s: the record of attempt %d is gone from %s: were files of run %s deleted there while it "
+                "trains? Checkpoints that were deleted are lost there; new ones are written to it",
+                self._tier, attempt.number, self._backend.place, self._run,
+            )  # fmt: skip
+            self._on_emptied()
         try:
             self.create(attempt)  # the tier was unreachable at open
         except KeyExistsError as error:

@@ -33,15 +33,17 @@ class TierMarker:
         self._documents = documents
         self._set_identity_check = set_identity_check
         self._key = f"{documents.run}/{keys.TIER_NAME}"
+        self._last: TierRecord | None = None
 
     def read(self) -> TierRecord | None:
         """Read the tier record; None where there is none yet."""
         try:
-            return parse_tier_record(
+            self._last = parse_tier_record(
                 self._documents.read(self._key), what=self._documents.what(self._key)
             )
         except KeyNotFoundError:
             return None
+        return self._last
 
     def write(self, record: TierRecord, *, again: bool) -> TierRecord:
         """Create the tier record, or return the one that exists; ``again`` replaces it."""
@@ -57,7 +59,13 @@ class TierMarker:
                     f"to be there: move away what is there in {self._documents.backend.place}"
                 ) from error
             return found
+        self._last = record
         return record
+
+    def restore(self) -> None:
+        """Write the record again that was read or written last: it was deleted."""
+        if self._last is not None:
+            self._documents.replace(self._key, self._last.encode())
 
     def expect(self, id: str) -> None:
         """Let a backend whose folder is mounted anew continue with a folder whose tier record has this id."""

@@ -33,6 +33,11 @@ PROOF_BYTES_MAX = 1 << 20
 LISTINGS_AT_ONCE = 64
 GROUP = 128
 """Folders listed concurrently before a scan yields their first object."""
+_CURE = (
+    "Mount it again, or move it back, and copies go on. If it was deleted, end the run by close, and start it again: "
+    "the start makes a new folder (of a shared tier, after 'tierfall forget'), and copies there what memory and other "
+    "tiers have"
+)
 SLOW_S = 0.0005
 SLOW_IN_A_ROW = 4
 """A single slow listing may only mean that the machine is busy."""
@@ -110,15 +115,18 @@ class Folders:
             raise BackendError(f"{self.path}: this backend is closed; open it again")
         try:
             found = _identity(os.stat(self.path))
+        except FileNotFoundError as error:
+            raise UnreachableError(
+                f"{self.path}: the tier's folder is gone: it was deleted, moved or unmounted. {_CURE}"
+            ) from error
         except OSError as error:
             raise UnreachableError(
-                f"{self.path}: the tier's folder cannot be looked at ({error.strerror}); expected it as it was at "
-                "open: mount or restore it"
+                f"{self.path}: the tier's folder cannot be looked at ({error.strerror}): check its file system"
             ) from error
         if found != self._identity and not self._is_back(found):
             raise UnreachableError(
-                f"{self.path}: the folder is not the one that was opened (unmounted, or created again?); "
-                "mount it again, or open the tier again"
+                f"{self.path}: the folder is not the one that was opened: that one was unmounted, moved, or deleted "
+                f"and created again. {_CURE}"
             )
         if begun_in not in (None, self._identity):
             raise LostWriteError(

@@ -26,15 +26,19 @@ GIB = 1 << 30
 
 
 RATES = {"disk": 1e9, "far": 1e6}
+FREE: dict[str, int] = {}
 
 
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiers as fast as these, whatever the machine's are."""
+    """Tiers as fast and as empty as these, whatever the machine's are."""
 
     def measure(*args: Any) -> tuple[TierMeasurement, ...]:
         found = measuring.measure(*args)
-        return tuple(replace(tier, write_bytes_per_s=RATES.get(tier.name)) for tier in found)
+        return tuple(
+            replace(tier, write_bytes_per_s=RATES.get(tier.name), free_bytes=FREE.get(tier.name))
+            for tier in found
+        )
 
     monkeypatch.setattr("tierfall.cli.check.measure", measure)
 
@@ -153,6 +157,59 @@ def test_options_that_make_no_sense_are_refused(
     answer = cli("check", *words, code=2)
     assert output in answer.err
     assert answer.out == ""
+
+
+# Room ------------------------------------------------------------------------------------------------
+
+
+def reasons(cli: Cli, *words: str) -> str:
+    found = cli.json("check", *SMALL, "--save-every", "10m", *words)["forecast"]
+    return "\n".join(found["tiers"][1]["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("rules", "limit", "cure"),
+    [
+        ({}, "its file system, where 10.5 GiB are free or hold this run,", "free space there"),
+        ({"capacity": "10752MiB"}, "its capacity of 10.5 GiB", "raise capacity"),
+    ],
+)
+def test_what_retention_keeps_and_a_tier_has_no_room_for_is_reported_with_figures(
+    make_cli: MakeCli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rules: dict[str, str],
+    limit: str,
+    cure: str,
+) -> None:
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setitem(FREE, "disk", 21 * GIB // 2 if not rules else 100 * GIB)
+    cli = make_cli(disk={"retain": {"last": 20}, **rules}, host={"capacity": "30GiB"})
+    text = reasons(cli, "--image", "1GiB")
+    assert "full after 1 h 50 min: then the oldest is deleted for each new one" in text
+    assert "would hold up to 21 checkpoints within the day, 21 GiB" in text
+    assert f"{limit} has room for 10: {cure}" in text
+    assert "keep fewer (retain)" in text
+    text = reasons(cli, "--image", "11GiB")
+    is_too_small = f"cannot hold one checkpoint of 11 GiB: {limit} is too small: {cure}"
+    assert rules or is_too_small in text, "with such a capacity, every save raises an error"
+    cli = make_cli(disk={"retain": {"last": 9}, **rules}, host={"capacity": "30GiB"})
+    assert reasons(cli, "--image", "1GiB") == ""
+
+
+def test_files_of_the_run_itself_count_as_free(
+    make_cli: MakeCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three checkpoints are there; a fourth one fits beside them, as a copy is written before one is deleted."""
+    cli = make_cli(disk={"retain": {"last": 3}}, host={"capacity": "4MiB"})
+    with tierfall.open(cli.config) as ckpt:
+        for step in (10, 20, 30):
+            ckpt.save(step, state_of(step), block=True)
+    image = cli.json("check", *SMALL, "--save-every", "10m")["forecast"]["image_bytes"]
+    monkeypatch.setitem(FREE, "disk", image)
+    assert reasons(cli) == ""
+    monkeypatch.setitem(FREE, "disk", 0)
+    assert "has room for 3" in reasons(cli)
 
 
 # What checkpoints tell -------------------------------------------------------------------------------

@@ -80,6 +80,14 @@ CASES: dict[str, tuple[SimulatedChain, Workload]] = {
         replace(FAST, rules=(HOST, disk(capacity_bytes=1000 * GB), FAST.rules[2])),
         every(60),
     ),
+    "a file system with less room than the capacity, and a rule that keeps more": (
+        replace(
+            FAST,
+            rules=(HOST, disk(keep=50, capacity_bytes=1000 * GB, evict_high=0.9, evict_low=0.5)),
+            room={"nvme": 300 * GB},
+        ),
+        every(60),
+    ),
     "a disk with room for one, that must keep the newest": (
         replace(FAST, rules=(HOST, disk(capacity_bytes=10 * GB))),
         every(600),

@@ -307,6 +307,11 @@ def report_day(
         rules=tier_rules(settings),
         rates=rates,
         shared=frozenset(tier.name for tier in settings.stored if is_shared(tier)),
+        room={
+            tier.name: tier.free_bytes + tier.run_bytes
+            for tier in tiers
+            if tier.free_bytes is not None and tier.run_bytes is not None
+        },
         host_bytes=settings.host.capacity_bytes,
         max_wait_s=settings.max_wait_s,
     )

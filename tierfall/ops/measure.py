@@ -56,7 +56,8 @@ class TierMeasurement:
     """The measurements of one tier; None: not known.
 
     ``round_trip_s`` is the median of ``TRIPS`` bounded calls of ``stat``. ``fenced``: a newer start stops an older one
-    from committing there, at any moment. ``free_bytes`` is by the medium, ``capacity_bytes`` by the configuration.
+    from committing there, at any moment. ``free_bytes`` is by the medium, ``capacity_bytes`` by the configuration;
+    ``run_bytes`` are those of this run's checkpoints there.
     ``read_only``: it is restored from, and not written to. ``error`` ended the measurement.
     """
 
@@ -72,6 +73,7 @@ class TierMeasurement:
     free_bytes: int | None = None
     read_only: bool = False
     capacity_bytes: int | None = None
+    run_bytes: int | None = None
     error: TierfallError | None = None
 
 
@@ -84,14 +86,16 @@ def measure(
     """
     found = []
     with RunReader(config) as reader:
-        missing = reader.missing()
+        listings, missing = reader.list_with_missing()
+    run_bytes = {x.tier: x.used_bytes for x in listings if x.error is None}
     for tier in config.chain:
         on_tier(tier.name)
         if isinstance(tier, HostTierConfig):
             found.append(_measure_host(config, tier))
         else:
             why = missing.get(tier.name)
-            found.append(_measure_stored(config, tier, size_bytes, why))
+            measured = _measure_stored(config, tier, size_bytes, why)
+            found.append(replace(measured, run_bytes=run_bytes.get(tier.name)))
     return tuple(found)
 
 

@@ -176,8 +176,7 @@ class RunReader:
         return RunLock.owner(self._lock_path) or find_owner(self._folder)
 
     def list(self) -> tuple[Listing, ...]:
-        listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
-        missing = self._missing(listings)
+        listings, missing = self.list_with_missing()
         listings = tuple(
             Listing(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
             for x in listings
@@ -198,11 +197,11 @@ class RunReader:
             for x in listings
         )
 
-    def missing(self) -> dict[str, UnreachableError]:
-        """Return the tiers that count as not mounted, as they are empty and should not be, each with the error."""
-        return self._missing(
-            list_all(self.config, self.host, self.stores, self.errors, self._calls)
-        )
+    def list_with_missing(self) -> tuple[tuple[Listing, ...], dict[str, UnreachableError]]:
+        """Return the listings of all tiers, and the tiers that count as not mounted, as they are empty and should not
+        be, each with the error."""
+        listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
+        return listings, self._missing(listings)
 
     def _missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
         return self._identities(listings).missing(listings)

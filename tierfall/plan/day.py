@@ -6,7 +6,7 @@ the day is extrapolated from the second half of what was simulated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from tierfall.core.types.units import format_duration, format_rate, format_size
@@ -19,6 +19,7 @@ from tierfall.plan.simulate import (
     TierCounters,
     Workload,
     copy_s_of,
+    limit_of,
     ranks_on,
 )
 
@@ -108,7 +109,51 @@ def forecast_day(
     )
     if refused := tuple(_refusals(chain, load)):
         return _without_saves(forecast, refused)
-    return replace(forecast, reasons=tuple(_reasons_of_run(forecast)))
+    forecast = replace(forecast, reasons=tuple(_reasons_of_run(forecast)))
+    full = {t.name for t in forecast.tiers[1:] if t.full_s is not None}
+    if not full:
+        return forecast
+    endless = replace(chain, room={}, rules=tuple(_without_limit(r, full) for r in chain.rules))
+    wanted = forecast_day(endless, load, horizon_s=horizon_s, work_max=work_max).tiers
+    tiers = zip(forecast.tiers, wanted, chain.rules, strict=True)
+    return replace(forecast, tiers=tuple(_with_limit(*tier, chain) for tier in tiers))
+
+
+def _without_limit(rules: TierRules, full: Collection[str]) -> TierRules:
+    """Return the rules of a tier without its capacity, if it is one of ``full``."""
+    if rules.name not in full:
+        return rules
+    return replace(rules, capacity_bytes=None, evict_high=None, evict_low=None)
+
+
+def _with_limit(
+    tier: TierForecast, wanted: TierForecast, rules: TierRules, chain: SimulatedChain
+) -> TierForecast:
+    """Add to the reasons of a tier that its rules keep more than it can hold. ``wanted`` is its forecast without a
+    limit."""
+    limit, size = limit_of(rules, chain), tier.copy_bytes
+    if rules.kind is TierKind.HOST or limit is None or not size <= limit < wanted.bytes_max:
+        return tier
+    reason = (
+        f"without a limit it would hold up to {wanted.kept_max} checkpoints within the day, "
+        f"{format_size(wanted.bytes_max)}; {_describe_limit(limit, rules)} has room for {limit // size}: "
+        f"{_larger(limit, rules)}, keep fewer (retain), or save there less often (flush.every)"
+    )
+    return replace(tier, reasons=(*tier.reasons, reason))
+
+
+def _describe_limit(limit: int, rules: TierRules) -> str:
+    if limit == rules.capacity_bytes:
+        return f"its capacity of {format_size(limit)}"
+    return f"its file system, where {format_size(limit)} are free or hold this run,"
+
+
+def _larger(limit: int, rules: TierRules) -> str:
+    return (
+        "raise capacity"
+        if limit == rules.capacity_bytes
+        else "free space there, or use a larger file system"
+    )
 
 
 def _without_saves(forecast: DayForecast, reasons: tuple[str, ...]) -> DayForecast:
@@ -191,8 +236,9 @@ def _forecast_tier(
     grown = max(0, end.kept[name] - half.kept[name])
     kept = min(saves_max, round(counters.kept + grown * trend))
     full_s = counters.full_s
-    if rules.kind is not TierKind.HOST and rules.capacity_bytes is not None:
-        kept_limit = rules.capacity_bytes // size
+    limit = limit_of(rules, chain)
+    if rules.kind is not TierKind.HOST and limit is not None:
+        kept_limit = limit // size
         if kept > kept_limit and full_s is None:
             per_s = grown / (end.at_s - half.at_s)
             full_s = end.at_s + (kept_limit - end.kept[name]) / per_s
@@ -235,7 +281,7 @@ def _reasons_of_tier(
 ) -> Iterator[str]:
     if rules.kind is TierKind.HOST:
         return
-    capacity = rules.capacity_bytes
+    limit = limit_of(rules, chain)
     if tier.copy_s is None:
         yield "its write rate is unknown: it is assumed to keep up"
     elif tier.behind_per_h:
@@ -249,10 +295,10 @@ def _reasons_of_tier(
             f"further behind than {format_duration(rules.within_s)} (flush.within) after "
             f"{format_duration(tier.late_s)}"
         )
-    if capacity is not None and capacity < tier.copy_bytes:
+    if limit is not None and limit < tier.copy_bytes:
         yield (
-            f"cannot hold one checkpoint: {format_size(tier.copy_bytes)}, its capacity is "
-            f"{format_size(capacity)}"
+            f"cannot hold one checkpoint of {format_size(tier.copy_bytes)}: {_describe_limit(limit, rules)} is too "
+            f"small: {_larger(limit, rules)}"
         )
     elif tier.full_s is not None:
         then = "the oldest is deleted for each new one"

@@ -74,11 +74,13 @@ class Workload:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedChain:
     """The tiers. ``rates`` are bytes per second that one node writes to a tier (missing: unknown, and taken as
-    instant); ``shared`` names the tiers that all nodes see; ``host_bytes`` is one rank's memory (None: 2.2 images)."""
+    instant); ``shared`` names the tiers that all nodes see; ``room`` is what a tier's file system has for the run, in
+    bytes (missing: unknown); ``host_bytes`` is one rank's memory (None: 2.2 images)."""
 
     rules: tuple[TierRules, ...]
     rates: Mapping[str, float] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
+    room: Mapping[str, int] = field(default_factory=dict)
     host_bytes: int | None = None
     max_wait_s: float = 60.0
 
@@ -186,12 +188,7 @@ class Simulation:
         self._coordinator = self._make_coordinator()
 
     def _make_coordinator(self) -> Coordinator:
-        rules = tuple(
-            r
-            if r.capacity_bytes is None or r.kind is TierKind.HOST
-            else replace(r, capacity_bytes=r.capacity_bytes // ranks_on(r, self._chain, self._load))
-            for r in self._chain.rules
-        )
+        rules = tuple(self._rules_of_rank(r) for r in self._chain.rules)
         limits = LaneLimits(parallel=1, budget_bytes=self._load.image_bytes)
         capacity_bytes = self._chain.host_bytes or math.ceil(
             DEFAULT_IMAGES * self._load.image_bytes
@@ -206,6 +203,14 @@ class Simulation:
             when_full=self._host.when_full or WhenFull.WAIT,
             notify=self._on_event,
         )
+
+    def _rules_of_rank(self, rules: TierRules) -> TierRules:
+        limit = limit_of(rules, self._chain)
+        if limit is None or rules.kind is TierKind.HOST:
+            return rules
+        if limit != rules.capacity_bytes:  # a full disk has no watermarks
+            rules = replace(rules, evict_high=None, evict_low=None)
+        return replace(rules, capacity_bytes=limit // ranks_on(rules, self._chain, self._load))
 
     def run_until(self, horizon_s: float) -> tuple[CounterSample, CounterSample]:
         """Run to the horizon, or to the save at which the work is spent. Returns the counters at half of that time and
@@ -420,6 +425,12 @@ def ranks_on(rules: TierRules, chain: SimulatedChain, load: Workload) -> int:
     if rules.kind is TierKind.HOST:
         return 1
     return load.ranks if rules.name in chain.shared else load.ranks_per_node
+
+
+def limit_of(rules: TierRules, chain: SimulatedChain) -> int | None:
+    """Return how many bytes a tier can hold: its capacity, or the room on its file system if that is less."""
+    limits = (rules.capacity_bytes, chain.room.get(rules.name))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def copy_s_of(rules: TierRules, chain: SimulatedChain, load: Workload) -> float | None:

@@ -101,7 +101,8 @@ class Checkpointer:
         """
         handle = self._opened.save_state(step, state, metrics, tags)
         if block:
-            handle.wait()
+            with self._session.waiting_for_copies(f"save of step {step}"):
+                handle.wait()
         return handle
 
     def maybe_save(

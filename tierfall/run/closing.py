@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from tierfall.config.sections import OnClose
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.sampling.fingerprint import Fingerprint
-from tierfall.core.types.errors import FlushError, RanksError
+from tierfall.core.types.errors import FlushError, RanksError, TierfallError
 from tierfall.core.types.text import format_ranks, format_some
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.session.leftovers import images_in
@@ -25,6 +24,8 @@ from tierfall.session.session import Session
 from tierfall.telemetry.reports import DrainReport
 
 logger = logging.getLogger("tierfall")
+LOOK_S = 1.0
+"""Seconds for which ``close`` waits for the folder of a tier that fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +129,42 @@ def decide(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
     return ClosingDecision(plan=ClosingPlan.SAVE)
 
 
-def confirm_copies(session: Session, timeout_s: float) -> bool:
-    """Look again at the copies that allow memory to be released, for ``timeout_s`` seconds at most: they may have been
-    removed meanwhile.
+@dataclass(frozen=True, slots=True)
+class LookedAt:
+    """Images that memory must not lose, each with the tiers that have a copy by the ledger: whether it is whole there
+    now, or why that is not known."""
 
-    Copies that lack files are reported, so that they are written anew. False where no tier could be asked about one.
-    """
-    if session.config.host.on_close is OnClose.KEEP or session.coordinator.fenced is not None:
-        return True
+    found: Mapping[CheckpointId, Mapping[str, bool | TierfallError]]
+
+    @property
+    def allows_release(self) -> bool:
+        """False where a tier could not be asked about an image of which no tier has a whole copy."""
+        return all(
+            True in tiers.values() or all(isinstance(answer, bool) for answer in tiers.values())
+            for tiers in self.found.values()
+        )
+
+    def lacks(self, id: CheckpointId, tier: str) -> bool:
+        """Return whether it is not known, or not so, that a tier has a checkpoint that was looked for there."""
+        return self.found.get(id, {}).get(tier, True) is not True
+
+    @property
+    def lacking(self) -> set[str]:
+        """The tiers that lack a copy, or could not be asked about it."""
+        return {tier for id, tiers in self.found.items() for tier in tiers if self.lacks(id, tier)}
+
+    @property
+    def unread(self) -> dict[str, BaseException]:
+        """The errors of tiers that could not be asked."""
+        answers = (pair for tiers in self.found.values() for pair in tiers.items())
+        return {tier: answer for tier, answer in answers if not isinstance(answer, bool)}
+
+
+def confirm_copies(session: Session, timeout_s: float) -> LookedAt:
+    """Look again at the copies that allow memory to be released, for ``timeout_s`` seconds at most: they may have been
+    removed meanwhile. Copies that lack files are reported, so that they are written anew."""
+    if session.coordinator.fenced is not None:
+        return LookedAt({})
 
     def ask() -> dict[CheckpointId, list[str]]:
         needed = images_needed(session.coordinator.ledger)
@@ -143,12 +172,13 @@ def confirm_copies(session: Session, timeout_s: float) -> bool:
 
     copies = session.call(ask)
     ends_s = time.monotonic() + timeout_s
-    found = [
-        session.is_whole(id, tiers, max(0.0, ends_s - time.monotonic()))
-        for id, tiers in copies.items()
-        if tiers
-    ]
-    return None not in found
+    return LookedAt(
+        {
+            id: session.look_at(id, tiers, max(0.0, ends_s - time.monotonic()))
+            for id, tiers in copies.items()
+            if tiers
+        }
+    )
 
 
 def log_lost(session: Session) -> list[FlushError]:
@@ -178,10 +208,26 @@ def _only_in_memory(session: Session) -> set[CheckpointId]:
     return session.call(ask)
 
 
-def log_end(session: Session, report: DrainReport, *, memory_kept: bool) -> None:
-    """Log what ``close`` leaves owed, and on rank 0 the newest checkpoint and which tiers have it."""
+def log_end(
+    session: Session, report: DrainReport, looked_at: LookedAt, *, memory_kept: bool
+) -> None:
+    """Log what ``close`` leaves owed and why, and on rank 0 the newest checkpoint and which tiers have it."""
+    coordinator = session.coordinator
+
+    def ask() -> dict[str, BaseException]:
+        lanes = (x for x in coordinator.lanes.values() if x.failing_since_s is not None)
+        delayed = {lane.tier: lane.last_error for lane in lanes if lane.last_error is not None}
+        return delayed | coordinator.ledger.failing
+
+    errors = {**looked_at.unread, **session.call(ask)}
+    errors.pop(session.host.name, None)
+    for tier, error in errors.items():
+        logger.warning("close: tier %s does not answer or accepts no copy: %s", tier, error)
+    if memory_kept:
+        names = {*errors, *looked_at.lacking}
+        session.tiers.identities.forget_emptied(names, timeout_s=LOOK_S)
     _log_left(session, report)
-    _log_newest(session, memory_kept=memory_kept)
+    _log_newest(session, looked_at, memory_kept=memory_kept)
 
 
 def _log_left(session: Session, report: DrainReport) -> None:
@@ -217,17 +263,18 @@ def _log_left(session: Session, report: DrainReport) -> None:
         )
 
 
-def _log_newest(session: Session, *, memory_kept: bool) -> None:
+def _log_newest(session: Session, looked_at: LookedAt, *, memory_kept: bool) -> None:
     if not session.ranks.topology.is_root:
         return
-    tiers = [*([session.host.name] if memory_kept else []), *session.stores]
+    host = session.host.name
+    tiers = [*([host] if memory_kept else []), *session.stores]
 
     def ask() -> tuple[CheckpointId, list[str]] | None:
         ledger = session.coordinator.ledger
         left = ledger.abandoned()
         for id in ledger.entries.ids(newest_first=True):
             entry = ledger.entries.peek(id)
-            there = [tier for tier in tiers if entry.readable_on(tier)]
+            there = [t for t in tiers if entry.readable_on(t) and not looked_at.lacks(id, t)]
             if there and id not in left and not entry.tombstoned:
                 return id, there
         return None
@@ -239,6 +286,11 @@ def _log_newest(session: Session, *, memory_kept: bool) -> None:
     id, there = newest
     where = ", ".join(there)
     logger.info("run %s is closed; its newest checkpoint is %s, on %s", session.run, id, where)
+    if there == [host] and session.stores:
+        logger.warning(
+            "close: %s is in the memory of this machine alone, in %s: the next start restores it, and a restart of "
+            "the machine loses it", id, session.host.path,
+        )  # fmt: skip
 
 
 def _who(rank: int, reports: Mapping[int, LastStepReport]) -> str:

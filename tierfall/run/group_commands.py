@@ -166,7 +166,7 @@ def drain_here(
             forecast = start_drain(
                 session, asker, began + deadline_s, doing=doing, left_s=deadline_s
             )
-        with session.holds.hold(doing, session.status.describe_flushes, level=logging.INFO):
+        with session.waiting_for_copies(doing):
             session.wait_idle(deadline_s)
     finally:
         if continues:

@@ -336,7 +336,7 @@ class OpenRun:
                 self.finish_capture(left_s())
                 self.capturer.close(left_s())
                 session.find_external_commits(left_s(), last=True)
-                confirmed = confirm_copies(session, left_s() / 2)
+                looked_at = confirm_copies(session, left_s() / 2)
                 report = group_commands.drain_here(
                     session, left_s(), doing="close", continues=False
                 )
@@ -346,10 +346,10 @@ class OpenRun:
             finally:
                 self.capturer.stop_waiting()
                 together = group_commands.finish_commands(session, left_s)
-            keep = not confirmed or must_keep_memory(session)
+            keep = not looked_at.allows_release or must_keep_memory(session)
             if keep and not session.memory.repair(left_s(LAST_S)):
                 session.coordinator.errors += log_lost(session)
-            log_end(session, report, memory_kept=keep)
+            log_end(session, report, looked_at, memory_kept=keep)
         finally:
             self._closed = True
             OPEN.discard(self)

@@ -32,6 +32,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.session.leftovers import regions_in
 from tierfall.session.session import Session
 from tierfall.setup.lineage import SavingLineage, as_step
+from tierfall.setup.other_runs import describe_other_runs
 from tierfall.setup.tiers import is_shared, reported_tiers
 
 logger = logging.getLogger("tierfall")
@@ -137,6 +138,7 @@ class Restorer:
 
             candidates = self.candidates(listings, request, tally, look_again)
             if not candidates:
+                self._warn_of_other_runs()
                 return None
             open_image = session.tiers.opener(regions_in(hosts))
             where = (candidates, listings, request, open_image, ranks.shard)
@@ -155,6 +157,17 @@ class Restorer:
                 exchange=self.exchange(),
                 nowhere=self.nowhere,
             )
+
+    def _warn_of_other_runs(self) -> None:
+        if not self._session.ranks.topology.is_root:
+            return
+        others = describe_other_runs(self._config, self._session.stores, but=self._session.run)
+        if others:
+            logger.warning(
+                "restore: no tier has a checkpoint of run %r, and training begins anew. Other runs on these tiers: %s. "
+                "To continue from one, give its name as 'run' in the configuration",
+                self._session.run, others,
+            )  # fmt: skip
 
     @property
     def nowhere(self) -> str:

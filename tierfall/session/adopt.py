@@ -62,8 +62,9 @@ def check_memory(
                 )
             if why is not None:
                 raise ConfigError(
-                    f"open: {host.path} holds {steps} of another life of run {run!r}{why}. If it is needed, flush it "
-                    "to the tiers by 'tierfall drain'; if it is not, remove that file; or choose another run name"
+                    f"open: {host.path} holds {steps} of another life of run {run!r}: {why}. To continue "
+                    "from them, copy them to the tiers by 'tierfall drain', and start again. To begin anew, remove "
+                    "that file, or choose another run name"
                 )
 
 
@@ -118,7 +119,7 @@ def _why_foreign(
             ids[listing.tier] = found
     known = any(attempt_id in found for found in ids.values())
     if ids and not known:
-        return f": tier {next(iter(ids))} knows that attempt by another id"
+        return f"tier {next(iter(ids))} knows that attempt by another id"
     for each in damage:
         whose = (
             "this run's, by other records"
@@ -129,8 +130,10 @@ def _why_foreign(
     if known or not is_known:
         return None
     if damage:
-        return f", or may do: the record of attempt {number} is damaged, and no other names its id ({damage[0]})"
-    return ": no tier knows that attempt: they were emptied, or added"
+        return f"the record of attempt {number} is damaged, and no other names its id ({damage[0]})"
+    return (
+        f"no tier has a record of attempt {number}: they were emptied, are not mounted, or are new"
+    )
 
 
 def adopt_images(

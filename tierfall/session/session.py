@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -211,6 +212,10 @@ class Session:
         if (failure := self.workers.failure) is not None:
             raise TierfallError(f"the coordinator stopped: {failure!r}") from failure
 
+    def waiting_for_copies(self, doing: str) -> AbstractContextManager[None]:
+        """Return a hold in which the training thread waits for copies: while it lasts, what they do is logged."""
+        return self.holds.hold(doing, self.status.describe_flushes, level=logging.INFO)
+
     def wait_idle(self, timeout: float | None) -> bool:
         """Wait until no copy is owed that can be written at present; False after ``timeout`` seconds."""
         idle = InterruptibleEvent()
@@ -242,22 +247,25 @@ class Session:
                     self._report_damage(listing.tier, copy.id, str(copy.damage), repairable=True)
         return found
 
-    def is_whole(self, id: CheckpointId, tiers: Iterable[str], timeout_s: float) -> bool | None:
-        """Return whether a stored tier still has all files of a checkpoint; None where none has, and one did not
+    def look_at(
+        self, id: CheckpointId, tiers: Iterable[str], timeout_s: float
+    ) -> dict[str, bool | TierfallError]:
+        """Return, by tier, whether a stored tier still has all files of a checkpoint, or the error of one that did not
         answer. Copies that lack files are reported to the ledger."""
-        whole, unknown = False, False
+        found: dict[str, bool | TierfallError] = {}
         for name, answer in self.tiers.look(id, tiers, timeout_s).items():
             if isinstance(answer.error, TierfallError):
                 logger.warning("%s: %s was not looked at: %s", name, id, answer.error)
-                unknown = True
-            elif (copy := answer.get()) is None:
+                found[name] = answer.error
+                continue
+            copy = answer.get()
+            found[name] = copy is not None and copy.damage is None
+            if copy is None:
                 why = f"{name}: {id} is not there any more: its commit record has gone"
                 self._report_damage(name, id, why, repairable=False)
             elif copy.damage is not None:
                 self._report_damage(name, id, str(copy.damage), repairable=True)
-            else:
-                whole = True
-        return whole or (None if unknown else False)
+        return found
 
     def new_tally(self) -> ReadTally:
         """Return a tally for reads in this process, which reports damaged copies to the ledger."""

@@ -282,6 +282,8 @@ class StatusWriter:
         if name == ledger.host:
             capacity = self._tiers.host.capacity_bytes or capacity
         failing = ledger.failing.get(name) or self._tiers.errors.get(name)
+        lane = self._coordinator.lanes.get(name)
+        is_delayed = lane is not None and lane.failing_since_s is not None
         return TierStatus(
             name=name,
             kind=rules.kind,
@@ -290,6 +292,7 @@ class StatusWriter:
             checkpoints=ledger.count_on(name),
             bytes_per_s=self._bytes_per_s(name) or 0.0,
             failing=None if failing is None else str(failing),
+            last_error=str(lane.last_error) if lane is not None and is_delayed else None,
         )
 
     def _bytes_per_s(self, tier: str) -> float | None:

@@ -1,8 +1,15 @@
-"""Whether two places of tiers are one."""
+"""The places of tiers: whether two are one, and which have lost the files of a run."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+from tierfall.core.format.records import KnownTier
+from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.types import keys
 
 
 def same_place(one: str, other: str) -> bool:
@@ -20,3 +27,31 @@ def is_same_folder(one: str, other: str) -> bool:
         return os.path.isabs(one) and os.path.isabs(other) and os.path.samefile(one, other)
     except OSError:
         return False
+
+
+def device_of(folder: Path | None) -> int | None:
+    """Return the number of the device of a folder; None where there is no such folder."""
+    try:
+        return None if folder is None else os.stat(folder).st_dev
+    except OSError:
+        return None
+
+
+def find_emptied(
+    known: Mapping[str, KnownTier], names: Iterable[str], run: str, *, timeout_s: float
+) -> list[str]:
+    """Return which tiers of one node, of those ``names`` whose places are ``known``, have lost the record of the run
+    since. One whose place is on another device now, or does not answer within ``timeout_s`` seconds, is not among
+    them: its file system may not be mounted."""
+    calls = {
+        name: partial(_is_emptied, Path(known[name].place), run, known[name].device)
+        for name in names
+        if name in known and not known[name].shared and os.path.isabs(known[name].place)
+    }
+    answers = BoundedCalls().call_all(calls, dict.fromkeys(calls, timeout_s), doing="look at")
+    return [name for name, answer in answers.items() if answer.value]
+
+
+def _is_emptied(folder: Path, run: str, device: int | None) -> bool:
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return not (folder / run / keys.TIER_NAME).exists() and device in (None, device_of(there))

@@ -8,7 +8,6 @@ start, unless this machine remembers that its folder was on another device.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -30,8 +29,8 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.setup.bounded_tiers import AskTier, ask_without_bound
-from tierfall.setup.places import is_same_folder, same_place
-from tierfall.setup.tiers import shared_setting
+from tierfall.setup.places import device_of, find_emptied, is_same_folder, same_place
+from tierfall.setup.tiers import holds_any, shared_setting
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -135,7 +134,7 @@ class TierIdentities:
     def missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
         """Return the tiers that are empty but should not be, and those that another tier has replaced, with why."""
         found = {listing.tier: listing for listing in listings}
-        nothing = not any(map(_holds_any, listings))
+        nothing = not any(map(holds_any, listings))
         missing: dict[str, UnreachableError] = {}
         for tier in self._config.stored:
             try:
@@ -155,7 +154,7 @@ class TierIdentities:
         known, place = self._remembers(tier.name), self._stores[tier.name].place
         if tier.name in self.records:
             return self._why_another(tier, place)
-        if _holds_any(listing) or known is None:
+        if holds_any(listing) or known is None:
             return None
         if not same_place(known.place, place):
             if nothing and not known.shared:
@@ -189,7 +188,7 @@ class TierIdentities:
             if tier.name not in self._stores:
                 return False
             if known is None or not same_place(known.place, self._stores[tier.name].place):
-                if record is not None or _holds_any(found[tier.name]):
+                if record is not None or holds_any(found[tier.name]):
                     return False
                 remembered = {n: k for n, k in remembered.items() if n != tier.name}
             elif known.id != (record.id if record is not None else ""):
@@ -365,7 +364,7 @@ class TierIdentities:
         return KnownTier(id=id, place=place, shared=shared_setting(tier), device=device)
 
     def _device(self, tier: FileTierConfig | ObjectTierConfig) -> int | None:
-        return self._ask(tier.name, partial(_device, tier))
+        return self._ask(tier.name, partial(device_of, tier.folder))
 
     def _remember(
         self,
@@ -399,6 +398,17 @@ class TierIdentities:
         if self._written is not None and not self._memory.exists():
             self._write_memory(self._written.others, self._written.wall_time_s)
 
+    def forget_emptied(self, names: Iterable[str], *, timeout_s: float) -> None:
+        """Of the tiers ``names``, which fail, note on this machine those whose files were deleted while this process
+        wrote there: the next start knows by that, that what is in memory is this run's."""
+        if self._written is None:
+            return
+        known = self._written.others
+        gone = find_emptied(known, names, self._config.run, timeout_s=timeout_s)
+        if gone:
+            others = {n: replace(tier, id="") if n in gone else tier for n, tier in known.items()}
+            self._write_memory(others, self._written.wall_time_s)
+
     def forget(
         self, name: str, *, wall_time_s: float
     ) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
@@ -425,20 +435,6 @@ class TierIdentities:
             self._write_memory(left, wall_time_s)
             forgot.append("this machine")
         return tuple(forgot), failed
-
-
-def _holds_any(listing: Listing) -> bool:
-    return bool(listing.copies or listing.unfinished or listing.attempts or listing.damaged)
-
-
-def _device(tier: FileTierConfig | ObjectTierConfig) -> int | None:
-    """Return the number of the device that a tier's folder lies on."""
-    if tier.folder is None:
-        return None
-    try:
-        return os.stat(tier.folder).st_dev
-    except OSError:
-        return None
 
 
 @contextmanager

@@ -253,6 +253,11 @@ def has_files(listing: Listing) -> bool:
     return bool(listing.copies or listing.unfinished or listing.attempts)
 
 
+def holds_any(listing: Listing) -> bool:
+    """Return whether a listing has any file of the run, damaged ones included."""
+    return has_files(listing) or bool(listing.damaged)
+
+
 def check_written(config: Config, why: str = "") -> None:
     """Raise ConfigError where the chain has stored tiers and all of them are read-only; ``why`` is added to it."""
     if config.stored and not config.written:

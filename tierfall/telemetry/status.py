@@ -36,7 +36,7 @@ class _StatusPart(BaseModel):
 
 class TierStatus(_StatusPart):
     """One tier: the bytes of this run there, its capacity (None: no bound), the rate of copies to it, and why it
-    accepts none at present."""
+    accepts none at present. ``last_error`` is that of a copy that is tried again."""
 
     name: str
     kind: TierKind
@@ -45,6 +45,7 @@ class TierStatus(_StatusPart):
     checkpoints: int = 0
     bytes_per_s: float = 0.0
     failing: str | None = None
+    last_error: str | None = None
 
 
 class CopyStatus(_StatusPart):
@@ -137,7 +138,8 @@ def describe_flushes(status: RunStatus) -> str:
         for tier in checkpoint.owed:
             owed[tier] = owed.get(tier, 0) + 1
     parts += [f"{tier} is owed {count}" for tier, count in owed.items()]
-    parts += [f"{tier.name} fails: {tier.failing}" for tier in status.tiers if tier.failing]
+    errors = {tier.name: tier.failing or tier.last_error for tier in status.tiers}
+    parts += [f"{tier} fails: {error}" for tier, error in errors.items() if error]
     return "; ".join(parts) or "no copy is in progress or owed"
 
 

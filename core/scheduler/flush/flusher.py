@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile
 
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.backlog import Backlog
 from tierfall.core.scheduler.flush.drain_schedule import PreemptedError
-from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, FlushLane
+from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S, TRIES_BEFORE_REPORT, FlushLane
 from tierfall.core.scheduler.flush.queue import FlushQueue
 from tierfall.core.scheduler.flush.room import TierRoom
 from tierfall.core.scheduler.flush.transfer import Transfer
@@ -36,7 +35,6 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
-TRIES_BEFORE_REPORT = 3
 ARRIVALS_BEFORE_SET_ASIDE = 8
 """A copy with retryable failures is set aside once it failed again after so many others were committed."""
 OLDER_OWED_MAX = 64
@@ -106,7 +104,7 @@ class Flusher:
             self._on_copy_failed(lane, transfer, now_s)
 
     def _begin_next(self, lane: FlushLane, now_s: float) -> None:
-        waiting = sorted(self.queue.waiting(lane.tier), key=partial(_rounds_failed, lane))
+        waiting = sorted(self.queue.waiting(lane.tier), key=lane.rounds_failed)
         abandoned = self._ledger.abandoned() if waiting else ()
         for entry in waiting:
             if entry.id in abandoned:
@@ -195,6 +193,7 @@ class Flusher:
     def _accepts_copies(self, tier: str) -> None:
         if self._ledger.failing.pop(tier, None) is not None:
             self._emitter.tier_recovered(tier)
+            logger.info("tier %s accepts copies again", tier)
 
     def committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
         """A checkpoint was committed on a tier, where it occupies ``stored_bytes``."""
@@ -213,6 +212,7 @@ class Flusher:
             fault.pop(lane.tier, None)
         entry.overtaken.discard(lane.tier)
         lane.succeeded(entry)
+        self._room.on_committed(tier)
         self._accepts_copies(lane.tier)
         self._emitter.committed(lane.tier, id, stored_bytes)
         self.counters.commits[lane.tier] = self.counters.commits.get(lane.tier, 0) + 1
@@ -247,10 +247,9 @@ class Flusher:
             self.give_up_for_all(entry, lane.tier, error)
             return
         if isinstance(error, StorageFullError):
-            lane.disk_full = True
-            logger.warning("flush of %s to %s: no space: %s", entry.id, lane.tier, error)
+            self._room.on_disk_full(lane, error)
             return
-        lane.back_off(entry, now_s)
+        lane.back_off(entry, error, now_s)
         self.counters.flush_failures += 1
         if not self._stop_trying(lane, transfer, error):
             self._report_failure(lane, entry, error, now_s)
@@ -433,15 +432,6 @@ class Flusher:
         lane = self._lanes[tier]
         if lane.is_copying(entry.id):
             lane.give_up(error)
-
-
-def _rounds_failed(lane: FlushLane, entry: LedgerEntry) -> int:
-    """Return how many rounds of tries of a copy have failed: copies with fewer come first. 0 once another copy was
-    committed on the tier."""
-    failures = entry.failures.get(lane.tier)
-    if failures is None or failures.arrivals != lane.arrivals:
-        return 0
-    return failures.count // TRIES_BEFORE_REPORT
 
 
 def _flush_error(entry: LedgerEntry, tier: str, cause: BaseException) -> FlushError:

@@ -32,6 +32,7 @@ from tierfall.core.types.values import CheckpointId, CopyState
 
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 60.0
+TRIES_BEFORE_REPORT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class FlushLane:
     """The state of copies to one stored tier. With ``spare_memory``, host memory is read only if no tier has the bytes.
     ``arrivals`` counts the copies that the tier has received; ``failed`` are the checkpoints whose copy failed since
     the last of them; ``edge_bytes`` counts bytes by source; ``stalled`` is the error of the last outcome, if the copy
-    can continue."""
+    can continue, ``last_error`` that of the last copy that stalled or failed."""
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class FlushLane:
         self.disk_full = False
         self.spare_memory = False
         self.stalled: BaseException | None = None
+        self.last_error: BaseException | None = None
         self.edge_bytes: dict[str, int] = {}
         self.arrivals = 0
         self.failed: set[CheckpointId] = set()
@@ -368,7 +370,7 @@ class FlushLane:
     def stall(self, now_s: float) -> bool:
         """Delay the copy, longer after each consecutive failure; return False where it is delayed already."""
         assert self.active is not None
-        self.stalled = None
+        self.last_error, self.stalled = self.stalled, None
         if now_s < self.not_before_s:
             return False
         self.active.stalls += 1
@@ -395,13 +397,22 @@ class FlushLane:
             self.failing_since_s = None
             self.not_before_s = 0.0
 
-    def back_off(self, entry: LedgerEntry, now_s: float) -> None:
-        """Delay the next copy, longer after each consecutive failure."""
+    def back_off(self, entry: LedgerEntry, error: BaseException, now_s: float) -> None:
+        """Delay the next copy after ``error``, longer after each consecutive failure."""
+        self.last_error = error
         self.tries += 1
         self.failed.add(entry.id)
         self.not_before_s = now_s + _wait_s(self.tries)
         if self.failing_since_s is None:
             self.failing_since_s = now_s
+
+    def rounds_failed(self, entry: LedgerEntry) -> int:
+        """Return how many rounds of tries of a copy have failed: copies with fewer come first. 0 once another copy was
+        committed on the tier."""
+        failures = entry.failures.get(self.tier)
+        if failures is None or failures.arrivals != self.arrivals:
+            return 0
+        return failures.count // TRIES_BEFORE_REPORT
 
     def failing_for_s(self, now_s: float) -> float:
         return 0.0 if self.failing_since_s is None else now_s - self.failing_since_s

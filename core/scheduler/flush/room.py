@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tierfall.core.scheduler.deletion.deleter import Deleter
@@ -18,11 +18,25 @@ from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.policies import Policies
-from tierfall.core.types.errors import CapacityError
+from tierfall.core.types.errors import CapacityError, StorageFullError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CopyState
+from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import Decision, Eviction, View
+
+logger = logging.getLogger("tierfall")
+FITTING_UNTIL_ROOM = 3
+"""A disk has room again once so many copies in a row were written without a deletion: images differ in size."""
+
+
+@dataclass(slots=True)
+class FullDisk:
+    """A tier's disk, from the first write that found no space until it has room again. ``error`` is that of the last
+    such write, ``deleted`` are the copies deleted for room, ``fitting`` counts the copies written since."""
+
+    error: StorageFullError
+    deleted: list[CheckpointId] = field(default_factory=list)
+    fitting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,26 @@ class TierRoom:
         self._policies = policies
         self._hooks = hooks
         self._source_of_repairs: set[str] = set()
+        self._full: dict[str, FullDisk] = {}
+
+    def on_disk_full(self, lane: FlushLane, error: StorageFullError) -> None:
+        """A copy to a tier found no space on its disk."""
+        lane.disk_full = True
+        full = self._full.setdefault(lane.tier, FullDisk(error))
+        full.error, full.fitting = error, -1  # that copy, once it is written, needed a deletion
+
+    def on_committed(self, tier: str) -> None:
+        """A copy was committed on a tier: log that its disk has room again, where that is so."""
+        if tier not in self._full:
+            return
+        self._full[tier].fitting += 1
+        if self._full[tier].fitting == FITTING_UNTIL_ROOM and (
+            deleted := self._full.pop(tier).deleted
+        ):
+            logger.info(
+                "tier %s is not full any more: the last %d checkpoints needed no deletion. Deleted before: %s",
+                tier, FITTING_UNTIL_ROOM, format_some([str(id) for id in deleted]),
+            )  # fmt: skip
 
     def try_admit(self, lane: FlushLane, entry: LedgerEntry) -> RoomDecision:
         """Decide whether a copy may begin; start the evictions that it needs."""
@@ -159,12 +193,30 @@ class TierRoom:
             lane.tier, ids
         ):
             return False
-        lane.disk_full = False
         for decision in plan.deletions:
-            self._deleter.request_delete(
+            begun = self._deleter.request_delete(
                 lane.tier, decision.checkpoint, decision.reason, beside=ids
             )
+            if begun and lane.disk_full:
+                self._log_deleted_for_disk(lane.tier, decision)
+        lane.disk_full = False
         return True
+
+    def _log_deleted_for_disk(self, tier: str, decision: Decision) -> None:
+        """Log the first copy that is deleted because a disk is full, and which ones are kept."""
+        full = self._full[tier]
+        full.deleted.append(decision.checkpoint)
+        if len(full.deleted) > 1:
+            return
+        entries = self._ledger.entries
+        newest_first = map(entries.peek, entries.ids(newest_first=True))
+        kept = [str(e.id) for e in newest_first if e.state(tier) is CopyState.COMMITTED]
+        logger.warning(
+            "tier %s is full, and deletes older checkpoints for each new one. Deleted: %s (%s). Kept: %s. Later "
+            "deletions are logged at level INFO. Free space there, keep fewer checkpoints (retain), or use a larger "
+            "disk. The write that failed: %s",
+            tier, decision.checkpoint, decision.reason, format_some(kept) or "none", full.error,
+        )  # fmt: skip
 
     def _is_source_of_repairs(self, tier: str) -> bool:
         """Return whether a copy on this tier is the source of a repair in progress. The repaired tier must take copies.
@@ -236,7 +288,9 @@ class TierRoom:
         then = f"it is tried again when room is made, and every {LONGEST_RETRY_S:g} s"
         if self._ledger.many_ranks:
             then = "all ranks give it up there"
-        found = "the disk is full" if lane.disk_full else f"there is room for {format_size(free)}"
+        found = f"there is room for {format_size(free)}"
+        if lane.disk_full:
+            found = f"the disk is full ({self._full[lane.tier].error})"
         _, damaged = self._deleter.damaged_for_room(self._ledger.view(), lane.tier)
         kept = ""
         if damaged:
