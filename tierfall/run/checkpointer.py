@@ -417,8 +417,8 @@ class Checkpointer:
 
         It first saves the last step that ``maybe_save`` was called for, unless ``at_end`` is false or an exception is
         being handled, and raises what prevents that. What is still owed then stays in host memory: the next start, or
-        ``tierfall drain``, flushes it. It logs, at level INFO, which checkpoint is the newest and where its copies are.
-        Raises, under ``on_error: raise``, what failed.
+        ``tierfall drain``, flushes it. It logs which checkpoint is the newest and where its copies are: at level INFO,
+        or as a warning after an exception. Raises, under ``on_error: raise``, what failed.
         """
         self._opened.close("" if sys.exc_info()[0] is None else "it ended by an exception")
 

@@ -16,7 +16,7 @@ from tierfall.config.sections import OnClose
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.sampling.fingerprint import Fingerprint
-from tierfall.core.types.errors import FlushError, RanksError
+from tierfall.core.types.errors import FlushError, RanksError, TierfallError
 from tierfall.core.types.text import format_ranks, format_some
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.session.leftovers import images_in
@@ -178,16 +178,18 @@ def _only_in_memory(session: Session) -> set[CheckpointId]:
     return session.call(ask)
 
 
-def log_end(session: Session, report: DrainReport, *, memory_kept: bool) -> None:
-    """Log what ``close`` leaves owed, and on rank 0 the newest checkpoint and which tiers have it."""
-    _log_left(session, report)
-    _log_newest(session, memory_kept=memory_kept)
+def log_end(
+    session: Session, report: DrainReport | None, *, memory_kept: bool, early: bool
+) -> None:
+    """Log what ``close`` leaves owed, and on rank 0 the newest checkpoint and which tiers have it. ``report`` is None
+    where the drain was interrupted. Of a training that ended ``early`` the newest checkpoint is a warning."""
+    if report is not None and report.left:
+        _log_left(session, report)
+    log_newest(session, f"run {session.run} is closed", memory_kept=memory_kept, early=early)
 
 
 def _log_left(session: Session, report: DrainReport) -> None:
     """Log the copies that are still owed, and what writes them later, without those that ``log_lost`` names."""
-    if not report.left:
-        return
     held, gone = {id for id, _ in images_in(session.tiers.hosts())}, set[CheckpointId]()
     if session.memory.problem is not None:
         held, gone = set(), _only_in_memory(session)
@@ -217,7 +219,9 @@ def _log_left(session: Session, report: DrainReport) -> None:
         )
 
 
-def _log_newest(session: Session, *, memory_kept: bool) -> None:
+def log_newest(session: Session, event: str, *, memory_kept: bool, early: bool) -> None:
+    """Log, on rank 0, the newest checkpoint and which tiers have it, after the ``event``; as a warning if the training
+    ended ``early``, with what a restart does."""
     if not session.ranks.topology.is_root:
         return
     tiers = [*([session.host.name] if memory_kept else []), *session.stores]
@@ -232,13 +236,20 @@ def _log_newest(session: Session, *, memory_kept: bool) -> None:
                 return id, there
         return None
 
-    newest = session.call(ask)
-    if newest is None:
-        logger.info("run %s is closed; no tier has a checkpoint of it", session.run)
+    try:
+        newest = session.call(ask)
+    except TierfallError as error:  # an interrupt is being raised, which it must not replace
+        logger.warning("%s; its newest checkpoint is not known: %s", event, error)
         return
-    id, there = newest
-    where = ", ".join(there)
-    logger.info("run %s is closed; its newest checkpoint is %s, on %s", session.run, id, where)
+    if newest is None:
+        found, restart = "no tier has a checkpoint of it", "a restart begins anew"
+    else:
+        found = f"its newest checkpoint is {newest[0]}, on {', '.join(newest[1])}"
+        restart = "a restart continues there"
+    if early and session.coordinator.fenced is None:
+        logger.warning("%s; %s; %s", event, found, restart)
+    else:
+        logger.info("%s; %s", event, found)
 
 
 def _who(rank: int, reports: Mapping[int, LastStepReport]) -> str:

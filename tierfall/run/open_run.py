@@ -322,8 +322,7 @@ class OpenRun:
             return
         self._check_process()
         failure: Exception | None = None
-        keep, together = True, False
-        session = self.session
+        keep, together, session = True, False, self.session
         deadline_s = time.monotonic() + self.config.max_wait_s
 
         def left_s(least_s: float = 0.0) -> float:
@@ -342,6 +341,7 @@ class OpenRun:
                 )
             except BaseException:  # Ctrl-C, say: the rest takes LAST_S each
                 deadline_s = time.monotonic()
+                log_end(session, None, memory_kept=True, early=True)
                 raise
             finally:
                 self.capturer.stop_waiting()
@@ -349,7 +349,7 @@ class OpenRun:
             keep = not confirmed or must_keep_memory(session)
             if keep and not session.memory.repair(left_s(LAST_S)):
                 session.coordinator.errors += log_lost(session)
-            log_end(session, report, memory_kept=keep)
+            log_end(session, report, memory_kept=keep, early=bool(failed))
         finally:
             self._closed = True
             OPEN.discard(self)
