@@ -135,7 +135,7 @@ def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes:
             answer.problem(with_tier(tier.name, tier.error))
     good = sum(tier.error is None for tier in tiers)
     answered = f"{good} of {counted(len(tiers), 'tier', 'tiers')} answered"
-    answer.show(f"{answered}; measured with {format_size(size_bytes)} each")
+    answer.show(f"{answered}; each rate was measured with {format_size(size_bytes)}")
 
 
 def _guarantees(tier: TierMeasurement) -> list[str]:
