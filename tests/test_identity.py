@@ -68,12 +68,17 @@ def mount_again(folder: Path, away: Path) -> None:
     away.rename(folder)
 
 
-def test_an_empty_mount_point_is_not_a_run_without_checkpoints(tmp_path: Path) -> None:
+def test_an_empty_mount_point_is_not_a_run_without_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
     save(config, 100, 200)
     away = unmount(tmp_path / "pfs")
     with pytest.raises(RestoreError, match="is a file system not mounted there"):
         restored(config)
+    assert caplog.messages[-1].endswith(
+        "no tier has a checkpoint of it; not read at the start: pfs"
+    )
     with tierfall.open(config) as ckpt, pytest.raises(tierfall.core.types.errors.StepError):
         ckpt.save(1, state_of(1))
     assert steps_on(tmp_path / "pfs") == []

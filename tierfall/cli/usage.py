@@ -322,7 +322,7 @@ class CommandGroup(TyperGroup):
             refuse(f"{name} belongs after the command: tierfall {meant}", Exit.USAGE)
 
     def get_params(self, ctx: Any) -> Any:
-        params = super().get_params(ctx)
+        params: list[Any] = super().get_params(ctx)
         for parameter in params:
             if parameter.name == "install_completion":
                 parameter.help = _INSTALLS

@@ -77,7 +77,8 @@ class Checkpointer:
         tiers = ", ".join(tier.name for tier in self._config.tiers)
         attempt, newest = self._lineage.attempt.number, self._lineage.last_step
         saved = "nothing saved or restored yet" if newest is None else f"at step {newest}"
-        return f"<Checkpointer of run {self._config.run!r}, attempt {attempt}, on {tiers}: {saved}>"
+        closed = "closed " if self._opened.closed else ""
+        return f"<{closed}Checkpointer of run {self._config.run!r}, attempt {attempt}, on {tiers}: {saved}>"
 
     # Saving ------------------------------------------------------------------------------------------
 

@@ -246,6 +246,8 @@ def log_newest(session: Session, event: str, *, memory_kept: bool, early: bool) 
     else:
         found = f"its newest checkpoint is {newest[0]}, on {', '.join(newest[1])}"
         restart = "a restart continues there"
+    if unread := [x.tier for x in session.tiers.listings if x.error is not None]:
+        restart = f"not read at the start: {', '.join(unread)}"
     if early and session.coordinator.fenced is None:
         logger.warning("%s; %s; %s", event, found, restart)
     else:

@@ -80,7 +80,7 @@ class OpenRun:
         """See ``tierfall.open``. ``connect`` makes what ranks exchange bytes over at a restore."""
         self.run = run
         self.pid = os.getpid()
-        self._closed = False
+        self.closed = False
         self._last: LastStep | None = None
         self._fingerprint: Fingerprint | None = None
         self.checks_omissions = True
@@ -284,7 +284,7 @@ class OpenRun:
 
     def check_usable(self) -> None:
         """Raise ConfigError where the run is closed, or was opened by the process that this one was forked from."""
-        if self._closed:
+        if self.closed:
             raise ConfigError("this Checkpointer is closed; open another one")
         self._check_process()
 
@@ -303,7 +303,7 @@ class OpenRun:
     def _check_alive(self) -> None:
         self.session.ranks.check()
         self.session.check_running()
-        if (fenced := self.session.coordinator.fenced) is not None and not self._closed:
+        if (fenced := self.session.coordinator.fenced) is not None and not self.closed:
             raise fenced
 
     def _raise_failures(self) -> None:
@@ -318,7 +318,7 @@ class OpenRun:
 
     def close(self, failed: str) -> None:
         """See ``Checkpointer.close``. ``failed`` describes how the training ended, where that was before its end."""
-        if self._closed:
+        if self.closed:
             return
         self._check_process()
         failure: Exception | None = None
@@ -351,7 +351,7 @@ class OpenRun:
                 session.coordinator.errors += log_lost(session)
             log_end(session, report, memory_kept=keep, early=bool(failed))
         finally:
-            self._closed = True
+            self.closed = True
             OPEN.discard(self)
             self._last = None
             self._saves_on.close()
