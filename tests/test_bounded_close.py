@@ -136,7 +136,9 @@ def test_a_half_written_copy_that_cannot_be_aborted_is_left(
         assert again.drain(LONG_S).left == ()
 
 
-def test_ctrl_c_in_close_waits_for_no_tier(stuck: StuckTier, tmp_path: Path) -> None:
+def test_ctrl_c_in_close_waits_for_no_tier(
+    stuck: StuckTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = config(tmp_path, max_wait="10m")
     ckpt = opened_with_step_1(made)
     stuck.hang_in(*EVERYTHING)
@@ -148,6 +150,8 @@ def test_ctrl_c_in_close_waits_for_no_tier(stuck: StuckTier, tmp_path: Path) -> 
         ckpt.close()
     assert time.monotonic() - began_s < LONG_S / 2
     assert (tmp_path / "memory/r/slot-0.arena").exists()
+    newest = "its newest checkpoint is 2@1, on host, disk; a restart continues there"
+    assert f"run r is closed; {newest}" in caplog.text
 
 
 def test_the_last_step_that_finds_no_memory_does_not_hold_close(

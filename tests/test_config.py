@@ -464,7 +464,7 @@ def test_a_dict_has_places_and_no_lines() -> None:
             "retain: unknown key of a host tier; it is a key of a file or an object tier",
         ),
         (host_of(capacity="16GIB"), r'capacity: unknown unit "GIB" \(did you mean "GiB"\?\)'),
-        (host_of(capacity=0), "capacity: 0 bytes are not a size"),
+        (host_of(capacity=0), "capacity: 0 is 0 bytes, less than 1KiB; expected a size"),
         (
             host_of(when_full="drop"),
             'when_full: "drop" does not fit; expected one of wait, skip, supersede',

@@ -152,7 +152,7 @@ def test_ten_lines_of_the_readme_are_killed_and_go_on(shell: Shell) -> None:
     paused = loop.replace("loss.backward()", "loss.backward(); __import__('time').sleep(0.01)")
     (shell.folder / "first.py").write_text(paused)
     committed = shell.folder / "fast" / "first" / "step-00000300-a0001" / "commit.json"
-    assert shell.run_and_kill("first.py", committed) == "None\nKilled\n"
+    assert shell.run_and_kill("first.py", committed) == "a new run\nKilled\n"
     (shown,) = (
         text
         for text in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
@@ -161,4 +161,10 @@ def test_ten_lines_of_the_readme_are_killed_and_go_on(shell: Shell) -> None:
     listed, _, restored = shown.partition("$ python first.py\n")
     (line, _, table) = listed.removeprefix("$ ").partition("\n")
     assert compared(shell.run(line)) == compared(table)
-    assert shell.run("python first.py") == restored
+    assert compared(shell.run("python first.py")) == compared(restored)
+    again = shell.run("python first.py")
+    assert again.startswith("restored step 399 (attempt 2) in ")
+    assert "Started again after its end, the program restores step 399" in README
+    file = shell.folder / "tiers.yaml"
+    file.write_text(file.read_text().replace("run: first", "run: second"))
+    assert shell.run("python first.py") == "a new run\n"

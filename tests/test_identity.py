@@ -68,12 +68,17 @@ def mount_again(folder: Path, away: Path) -> None:
     away.rename(folder)
 
 
-def test_an_empty_mount_point_is_not_a_run_without_checkpoints(tmp_path: Path) -> None:
+def test_an_empty_mount_point_is_not_a_run_without_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
     save(config, 100, 200)
     away = unmount(tmp_path / "pfs")
     with pytest.raises(RestoreError, match="is a file system not mounted there"):
         restored(config)
+    assert caplog.messages[-1].endswith(
+        "no tier has a checkpoint of it; not read at the start: pfs"
+    )
     with tierfall.open(config) as ckpt, pytest.raises(tierfall.core.types.errors.StepError):
         ckpt.save(1, state_of(1))
     assert steps_on(tmp_path / "pfs") == []
@@ -325,6 +330,40 @@ def test_a_disk_of_a_node_may_lie_in_another_folder_at_each_start(tmp_path: Path
     save(chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True)), 1)
     moved = {**tier(tmp_path, "job-2"), "name": "disk"}
     assert restored(chain(tmp_path, moved, tier(tmp_path, "pfs", shared=True))) == 1
+
+
+def test_two_copies_of_a_runs_folders_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def config_in(root: Path, memory: str) -> dict[str, Any]:
+        return chain(root, tier(root, "disk"), tier(root, "pfs", shared=True), memory=memory)
+
+    def warned() -> list[str]:
+        found = [m.partition(":")[0] for m in caplog.messages if "copies of one another" in m]
+        caplog.clear()
+        return found
+
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    one.mkdir()
+    save(config_in(one, "memory"), 1)
+    shutil.copytree(one, two)
+    two_here = config_in(two, str(one / "memory"))  # of the same machine
+    assert restored(two_here) == 1
+    assert warned() == ["tier disk", "tier pfs"]
+    save(two_here, 2)
+    assert warned() == [], "once"
+    assert restored(config_in(one, "memory")) == 1, "it does not have what was saved in the copy"
+    assert warned() == ["tier disk", "tier pfs"]
+    shutil.copytree(one, three)
+    elsewhere = config_in(three, "other")  # of another machine, which sees the first folders
+    assert restored(elsewhere) == 1
+    assert warned() == ["tier disk", "tier pfs"]
+    three.rename(tmp_path / "moved")
+    memory = str(tmp_path / "moved" / "other")
+    assert restored(config_in(tmp_path / "moved", memory)) == 1
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    assert restored(config_in(tmp_path / "link", memory)) == 1
+    assert warned() == [], "what was moved is no copy"
 
 
 def test_a_start_in_another_working_directory_does_not_begin_anew_without_a_word(

@@ -338,6 +338,33 @@ def test_close_says_which_checkpoint_is_the_newest_and_where(
     assert caplog.messages[-1] == "run run is closed; its newest checkpoint is 7@3, on near"
 
 
+@pytest.mark.parametrize("end", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+def test_a_training_that_was_cut_short_warns_where_a_restart_continues(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture, end: type[BaseException]
+) -> None:
+    def train(last: int) -> None:
+        with tierfall.open({**make_config(), "interval": {"every": 2}}) as ckpt:
+            ckpt.restore(blank())
+            for step in range(1, last + 1):
+                ckpt.maybe_save(step, state_of(step))
+            raise end
+
+    def warned() -> str:
+        return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING][-1]
+
+    with pytest.raises(end):
+        train(1)
+    assert warned() == "run run is closed; no tier has a checkpoint of it; a restart begins anew"
+    with pytest.raises(end):
+        train(3)
+    last = "its newest checkpoint is 2@2, on disk; a restart continues there"
+    assert warned() == f"run run is closed; {last}"
+    with tierfall.open(make_config()) as ckpt:
+        report = ckpt.restore(blank())
+        assert report is not None
+        assert (report.step, report.attempt) == (2, 2)
+
+
 def test_a_run_of_host_memory_alone_is_warned_of_and_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

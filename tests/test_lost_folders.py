@@ -84,7 +84,7 @@ def test_a_folder_that_is_lost_in_mid_run_loses_nothing_that_memory_has(
     (cause,) = [t for t in end if t.startswith("close: tier disk does not answer or accepts no")]
     assert "Mount it again, or move it back" in cause, cause
     assert "run run is closed; its newest checkpoint is 3@1, on host" in end
-    assert any("close: 3@1 is in the memory of this machine alone" in text for text in texts())
+    assert any(": 3@1 is in the memory of this machine alone" in text for text in texts())
     restores(config, 3)
     assert steps_on(tmp_path / "disk")[-1] == 3
 
@@ -103,7 +103,7 @@ def test_close_names_no_tier_that_has_lost_the_newest(
             ckpt.save(step, state_of(step), block=True)
         lose(tmp_path / "disk")
     assert "run run is closed; its newest checkpoint is 2@1, on host" in texts(logging.INFO)
-    assert any("close: 2@1 is in the memory of this machine alone" in text for text in texts())
+    assert any(": 2@1 is in the memory of this machine alone" in text for text in texts())
     restores(config, 2)
 
 

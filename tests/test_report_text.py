@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,12 @@ def test_a_run_its_handles_and_reports_are_shown_as_sentences(make_config: MakeC
         handle = ckpt.save(10, state(10), metrics={"loss": 1.5}, tags=["good"], block=True)
         assert repr(handle) == "<SaveHandle of step 10 (attempt 1): saved, captured, on disk, host>"
         assert "disk: at step 10>" in repr(ckpt)
+        assert re.fullmatch(
+            r"<SaveStats: [\d.]+ KiB; training blocked .*; captured after [\d.]+ m?s; on disk after .*>",
+            repr(handle.stats),
+        )
+        (decision,) = ckpt.prune(dry_run=True)
+        assert re.fullmatch(r"<keep 10@1 on disk \([\d.]+ KiB\): .+>", repr(decision))
         (info,) = ckpt.checkpoints()
         assert repr(info).startswith("<step 10 (attempt 1): ")
         assert " on host, disk; " in repr(info)
@@ -40,6 +47,7 @@ def test_a_run_its_handles_and_reports_are_shown_as_sentences(make_config: MakeC
             replace(ckpt.statistics(), flush_failures=2)
         )
         assert repr(ckpt.drain(0)).endswith("  nothing was owed")
+    assert repr(ckpt).startswith("<closed Checkpointer of run 'run'")
     with tierfall.open(config) as ckpt:
         report = ckpt.restore(state(0))
         assert repr(report).startswith("restored step 10 (attempt 1) in ")

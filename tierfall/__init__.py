@@ -89,4 +89,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_SUBMODULES, "__version__"]
+    return sorted({*__all__, *_SUBMODULES, "__version__"})

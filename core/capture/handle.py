@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from tierfall.core.runtime.callbacks import CallbackThread, check_callback
 from tierfall.core.runtime.wait import InterruptibleEvent
 from tierfall.core.types.errors import CaptureError, ConfigError, FlushError, TierfallError
-from tierfall.core.types.units import as_seconds
+from tierfall.core.types.units import as_seconds, format_duration, format_size
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 
@@ -33,6 +33,18 @@ class SaveStats:
     captured_s: float | None = None
     durable_s: Mapping[str, float] = field(default_factory=dict)
     lazy_bytes: int = 0
+
+    def __repr__(self) -> str:
+        how = "captured lazily" if self.lazy else "captured"
+        parts = [
+            format_size(self.bytes),
+            f"training blocked {format_duration(self.blocked_s)}",
+            "not captured yet"
+            if self.captured_s is None
+            else f"{how} after {format_duration(self.captured_s)}",
+            *(f"on {t} after {format_duration(s)}" for t, s in self.durable_s.items()),
+        ]
+        return f"<SaveStats: {'; '.join(parts)}>"
 
 
 class SaveHandle:

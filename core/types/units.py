@@ -87,6 +87,16 @@ def parse_size(value: int | str) -> int:
     return _whole_bytes(value, number, _factor(unit or "B", SIZE_UNITS, EXPECTED_SIZE))
 
 
+def parse_size_with_unit(value: int | str) -> int:
+    """Parse a size, and refuse one of less than 1 KiB: its unit was forgotten. Raises ConfigError."""
+    size_bytes = parse_size(value)
+    if size_bytes < 1024:
+        raise ConfigError(
+            f"{value!r} is {size_bytes} bytes, less than 1KiB; expected {EXPECTED_SIZE}"
+        )
+    return size_bytes
+
+
 def parse_rate(value: int | str) -> int:
     """Parse a rate to bytes per second; an integer is in bytes per second. Raises ConfigError."""
     number, unit = _split(value, EXPECTED_RATE)
@@ -158,7 +168,8 @@ def _split(value: object, expected: str) -> tuple[Decimal, str]:
         return Decimal(value), ""
     match = _NUMBER_AND_UNIT.fullmatch(value.strip())
     if match is None:
-        raise ConfigError(f"{value!r} is not a number with a unit; expected {expected}")
+        fault = "negative" if value.strip()[:1] == "-" else "not a number with a unit"
+        raise ConfigError(f"{value!r} is {fault}; expected {expected}")
     return Decimal(match[1]), match[3] or ""
 
 

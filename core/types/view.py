@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from tierfall.core.types.policy import Rule
+from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind, WhenFull
 
 
@@ -221,6 +222,9 @@ class Decision:
     verdict: Verdict
     reason: str
     bytes: int
+
+    def __repr__(self) -> str:
+        return f"<{self.verdict} {self.checkpoint} on {self.tier} ({format_size(self.bytes)}): {self.reason}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

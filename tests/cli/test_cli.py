@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import typer
-from cli_kit import Cli, run, run_process
+from cli_kit import ROOT, Cli, run, run_process
 from typer.testing import CliRunner
 
 import tierfall
@@ -209,6 +211,43 @@ def test_wrong_usage_is_one_line_that_names_the_help(words: list[str], output: s
     assert answer.err.count("\n") == 1
     document = run([*words[:1], "--json", *words[1:]]).document
     assert document["problems"] == [answer.err.removeprefix("tierfall: ").rstrip()]
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--config", "x.yaml", "ls", "--last", "2"], "ls --last 2 --config x.yaml"),
+        (["-c", "x.yaml", "--json", "show", "4"], "show 4 -c x.yaml --json"),
+        (["--run=a b", "rm", "4"], "rm 4 '--run=a b'"),
+        (["--config", "x.yaml"], "COMMAND --config x.yaml"),
+    ],
+)
+def test_an_option_before_the_command_is_refused_with_the_line_that_was_meant(
+    words: list[str], meant: str
+) -> None:
+    answer = run(words)
+    name = words[0].partition("=")[0]
+    message = f"tierfall: {name} belongs after the command: tierfall {meant}\n"
+    assert (answer.code, answer.err) == (2, message)
+
+
+def test_what_the_installation_of_completion_writes_is_printed(tmp_path: Path) -> None:
+    (tmp_path / ".bashrc").write_text("# mine\n")
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -m tierfall --install-completion; exit $?', sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    now = (tmp_path / ".bashrc").read_text().split("\n")
+    (line,) = {*now} - {"# mine", ""}
+    assert f"added to {tmp_path}/.bashrc: {line}\n" in done.stdout
+    (script,) = (path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".bashrc")
+    assert str(script) in done.stdout
+    assert str(script) in line
 
 
 def test_without_a_word_it_shows_its_help() -> None:

@@ -68,7 +68,7 @@ def test_what_a_tier_promises_is_reported_in_words(
 ) -> None:
     text = cli("check", *SMALL).out
     assert "disk: durable, fenced, " in text
-    assert "\n3 of 3 tiers answered; measured with 300 KiB each\n" in text
+    assert "\n3 of 3 tiers answered; each rate was measured with 300 KiB\n" in text
     real = PosixBackend.traits.fget
     assert real is not None
 

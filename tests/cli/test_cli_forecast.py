@@ -141,7 +141,10 @@ def test_what_is_missing_is_named(cli: Cli) -> None:
     ("words", "output"),
     [
         (("--image", "9Gib"), "--image: unknown unit"),
-        (("--image", "0"), "--image: '0' is invalid"),
+        (
+            ("--image", "9"),
+            "--image: '9' is 9 bytes, less than 1KiB; expected a size such as 16GiB",
+        ),
         (("--save-every", "often"), "--save-every: "),
         (("--step-time", "0s"), "--step-time: '0s' is invalid"),
         (("--steps-per-hour", "0"), "--steps-per-hour: 0.0 is invalid"),

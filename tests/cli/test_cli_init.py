@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -46,14 +47,27 @@ def asked(monkeypatch: pytest.MonkeyPatch, *lines: str, words: tuple[str, ...] =
 
 
 def test_defaults_need_no_answers_and_the_file_passes_the_check_that_is_advised() -> None:
-    for words in (["--yes"], ["--force"]):
+    for words, pace, example in (
+        (
+            ["--yes"],
+            "10 min 00 s of 1 GiB",
+            "(--image is the size of one rank's image: put yours there)",
+        ),
+        (
+            ["--force", "--every", "50"],
+            "50 s of 1 GiB",
+            "--step-time the time of a training step: put yours there)",
+        ),
+        (["--force", "--parameters", "1M"], "10 min 00 s of 14 MiB", "tierfall check"),
+    ):
         answer = init(*words)
         assert [tier.name for tier in written().chain] == ["host", "disk"]
         assert written().run == "gpt"
-        line = shlex.split(answer.out.splitlines()[-1].removeprefix("next: tierfall "))
-        checked = run(line)
+        assert example in answer.out.splitlines()[-1]
+        (line,) = re.findall("^next: tierfall (.*)", answer.out, re.MULTILINE)
+        checked = run(shlex.split(line))
         assert checked.code == 0, checked.out + checked.err
-        assert "a day with a save every 10 min 00 s of 1 GiB" in checked.out
+        assert f"a day with a save every {pace}" in checked.out
 
 
 def test_options_are_answers() -> None:
@@ -100,8 +114,35 @@ def test_an_existing_file_is_replaced_only_by_force() -> None:
 
 
 def test_a_folder_whose_parent_is_missing_is_not_created() -> None:
-    answer = init("--far", "/nowhere-at-all/checkpoints")
+    answer = init("--far", "/nowhere-at-all/checkpoints", "--parameters", "1000B")
     assert "note: /nowhere-at-all does not exist: mount it, or create it" in answer.out
+    assert "note: ./checkpoints is too small" in answer.out
+    assert "/nowhere-at-all/checkpoints is too small" not in answer.out, "it was not looked at"
+
+
+def test_a_file_that_cannot_be_written_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for name, message in (
+        ("folder", f"is a folder; name the file in it: {tmp_path}/folder/tiers.yaml"),
+        ("none/tiers.yaml", f"there is no folder {tmp_path}/none; create it first"),
+    ):
+        answer = run(["init", str(tmp_path / name), "--yes", "--force"])
+        assert answer.code == 2
+        assert message in answer.err
+
+
+def test_what_a_note_advises_can_be_done(tmp_path: Path) -> None:
+    def notes(*words: str) -> list[str]:
+        return re.findall("^note: (.*)", init("--yes", "--force", *words).out, re.MULTILINE)
+
+    (note,) = notes()
+    assert note.endswith("by --far")
+    (note,) = notes("--far", "./far", "--lose", "5m")
+    assert note.endswith("save more often, by --every 5m")
+    assert notes("--far", "./far", "--lose", "5m", "--every", "5m") == []
+    assert (
+        "to change tiers.yaml, edit it, or repeat tierfall init with --force" in init("--force").out
+    )
 
 
 def test_json_has_the_figures_and_asks_nothing() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from cli_kit import Cli, flip
 
 import tierfall
 from tests.steps import blank, files_below, state_of
+from tierfall.core.types.units import format_size
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
@@ -195,6 +198,27 @@ def test_show_for_people_names_the_largest_tensor_and_the_reasons(
     assert "number 2, started from nothing" in text
 
 
+def test_a_step_has_one_size_and_a_copy_that_of_its_files(
+    make_cli: MakeCli, make_state: Any
+) -> None:
+    cli = make_cli(disk={"compress": {"codec": "zstd"}})
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, make_state(1) | {"zeros": torch.zeros(200_000)}, block=True)
+    found = cli.json("show", "1")
+    image, stored = (format_size(n) for n in (found["bytes"], found["copies"]["disk"]["bytes"]))
+    assert image != stored
+    text = cli("show", "1").out
+    assert f"size     {image}\n" in text
+    assert f"rank 0 of 1: an image of {image} in " in text
+    assert f"disk  committed  {stored} " in text
+    for file in found["copies"]["disk"]["files"]:
+        assert re.search(rf"{file['name']} +{format_size(file['bytes'])}\n", text)
+    listed = cli("ls").out
+    assert re.search(rf"1@1 .* {image}  ", listed)
+    assert f"run run: 1 checkpoint (disk {stored})" in listed
+    assert re.search(rf"disk +file +1 +{stored} ", cli("watch", "--once").out)
+
+
 def test_a_step_of_a_line_that_was_left_behind_is_shown_by_its_attempt(make_cli: MakeCli) -> None:
     cli = make_cli(disk={}, far={"shared": True, "flush": {"every": 2}})
     two_lines(cli)
@@ -223,7 +247,7 @@ def test_what_is_one_is_reported_in_the_singular(make_cli: MakeCli, saved: Saved
     assert "1 checkpoint (" in cli("ls").out
     text = cli("show", "1").out
     assert "(1 rank)" in text
-    assert " chunks of 64 KiB, " in text
+    assert " chunks of at most 64 KiB, with " in text
     saved(cli, [2])
     assert "0 of 2 copies dropped" in cli("prune").out
     assert "2 of 2 copies are good" in cli("verify").out

@@ -13,13 +13,18 @@ from tierfall.cli.usage import (
     AsStepOption,
     CommandGroup,
     ConfigOption,
+    DiskOption,
     DtypeOption,
     EntryOption,
+    EveryOption,
     Exit,
+    FarOption,
     FormatOption,
     JsonOption,
+    LoseOption,
     MaxShardOption,
     OnlyOption,
+    ParametersOption,
     PathArgument,
     RunOption,
     StepArgument,
@@ -70,48 +75,25 @@ def init(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="The YAML file to write.", show_default=True)
     ] = Path("tiers.yaml"),
-    disk: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--disk",
-            metavar="FOLDER",
-            help="A folder on a disk of this machine; may be repeated, fastest first. [./checkpoints]",
-        ),
-    ] = None,
-    far: Annotated[
-        str | None,
-        typer.Option(
-            "--far",
-            metavar="PLACE",
-            help="What survives this machine: a network folder, or s3://bucket/prefix. [none]",
-        ),
-    ] = None,
-    parameters: Annotated[
-        str | None,
-        typer.Option("--parameters", metavar="N", help="The model's size: 125M, 7B. [unknown]"),
-    ] = None,
-    every: Annotated[
-        str | None,
-        typer.Option("--every", metavar="N", help="Save every so many steps, or every 10m. [10m]"),
-    ] = None,
-    lose: Annotated[
-        str | None,
-        typer.Option(
-            "--lose", metavar="N", help="What the loss of this machine may cost. [1h, or 10 saves]"
-        ),
-    ] = None,
+    disk: DiskOption = None,
+    far: FarOption = None,
+    parameters: ParametersOption = None,
+    every: EveryOption = None,
+    lose: LoseOption = None,
     ranks: Annotated[
         int, typer.Option("--ranks", metavar="N", min=1, help="How many ranks train.")
     ] = 1,
-    run: RunOption = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="NAME", help="The run's name. [the folder's]")
+    ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Ask nothing: defaults for what is not given.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a commented YAML file, and say what is too small on this machine. What no option says is asked at a
-    terminal; Enter takes the default."""
+    """Write a commented YAML file, and say what is too small on this machine. At a terminal it asks what no option
+    answers; Enter takes the default."""
     from tierfall.cli import init
 
     init.init(
@@ -153,7 +135,7 @@ def ls(
 
 @app.command(short_help="Print the newest step that a restore would use.")
 def latest(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
-    """Print the newest committed step, the one that a restore would use. Exit code 1: there is none."""
+    """Print the newest committed step, the one that a restore would use. The exit code is 1 if there is none."""
     from tierfall.cli import run_facts
 
     run_facts.latest(config, run, as_json)
@@ -161,7 +143,7 @@ def latest(config: ConfigOption = None, run: RunOption = None, as_json: JsonOpti
 
 @app.command(short_help="List the runs on the tiers.")
 def runs(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List all runs on the tiers of a configuration, whatever run it names."""
+    """List all runs on the tiers, not only the one that the file names."""
     from tierfall.cli import run_facts
 
     run_facts.runs(config, as_json)
@@ -187,22 +169,30 @@ def check(
     ] = "64MiB",
     image: Annotated[
         str | None,
-        typer.Option("--image", metavar="SIZE", help="For the forecast: one rank's image."),
+        typer.Option(
+            "--image", metavar="SIZE", help="For the forecast: the size of one rank's image: 9GiB."
+        ),
     ] = None,
     save_every: Annotated[
         str | None,
-        typer.Option("--save-every", metavar="TIME", help="For the forecast: time between saves."),
+        typer.Option(
+            "--save-every", metavar="TIME", help="For the forecast: the time between saves: 10m."
+        ),
     ] = None,
     step_time: Annotated[
         str | None,
-        typer.Option("--step-time", metavar="TIME", help="For the forecast: one training step."),
+        typer.Option(
+            "--step-time",
+            metavar="TIME",
+            help="For the forecast, if the file saves every N steps: the time of a step: 2s.",
+        ),
     ] = None,
     steps_per_hour: Annotated[
         float | None,
         typer.Option(
             "--steps-per-hour",
             metavar="N",
-            help="For the forecast: steps in an hour, in place of --step-time.",
+            help="For the forecast: training steps in an hour, in place of --step-time.",
         ),
     ] = None,
     ranks: Annotated[
@@ -215,7 +205,8 @@ def check(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the configuration, measure every tier with real bytes, which are removed again, and forecast a day."""
+    """Check the configuration, measure every tier by writing a file there, which is removed again, and forecast a
+    day."""
     from tierfall.cli import check
 
     inputs = check.ForecastInputs.read(
@@ -363,7 +354,7 @@ def rm(
     steps: StepsArgument,
     yes: Annotated[
         bool,
-        typer.Option("--yes", "-y", help="Delete without a confirmation, the newest step too."),
+        typer.Option("--yes", "-y", help="Delete the newest step without a confirmation."),
     ] = False,
     config: ConfigOption = None,
     run: RunOption = None,
@@ -395,7 +386,7 @@ def drain(
         typer.Option(
             "--deadline",
             metavar="TIME",
-            help="Stop after this time; the most valuable copies come first: 30s, 10m.",
+            help="Stop after this time, such as 30s or 10m; the newest copies come first.",
         ),
     ] = None,
     config: ConfigOption = None,
@@ -422,7 +413,7 @@ def watch(
         typer.Option(
             "--prometheus",
             metavar="PORT",
-            help="Serve /metrics and /healthz of the trainers on this machine, and show nothing: 9109, "
+            help="Show nothing, and serve /metrics and /healthz of the trainers on this machine there: 9109, or "
             "127.0.0.1:9109.",
         ),
     ] = None,

@@ -39,6 +39,7 @@ from tierfall.core.types.units import (
     format_size,
     parse_duration,
     parse_size,
+    parse_size_with_unit,
 )
 from tierfall.core.types.values import Codec
 from tierfall.ops.commands import notes_on_metrics
@@ -135,7 +136,7 @@ def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes:
             answer.problem(with_tier(tier.name, tier.error))
     good = sum(tier.error is None for tier in tiers)
     answered = f"{good} of {counted(len(tiers), 'tier', 'tiers')} answered"
-    answer.show(f"{answered}; measured with {format_size(size_bytes)} each")
+    answer.show(f"{answered}; each rate was measured with {format_size(size_bytes)}")
 
 
 def _guarantees(tier: TierMeasurement) -> list[str]:
@@ -197,7 +198,7 @@ class ForecastInputs:
             refuse(f"--nodes: {nodes} nodes are more than {ranks} ranks", Exit.USAGE)
         step_s = _positive("--step-time", step_time, parse_duration)
         return cls(
-            image_bytes=_positive("--image", image, parse_size),
+            image_bytes=_positive("--image", image, parse_size_with_unit),
             save_every_s=_positive("--save-every", save_every, parse_duration),
             step_s=3600 / steps_per_hour if steps_per_hour else step_s,
             ranks=ranks,

@@ -24,7 +24,7 @@ from tierfall.cli.usage import CommandRefused, Exit, StepName, code_of, parse_st
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
 from tierfall.core.types.errors import IntegrityError, TierfallError
 from tierfall.core.types.text import members
-from tierfall.core.types.units import format_size, parse_size
+from tierfall.core.types.units import format_size, parse_size_with_unit
 from tierfall.core.types.values import CheckpointId, ExportDtype, ExportFormat
 from tierfall.export.export import ExportOptions, ExportResult
 from tierfall.export.export import export as export_checkpoint
@@ -174,7 +174,7 @@ class ExportArguments:
             replace=self.force,
             max_shard_bytes=None
             if self.max_shard is None
-            else parse_option("--max-shard", self.max_shard, parse_size),
+            else parse_option("--max-shard", self.max_shard, parse_size_with_unit),
             dtype=None if self.dtype is None else DTYPES[self.dtype],
             beside=tuple(path.expanduser() for path in self.beside),
         )

@@ -32,13 +32,13 @@ from tierfall.config.first_file import (
     write_first_file,
 )
 from tierfall.core.types.errors import BackendError, ConfigError
-from tierfall.core.types.units import format_period, format_size
+from tierfall.core.types.units import format_size
 from tierfall.tiers.arena.folder import default_folder, room_for_arena
 
 T = TypeVar("T")
 DISK, EVERY_S, LOSE_S, LOSE_SAVES = "./checkpoints", 600.0, 3600.0, 10
-CHECK_IMAGE = "1GiB"
-"""For the command that is advised, where the model's size is not known."""
+CHECK_IMAGE, CHECK_STEP = "1GiB", "1s"
+"""Examples for the command that is advised, where the model's size, or the time of a step, is not known."""
 
 
 def init(
@@ -56,6 +56,10 @@ def init(
     as_json: bool,
 ) -> None:
     """Ask for what no option says, and write the file."""
+    if file.is_dir():
+        refuse(f"init: {file} is a folder; name the file in it: {file / 'tiers.yaml'}", Exit.USAGE)
+    if not file.parent.is_dir():
+        refuse(f"init: {file}: there is no folder {file.parent}; create it first", Exit.USAGE)
     if file.exists() and not force:
         refuse(f"init: {file} exists; --force replaces it", Exit.USAGE)
     asking = not yes and not as_json and at_terminal()
@@ -131,8 +135,12 @@ def _write(file: Path, answers: Answers, as_json: bool) -> None:
     image, capacity = answers.image_bytes, capacity_bytes(answers, free)
     ranks = "" if answers.ranks == 1 else f" --ranks {answers.ranks}"
     shown_image = CHECK_IMAGE if image is None else exact_size(image)
-    pace = format_period(EVERY_S) if isinstance(answers.every, int) else shown_every(answers.every)
-    check = f"tierfall check --config {file} --image {shown_image} --save-every {pace}{ranks}"
+    examples = ["--image is the size of one rank's image"] if image is None else []
+    pace = f"--save-every {shown_every(answers.every)}"
+    if isinstance(answers.every, int):
+        pace = f"--step-time {CHECK_STEP}"
+        examples.append("--step-time the time of a training step")
+    check = f"tierfall check --config {file} --image {shown_image} {pace}{ranks}"
     if as_json:
         document = {
             "file": str(file),
@@ -144,7 +152,12 @@ def _write(file: Path, answers: Answers, as_json: bool) -> None:
         print_out(to_document(document, [], indent=2) + "\n")
         return
     sizes = "" if image is None else f": an image of {format_size(image)} on each rank"
-    lines = [f"wrote {file}{sizes}", *(f"note: {note}" for note in notes), f"next: {check}"]
+    lines = [f"wrote {file}{sizes}", *(f"note: {note}" for note in notes)]
+    if notes:
+        lines.append(f"to change {file.name}, edit it, or repeat tierfall init with --force")
+    lines.append(f"next: {check}")
+    if examples:
+        lines.append(f"      ({', '.join(examples)}: put yours there)")
     print_out("\n".join(lines) + "\n")
 
 
@@ -196,8 +209,11 @@ def measure_free(answers: Answers, base: Path) -> FreeSpace:
         room = None
     disks = {}
     for place in _folders(answers):
-        here = next(p for p in (_at(place, base), *_at(place, base).parents) if p.is_dir())
-        disks[place] = shutil.disk_usage(here).free
+        at = _at(place, base)
+        if here := next(
+            (p for p in (at, at.parent) if p.is_dir()), None
+        ):  # else not mounted, maybe
+            disks[place] = shutil.disk_usage(here).free
     return FreeSpace(
         memory_folder=str(folder.parent),
         shared_memory_bytes=room.file_system_free_bytes if room else None,

@@ -256,9 +256,9 @@ def _in_full(
     for tier, found in files.items():
         if found:
             yield ""
-            made = table(f"FILE on {tier}", "BYTES", right=("BYTES",))
+            made = table(f"FILE on {tier}", "SIZE", right=("SIZE",))
             for name, size in found:
-                made.add_row(name, str(size))
+                made.add_row(name, format_size(size))
             yield made
 
 
@@ -296,8 +296,8 @@ def _manifest_lines(manifest: ManifestFacts) -> Iterable[Table | str]:
     chunks = counted(manifest.chunks, "chunk", "chunks")
     tensors = counted(len(manifest.tensors), "tensor", "tensors")
     yield (
-        f"{manifest.shard}: {chunks} of {format_size(manifest.chunk_bytes)}, "
-        f"{tensors} of {format_size(manifest.tensor_bytes)}, the largest:"
+        f"{manifest.shard}: an image of {format_size(manifest.image_bytes)} in {chunks} of at most "
+        f"{format_size(manifest.chunk_bytes)}, with {tensors}, the largest:"
     )
     made = table("TENSOR", "DTYPE", "SHAPE", "SIZE", right=("SIZE",))
     for tensor in manifest.largest(LARGEST_SHOWN):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -68,8 +69,47 @@ RunOption = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
 ]
+DiskOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--disk",
+        metavar="FOLDER",
+        help="A folder on a disk of this machine; may be repeated, fastest first. [./checkpoints]",
+    ),
+]
+FarOption = Annotated[
+    str | None,
+    typer.Option(
+        "--far",
+        metavar="PLACE",
+        help="A place that survives this machine: a network folder, or s3://bucket/prefix. [none]",
+    ),
+]
+ParametersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--parameters",
+        metavar="N",
+        help="The model's number of parameters, such as 7B: sets the capacity of host memory. [unknown]",
+    ),
+]
+EveryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--every", metavar="N", help="How often to save: in steps (100) or time (10m). [10m]"
+    ),
+]
+LoseOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lose",
+        metavar="N",
+        help="How much training the loss of this machine may cost, in steps or time: sets how often --far gets a "
+        "copy. [1h, or 10 saves]",
+    ),
+]
 _STEP_HELP = (
-    "A step of the live lineage (400), or of an attempt (400@7); latest: the one that a restore "
+    "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the one that a restore "
     "would use."
 )
 StepArgument = Annotated[str, typer.Argument(metavar="STEP", help=_STEP_HELP)]
@@ -96,38 +136,45 @@ FormatOption = Annotated[
     ExportFormat,
     typer.Option(
         "--format",
-        help="safetensors, torch for torch.load, or dcp for torch.distributed.checkpoint: DIR itself.",
+        help="safetensors; torch, a file for torch.load; or dcp, for which DIR becomes a folder of "
+        "torch.distributed.checkpoint.",
     ),
 ]
 OnlyOption = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="PREFIX", help="Export only this part: model. May be repeated."),
+    typer.Option(
+        "--only", metavar="PREFIX", help="Export only this part, such as model. May be repeated."
+    ),
 ]
 MaxShardOption = Annotated[
     str | None,
     typer.Option(
         "--max-shard",
         metavar="SIZE",
-        help="safetensors: files of at most this size, 5GB, with an index; DIR is a new folder.",
+        help="safetensors only: files of at most this size, such as 5GB, with an index; DIR must be new or empty.",
     ),
 ]
 DtypeOption = Annotated[
     ExportDtype | None,
-    typer.Option("--dtype", help="safetensors: convert tensors of floating-point numbers."),
+    typer.Option("--dtype", help="safetensors only: convert floating-point tensors."),
 ]
 WithOption = Annotated[
     list[Path] | None,
     typer.Option(
         "--with",
         metavar="FILE",
-        help="safetensors: copy this file into DIR, a new folder: config.json. May be repeated.",
+        help="safetensors only: copy this file, such as config.json, into DIR, which must be new or empty. May be "
+        "repeated.",
     ),
 ]
 AsStepOption = Annotated[
     int, typer.Option("--as-step", metavar="N", help="The step to save it as.")
 ]
 EntryOption = Annotated[
-    str, typer.Option("--entry", metavar="NAME", help="The entry that a bare state_dict becomes.")
+    str,
+    typer.Option(
+        "--entry", metavar="NAME", help="The name in the state that a bare state_dict gets."
+    ),
 ]
 PathArgument = Annotated[
     Path,
@@ -232,6 +279,7 @@ def listen_to_warnings() -> None:
 _UsageError: Any = typer.BadParameter.__mro__[1]
 _AS_JSON = "tierfall.as_json"
 _HELP = frozenset(("-h", "--help"))
+_INSTALLS = "Install completion for the current shell, in its start file, such as ~/.bashrc; prints what is written."
 
 
 class CommandGroup(TyperGroup):
@@ -246,7 +294,8 @@ class CommandGroup(TyperGroup):
         if words and words[0] in self.commands and not _HELP.isdisjoint(words):
             self._print_help_of(words[0], typer.Context(self, info_name=info_name, **extra))
         as_json = "--json" in words
-        with _in_one_line(as_json):
+        with _in_one_line(as_json), _reporting_start_files(words):
+            self._check_place(words)
             ctx = super().make_context(info_name, args, parent, **extra)
         ctx.meta[_AS_JSON] = as_json
         return ctx
@@ -260,9 +309,46 @@ class CommandGroup(TyperGroup):
         typer.echo(command.get_help(own))
         raise typer.Exit(Exit.DONE)
 
+    def _check_place(self, words: Sequence[str]) -> None:
+        """Refuse an option of commands before the command, and say where it belongs."""
+        first = next((i for i, word in enumerate(words) if word in self.commands), len(words))
+        own = {name for parameter in self.params for name in parameter.opts}
+        of_commands = {n for c in self.commands.values() for p in c.params for n in p.opts} - own
+        before = words[:first]
+        name = before[0].partition("=")[0] if before else ""
+        if name in of_commands:
+            command = words[first : first + 1] or ["COMMAND"]
+            meant = shlex.join([*command, *words[first + 1 :], *before])
+            refuse(f"{name} belongs after the command: tierfall {meant}", Exit.USAGE)
+
+    def get_params(self, ctx: Any) -> Any:
+        params: list[Any] = super().get_params(ctx)
+        for parameter in params:
+            if parameter.name == "install_completion":
+                parameter.help = _INSTALLS
+        return params
+
     def invoke(self, ctx: Any) -> Any:
         with _in_one_line(ctx.meta.get(_AS_JSON, False)):
             return super().invoke(ctx)
+
+
+@contextmanager
+def _reporting_start_files(words: Sequence[str]) -> Iterator[None]:
+    """Print each line that ``--install-completion`` adds to a start file of the shell: typer names the script alone."""
+    if "--install-completion" not in words:
+        yield
+        return
+    files = [Path.home() / name for name in (".bashrc", ".zshrc")]
+    before = [file.read_text() if file.is_file() else "" for file in files]
+    try:
+        yield
+    finally:
+        for file, text in zip(files, before, strict=True):
+            now = file.read_text() if file.is_file() else ""
+            for line in now.splitlines():
+                if line and line not in text.splitlines():
+                    typer.echo(f"added to {file}: {line}")
 
 
 @contextmanager
@@ -285,6 +371,5 @@ def _wrong_usage(error: Any) -> str:
     command = path.partition(" ")[2]
     text = " ".join(error.format_message().split()).rstrip(".")
     problem = text[:1].lower() + text[1:]
-    return (
-        f"{command}: {problem}; see {path} --help" if command else f"{problem}; see {path} --help"
-    )
+    advice = f" See {path} --help" if problem.endswith("?") else f"; see {path} --help"
+    return (f"{command}: " if command else "") + problem + advice

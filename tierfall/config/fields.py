@@ -114,13 +114,6 @@ def number_or_text(pattern: str, *, minimum: int = 0, number: str = "integer") -
     )
 
 
-def _positive_size(value: int | str) -> int:
-    size_bytes = units.parse_size(value)
-    if size_bytes == 0:
-        raise ConfigError(f"0 bytes are not a size; expected {units.EXPECTED_SIZE}")
-    return size_bytes
-
-
 def _positive_rate(value: int | str) -> int:
     bytes_per_s = units.parse_rate(value)
     if bytes_per_s == 0:
@@ -296,8 +289,8 @@ def folder_of(info: ValidationInfo) -> Path:
 
 Size = Annotated[
     int,
-    _parsed(_positive_size, units.EXPECTED_SIZE),
-    number_or_text(units.SIZE_PATTERN, minimum=1),
+    _parsed(units.parse_size_with_unit, units.EXPECTED_SIZE),
+    number_or_text(units.SIZE_PATTERN, minimum=1024),
 ]
 Chunk = Annotated[
     int,

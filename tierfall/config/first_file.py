@@ -216,7 +216,10 @@ def notes_on(answers: Answers, free: FreeSpace) -> list[str]:
 def _memory_notes(answers: Answers, free: FreeSpace) -> Iterator[str]:
     image, shared, memory = answers.image_bytes, free.shared_memory_bytes, free.memory_bytes
     place = free.memory_folder
-    helps = "raise it (--shm-size of a container, mount -o remount,size=...), or set the host tier's folder"
+    helps = (
+        "raise it (of a container: docker run --shm-size=SIZE; of a machine: mount -o remount,size=SIZE "
+        f"{place}), or write folder: PATH into the host tier's line, on another file system in memory"
+    )
     if image is None:
         if shared is not None and shared < _SMALL_BYTES:
             yield f"{place} has {format_size(shared)} free, enough for small models only: {helps}"
@@ -227,7 +230,7 @@ def _memory_notes(answers: Answers, free: FreeSpace) -> Iterator[str]:
     if shared is not None and shared < needed:
         yield f"{place} is too small: {what}, {format_size(shared)} are free: {helps}"
     if memory is not None and memory < needed:
-        yield f"memory is short: {what}, {format_size(memory)} are free"
+        yield f"memory is short: {what}, {format_size(memory)} are free: train with more ranks on more machines"
 
 
 def _disk_notes(answers: Answers, free: FreeSpace) -> Iterator[str]:
@@ -239,7 +242,7 @@ def _disk_notes(answers: Answers, free: FreeSpace) -> Iterator[str]:
         if left < needed:
             yield (
                 f"{path} is too small: {KEPT} checkpoints and one that arrives need {format_size(needed)}, "
-                f"{format_size(left)} are free"
+                f"{format_size(left)} are free: name a larger one, or write a smaller number into its retain"
             )
 
 
@@ -252,6 +255,6 @@ def _loss_notes(answers: Answers) -> Iterator[str]:
     alike = isinstance(answers.every, int) is isinstance(answers.lose, int)
     if alike and answers.lose < answers.every:
         yield (
-            f"the loss of the machine may cost {_told(answers.every)}, not {_told(answers.lose)}: save more often "
-            "by --every"
+            f"the loss of the machine may cost {_told(answers.every)}, not {_told(answers.lose)}: save more often, by "
+            f"--every {shown_every(answers.lose)}"
         )

@@ -50,6 +50,8 @@ _MAIN = {
     "metrics": "prometheus",
 }
 """The key that a value alone in place of a section stands for."""
+_NAMES = ("codec", "mode", "order")
+"""Those whose value is a name; that of the others begins with a digit."""
 
 
 def hint_kind(word: str) -> str:
@@ -102,7 +104,8 @@ def example_of(location: Place, value: object) -> str:
     if location and location[-1] == "on_signal" and isinstance(value, str):
         return f" such as [{value}]"
     main = _MAIN.get(str(location[-1])) if location else None
-    if main is not None and isinstance(value, str | int | float) and not isinstance(value, bool):
+    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    if plain and (main in _NAMES or (main is not None and str(value)[:1].isdigit())):
         return f": {{{main}: {value}}}"
     return example(location)
 

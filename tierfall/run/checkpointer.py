@@ -1,7 +1,6 @@
 """The Checkpointer: what a training loop saves to and restores from.
 
-It checks arguments and reports results. The parts that do the work, and the rules of the training thread, are in
-``open_run``.
+It checks arguments and reports results; ``open_run`` has the parts that do the work.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Checkpointer:
         self._opened = opened
         self._config = opened.config
         self._session = opened.session
-        self._journal = opened.session.journal
+        self._journal = self._session.journal
         self._lineage = opened.lineage
         self._capturer = opened.capturer
         self._saver = opened.saver
@@ -77,7 +76,8 @@ class Checkpointer:
         tiers = ", ".join(tier.name for tier in self._config.tiers)
         attempt, newest = self._lineage.attempt.number, self._lineage.last_step
         saved = "nothing saved or restored yet" if newest is None else f"at step {newest}"
-        return f"<Checkpointer of run {self._config.run!r}, attempt {attempt}, on {tiers}: {saved}>"
+        kind = f"{'closed ' * self._opened.closed}Checkpointer"
+        return f"<{kind} of run {self._config.run!r}, attempt {attempt}, on {tiers}: {saved}>"
 
     # Saving ------------------------------------------------------------------------------------------
 
@@ -418,8 +418,8 @@ class Checkpointer:
 
         It first saves the last step that ``maybe_save`` was called for, unless ``at_end`` is false or an exception is
         being handled, and raises what prevents that. What is still owed then stays in host memory: the next start, or
-        ``tierfall drain``, flushes it. It logs, at level INFO, which checkpoint is the newest and where its copies are.
-        Raises, under ``on_error: raise``, what failed.
+        ``tierfall drain``, flushes it. It logs (INFO; WARNING after an exception) which checkpoint is the newest and
+        where its copies are. Raises, under ``on_error: raise``, what failed.
         """
         self._opened.close("" if sys.exc_info()[0] is None else "it ended by an exception")
 

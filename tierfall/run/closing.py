@@ -209,9 +209,10 @@ def _only_in_memory(session: Session) -> set[CheckpointId]:
 
 
 def log_end(
-    session: Session, report: DrainReport, looked_at: LookedAt, *, memory_kept: bool
+    session: Session, report: DrainReport, looked_at: LookedAt, *, memory_kept: bool, early: bool
 ) -> None:
-    """Log what ``close`` leaves owed and why, and on rank 0 the newest checkpoint and which tiers have it."""
+    """Log what ``close`` leaves owed and why, and on rank 0 the newest checkpoint and which tiers have it: as a warning
+    if the training ended ``early``."""
     coordinator = session.coordinator
 
     def ask() -> dict[str, BaseException]:
@@ -227,13 +228,12 @@ def log_end(
         names = {*errors, *looked_at.lacking}
         session.tiers.identities.forget_emptied(names, timeout_s=LOOK_S)
     _log_left(session, report)
-    _log_newest(session, looked_at, memory_kept=memory_kept)
+    event = f"run {session.run} is closed"
+    log_newest(session, event, looked_at, memory_kept=memory_kept, early=early)
 
 
 def _log_left(session: Session, report: DrainReport) -> None:
     """Log the copies that are still owed, and what writes them later, without those that ``log_lost`` names."""
-    if not report.left:
-        return
     held, gone = {id for id, _ in images_in(session.tiers.hosts())}, set[CheckpointId]()
     if session.memory.problem is not None:
         held, gone = set(), _only_in_memory(session)
@@ -263,7 +263,11 @@ def _log_left(session: Session, report: DrainReport) -> None:
         )
 
 
-def _log_newest(session: Session, looked_at: LookedAt, *, memory_kept: bool) -> None:
+def log_newest(
+    session: Session, event: str, looked_at: LookedAt, *, memory_kept: bool, early: bool
+) -> None:
+    """Log, on rank 0, the newest checkpoint and which tiers have it, after the ``event``; as a warning if the training
+    ended ``early``, with what a restart does."""
     if not session.ranks.topology.is_root:
         return
     host = session.host.name
@@ -279,17 +283,26 @@ def _log_newest(session: Session, looked_at: LookedAt, *, memory_kept: bool) -> 
                 return id, there
         return None
 
-    newest = session.call(ask)
-    if newest is None:
-        logger.info("run %s is closed; no tier has a checkpoint of it", session.run)
+    try:
+        newest = session.call(ask)
+    except TierfallError as error:  # an interrupt is being raised, which it must not replace
+        logger.warning("%s; its newest checkpoint is not known: %s", event, error)
         return
-    id, there = newest
-    where = ", ".join(there)
-    logger.info("run %s is closed; its newest checkpoint is %s, on %s", session.run, id, where)
-    if there == [host] and session.stores:
+    if newest is None:
+        found, restart = "no tier has a checkpoint of it", "a restart begins anew"
+    else:
+        found = f"its newest checkpoint is {newest[0]}, on {', '.join(newest[1])}"
+        restart = "a restart continues there"
+    if unread := [x.tier for x in session.tiers.listings if x.error is not None]:
+        restart = f"not read at the start: {', '.join(unread)}"
+    if early and session.coordinator.fenced is None:
+        logger.warning("%s; %s; %s", event, found, restart)
+    else:
+        logger.info("%s; %s", event, found)
+    if newest is not None and newest[1] == [host] and session.stores:
         logger.warning(
-            "close: %s is in the memory of this machine alone, in %s: the next start restores it, and a restart of "
-            "the machine loses it", id, session.host.path,
+            "run %s: %s is in the memory of this machine alone, in %s: the next start restores it, and a restart of "
+            "the machine loses it", session.run, newest[0], session.host.path,
         )  # fmt: skip
 
 

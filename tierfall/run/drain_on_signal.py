@@ -14,6 +14,7 @@ from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_duration
 from tierfall.run import group_commands
+from tierfall.run.closing import LookedAt, log_newest
 from tierfall.session.session import Session
 from tierfall.setup import signal_hub
 from tierfall.telemetry.reports import DrainReport
@@ -74,6 +75,8 @@ class DrainOnSignal:
             return
         left = format_some([f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left])
         logger.warning("%s: drained%s", name, f"; still owed: {left}" if left else "")
+        event = f"{name}: run {session.run} may end now"
+        log_newest(session, event, LookedAt({}), memory_kept=True, early=True)
 
     def _until(self, ends_s: float, name: str, *, continues: bool) -> DrainReport:
         left_s = max(0.0, ends_s - time.monotonic())

@@ -29,18 +29,10 @@ from tierfall.core.state.walk import walk_state
 from tierfall.core.state.walk_cache import WalkCache
 from tierfall.core.types.errors import ConfigError, TierfallError
 from tierfall.core.types.values import CheckpointId, OnError, Verify
-from tierfall.run import announced_steps, by_path, drain_on_signal, group_commands
+from tierfall.run import announced_steps, by_path, closing, drain_on_signal, group_commands
 from tierfall.run.announced_steps import AnnouncedSteps
 from tierfall.run.by_path import PathSaves
 from tierfall.run.cadence import cadence_of
-from tierfall.run.closing import (
-    ClosingPlan,
-    LastStep,
-    agree_on_end,
-    confirm_copies,
-    log_end,
-    log_lost,
-)
 from tierfall.run.drain_on_signal import DrainOnSignal
 from tierfall.run.restorer import Restorer, log_abandoned, patience_s
 from tierfall.run.saver import SaveCall, Saver
@@ -80,8 +72,8 @@ class OpenRun:
         """See ``tierfall.open``. ``connect`` makes what ranks exchange bytes over at a restore."""
         self.run = run
         self.pid = os.getpid()
-        self._closed = False
-        self._last: LastStep | None = None
+        self.closed = False
+        self._last: closing.LastStep | None = None
         self._fingerprint: Fingerprint | None = None
         self.checks_omissions = True
         ranks = ranks or Ranks.alone()
@@ -233,7 +225,7 @@ class OpenRun:
                 name: value if isinstance(value, float) else value.clone()
                 for name, value in checked_metrics(metrics or {}).items()
             }
-        self._last = LastStep(
+        self._last = closing.LastStep(
             step, state, metrics, tags, self.capturer.barrier.updates, self._fingerprint
         )
 
@@ -284,7 +276,7 @@ class OpenRun:
 
     def check_usable(self) -> None:
         """Raise ConfigError where the run is closed, or was opened by the process that this one was forked from."""
-        if self._closed:
+        if self.closed:
             raise ConfigError("this Checkpointer is closed; open another one")
         self._check_process()
 
@@ -303,7 +295,7 @@ class OpenRun:
     def _check_alive(self) -> None:
         self.session.ranks.check()
         self.session.check_running()
-        if (fenced := self.session.coordinator.fenced) is not None and not self._closed:
+        if (fenced := self.session.coordinator.fenced) is not None and not self.closed:
             raise fenced
 
     def _raise_failures(self) -> None:
@@ -318,12 +310,11 @@ class OpenRun:
 
     def close(self, failed: str) -> None:
         """See ``Checkpointer.close``. ``failed`` describes how the training ended, where that was before its end."""
-        if self._closed:
+        if self.closed:
             return
         self._check_process()
         failure: Exception | None = None
-        keep, together = True, False
-        session = self.session
+        keep, together, session = True, False, self.session
         deadline_s = time.monotonic() + self.config.max_wait_s
 
         def left_s(least_s: float = 0.0) -> float:
@@ -336,22 +327,26 @@ class OpenRun:
                 self.finish_capture(left_s())
                 self.capturer.close(left_s())
                 session.find_external_commits(left_s(), last=True)
-                looked_at = confirm_copies(session, left_s() / 2)
+                looked_at = closing.confirm_copies(session, left_s() / 2)
                 report = group_commands.drain_here(
                     session, left_s(), doing="close", continues=False
                 )
             except BaseException:  # Ctrl-C, say: the rest takes LAST_S each
                 deadline_s = time.monotonic()
+                event = f"run {session.run} is closed"
+                closing.log_newest(
+                    session, event, closing.LookedAt({}), memory_kept=True, early=True
+                )
                 raise
             finally:
                 self.capturer.stop_waiting()
                 together = group_commands.finish_commands(session, left_s)
             keep = not looked_at.allows_release or must_keep_memory(session)
             if keep and not session.memory.repair(left_s(LAST_S)):
-                session.coordinator.errors += log_lost(session)
-            log_end(session, report, looked_at, memory_kept=keep)
+                session.coordinator.errors += closing.log_lost(session)
+            closing.log_end(session, report, looked_at, memory_kept=keep, early=bool(failed))
         finally:
-            self._closed = True
+            self.closed = True
             OPEN.discard(self)
             self._last = None
             self._saves_on.close()
@@ -377,7 +372,7 @@ class OpenRun:
         if not self.config.interval.at_end:
             return None
         last = self._last
-        plan = agree_on_end(
+        plan = closing.agree_on_end(
             self.session.ranks,
             last,
             saved=last is not None and self.lineage.has_saved(last.step),
@@ -385,9 +380,9 @@ class OpenRun:
             failed=failed,
             timeout_s=timeout_s,
         )
-        if last is None or plan is ClosingPlan.NOTHING:
+        if last is None or plan is closing.ClosingPlan.NOTHING:
             return None
-        if plan is ClosingPlan.FLUSH:
+        if plan is closing.ClosingPlan.FLUSH:
             id = CheckpointId(last.step, self.lineage.attempt.number)
             self.session.call_soon(lambda: self.session.coordinator.owe_to_all_tiers(id))
             return None

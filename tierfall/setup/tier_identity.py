@@ -29,7 +29,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.setup.bounded_tiers import AskTier, ask_without_bound
-from tierfall.setup.places import device_of, find_emptied, is_same_folder, same_place
+from tierfall.setup.places import device_of, find_emptied, is_same_folder, same_place, warn_of_copy
 from tierfall.setup.tiers import holds_any, shared_setting
 from tierfall.tiers.stored import StoredTier
 
@@ -202,6 +202,8 @@ class TierIdentities:
         another device of this machine. None where it may have."""
         name, known = tier.name, self._remembers(tier.name)
         if known is None or known.id in ("", self.records[name].id):
+            if known is not None and known.id:
+                warn_of_copy(self._config.run, name, known, place)
             return None
         same_device = known.device in (None, self._device(tier))
         if not same_place(known.place, place) or (not known.shared and same_device):
@@ -351,13 +353,10 @@ class TierIdentities:
 
     def _known(self, tier: FileTierConfig | ObjectTierConfig) -> KnownTier | None:
         """Return what to remember of a tier; where it does not answer, what was remembered before."""
-        record = self.records.get(tier.name)
-        if record is None:
-            return self._remembers(tier.name)
-        try:
-            return self._seen(tier, record.id)
-        except UnreachableError:
-            return self._remembers(tier.name)
+        with suppress(UnreachableError):
+            if (record := self.records.get(tier.name)) is not None:
+                return self._seen(tier, record.id)
+        return self._remembers(tier.name)
 
     def _seen(self, tier: FileTierConfig | ObjectTierConfig, id: str) -> KnownTier:
         place, device = self._stores[tier.name].place, self._device(tier)

@@ -20,6 +20,7 @@ from tierfall.core.types.units import (
     parse_rate,
     parse_share,
     parse_size,
+    parse_size_with_unit,
 )
 
 BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
@@ -281,3 +282,18 @@ def test_a_time_for_people_is_right_to_five_percent(seconds: float) -> None:
     words = format_duration(seconds).split()
     read = sum(float(n) * known[u] for n, u in zip(words[::2], words[1::2], strict=True))
     assert read == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("value", [0, 16, "16", "512", "0.5KiB"])
+def test_a_size_whose_unit_was_forgotten_is_refused(value: int | str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"is \d+ bytes, less than 1KiB; expected a size such as 16GiB"
+    ):
+        parse_size_with_unit(value)
+    assert parse_size_with_unit("1KiB") == 1024
+    assert parse_size_with_unit(65536) == 65536
+
+
+def test_a_negative_size_is_called_negative() -> None:
+    with pytest.raises(ConfigError, match="'-1GiB' is negative; expected a size"):
+        parse_size("-1GiB")
