@@ -48,6 +48,7 @@ def start(tmp_path: Path, place: str) -> Iterator[Start]:
         "RAY_TMPDIR": place,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+        "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.2",
         "OMP_NUM_THREADS": "1",
     }
 
@@ -148,28 +149,56 @@ def test_a_tier_that_fails_ends_no_training_and_ray_has_only_what_is_stored(
     assert all("model" in tierfall.load(pointer) for pointer, _ in pointers)
 
 
+ASKS = "            notice = train.get_preemption_info()\n"
+WAITS = """            notice = None
+            while step >= 55 and notice is None:
+                notice = train.get_preemption_info()
+"""
+PREEMPTION = """
+    import glob, threading
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    def preempt(known):
+        while glob.glob("ray/first/*/tierfall.json") == known:
+            time.sleep(0.01)
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        client = GcsClient(address=ray.get_runtime_context().gcs_address)
+        client.drain_node(ray.nodes()[0]["NodeID"], reason, "", int(time.time() * 1000) + 60_000)
+
+    known = glob.glob("ray/first/*/tierfall.json")
+    threading.Thread(target=preempt, args=(known,), daemon=True).start()
+"""
+"""Announces to Ray that its node will be taken away in a minute, once another checkpoint has been reported."""
+
+
 @pytest.mark.timeout(600)
-def test_the_script_of_the_page_goes_on_after_a_kill_of_all_of_it(
+def test_the_script_of_the_page_goes_on_after_a_kill_of_all_of_it_and_saves_before_a_preemption(
     start: Start, tmp_path: Path, memory: Path, place: str
 ) -> None:
     page = (ROOT / "docs/ray.md").read_text()
     script, tiers = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in KINDS)
-    small = script.replace("ray.init()", "ray.init(num_cpus=2, object_store_memory=100 << 20)")
-    assert small != script
-    (tmp_path / "train.py").write_text(small)
+    assert ASKS in script
+    assert "ray.init()\n" in script
+    starts = "ray.init(num_cpus=2, object_store_memory=100 << 20)\n"
+    first = script.replace(ASKS, WAITS).replace("ray.init()\n", starts)
     (tmp_path / "tiers.yaml").write_text(
         tiers.replace("capacity: 40%", f"capacity: 16MiB, folder: {memory}")
     )
+    (tmp_path / "train.py").write_text(first)
     killed = start(tmp_path / "train.py")
     deadline = time.monotonic() + PATIENCE_S
-    while not list(tmp_path.glob("ray/first/checkpoint_*/tierfall.json")):
+    while not list(tmp_path.glob("ray/first/*/tierfall.json")):
         assert killed.poll() is None, (tmp_path / "errors").read_text()[-4000:]
         assert time.monotonic() < deadline, "Ray got no checkpoint"
         time.sleep(0.001)
     kill_all(place)
+    (tmp_path / "train.py").write_text(first.replace(starts, starts + PREEMPTION))
     again = start(tmp_path / "train.py")
     output, _ = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, (tmp_path / "errors").read_text()[-4000:]
     assert output.splitlines()[-1] == "100 ['model', 'optimizer', 'rng']"
-    *_, newest = sorted(tmp_path.glob("ray/first/*/tierfall.json"))
-    assert tierfall.read_pointer(newest).attempt > 1
+    found = sorted(tmp_path.glob("ray/first/*/tierfall.json"))
+    assert tierfall.read_pointer(found[-1]).attempt > 1
+    steps = [tierfall.read_pointer(pointer).step for pointer in found]
+    assert [step for step in steps if step > 50] == [55, 60, 70, 80, 90, 100]
