@@ -21,8 +21,8 @@ def report(ckpt: Checkpointer, handle: SaveHandle | None, metrics: Mapping[str, 
 
     All workers call it at the same steps, as ``ray.train.report``; a None handle reports metrics alone. Ray registers
     the checkpoint once the last tier of this step has it. If no tier gets it, Ray gets the pointer to the checkpoint
-    before it, and a warning is logged: the training continues. ``metrics`` hold no tensors. Raises as ``write_pointer``
-    and ``ray.train.report`` do.
+    before it, if there is one, and a warning is logged: the training continues. ``metrics`` hold no tensors. Raises as
+    ``write_pointer`` and ``ray.train.report`` do.
     """
     checkpoint: dict[str, Any] = {}
     if handle is not None and train.get_context().get_world_rank() == 0:

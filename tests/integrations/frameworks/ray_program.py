@@ -23,8 +23,6 @@ import tierfall
 from tierfall.integrations.ray import report
 
 STEPS, EVERY = 40, 5
-AWAY = 12, 27
-"""The steps after which the stored tier of a run ``away`` fails, and works again."""
 
 
 def train_function(config: dict[str, Any]) -> None:
@@ -47,8 +45,9 @@ def train_function(config: dict[str, Any]) -> None:
                 optimizer.zero_grad()
                 print(json.dumps(["loss", step, loss.item().hex()]), file=log)
                 time.sleep(0.02)  # a kill is to meet it at work
-                if Path(config["folder"]).name == "away" and step in AWAY:
-                    move_away(Path(config["tiers"]["tiers"][-1]["path"]), handle)
+                if Path(config["folder"]).name == "away" and step in (12, 27):
+                    change = move_away if step == 12 else move_back
+                    change(Path(config["tiers"]["tiers"][-1]["path"]), handle)
                 if step % EVERY == 0:
                     print(json.dumps(["saves", step]), file=log)
                     handle = ckpt.save(step, state)
@@ -56,17 +55,19 @@ def train_function(config: dict[str, Any]) -> None:
 
 
 def move_away(tier: Path, handle: Any) -> None:
-    """Put a file in the place of a tier's folder; the second time, once the tier counts as one that fails, put the
-    folder back, and wait until it has what it missed."""
-    away = tier.with_suffix(".away")
-    if not away.exists():
-        tier.rename(away)
-        tier.touch()
-        return
+    """Put a file in the place of a tier's folder, once the tier has what ``handle`` saved."""
+    while not handle.done():
+        time.sleep(0.01)
+    tier.rename(tier.with_suffix(".away"))
+    tier.touch()
+
+
+def move_back(tier: Path, handle: Any) -> None:
+    """Put the folder back once the tier counts as one that fails; wait until it has what ``handle`` saved."""
     while handle.exception() is None:
         time.sleep(0.01)
     tier.unlink()
-    away.rename(tier)
+    tier.with_suffix(".away").rename(tier)
     while not handle.done():
         time.sleep(0.01)
 
