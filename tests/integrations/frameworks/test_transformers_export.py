@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 
 import tierfall
@@ -16,6 +17,7 @@ from tierfall.config import Config
 from tierfall.imports.importer import import_state, read_state
 
 transformers: Any = pytest.importorskip("transformers")
+tokenizers: Any = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -69,6 +71,41 @@ def test_from_pretrained_loads_half_of_the_bytes(config: Config, out: Path, tmp_
     export_from(config, "shared", to=out, only=("model",), **words)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     assert_same(loaded, model.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("max_shard", [20_000, 10**9])
+def test_an_export_is_the_folder_that_a_loader_by_file_names_reads(
+    config: Config, out: Path, tmp_path: Path, max_shard: int
+) -> None:
+    """vLLM's default loader takes all ``*.safetensors`` of a folder, or those that its index names, all of which must
+    exist; it needs ``architectures`` of config.json, and a tokenizer."""
+    made = tmp_path / "made"
+    model = make_model()
+    model.save_pretrained(made)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(made)
+    beside = tuple(path for path in made.iterdir() if path.suffix == ".json")
+    options: dict[str, Any] = {"max_shard_bytes": max_shard, "beside": beside}
+    export_from(config, "shared", to=out, only=("model",), **options)
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    found = {}
+    for file in files:
+        with safetensors.safe_open(out / file, framework="pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    if max_shard == 20_000:
+        count = len(files)
+        assert count > 1
+        assert files == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == set(files)
+    else:
+        assert files == ["model.safetensors"]
+    assert transformers.AutoConfig.from_pretrained(out).architectures == ["LlamaForCausalLM"]
+    assert transformers.AutoTokenizer.from_pretrained(out).encode("b") == [1]
 
 
 def assert_same(loaded: Any, model: Any) -> None:
