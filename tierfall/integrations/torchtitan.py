@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 import tierfall
@@ -23,22 +24,16 @@ from tierfall.integrations.dcp import TierReader
 from tierfall.ops.reader import find_pointer
 
 SUPPORTED = "0.3, and main of August 2026 or later"
-NEEDED = ("_save_last_step", "_find_load_step", "_should_save", "_wait_for_saving", "load")
+NEEDED = ("load", "_find_load_step", "_should_save", "_save_last_step")
 
 
 def _unsupported(detail: str) -> ConfigError:
     version = importlib.metadata.version("torchtitan")
-    return ConfigError(
-        f"torchtitan {version} is installed, supported are {SUPPORTED}: {detail}"
-    )
+    return ConfigError(f"torchtitan {version} is installed, supported are {SUPPORTED}: {detail}")
 
 
 try:
-    from torchtitan.components.checkpointer import (  # type: ignore[import-not-found]
-        DATALOADER,
-        MODEL,
-        CheckpointManager,
-    )
+    from torchtitan.components.checkpointer import DATALOADER, MODEL, CheckpointManager
 except ModuleNotFoundError as error:
     if error.name != "torchtitan.components.checkpointer":
         raise
@@ -69,7 +64,7 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
 
     def __init__(self, config: Any, *, base_folder: str = "", **parts: Any) -> None:
         self._ckpt: tierfall.Checkpointer | None = None
-        # "async" makes the gloo group that the saves need, and 0 leaves TorchTitan's folder as it is.
+        # "async" makes a gloo group, which the ranks meet by; 0 has TorchTitan delete nothing in its folder.
         own = replace(config, async_mode="async", keep_latest_k=0)
         super().__init__(own, base_folder=base_folder, **parts)
         if not getattr(config, "enable", True):
@@ -95,22 +90,30 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
         Return whether there was one."""
         if self._ckpt is None:
             return False
-        report = self._ckpt.restore({}, step=None if step == -1 else step, only=["rng"])
+        # Of an empty state, this restores the random state alone, if there is one of as many ranks.
+        report = self._ckpt.restore({}, step=None if step == -1 else step, strict=False)
         if report is None:
             return self._load_initial(step)
         states = self._state(self.exclude_from_loading, model_only=report.step == 0)
-        reader = TierReader(self._ckpt, step=report.step, attempt=report.attempt)
+        reader = TierReader(self._ckpt, step=report.step, attempt=report.attempt, resume=False)
         with torch.no_grad():
-            dcp.load(states, storage_reader=reader, process_group=self.pg)
+            try:
+                dcp.load(states, storage_reader=reader, process_group=self.pg)
+            except CheckpointException as error:
+                error.add_note(
+                    f"TierfallManager: step {report.step} does not have all of the state. A loader has a state for "
+                    "each rank: with another number of ranks, set exclude_from_loading=['dataloader']"
+                )
+                raise
             self.states[MODEL].load_state_dict(states)
         if self.states[DATALOADER] is not None:
             self.states[DATALOADER].state_dict()  # makes the iterator, which draws random numbers
-        self._ckpt.restore({}, step=report.step, attempt=report.attempt, only=["rng"])
+        self._ckpt.restore({}, step=report.step, attempt=report.attempt, strict=False)
         return True
 
     def _load_initial(self, step: int) -> bool:
         own = CheckpointManager._find_load_step(self)
-        if own > 0:
+        if own != -1:
             folder = os.path.join(self.folder, f"step-{own}")
             raise ConfigError(
                 f"TierfallManager: the run has no checkpoint, and {folder} is one of TorchTitan's own format: "
@@ -132,7 +135,8 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
         if self._ckpt is None or not self._should_save(curr_step, last_step):
             return False
         with torch.no_grad():
-            state = {k: x.state_dict() if isinstance(x, Stateful) else x for k, x in self._state().items()}
+            found = self._state().items()
+            state = {k: x.state_dict() if isinstance(x, Stateful) else x for k, x in found}
             self._ckpt.save(curr_step, state)
             if last_step and self.last_save_in_hf:
                 self._save_last_step(curr_step)
@@ -140,11 +144,8 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
 
     def _close(self) -> None:
         ckpt, self._ckpt = self._ckpt, None
-        if ckpt is not None:
-            try:
-                self.maybe_wait_for_saving()
-            finally:
-                ckpt.close()
+        if ckpt is not None:  # TorchTitan closes twice
+            ckpt.close()
         super()._close()
 
     # Below -----------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""A Trainer of TorchTitan that saves to tierfall: killed, it resumes exactly, and the fields of its manager are honoured."""
+"""A Trainer of TorchTitan that saves to tierfall: killed, it resumes exactly; the manager's fields are honoured."""
 
 from __future__ import annotations
 
-import json
+import os
 import random
 import re
 import subprocess
@@ -31,9 +31,9 @@ Start = Callable[..., Job]
 def start(make_job: Callable[..., Job], tmp_path: Path, memory: Path) -> Start:
     """``start(name, ranks, ...)`` starts a training in the folder ``name``, which has a memory of its own."""
 
-    def begin(name: str, ranks: int = 1, **more: Any) -> Job:
+    def begin(name: str, ranks: int = 1, function: str = "train", **more: Any) -> Job:
         job = make_job(tmp_path / name, PROGRAM, ranks)
-        return job.start("train", memory=str(memory / name), **more)
+        return job.start(function, memory=str(memory / name), **more)
 
     return begin
 
@@ -85,7 +85,10 @@ def test_every_loss_after_a_kill_is_that_of_an_uninterrupted_run(start: Start, r
         of_whole = losses(whole.folder, "whole", rank)
         for life in ("random", "inside", "last"):
             found = losses(job.folder, life, rank)
-            assert {s: loss for s, loss in found.items() if of_whole[s] != loss} == {}, (point, life)
+            assert {s: loss for s, loss in found.items() if of_whole[s] != loss} == {}, (
+                point,
+                life,
+            )
         first = min(losses(job.folder, "last", rank))
         assert (first % EVERY, first > EVERY) == (1, True), "it did not go on from a checkpoint"
         assert max(losses(job.folder, "last", rank)) == STEPS
@@ -94,12 +97,13 @@ def test_every_loss_after_a_kill_is_that_of_an_uninterrupted_run(start: Start, r
 
 @pytest.mark.timeout(600)
 def test_another_number_of_ranks_resumes_without_the_loader(start: Start, tmp_path: Path) -> None:
-    two = train(start, "run", 2, life="two")
-    assert two["step"] == STEPS
-    refused = train(start, "run", 1, life="one")
-    assert "dataloader" in refused["error"]
-    one = train(start, "run", 1, life="one", exclude_from_loading=["dataloader"])
-    assert (one["step"], one["weights"]) == (STEPS, two["weights"])
+    two = train(start, "run", 2, steps=8)
+    refused = train(start, "run", steps=8)
+    assert "another number of ranks, set exclude_from_loading=['dataloader']" in refused["error"]
+    one = train(start, "run", steps=8, exclude_from_loading=["dataloader"])
+    assert (one["step"], one["weights"]) == (8, two["weights"])
+    assert train(start, "run", life="on", steps=9, exclude_from_loading=["dataloader"])["step"] == 9
+    assert [*losses(tmp_path / "run", "on")] == [9]
 
 
 # The fields of the manager -------------------------------------------------------------------------------
@@ -110,12 +114,96 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(p.name.split("-")[1]) for p in (folder / "disk/titan").glob("step-*"))
 
 
+def command(folder: Path, *arguments: str) -> str:
+    """Run the command line."""
+    place = ["--config", "tiers-0.yaml"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tierfall", *arguments, *place],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.timeout(600)
 def test_fields_are_honoured(start: Start, tmp_path: Path) -> None:
-    trained = train(start, "run", keep_latest_k=2, last_save_model_only=True, last_save_in_hf=True)
-    assert steps(tmp_path / "run") == [20, STEPS], "keep_latest_k"
-    exported = list((tmp_path / "run/checkpoint/step-24").glob("*.safetensors"))
-    assert exported, "last_save_in_hf"
-    again = train(start, "run", life="again", load_step=20)
-    assert min(losses(tmp_path / "run", "again")) == 21, "load_step"
+    fields = {"steps": 8, "interval": 2, "last_save_model_only": True, "last_save_in_hf": True}
+    trained = train(start, "run", keep_latest_k=2, **fields)
+    folder = tmp_path / "run"
+    assert steps(folder) == [6, 8], "keep_latest_k"
+    assert [*(folder / "checkpoint/step-8").glob("*.safetensors")], "last_save_in_hf"
+    again = train(start, "run", life="again", steps=8, load_step=6, keep_latest_k=0)
+    assert [*losses(folder, "again")] == [7, 8], "load_step"
     assert again["weights"] == trained["weights"]
+    gone = train(start, "run", load_step=4)
+    assert "there is no checkpoint of step 4 to restore; there are: 6@1 on disk" in gone["error"]
+    unknown = train(start, "run", exclude_from_loading=["optimizers"])
+    assert "exclude_from_loading: optimizers: expected train_state, model" in unknown["error"]
+
+
+@pytest.mark.timeout(600)
+def test_a_run_of_torchtitan_itself_is_imported(start: Start, tmp_path: Path) -> None:
+    """Exactly but for the random state, which TorchTitan does not save."""
+    train(start, "run", own="disabled", steps=4)
+    refused = train(start, "run", steps=8)
+    folder = tmp_path / "run/checkpoint/step-4"
+    advice = f"`tierfall import {folder} --as-step 4`"
+    assert advice in refused["error"]
+    command(tmp_path / "run", *advice.strip("`").split()[1:])
+    loaded = train(start, "run", life="on", steps=8)
+    own = train(start, "run", own="disabled", life="own", steps=8)
+    assert loaded["step"] == own["step"] == 8
+    found = losses(tmp_path / "run", "on")
+    assert [*found] == [5, 6, 7, 8]
+    assert found == losses(tmp_path / "run", "own")
+
+
+@pytest.mark.timeout(600)
+def test_an_initial_checkpoint(start: Start, tmp_path: Path) -> None:
+    trained = train(start, "run", steps=4)
+    folder = tmp_path / "run"
+    command(folder, "export", "4", "--format", "dcp", "--to", "exported")
+    job = start("new", function="load", initial_load_path=str(folder / "exported"))
+    (loaded,) = job.wait(200)
+    assert loaded == {"found": True, "step": 0, "weights": trained["weights"]}
+    with tierfall.open(folder / "tiers-0.yaml") as ckpt:
+        ckpt.write_pointer(folder / "pointer", 4)
+    (refused,) = start("new", function="load", initial_load_path=str(folder / "pointer")).wait(200)
+    assert "points to step 4 of run 'titan'" in refused["error"]
+    assert "`tierfall export 4 --run titan --format dcp --to FOLDER`" in refused["error"]
+
+
+def test_fields_that_are_not_supported(start: Start) -> None:
+    (refused,) = start("run", function="load", create_seed_checkpoint=True).wait(200)
+    assert "create_seed_checkpoint: let TorchTitan's CheckpointManager write it" in refused["error"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("sys.modules[NAME] = None", "there is no module torchtitan.components.checkpointer"),
+        ("del sys.modules[NAME].CheckpointManager._save_last_step", "lacks _save_last_step"),
+    ],
+)
+def test_another_interface_is_named(change: str, problem: str) -> None:
+    code = (
+        "import sys, torch; torch.set_num_threads(1)\n"
+        "NAME = 'torchtitan.components.checkpointer'\n"
+        "import torchtitan.components.checkpointer\n"
+        f"{change}\n"
+        "import tierfall.integrations.torchtitan"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert re.search(r"torchtitan 0\.3\.\d+ is installed, supported are 0\.3", last), done.stderr
+    assert problem in last

@@ -1,8 +1,5 @@
 """One rank of a training by TorchTitan's own Trainer, on the CPU: its Llama 3 of 6 million parameters, FSDP2, selective
 activation checkpointing, and a fused QKV weight that a hook of ``state_dict`` splits.
-
-TorchTitan has no CPU build. ``on_cpu`` replaces what it calls of a GPU: the name of the device, its memory statistics, a
-barrier. Its FlexAttention has no backward pass on a CPU, so the model has TorchTitan's own SDPA attention.
 """
 
 from __future__ import annotations
@@ -14,13 +11,29 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+from tests.integrations.frameworks import torchtitan_on_cpu  # noqa: F401
+
+# isort: split
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
+
+from tests.distributed import killing
+from tierfall.errors import ConfigError, TierfallError
+from tierfall.integrations.torchtitan import TierfallManager
 
 STEPS, EVERY = 24, 4
 VOCABULARY, LENGTH = 2048, 32
@@ -28,45 +41,6 @@ for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
     os.environ.setdefault(name, value)
 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the test has the store
 RANK = int(os.environ["RANK"])
-
-
-def on_cpu() -> None:
-    """Let TorchTitan run without a GPU. Call it before torchtitan is imported."""
-    torch._utils._get_available_device_type = lambda: "cpu"
-    torch.cpu.get_device_name = lambda *_: "cpu"  # type: ignore[attr-defined]
-    torch.cpu.memory_stats = lambda *_: {}  # type: ignore[attr-defined]
-    torch.cpu.get_device_properties = lambda *_: SimpleNamespace(total_memory=2**40)  # type: ignore[attr-defined]
-    torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
-    divide = FSDPModule.set_gradient_divide_factor
-
-    def divide_after_sum(module: Any, factor: float) -> None:
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        divide(module, factor)
-
-    FSDPModule.set_gradient_divide_factor = divide_after_sum  # type: ignore[method-assign]
-    from torchtitan.distributed import utils
-
-    utils.set_pg_timeouts = lambda **_: None
-
-
-on_cpu()
-torch.set_num_threads(1)
-
-from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
-from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
-from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
-from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E402
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
-from torchtitan.models.llama3 import model_registry  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
-
-from tests.distributed import killing  # noqa: E402
-from tierfall.errors import ConfigError, TierfallError  # noqa: E402
-from tierfall.integrations.torchtitan import TierfallManager  # noqa: E402
 
 
 class Tokens(IterableDataset):  # type: ignore[type-arg]
@@ -116,7 +90,7 @@ class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
         return VOCABULARY
 
 
-def trainer_config(folder: Path, checkpoint: Any) -> Any:
+def trainer_config(folder: Path, checkpoint: Any, steps: int) -> Any:
     spec = model_registry("debugmodel")
     for _, attention, parent, name in spec.model.traverse(FlexAttention.Config):
         del attention
@@ -132,7 +106,7 @@ def trainer_config(folder: Path, checkpoint: Any) -> Any:
         training=TrainingConfig(
             local_batch_size=2,
             seq_len=LENGTH,
-            steps=STEPS,
+            steps=steps,
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
@@ -153,14 +127,15 @@ def tiers(folder: Path, memory: str) -> str:
     return str(path)
 
 
-def make(folder: Path, memory: str, own: str | None, given: dict[str, Any]) -> Any:
+def make(folder: Path, memory: str, own: str | None, steps: int, given: dict[str, Any]) -> Any:
     """Make a Trainer with tierfall's manager, or with TorchTitan's own in the mode ``own``."""
     fields = {"enable": True, "interval": EVERY, "last_save_model_only": False, **given}
+    fields = {name: value for name, value in fields.items() if value is not None}
     if own is not None:
         checkpoint = CheckpointManager.Config(async_mode=own, **fields)
     else:
         checkpoint = TierfallManager.Config(tiers=tiers(folder, memory), **fields)
-    return trainer_config(folder, checkpoint).build()
+    return trainer_config(folder, checkpoint, steps).build()
 
 
 def train(
@@ -168,6 +143,7 @@ def train(
     memory: str,
     life: str = "",
     own: str | None = None,
+    steps: int = STEPS,
     pause_s: float = 0.0,
     point: str = "",
     call: int = 1,
@@ -179,7 +155,7 @@ def train(
         killing.at_point(point, call, killing.kill_self)
     root = Path(folder)
     try:
-        trainer = make(root, memory, own, given)
+        trainer = make(root, memory, own, steps, given)
     except ConfigError as error:
         return {"error": str(error)}
     log, logged = root / f"{life}-{RANK}", trainer.metrics_processor.log
@@ -203,14 +179,29 @@ def train(
     trainer.checkpointer.save = timed
     try:
         trainer.train()
-    except (TierfallError, CheckpointException, AssertionError) as error:
-        return {"error": str(error)}
+    except (TierfallError, CheckpointException) as error:
+        return {"error": "\n".join([str(error), *getattr(error, "__notes__", [])])}
     finally:
         trainer.close()
-    weights = hashlib.sha256()
+    return {"blocked_s": blocked, "weights": digest(trainer), "step": trainer.step}
+
+
+def digest(trainer: Any) -> str:
+    found = hashlib.sha256()
     for name, value in sorted(trainer.model_parts[0].state_dict().items()):
-        weights.update(name.encode() + value.full_tensor().numpy().tobytes())
-    return {"blocked_s": blocked, "weights": weights.hexdigest(), "step": trainer.step}
+        found.update(name.encode() + value.full_tensor().numpy().tobytes())
+    return found.hexdigest()
+
+
+def load(folder: str, memory: str, **given: Any) -> dict[str, Any]:
+    """Load, and do not train."""
+    try:
+        trainer = make(Path(folder), memory, None, STEPS, given)
+        found = trainer.checkpointer.load()
+        trainer.close()
+    except (TierfallError, CheckpointException) as error:
+        return {"error": str(error)}
+    return {"found": found, "step": trainer.step, "weights": digest(trainer)}
 
 
 if __name__ == "__main__":
