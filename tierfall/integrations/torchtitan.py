@@ -112,7 +112,7 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
         return True
 
     def _load_initial(self, step: int) -> bool:
-        own = CheckpointManager._find_load_step(self)
+        own = super()._find_load_step()
         if own != -1:
             folder = os.path.join(self.folder, f"step-{own}")
             raise ConfigError(

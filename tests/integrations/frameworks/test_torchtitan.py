@@ -41,7 +41,7 @@ def start(make_job: Callable[..., Job], tmp_path: Path, memory: Path) -> Start:
 def train(start: Start, name: str, ranks: int = 1, **more: Any) -> dict[str, Any]:
     """Train to the end; return what rank 0 does."""
     job = start(name, ranks, **more)
-    answer: dict[str, Any] = job.wait(200)[0]
+    answer: dict[str, Any] = job.wait(250)[0]
     assert "exit" not in answer, job.log(0)
     return answer
 
@@ -72,15 +72,15 @@ def kill_at_random(job: Job, life: str, drawn: random.Random) -> None:
 def test_every_loss_after_a_kill_is_that_of_an_uninterrupted_run(start: Start, ranks: int) -> None:
     drawn = random.Random(f"titan {ranks}")
     whole = start("whole", ranks, life="whole")
-    expected = whole.wait(200)
+    expected = whole.wait(250)
     kill_at_random(start("killed", ranks, life="random", pause_s=0.03), "random", drawn)
     point = drawn.choice(INSIDE)
     victim = 0 if point == "commit" else drawn.randrange(ranks)
     job = start("killed", ranks, life="inside", point=point, call=2, victim=victim)
-    job.wait_for_one(200)
+    job.wait_for_one(250)
     job.kill()
     job = start("killed", ranks, life="last")
-    answers = job.wait(200)
+    answers = job.wait(250)
     for rank in range(ranks):
         of_whole = losses(whole.folder, "whole", rank)
         for life in ("random", "inside", "last"):
@@ -168,17 +168,30 @@ def test_an_initial_checkpoint(start: Start, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command(folder, "export", "4", "--format", "dcp", "--to", "exported")
     job = start("new", function="load", initial_load_path=str(folder / "exported"))
-    (loaded,) = job.wait(200)
+    (loaded,) = job.wait(250)
     assert loaded == {"found": True, "step": 0, "weights": trained["weights"]}
     with tierfall.open(folder / "tiers-0.yaml") as ckpt:
         ckpt.write_pointer(folder / "pointer", 4)
-    (refused,) = start("new", function="load", initial_load_path=str(folder / "pointer")).wait(200)
+    (refused,) = start("new", function="load", initial_load_path=str(folder / "pointer")).wait(250)
     assert "points to step 4 of run 'titan'" in refused["error"]
     assert "`tierfall export 4 --run titan --format dcp --to FOLDER`" in refused["error"]
 
 
+@pytest.mark.timeout(600)
+def test_the_configuration_of_the_page_goes_on(start: Start, tmp_path: Path) -> None:
+    """A short training saves its last step."""
+    for steps in (2, 4):
+        assert train(start, "run", own="page", life=f"to {steps}", steps=steps)["step"] == steps
+    assert [*losses(tmp_path / "run", "to 4")] == [3, 4]
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints/first").glob("step-*")) == [
+        "step-00000002-a0001",
+        "step-00000004-a0002",
+    ]
+
+
+@pytest.mark.timeout(600)
 def test_fields_that_are_not_supported(start: Start) -> None:
-    (refused,) = start("run", function="load", create_seed_checkpoint=True).wait(200)
+    (refused,) = start("run", function="load", create_seed_checkpoint=True).wait(250)
     assert "create_seed_checkpoint: let TorchTitan's CheckpointManager write it" in refused["error"]
 
 

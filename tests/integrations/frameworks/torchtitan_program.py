@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from tests.distributed import killing
 from tierfall.errors import ConfigError, TierfallError
 from tierfall.integrations.torchtitan import TierfallManager
 
+ROOT = Path(__file__).parents[3]
 STEPS, EVERY = 24, 4
 VOCABULARY, LENGTH = 2048, 32
 for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
@@ -127,11 +129,25 @@ def tiers(folder: Path, memory: str) -> str:
     return str(path)
 
 
+def of_the_page(folder: Path, memory: str) -> Any:
+    """Return the manager's configuration that the page makes, with its tiers below ``folder``."""
+    text = (ROOT / "docs/torchtitan.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (config,) = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (folder / "tiers.yaml").write_text(config.replace("40%", f"256MiB, folder: {memory}"))
+    os.chdir(folder)
+    names: dict[str, Any] = {}
+    exec(compile(code, "the page", "exec"), names)
+    return names["llama3_on_tiers"]().checkpoint
+
+
 def make(folder: Path, memory: str, own: str | None, steps: int, given: dict[str, Any]) -> Any:
-    """Make a Trainer with tierfall's manager, or with TorchTitan's own in the mode ``own``."""
+    """Make a Trainer with tierfall's manager, that of the page, or TorchTitan's own in the mode ``own``."""
     fields = {"enable": True, "interval": EVERY, "last_save_model_only": False, **given}
     fields = {name: value for name, value in fields.items() if value is not None}
-    if own is not None:
+    if own == "page":
+        checkpoint = of_the_page(folder, memory)
+    elif own is not None:
         checkpoint = CheckpointManager.Config(async_mode=own, **fields)
     else:
         checkpoint = TierfallManager.Config(tiers=tiers(folder, memory), **fields)
