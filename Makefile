@@ -17,13 +17,13 @@ help:
 	@echo "make demo     train a small model through a chain of tiers, kill it, restore it"
 	@echo "make test     run all tests (about 15 minutes on two cores)"
 	@echo "make test-quick  run a part of the tests (under two minutes): a save, a restore, damage, the documents"
-	@echo "make test-frameworks  run tierfall inside training frameworks, in .venv-frameworks (4 minutes)"
+	@echo "make test-frameworks  run tierfall inside training frameworks, in .venv-frameworks and .venv-torchtitan (8 minutes)"
 	@echo "make check    lint, types and tests"
 	@echo "make bench    run the benchmarks, beside other checkpointing systems"
 	@echo "make simulate live through weeks of training on a virtual clock (long)"
 	@echo "make torture  kill and break saves until something gives (long)"
 	@echo "make docs     build the documents with the reference of every public name into site/"
-	@echo "make clean    remove .venv, .venv-frameworks and caches"
+	@echo "make clean    remove .venv, .venv-frameworks, .venv-torchtitan and caches"
 
 demo: .venv/.installed
 	$(BIN)/tierfall demo
@@ -42,9 +42,12 @@ test-quick: .venv/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(QUICK)
 
 # In an environment of its own: what the frameworks need changes nothing there. Hub access is not needed.
-test-frameworks: .venv-frameworks/.installed
+# TorchTitan needs an older fsspec than the others: it has an environment of its own, .venv-torchtitan.
+test-frameworks: .venv-frameworks/.installed .venv-torchtitan/.installed
 	HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= .venv-frameworks/bin/python -m pytest -n 2 --dist loadfile --durations 10 \
 	    tests/integrations/frameworks
+	PYTHONDONTWRITEBYTECODE= .venv-torchtitan/bin/python -m pytest -n 2 --durations 10 \
+	    tests/integrations/frameworks/test_torchtitan.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
@@ -71,7 +74,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf .venv .venv-frameworks .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site tierfall.egg-info
+	rm -rf .venv .venv-frameworks .venv-torchtitan .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site tierfall.egg-info
 
 # For make docs alone: the tests need none of it.
 .venv/.installed-docs: .venv/.installed requirements-docs.txt
@@ -104,6 +107,13 @@ clean:
 	.venv-frameworks/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) \
 	    -c requirements-dev.txt -r requirements-frameworks.txt
 	.venv-frameworks/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+.venv-torchtitan/.installed: .venv/.made pyproject.toml requirements-torchtitan.txt
+	$(PYTHON) -m venv .venv-torchtitan
+	.venv-torchtitan/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) \
+	    -r requirements-torchtitan.txt
+	.venv-torchtitan/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation -e .
 	@touch $@
 
 # For the benchmarks: what tierfall is compared with. Exactly the listed packages, so that none changes torch or the tests.

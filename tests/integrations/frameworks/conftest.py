@@ -13,7 +13,12 @@ import pytest
 from tests import forked
 from tests.distributed.job import Job
 
-FRAMEWORKS = ("transformers.trainer", "accelerate", "peft", "datasets", "trl")
+FRAMEWORKS = {
+    **{"transformers.trainer": "transformers", "accelerate": "accelerate", "peft": "peft"},
+    **{"datasets": "datasets", "trl": "trl"},
+    "tests.integrations.frameworks.torchtitan_on_cpu": "torchtitan",
+}
+"""What the processes import, if the package beside it is there."""
 
 
 class Alone(Job):
@@ -30,7 +35,7 @@ def _imported() -> Iterator[None]:
     forked._servers.clear()
     # Arrow's allocator starts a thread otherwise, which a fork would lose.
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
-    os.environ[forked.MORE] = " ".join(n for n in FRAMEWORKS if find_spec(n.split(".")[0]))
+    os.environ[forked.MORE] = " ".join(n for n, needed in FRAMEWORKS.items() if find_spec(needed))
     yield
     del os.environ[forked.MORE]
     forked._close_servers()

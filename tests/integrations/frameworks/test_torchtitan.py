@@ -1,0 +1,222 @@
+"""A Trainer of TorchTitan that saves to tierfall: killed, it resumes exactly; the manager's fields are honoured."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierfall
+from tests.distributed.job import Job
+
+pytest.importorskip("torchtitan")
+
+PROGRAM = Path(__file__).with_name("torchtitan_program.py")
+ROOT = PROGRAM.parents[3]
+STEPS, EVERY = 24, 4
+INSIDE = ("capture", "seal", "sealed", "flush", "published", "landed", "commit")
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(make_job: Callable[..., Job], tmp_path: Path, memory: Path) -> Start:
+    """``start(name, ranks, ...)`` starts a training in the folder ``name``, which has a memory of its own."""
+
+    def begin(name: str, ranks: int = 1, function: str = "train", **more: Any) -> Job:
+        job = make_job(tmp_path / name, PROGRAM, ranks)
+        return job.start(function, memory=str(memory / name), **more)
+
+    return begin
+
+
+def train(start: Start, name: str, ranks: int = 1, **more: Any) -> dict[str, Any]:
+    """Train to the end; return what rank 0 does."""
+    job = start(name, ranks, **more)
+    answer: dict[str, Any] = job.wait(250)[0]
+    assert "exit" not in answer, job.log(0)
+    return answer
+
+
+def losses(folder: Path, life: str, rank: int = 0) -> dict[int, str]:
+    path = folder / f"{life}-{rank}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {int(step): loss for step, loss in (line.split() for line in lines)}
+
+
+def kill_at_random(job: Job, life: str, drawn: random.Random) -> None:
+    """Kill all ranks some time after a loss."""
+    count, delay_s = drawn.randint(6, 18), drawn.uniform(0, 0.1)
+    deadline = time.monotonic() + 150
+    while len(losses(job.folder, life)) < count:
+        assert time.monotonic() < deadline, job.log(0)
+        assert all(process.poll() is None for process in job.processes), job.log(0)
+        time.sleep(0.002)
+    time.sleep(delay_s)
+    job.kill()
+
+
+# Killed, and started again -------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_loss_after_a_kill_is_that_of_an_uninterrupted_run(start: Start, ranks: int) -> None:
+    drawn = random.Random(f"titan {ranks}")
+    whole = start("whole", ranks, life="whole")
+    expected = whole.wait(250)
+    kill_at_random(start("killed", ranks, life="random", pause_s=0.03), "random", drawn)
+    point = drawn.choice(INSIDE)
+    victim = 0 if point == "commit" else drawn.randrange(ranks)
+    job = start("killed", ranks, life="inside", point=point, call=2, victim=victim)
+    job.wait_for_one(250)
+    job.kill()
+    job = start("killed", ranks, life="last")
+    answers = job.wait(250)
+    for rank in range(ranks):
+        of_whole = losses(whole.folder, "whole", rank)
+        for life in ("random", "inside", "last"):
+            found = losses(job.folder, life, rank)
+            assert {s: loss for s, loss in found.items() if of_whole[s] != loss} == {}, (
+                point,
+                life,
+            )
+        first = min(losses(job.folder, "last", rank))
+        assert (first % EVERY, first > EVERY) == (1, True), "it did not go on from a checkpoint"
+        assert max(losses(job.folder, "last", rank)) == STEPS
+        assert answers[rank]["weights"] == expected[rank]["weights"]
+
+
+@pytest.mark.timeout(600)
+def test_another_number_of_ranks_resumes_without_the_loader(start: Start, tmp_path: Path) -> None:
+    two = train(start, "run", 2, steps=8)
+    refused = train(start, "run", steps=8)
+    assert "another number of ranks, set exclude_from_loading=['dataloader']" in refused["error"]
+    one = train(start, "run", steps=8, exclude_from_loading=["dataloader"])
+    assert (one["step"], one["weights"]) == (8, two["weights"])
+    assert train(start, "run", life="on", steps=9, exclude_from_loading=["dataloader"])["step"] == 9
+    assert [*losses(tmp_path / "run", "on")] == [9]
+
+
+# The fields of the manager -------------------------------------------------------------------------------
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that are on the disk."""
+    return sorted(int(p.name.split("-")[1]) for p in (folder / "disk/titan").glob("step-*"))
+
+
+def command(folder: Path, *arguments: str) -> str:
+    """Run the command line."""
+    place = ["--config", "tiers-0.yaml"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tierfall", *arguments, *place],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_fields_are_honoured(start: Start, tmp_path: Path) -> None:
+    fields = {"steps": 8, "interval": 2, "last_save_model_only": True, "last_save_in_hf": True}
+    trained = train(start, "run", keep_latest_k=2, **fields)
+    folder = tmp_path / "run"
+    assert steps(folder) == [6, 8], "keep_latest_k"
+    assert [*(folder / "checkpoint/step-8").glob("*.safetensors")], "last_save_in_hf"
+    again = train(start, "run", life="again", steps=8, load_step=6, keep_latest_k=0)
+    assert [*losses(folder, "again")] == [7, 8], "load_step"
+    assert again["weights"] == trained["weights"]
+    gone = train(start, "run", load_step=4)
+    assert "there is no checkpoint of step 4 to restore; there are: 6@1 on disk" in gone["error"]
+    unknown = train(start, "run", exclude_from_loading=["optimizers"])
+    assert "exclude_from_loading: optimizers: expected train_state, model" in unknown["error"]
+
+
+@pytest.mark.timeout(600)
+def test_a_run_of_torchtitan_itself_is_imported(start: Start, tmp_path: Path) -> None:
+    """Exactly but for the random state, which TorchTitan does not save."""
+    train(start, "run", own="disabled", steps=4)
+    refused = train(start, "run", steps=8)
+    folder = tmp_path / "run/checkpoint/step-4"
+    advice = f"`tierfall import {folder} --as-step 4`"
+    assert advice in refused["error"]
+    command(tmp_path / "run", *advice.strip("`").split()[1:])
+    loaded = train(start, "run", life="on", steps=8)
+    own = train(start, "run", own="disabled", life="own", steps=8)
+    assert loaded["step"] == own["step"] == 8
+    found = losses(tmp_path / "run", "on")
+    assert [*found] == [5, 6, 7, 8]
+    assert found == losses(tmp_path / "run", "own")
+
+
+@pytest.mark.timeout(600)
+def test_an_initial_checkpoint(start: Start, tmp_path: Path) -> None:
+    trained = train(start, "run", steps=4)
+    folder = tmp_path / "run"
+    command(folder, "export", "4", "--format", "dcp", "--to", "exported")
+    job = start("new", function="load", initial_load_path=str(folder / "exported"))
+    (loaded,) = job.wait(250)
+    assert loaded == {"found": True, "step": 0, "weights": trained["weights"]}
+    with tierfall.open(folder / "tiers-0.yaml") as ckpt:
+        ckpt.write_pointer(folder / "pointer", 4)
+    (refused,) = start("new", function="load", initial_load_path=str(folder / "pointer")).wait(250)
+    assert "points to step 4 of run 'titan'" in refused["error"]
+    assert "`tierfall export 4 --run titan --format dcp --to FOLDER`" in refused["error"]
+
+
+@pytest.mark.timeout(600)
+def test_the_configuration_of_the_page_goes_on(start: Start, tmp_path: Path) -> None:
+    """A short training saves its last step."""
+    for steps in (2, 4):
+        assert train(start, "run", own="page", life=f"to {steps}", steps=steps)["step"] == steps
+    assert [*losses(tmp_path / "run", "to 4")] == [3, 4]
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints/first").glob("step-*")) == [
+        "step-00000002-a0001",
+        "step-00000004-a0002",
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_fields_that_are_not_supported(start: Start) -> None:
+    (refused,) = start("run", function="load", create_seed_checkpoint=True).wait(250)
+    assert "create_seed_checkpoint: let TorchTitan's CheckpointManager write it" in refused["error"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("sys.modules[NAME] = None", "there is no module torchtitan.components.checkpointer"),
+        ("del sys.modules[NAME].CheckpointManager._save_last_step", "lacks _save_last_step"),
+    ],
+)
+def test_another_interface_is_named(change: str, problem: str) -> None:
+    code = (
+        "import sys, torch; torch.set_num_threads(1)\n"
+        "NAME = 'torchtitan.components.checkpointer'\n"
+        "import torchtitan.components.checkpointer\n"
+        f"{change}\n"
+        "import tierfall.integrations.torchtitan"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert re.search(r"torchtitan 0\.3\.\d+ is installed, supported are 0\.3", last), done.stderr
+    assert problem in last

@@ -1,0 +1,179 @@
+"""TorchTitan: ``Trainer.Config(checkpoint=TierfallManager.Config(enable=True, tiers="tiers.yaml"))``.
+
+The manager replaces TorchTitan's own: it saves lazily to the tiers of a run, and resumes from the fastest one. The
+state has the names that TorchTitan's own checkpoints have.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
+
+import tierfall
+from tierfall.config import Config, RetainSection, StoredTierConfig, load_config
+from tierfall.errors import ConfigError, RestoreError
+from tierfall.integrations.dcp import TierReader
+from tierfall.ops.reader import find_pointer
+
+SUPPORTED = "0.3, and main of August 2026 or later"
+NEEDED = ("load", "_find_load_step", "_should_save", "_save_last_step")
+
+
+def _unsupported(detail: str) -> ConfigError:
+    version = importlib.metadata.version("torchtitan")
+    return ConfigError(f"torchtitan {version} is installed, supported are {SUPPORTED}: {detail}")
+
+
+try:
+    from torchtitan.components.checkpointer import DATALOADER, MODEL, CheckpointManager
+except ModuleNotFoundError as error:
+    if error.name != "torchtitan.components.checkpointer":
+        raise
+    raise _unsupported(f"there is no module {error.name}") from error
+if missing := [name for name in NEEDED if not hasattr(CheckpointManager, name)]:
+    raise _unsupported(f"its CheckpointManager lacks {', '.join(missing)}")
+
+__all__ = ["TierfallManager"]
+
+
+class TierfallManager(CheckpointManager):  # type: ignore[misc]
+    """A checkpoint manager of TorchTitan that saves to tierfall's tiers, and loads from them.
+
+    ``Config`` has the fields of TorchTitan's own manager, and ``tiers``, the path of tierfall's configuration, and
+    ``run``, which replaces the name of the run there. All ranks save and load. Raises ConfigError for a field that is
+    not supported, RestoreError where ``load_step`` is not there.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """The fields of TorchTitan's manager, and where tierfall's configuration is."""
+
+        tiers: str = "tiers.yaml"
+        """Path of tierfall's configuration."""
+
+        run: str | None = None
+        """Name of the run; absent: that of the configuration."""
+
+    def __init__(self, config: Any, *, base_folder: str = "", **parts: Any) -> None:
+        self._ckpt: tierfall.Checkpointer | None = None
+        # "async" makes a gloo group, which the ranks meet by; 0 has TorchTitan delete nothing in its folder.
+        own = replace(config, async_mode="async", keep_latest_k=0)
+        super().__init__(own, base_folder=base_folder, **parts)
+        if not getattr(config, "enable", True):
+            return
+        if getattr(config, "create_seed_checkpoint", False):
+            raise ConfigError(
+                "TierfallManager: create_seed_checkpoint: let TorchTitan's CheckpointManager write it, and name its "
+                "folder as initial_load_path"
+            )
+        if getattr(config, "purge_exempt", None) is not None:
+            raise ConfigError(
+                "TierfallManager: purge_exempt: set `retain` of the tiers instead, such as {last: 2, every: 1000}"
+            )
+        settings = load_config(config.tiers, run=config.run)
+        self._ckpt = tierfall.open(
+            _with_retention(settings, config.keep_latest_k), process_group=self.pg
+        )
+
+    # Called by TorchTitan, on all ranks ------------------------------------------------------------------
+
+    def load(self, step: int = -1) -> bool:
+        """Load ``step``, or the newest checkpoint of the run if it is -1; an initial checkpoint where the run is empty.
+        Return whether there was one."""
+        if self._ckpt is None:
+            return False
+        # Of an empty state, this restores the random state alone, if there is one of as many ranks.
+        report = self._ckpt.restore({}, step=None if step == -1 else step, strict=False)
+        if report is None:
+            return self._load_initial(step)
+        states = self._state(self.exclude_from_loading, model_only=report.step == 0)
+        reader = TierReader(self._ckpt, step=report.step, attempt=report.attempt, resume=False)
+        with torch.no_grad():
+            try:
+                dcp.load(states, storage_reader=reader, process_group=self.pg)
+            except CheckpointException as error:
+                error.add_note(
+                    f"TierfallManager: step {report.step} does not have all of the state. A loader has a state for "
+                    "each rank: with another number of ranks, set exclude_from_loading=['dataloader']"
+                )
+                raise
+            self.states[MODEL].load_state_dict(states)
+        if self.states[DATALOADER] is not None:
+            self.states[DATALOADER].state_dict()  # makes the iterator, which draws random numbers
+        self._ckpt.restore({}, step=report.step, attempt=report.attempt, strict=False)
+        return True
+
+    def _load_initial(self, step: int) -> bool:
+        own = super()._find_load_step()
+        if own != -1:
+            folder = os.path.join(self.folder, f"step-{own}")
+            raise ConfigError(
+                f"TierfallManager: the run has no checkpoint, and {folder} is one of TorchTitan's own format: "
+                f"`tierfall import {folder} --as-step {own}` makes it a checkpoint of the run; or name another folder"
+            )
+        if step != -1:
+            raise RestoreError(f"TierfallManager: load_step={step}: the run has no checkpoint")
+        if self.initial_load_path and (pointer := find_pointer(Path(self.initial_load_path))):
+            raise ConfigError(
+                f"TierfallManager: initial_load_path={self.initial_load_path} points to step {pointer.step} of run "
+                f"{pointer.run!r}, and TorchTitan reads its own format: `tierfall export {pointer.step} --run "
+                f"{pointer.run} --format dcp --to FOLDER`, and name FOLDER"
+            )
+        assert self._ckpt is not None
+        self._ckpt.begin()
+        return bool(super().load())
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self._ckpt is None or not self._should_save(curr_step, last_step):
+            return False
+        with torch.no_grad():
+            found = self._state().items()
+            state = {k: x.state_dict() if isinstance(x, Stateful) else x for k, x in found}
+            self._ckpt.save(curr_step, state)
+            if last_step and self.last_save_in_hf:
+                self._save_last_step(curr_step)
+        return True
+
+    def _close(self) -> None:
+        ckpt, self._ckpt = self._ckpt, None
+        if ckpt is not None:  # TorchTitan closes twice
+            ckpt.close()
+        super()._close()
+
+    # Below -----------------------------------------------------------------------------------------------
+
+    def _find_load_step(self, *args: Any, **more: Any) -> int:
+        """Return -1: the run has no checkpoint, and what is in TorchTitan's folder is not resumed from."""
+        return -1
+
+    def _state(self, without: Any = (), *, model_only: bool = False) -> dict[str, Any]:
+        """Return the state as TorchTitan's own checkpoints have it: the model's tensors beside the other entries."""
+        if unknown := set(without) - set(self.states):
+            raise ConfigError(
+                f"exclude_from_loading: {', '.join(sorted(unknown))}: expected {', '.join(self.states)}"
+            )
+        others = {} if model_only else self.states
+        state = {name: x for name, x in others.items() if name != MODEL and name not in without}
+        return {**state, **self.states[MODEL].state_dict()}
+
+
+def _with_retention(config: Config, last: int) -> Config:
+    """Return ``config`` with the newest ``last`` checkpoints kept by each tier that has no ``retain``; 0 keeps all."""
+    keep = {"retain": RetainSection(last=last or None)}
+    tiers = [
+        tier.model_copy(update=keep)
+        if isinstance(tier, StoredTierConfig)
+        and not tier.read_only
+        and "retain" not in tier.model_fields_set
+        else tier
+        for tier in config.tiers
+    ]
+    return config.model_copy(update={"tiers": tuple(tiers)})
