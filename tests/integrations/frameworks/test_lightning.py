@@ -122,7 +122,8 @@ def seed() -> int:
 CASES = {
     "1 rank": {},
     "2 ranks, accumulating": {"ranks": 2, "accumulate": 2, "every": 3},
-    "2 ranks, FSDP2": {"ranks": 2, "sharded": True},
+    "2 ranks, FSDP1": {"ranks": 2, "sharded": "FSDP1"},
+    "2 ranks, FSDP2": {"ranks": 2, "sharded": "FSDP2"},
 }
 
 
@@ -144,6 +145,20 @@ def test_after_a_kill_every_loss_is_that_of_an_uninterrupted_run(
         expected, found = whole.lines(rank), resumed.lines(rank)
         assert 0 < len(found) < len(expected), "it did not go on from a checkpoint"
         assert found == expected[-len(found) :]
+
+
+@pytest.mark.parametrize("sharded", ["", "FSDP1"])
+def test_a_save_on_rank_0_alone_ends_with_an_error_on_all_ranks(
+    sharded: str, tmp_path: Path
+) -> None:
+    """Without tierfall, it waits for the other ranks for half an hour."""
+    job = Training(tmp_path, "alone", ranks=2, sharded=sharded, alone=True)
+    try:
+        assert 0 not in [process.wait(150) for process in job.processes]
+    finally:
+        job.kill()
+    expected = "rank 1 did not call save_checkpoint within 20 s. Nothing was saved"
+    assert expected in Path(f"{job.log}.txt").read_text()
 
 
 def test_killed_inside_a_save(tmp_path: Path) -> None:
@@ -265,7 +280,7 @@ def test_a_run_that_has_checkpoints_is_not_trained_anew(io: TierfallIO, tmp_path
 
 def test_a_checkpoint_of_lightning_itself_is_named(io: TierfallIO, tmp_path: Path) -> None:
     torch.save({}, tmp_path / "own.ckpt")
-    with pytest.raises(ConfigError, match=r"own format: tierfall import .*own.ckpt --as-step N"):
+    with pytest.raises(ConfigError, match=r"own format, tierfall import .*own.ckpt --as-step N"):
         fit(io, tmp_path, str(tmp_path / "own.ckpt"))
 
 
