@@ -74,8 +74,8 @@ class TierfallEngine(checkpoint_engine.CheckpointEngine):  # type: ignore[misc]
         if self._engine.load_universal_checkpoint():
             return self._own_load(load_dir, tag, **options)
         loaded = self._ckpt.load(None if tag is None else self._step_of(str(tag)))
-        if loaded is None:
-            return None, None
+        if loaded is None:  # a new run begins with a folder of DeepSpeed's own, if there is one
+            return self._own_load(load_dir, tag, **options) if load_dir else (None, None)
         report, state = loaded
         with self._in_place() as folder:
             os.mkdir(os.path.join(folder, _TAG))

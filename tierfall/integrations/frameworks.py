@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from importlib import metadata
 
-from tierfall import Checkpointer, Pointer, RestoreReport, read_pointer
-from tierfall.core.types.errors import ConfigError, RanksError
+from tierfall import Checkpointer, RestoreReport
+from tierfall.core.types.errors import ConfigError, RanksError, StepError
 from tierfall.run.checkpointer import open_run_of
 
 _SUPPORTED = {"deepspeed": ((0, 19), 1), "lightning": ((2, 6), 3), "transformers": ((5, 18), 6)}
@@ -45,21 +44,18 @@ def meet_all_ranks(ckpt: Checkpointer, call: str) -> None:
         ) from error
 
 
-def restore_random(ckpt: Checkpointer, report: RestoreReport) -> None:
-    """Set the random state of a checkpoint that was restored or loaded; last, as the framework draws from it before."""
-    ckpt.restore({}, step=report.step, attempt=report.attempt, only=["rng"])
-
-
-def how_to_import(path: object, framework: str) -> str:
-    """Return the advice for a checkpoint at ``path`` of a framework's own format."""
-    return f"If {path} is of {framework}'s own format, tierfall import {path} --as-step N makes it a checkpoint"
-
-
-def pointer_at(path: str | os.PathLike[str], framework: str) -> Pointer:
-    """Read the pointer at a path at which a framework expects a checkpoint. ConfigError where there is none."""
+def begin(ckpt: Checkpointer, call: str) -> None:
+    """Begin a run that has no checkpoint. Raises StepError where it has one: ``call`` resumes from it."""
     try:
-        return read_pointer(path)
-    except ConfigError as error:
-        if not os.path.exists(path):
-            raise
-        raise ConfigError(f"{error}. {how_to_import(path, framework)}") from None
+        ckpt.begin()
+    except StepError as error:
+        raise StepError(f"{error}. To continue, call {call}") from None
+
+
+def restore_random(ckpt: Checkpointer, report: RestoreReport) -> None:
+    """Set the random state of a checkpoint that was restored or loaded; last, as the framework draws from it before.
+
+    That of another number of ranks fits none, so it is not set.
+    """
+    # Without `only`: with another number of ranks, there is no random state that could be named.
+    ckpt.restore({}, step=report.step, attempt=report.attempt, strict=False)

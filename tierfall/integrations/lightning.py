@@ -6,7 +6,6 @@ Lightning's callbacks decide when to save, and look for paths. At each path that
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +15,11 @@ from lightning.pytorch.plugins import CheckpointIO
 
 import tierfall
 from tierfall.errors import ConfigError
-from tierfall.integrations import frameworks
-from tierfall.integrations.lightning_state import ENTRY, state_for
+from tierfall.integrations import frameworks, lightning_files
+from tierfall.integrations import lightning_state as state
 
 __all__ = ["TierfallIO"]
+RESUME = 'fit(..., ckpt_path="last")'
 
 
 class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
@@ -44,7 +44,7 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the strategy save by all ranks. Raises ConfigError for a strategy that cannot."""
         self._trainer, strategy = trainer, trainer.strategy
-        self._state, strategy.checkpoint_io = state_for(strategy, self._meet), self
+        self._state, strategy.checkpoint_io = state.state_for(strategy, self._meet), self
         self._restored: tierfall.RestoreReport | None = None
         self._step: int | None = None  # the last that was saved or loaded
         self._renew = False
@@ -56,7 +56,7 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the random state, from which the loader's new iterator has drawn since it was loaded."""
         if self._restored is None:
-            self._opened().begin()
+            frameworks.begin(self._opened(), RESUME)
         else:
             frameworks.restore_random(self._opened(), self._restored)
             self._renew = not trainer.fit_loop.restarted_mid_epoch
@@ -75,10 +75,14 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
 
     def load_checkpoint(self, path: Any, *args: Any, **more: Any) -> Any:
         """Load what the pointer at ``path`` leads to; if its name begins with ``last``, the newest checkpoint."""
-        pointer = frameworks.pointer_at(path, "Lightning")
+        if lightning_files.is_own(path):  # a new run begins with it, or it is evaluated
+            if self._trainer.state.fn == "fit":
+                frameworks.begin(self._opened(), RESUME)
+            return self._state.load_own(path, *args, **more)
+        pointer = tierfall.read_pointer(path)
         if self._trainer is None or self._trainer.state.fn != "fit":
             loaded = tierfall.load(path)
-            return loaded[ENTRY] if self._trainer is None else self._state.load(loaded)
+            return loaded[state.ENTRY] if self._trainer is None else self._state.load(loaded)
         newest = os.path.basename(path).startswith("last")
         at = (None, None) if newest else (pointer.step, pointer.attempt)
         if (found := self._state.restore(self._opened(), *at)) is None:
@@ -96,11 +100,8 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a pointer. Its checkpoint stays as long as ``retain`` keeps it."""
-        is_first = self._trainer.local_rank == 0  # it has written the pointer
-        if is_first and os.path.islink(path):
-            os.unlink(path)
-        elif is_first and frameworks.pointer_at(path, "Lightning"):
-            shutil.rmtree(path)
+        if self._trainer.local_rank == 0:
+            lightning_files.remove(path)
 
     def teardown(self, *args: Any, **more: Any) -> None:
         """Close the run: at the end of a fit, or once it has failed."""
@@ -110,23 +111,20 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
 
     def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save in place of the strategy, on each rank."""
-        self._meet()
-        loop, step = self._trainer.fit_loop, checkpoint["global_step"]
-        if not checkpoint.get("state_dict") or "optimizer_states" not in checkpoint:
-            raise ConfigError(
-                f"TierfallIO: {path} has weights alone (save_weights_only), so that no run can continue from it: save "
-                "all, and write weights by tierfall export"
-            )
-        progress = loop.epoch_progress.total
-        if loop.epoch_loop.batch_progress.is_last_batch and progress.processed < progress.started:
+        loop, within = self._trainer.fit_loop, state.is_within_batch(self._trainer.fit_loop)
+        step: Any = self._step if within else checkpoint["global_step"]
+        if not within:
+            self._meet()
+            state.check_whole(checkpoint, path)
+        if not within and state.is_before_end_of_epoch(loop):
             self._late.append(path)  # Lightning resumes a checkpoint of now one epoch too late
             return
         if step != self._step:
-            values = self._trainer.callback_metrics
-            metrics = {name: x for name, x in values.items() if torch.numel(x) == 1}
+            found = self._trainer.callback_metrics.items()
+            metrics = {name: x for name, x in found if torch.numel(x) == 1}
             self._opened().save(step, self._state.saved(checkpoint), metrics=metrics)
             self._step = step
-        if self._trainer.local_rank == 0:
+        if step is not None and self._trainer.local_rank == 0:
             self._opened().write_pointer(path, step)
 
     def _meet(self) -> None:

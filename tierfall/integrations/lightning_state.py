@@ -6,10 +6,12 @@ rank saves its own blocks, and restores into them, also where another number of 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import strategies
+from lightning.pytorch.plugins import TorchCheckpointIO
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,14 +20,12 @@ from tierfall.errors import ConfigError
 
 ENTRY = "lightning"
 SHARDED = "sharded"
+logger = logging.getLogger("tierfall")
 Loaded = tuple[RestoreReport, Any]
 
 
 def state_for(strategy: Any, meet: Callable[[], None]) -> WholeState | ShardedState:
-    """Return how the state of a strategy is saved. ``meet`` waits for all ranks, before what is collective.
-
-    Raises ConfigError for a strategy that is not supported.
-    """
+    """Return how the state of a strategy is saved; ConfigError where it cannot. ``meet`` waits for all ranks."""
     if isinstance(strategy, strategies.DeepSpeedStrategy):
         instead = "use tierfall.integrations.deepspeed, without Lightning"
         raise ConfigError(f"TierfallIO does not support DeepSpeedStrategy: {instead}")
@@ -36,8 +36,33 @@ def state_for(strategy: Any, meet: Callable[[], None]) -> WholeState | ShardedSt
     return ShardedState(strategy, meet)
 
 
+def check_whole(checkpoint: dict[str, Any], path: Any) -> None:
+    """Raise ConfigError for a checkpoint from which no run can continue."""
+    if not checkpoint.get("state_dict") or "optimizer_states" not in checkpoint:
+        raise ConfigError(
+            f"TierfallIO: {path} has weights alone (save_weights_only): save all, and write weights by tierfall export"
+        )
+
+
+def is_within_batch(loop: Any) -> bool:
+    """Return whether a batch is being trained, which Lightning would leave out of a run that resumes from now."""
+    progress = loop.epoch_loop.batch_progress.current
+    if progress.processed >= progress.ready:
+        return False
+    logger.warning("TierfallIO: a save within a batch names the checkpoint before it, if any")
+    return True
+
+
+def is_before_end_of_epoch(loop: Any) -> bool:
+    """Return whether the last batch of an epoch is trained, and the epoch has not ended."""
+    progress, batches = loop.epoch_progress.total, loop.epoch_loop.batch_progress
+    return bool(batches.is_last_batch and progress.processed < progress.started)
+
+
 class WholeState:
     """Lightning's dict, of whole tensors, which Lightning loads from host memory."""
+
+    load_own = TorchCheckpointIO().load_checkpoint
 
     def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the state that is saved, of Lightning's dict."""
@@ -58,7 +83,7 @@ class ShardedState:
 
     def __init__(self, strategy: Any, meet: Callable[[], None]) -> None:
         """Let ``strategy`` return DTensors."""
-        self._strategy, self._meet = strategy, meet
+        self._strategy, self._meet, self.load_own = strategy, meet, strategy.load_checkpoint
         strategy.lightning_module_state_dict = self._weights_on_all_ranks
         strategy.optimizer_state = self._of_optimizer
 
@@ -69,29 +94,27 @@ class ShardedState:
 
     def restore(self, ckpt: Checkpointer, step: int | None, attempt: int | None) -> Loaded | None:
         model, optimizers = self._strategy.model, self._strategy.optimizers
+        strict = self._strategy.lightning_module.strict_loading
         weights, states, rest = self._weights(), [*map(self._of_optimizer, optimizers)], _Rest({})
         state = {
             ENTRY: item(rest, on_resize="replicate"),
             SHARDED: {"state_dict": weights, "optimizer_states": states},
         }
-        report = ckpt.restore(state, step=step, attempt=attempt, strict=self._strict)
+        report = ckpt.restore(state, step=step, attempt=attempt, strict=strict)
         if report is None:
             return None
-        options = dcp.StateDictOptions(strict=self._strict)
+        options = dcp.StateDictOptions(strict=strict)
         dcp.set_model_state_dict(model, weights, options=options)
         for optimizer, found in zip(optimizers, states, strict=True):
             dcp.set_optimizer_state_dict(model, optimizer, found, options=options)
         return report, rest.values
 
     def load(self, state: dict[str, Any]) -> Any:
-        options = dcp.StateDictOptions(full_state_dict=True, strict=self._strict)
+        strict = self._strategy.lightning_module.strict_loading
+        options = dcp.StateDictOptions(full_state_dict=True, strict=strict)
         weights = state[SHARDED]["state_dict"]
         dcp.set_model_state_dict(self._strategy.model, weights, options=options)
         return state[ENTRY]
-
-    @property
-    def _strict(self) -> bool:
-        return bool(self._strategy.lightning_module.strict_loading)
 
     def _weights_on_all_ranks(self) -> dict[str, Any]:
         self._meet()
@@ -121,9 +144,7 @@ class _Rest:
 def _set_mesh(strategy: Any) -> None:
     """Let FSDP shard by a mesh, before it wraps the model: its state consists of DTensors then."""
     if "process_group" in strategy.kwargs:
-        raise ConfigError(
-            "TierfallIO does not support FSDPStrategy(process_group=...): pass device_mesh=..., or neither of both"
-        )
+        raise ConfigError("TierfallIO: FSDPStrategy: pass device_mesh in place of process_group")
     if "device_mesh" not in strategy.kwargs:
         mesh = init_device_mesh(strategy.root_device.type, (strategy.world_size,))
         strategy.kwargs["device_mesh"] = mesh

@@ -10,11 +10,12 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from transformers import Trainer, TrainerState  # type: ignore[import-not-found]
+from transformers import Trainer  # type: ignore[import-not-found]
 from transformers.trainer_callback import ExportableState  # type: ignore[import-not-found]
 
 from tierfall import Checkpointer, item
@@ -43,21 +44,23 @@ def attach(
     frameworks.check_version("transformers")
     if problems := "; ".join(_problems(trainer)):
         raise ConfigError(f"attach: {problems}")
-    link, kept = _Link(ckpt, extra or {}), item("", on_resize="replicate")
-    link.restored = ckpt.restore({"trainer": kept}, step=step, only=["trainer"])
-    if link.restored is None:
+    kept = item("", on_resize="replicate")
+    restored = ckpt.restore({"trainer": kept}, step=step, only=["trainer"])
+    folder: str | None = None
+    if restored is None:
         ckpt.begin()
     else:
-        link.folder = tempfile.mkdtemp(prefix="tierfall-", suffix=f"-{link.restored.step}")
-        weakref.finalize(trainer, shutil.rmtree, link.folder, ignore_errors=True)
-        Path(link.folder, "trainer_state.json").write_text(str(kept.value))
+        folder = tempfile.mkdtemp(prefix="tierfall-", suffix=f"-{restored.step}")
+        weakref.finalize(trainer, shutil.rmtree, folder, ignore_errors=True)
+        Path(folder, "trainer_state.json").write_text(str(kept.value))
     if not isinstance(trainer, _Resumable):
         kind = type(trainer)
         # Behind the trainer's own class, whose overrides still run, and before Trainer.
         bases = (_Resumable,) if kind is Trainer else (kind, _Resumable)
         trainer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
-    trainer.tierfall = link
-    return link.folder
+    own = {"ckpt": ckpt, "extra": extra or {}, "restored": restored, "folder": folder}
+    trainer.tierfall = SimpleNamespace(**own)
+    return folder
 
 
 def _problems(trainer: Any) -> Iterator[str]:
@@ -78,18 +81,9 @@ def _problems(trainer: Any) -> Iterator[str]:
         yield "auto_find_batch_size and use_adaptive_entropy rely on checkpoint folders: remove them"
 
 
-@dataclass
-class _Link:
-    """What a Trainer's methods need. ``folder`` is what attach returned, and leads to what is ``restored``."""
-
-    ckpt: Checkpointer
-    extra: Mapping[str, Any]
-    restored: Any = None
-    folder: str | None = None
-
-
 class _Resumable(Trainer):  # type: ignore[misc]
-    """The methods by which a Trainer saves and loads, on the Checkpointer of its ``tierfall``, a _Link."""
+    """The methods by which a Trainer saves and loads, on ``tierfall.ckpt``; ``tierfall.folder`` leads to the checkpoint
+    that is ``restored``. Both are None in a new run."""
 
     def _saved(self) -> dict[str, Any]:
         """Return the arguments of a save."""
@@ -98,8 +92,7 @@ class _Resumable(Trainer):  # type: ignore[misc]
         self.state.best_model_checkpoint = best and f"step {best} of tierfall"
         callbacks = (*self.callback_handler.callbacks, self.control)
         exported = [x for x in callbacks if isinstance(x, ExportableState)]
-        found = TrainerState(stateful_callbacks=exported)
-        now = json.dumps(asdict(self.state) | {"stateful_callbacks": found.stateful_callbacks})
+        now = json.dumps(asdict(replace(self.state, stateful_callbacks=exported)))
         state = {
             "model": weights_of(self.model),
             "optimizer": getattr(self.optimizer, "optimizer", self.optimizer),  # not accelerate's
@@ -124,21 +117,27 @@ class _Resumable(Trainer):  # type: ignore[misc]
         if self.args.save_strategy == "no":
             self.tierfall.ckpt.maybe_save(**self._saved())
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if resume_from_checkpoint != self.tierfall.folder:
-            advice = frameworks.how_to_import(resume_from_checkpoint, "Trainer")
+    def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:
+        if self.tierfall.folder is None:  # a new run begins with a folder of Trainer's own format
+            super()._load_from_checkpoint(folder, model)
+        elif folder != self.tierfall.folder or not Path(folder).is_dir():
             raise ConfigError(
-                f"train: resume_from_checkpoint=attach(trainer, ckpt) alone is read. {advice}"
+                f"train: the run has checkpoints: pass what attach(trainer, ckpt) returns, once; not {folder}"
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:  # the model too, which is prepared by now
-            ckpt, at = self.tierfall.ckpt, self.tierfall.restored
+        ckpt, at = self.tierfall.ckpt, self.tierfall.restored
+        if at is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:  # the model too, which is prepared by now
             ckpt.restore(self._saved()["state"], step=at.step, attempt=at.attempt)
+            shutil.rmtree(checkpoint)  # the Trainer has read it; a kill leaves none then
             ckpt.begin()  # no warning of the loader: its order follows from seed and step
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:  # last: batches that were skipped drew from it
+        if self.tierfall.restored is None or checkpoint is None:
+            super()._load_rng_state(checkpoint)
+        else:  # last: batches that were skipped drew from it
             frameworks.restore_random(self.tierfall.ckpt, self.tierfall.restored)
 
     def _load_best_model(self) -> None:

@@ -111,8 +111,11 @@ class Program:
 
     def load_exported(self) -> None:
         engine = make_engine(self.stage)
-        engine.load_checkpoint(str(self.folder / "exported"))
-        self._report_weights(engine)
+        with tierfall.open({**self.config, "run": "begun"}) as ckpt:
+            TierfallEngine(engine, ckpt)
+            engine.load_checkpoint(str(self.folder / "exported"))
+            self._report_weights(engine)
+            engine.save_checkpoint(None)
 
     def load_universal(self) -> None:
         engine = make_engine(self.stage, universal=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "train.py"],
             cwd=folder,
+            env={**os.environ, "TMPDIR": str(folder)},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -57,6 +59,7 @@ def test_the_script_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert 0 < len(rest) < 60, (tmp_path / "killed" / "errors").read_text()
     assert rest == expected[-len(rest) :]
     assert (tmp_path / "killed" / "out" / "final" / "model.safetensors").exists()
+    assert [*(tmp_path / "killed").glob("tierfall-*")] == [], "a temporary folder is left"
 
 
 @pytest.mark.filterwarnings("default")
