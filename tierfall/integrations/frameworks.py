@@ -7,6 +7,7 @@ from importlib import metadata
 
 from tierfall import Checkpointer, RestoreReport
 from tierfall.core.types.errors import ConfigError, RanksError, StepError
+from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import open_run_of
 
 _SUPPORTED = {"deepspeed": ((0, 19), 1), "lightning": ((2, 6), 3), "transformers": ((5, 18), 6)}
@@ -57,5 +58,7 @@ def restore_random(ckpt: Checkpointer, report: RestoreReport) -> None:
 
     That of another number of ranks fits none, so it is not set.
     """
-    # Without `only`: with another number of ranks, there is no random state that could be named.
-    ckpt.restore({}, step=report.step, attempt=report.attempt, strict=False)
+    session, at = open_run_of(ckpt).session, CheckpointId(report.step, report.attempt)
+    commits = [known.commit for known in session.known() if known.id == at]
+    if all(c is None or c.world_size == session.ranks.shard.world_size for c in commits):
+        ckpt.restore({}, step=report.step, attempt=report.attempt, only=["rng"])

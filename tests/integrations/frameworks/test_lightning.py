@@ -148,6 +148,15 @@ def test_after_a_kill_every_loss_is_that_of_an_uninterrupted_run(
         assert found == expected[-len(found) :]
 
 
+@pytest.mark.parametrize("sharded", ["", "FSDP2"])
+def test_another_number_of_ranks_resumes(sharded: str, tmp_path: Path) -> None:
+    """Without the random state, which fits no other number of ranks."""
+    same = {"every": 8, "own_loader": True, "sharded": sharded}
+    Training(tmp_path, "two", ranks=2, epochs=2, **same).end()
+    found = Training(tmp_path, "one", ranks=1, epochs=3, **same).end()
+    assert [line[:3] for line in found] == [[16 + batch, 2, batch] for batch in range(8)]
+
+
 @pytest.mark.parametrize("sharded", ["", "FSDP1"])
 def test_a_save_on_rank_0_alone_ends_with_an_error_on_all_ranks(
     sharded: str, tmp_path: Path
