@@ -12,8 +12,8 @@ import yaml
 
 import tierfall
 import tierfall.backends.toolkit
+import tierfall.integrations.accelerate
 import tierfall.integrations.dcp
-import tierfall.integrations.transformers
 import tierfall.policies
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,7 +134,7 @@ def test_the_navigation_is_the_index() -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     named = set(re.findall(r"^::: (\S+)", (ROOT / "docs/reference.md").read_text(), re.MULTILINE))
-    for module in (tierfall, tierfall.integrations.dcp, tierfall.integrations.transformers):
+    for module in (tierfall, tierfall.integrations.dcp, tierfall.integrations.accelerate):
         public = {f"{module.__name__}.{name}" for name in module.__all__}
         assert public - named == set()
     assert {tierfall.policies.__name__, tierfall.backends.toolkit.__name__} <= named

@@ -4,6 +4,7 @@ sources, not by importing."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,12 +67,14 @@ FOLDERS = (
 
 MODULES_MAX = 12
 LINES_MAX = 450
+FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "transformers"}
+ADAPTER_LINES_MAX = 150
 MAY_USE_PRIVATE = {
-    "tierfall/integrations/lightning.py": ["trainer.fit_loop._data_fetcher"],
-    "tierfall/integrations/transformers.py": [
+    "tierfall/integrations/accelerate.py": [
         f"accelerator.{name}"
         for name in ("_custom_objects", "_dataloaders", "_optimizers", "_schedulers", "_models")
     ],
+    "tierfall/integrations/lightning.py": ["trainer.fit_loop._data_fetcher"],
     "tierfall/run/checkpointer.py": ["ckpt._opened"],
     "tierfall/setup/launcher.py": ["distributed.distributed_c10d._get_default_store"],
 }
@@ -100,6 +103,7 @@ def sources() -> dict[str, Path]:
 
 
 SOURCES = sources()
+INIT = (ROOT / "tierfall/__init__.py").read_text()
 MODULES = {name.removesuffix(".__init__") for name in SOURCES}
 
 
@@ -165,6 +169,43 @@ def test_a_file_is_short() -> None:
     lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in SOURCES.values()}
     long = {name: n for name, n in lines.items() if n > LINES_MAX}
     assert long == {}
+
+
+ADAPTERS = {
+    name: path
+    for name, path in SOURCES.items()
+    if folder_of(name) == "tierfall.integrations" and name.split(".")[2].split("_")[0] in FRAMEWORKS
+}
+"""The modules of an adapter begin with the name of its framework."""
+
+
+def test_every_framework_has_an_adapter() -> None:
+    assert {name.split(".")[2] for name in ADAPTERS} >= FRAMEWORKS
+    wrong = [
+        name
+        for name, path in SOURCES.items()
+        for imported in imports_of(path.read_text(), name.rpartition(".")[0])
+        if imported.split(".")[0] in FRAMEWORKS and name not in ADAPTERS
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_is_short(name: str) -> None:
+    assert len(ADAPTERS[name].read_text().splitlines()) <= ADAPTER_LINES_MAX
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_uses_what_a_user_could(name: str) -> None:
+    """Names of ``tierfall`` itself, errors, and what the adapters share."""
+    public = {f"tierfall.{x}" for x in re.findall(r'^    "(\w+)",$', INIT, re.MULTILINE)}
+    wrong = [
+        imported
+        for imported in imports_of(ADAPTERS[name].read_text(), "tierfall.integrations")
+        if imported.split(".")[0] == "tierfall" and imported not in {"tierfall", *public}
+        if not imported.startswith(("tierfall.errors.", "tierfall.integrations."))
+    ]
+    assert wrong == []
 
 
 def private_uses(source: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Integrations: tierfall as the storage of other checkpoint libraries.
 
 ``path`` provides ``tiers://`` to any library that accepts an fsspec path. Importing this package registers it; fsspec
-also finds it as an entry point of the installed package. ``transformers`` is for Hugging Face's Trainer and accelerate.
+also finds it as an entry point of the installed package. Adapters of training frameworks are named as the framework.
 """
 
 import sys

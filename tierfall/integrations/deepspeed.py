@@ -10,20 +10,15 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
-from deepspeed.pipe import PipelineModule  # type: ignore[import-not-found]
 from deepspeed.runtime.checkpoint_engine import checkpoint_engine  # type: ignore[import-not-found]
-from deepspeed.runtime.fp16 import loss_scaler  # type: ignore[import-not-found]
-from torch import distributed as dist
 
-from tierfall import Checkpointer, SaveHandle, item, register_codec
-from tierfall.errors import ConfigError, RestoreError
+from tierfall import Checkpointer, SaveHandle
+from tierfall.errors import RestoreError
+from tierfall.integrations import frameworks
+from tierfall.integrations.deepspeed_state import check_engine, files_of, lazily, state_of
 
-ENTRY = "deepspeed"
 _TAG = "global_step"
 
 
@@ -39,7 +34,8 @@ class TierfallEngine(checkpoint_engine.CheckpointEngine):  # type: ignore[misc]
 
     def __init__(self, engine: Any, ckpt: Checkpointer) -> None:
         super().__init__()
-        _check(engine)
+        frameworks.check_version("deepspeed")
+        check_engine(engine)
         self.handle: SaveHandle | None = None
         self._engine, self._ckpt = engine, ckpt
         self._files: dict[str, Any] = {}
@@ -66,27 +62,28 @@ class TierfallEngine(checkpoint_engine.CheckpointEngine):  # type: ignore[misc]
     def _save_all(
         self, save_dir: Any = None, tag: Any = None, client_state: Any = None, **options: Any
     ) -> bool:
+        frameworks.meet_all_ranks(self._ckpt, "save_checkpoint")
         with self._in_place() as folder:
             self._own_save(folder, tag=tag, client_state=client_state or {}, **options)
-            saved = {"world_size": dist.get_world_size(), "files": self._files}
             tags = () if tag is None else (str(tag),)
-            self.handle = self._ckpt.save(self._engine.global_steps, {ENTRY: saved}, tags=tags)
+            state = state_of(self._files)
+            self.handle = self._ckpt.save(self._engine.global_steps, state, tags=tags)
         return True
 
     def _load_all(self, load_dir: Any = None, tag: Any = None, **options: Any) -> Any:
         if self._engine.load_universal_checkpoint():
             return self._own_load(load_dir, tag, **options)
         loaded = self._ckpt.load(None if tag is None else self._step_of(str(tag)))
-        if loaded is None:
-            return None, None
+        if loaded is None:  # a new run begins with a folder of DeepSpeed's own, if there is one
+            return self._own_load(load_dir, tag, **options) if load_dir else (None, None)
         report, state = loaded
         with self._in_place() as folder:
-            self._files = _files_of(state, report.step)
-            Path(folder, _TAG).mkdir()
+            os.mkdir(os.path.join(folder, _TAG))
+            self._files = files_of(state, report.step)
             for name in self._files:
-                Path(folder, _TAG, name).touch()
+                open(os.path.join(folder, _TAG, name), "x").close()
             result = self._own_load(folder, _TAG, **options)
-        self._ckpt.restore({}, step=report.step, only=["rng"])  # last: a load may draw from it
+        frameworks.restore_random(self._ckpt, report)
         return result
 
     def _step_of(self, tag: str) -> int:
@@ -100,71 +97,23 @@ class TierfallEngine(checkpoint_engine.CheckpointEngine):  # type: ignore[misc]
 
     # What DeepSpeed calls --------------------------------------------------------------------------
 
-    def create(self, info: object) -> None:
-        """Do nothing: a save begins with its first file."""
-
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Keep the content of a file until all are there. DeepSpeed writes trained weights inside its step, after that
-        of the torch optimizer, which waits for the capture: they are captured lazily."""
+        """Keep the content of a file until all are there."""
         content = dict(state_dict)
         if isinstance(weights := content.get("module"), dict):
-            trained = {p.data_ptr() for p in self._engine.module.parameters() if p.requires_grad}
-            content["module"] = {
-                name: item(value, changes="on_step") if _place(value) in trained else value
-                for name, value in weights.items()
-            }
+            content["module"] = lazily(weights, self._engine)
         self._files[os.path.basename(path)] = content
 
     def load(self, path: str, map_location: object = None) -> Any:
         """Return the content of a file, its tensors on the CPU."""
         return self._files[os.path.basename(path)]
 
-    def commit(self, info: object) -> bool:
-        """Do nothing: all files are saved as one state."""
+    def create(self, info: object) -> bool:
+        """Do nothing: ``save_checkpoint`` saves all files as one state."""
         return True
+
+    commit = create
 
     def preserves_storage_sharing(self) -> bool:
         """Return False: DeepSpeed need not clone tensors."""
         return False
-
-
-def _place(value: object) -> int | None:
-    return value.data_ptr() if isinstance(value, torch.Tensor) and value.numel() else None
-
-
-def _files_of(state: dict[str, Any], step: int) -> dict[str, Any]:
-    saved, ranks = state.get(ENTRY), dist.get_world_size()
-    if saved is None:
-        raise RestoreError(f"load_checkpoint: step {step} was not saved by a DeepSpeed engine")
-    if saved["world_size"] != ranks:
-        raise RestoreError(
-            f"load_checkpoint: step {step} was saved by {saved['world_size']} ranks, each with its part of ZeRO's "
-            f"state, and this run has {ranks}: load it with as many ranks, call export(folder), convert the folder by "
-            "DeepSpeed's ds_to_universal.py, and load that with checkpoint.load_universal"
-        )
-    files: dict[str, Any] = saved["files"]
-    return files
-
-
-def _check(engine: Any) -> None:
-    refused = {
-        "pipeline parallelism": isinstance(engine.module, PipelineModule),
-        "tensor parallelism": engine.mp_world_size > 1,
-        "mixture of experts": engine.has_moe_layers,
-        "an optimizer on NVMe": engine.zero_nvme_offload_optimizer(),
-        "elastic_checkpoint": engine.zero_elastic_checkpoint(),
-    }
-    if found := ", ".join(what for what, is_used in refused.items() if is_used):
-        raise ConfigError(f"TierfallEngine: {found}: not supported; let DeepSpeed save this engine")
-
-
-def _scaler(kind: Any, values: dict[str, Any]) -> object:
-    scaler = kind.__new__(kind)  # its parameters are not all attributes
-    vars(scaler).update(values)
-    return scaler
-
-
-for _kind in (loss_scaler.LossScaler, loss_scaler.DynamicLossScaler):
-    register_codec(
-        _kind, f"deepspeed.{_kind.__name__}", lambda s: {**vars(s)}, partial(_scaler, _kind)
-    )

@@ -5,29 +5,21 @@ Lightning's callbacks decide when to save, and look for paths. At each path that
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from torch.distributed.checkpoint import state_dict as sharded
 
 import tierfall
 from tierfall.errors import ConfigError
+from tierfall.integrations import frameworks, lightning_files
+from tierfall.integrations import lightning_state as state
 
 __all__ = ["TierfallIO"]
-ENTRY = "lightning"
-LOW, HIGH = (2, 6), (3, 0)
-_INSTEAD = {
-    FSDPStrategy: "ModelParallelStrategy and torch.distributed.fsdp.fully_shard (FSDP2)",
-    DeepSpeedStrategy: "tierfall.integrations.deepspeed, without Lightning",
-}
+RESUME = 'fit(..., ckpt_path="last")'
 
 
 class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
@@ -44,42 +36,35 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
         run: str | None = None,
         fresh: bool = False,
     ) -> None:
-        version = importlib.metadata.version("lightning")
-        if not LOW <= tuple(map(int, version.split(".")[:2])) < HIGH:
-            raise ConfigError(f"TierfallIO supports lightning >=2.6,<3; this is {version}")
+        frameworks.check_version("lightning")
         self._config, self._run, self._fresh = config, run, fresh
         self._ckpt: tierfall.Checkpointer | None = None
         self._trainer: Any = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Have the strategy save by all ranks. Raises ConfigError for a strategy that cannot."""
+        self._trainer, strategy = trainer, trainer.strategy
+        self._state, strategy.checkpoint_io = state.state_for(strategy, self._meet), self
         self._restored: tierfall.RestoreReport | None = None
         self._step: int | None = None  # the last that was saved or loaded
         self._renew = False
         self._late: list[Any] = []  # paths that wait for the end of the epoch
-
-    # Called by Lightning, on all ranks -------------------------------------------------------------------
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have the strategy save by all ranks; ConfigError for a strategy that cannot."""
-        strategy = trainer.strategy
-        for kind, instead in _INSTEAD.items():
-            if isinstance(strategy, kind):
-                raise ConfigError(f"TierfallIO does not support {kind.__name__}: use {instead}")
-        self._trainer, strategy.checkpoint_io = trainer, self
-        strategy.save_checkpoint, strategy.remove_checkpoint = self._save, self._remove
-        if isinstance(strategy, ModelParallelStrategy):
-            strategy.load_checkpoint = self._load_sharded
+        # Instead of the strategy's own, which call a plugin on rank 0 alone, or not at all.
+        strategy.save_checkpoint, strategy.load_checkpoint = self._save, self.load_checkpoint
+        strategy.remove_checkpoint = self.remove_checkpoint
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the random state, from which the loader's new iterator has drawn since it was loaded."""
         if self._restored is None:
-            self._opened().begin()
+            frameworks.begin(self._opened(), RESUME)
         else:
-            self._restore_random(self._restored)
+            frameworks.restore_random(self._opened(), self._restored)
             self._renew = not trainer.fit_loop.restarted_mid_epoch
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the iterator of the first epoch again, as it was: after its sampler's epoch was set."""
         if self._renew and self._restored is not None:
-            self._restore_random(self._restored)
+            frameworks.restore_random(self._opened(), self._restored)
             iter(trainer.fit_loop._data_fetcher)
         self._renew = False
 
@@ -88,95 +73,69 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
         while self._late:
             trainer.save_checkpoint(self._late.pop(0))
 
-    def load_checkpoint(self, path: Any, *args: Any, **more: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, *args: Any, **more: Any) -> Any:
         """Load what the pointer at ``path`` leads to; if its name begins with ``last``, the newest checkpoint."""
-        pointer = _pointer_at(path)
+        if lightning_files.is_own(path):  # a new run begins with it, or it is evaluated
+            if self._trainer.state.fn == "fit":
+                frameworks.begin(self._opened(), RESUME)
+            return self._state.load_own(path, *args, **more)
+        pointer = tierfall.read_pointer(path)
         if self._trainer is None or self._trainer.state.fn != "fit":
-            loaded: dict[str, Any] = tierfall.load(path)[ENTRY]
-            return loaded
-        newest = Path(path).name.startswith("last")
-        step, attempt = (None, None) if newest else (pointer.step, pointer.attempt)
-        found = self._opened().load(step, attempt=attempt)
-        if found is None:
+            loaded = tierfall.load(path)
+            return loaded[state.ENTRY] if self._trainer is None else self._state.load(loaded)
+        newest = os.path.basename(path).startswith("last")
+        at = (None, None) if newest else (pointer.step, pointer.attempt)
+        if (found := self._state.restore(self._opened(), *at)) is None:
             raise ConfigError(f"TierfallIO: {path} names {pointer}, and no tier has a checkpoint")
-        self._restored, state = found
+        self._restored, loaded = found
         self._step = self._restored.step
-        loaded = state[ENTRY]
         return loaded
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         """Refuse: Lightning calls a plugin that is no callback on rank 0 alone."""
         raise ConfigError(
-            "TierfallIO has to be a callback of the Trainer, so that all ranks save, and tierfall's entry points are "
-            "not installed: pass io = TierfallIO(...) as Trainer(plugins=[io], callbacks=[io])"
+            "TierfallIO has to be a callback, so that all ranks save, and tierfall's entry points are not installed: "
+            "pass io = TierfallIO(...) as Trainer(plugins=[io], callbacks=[io])"
         )
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a pointer. Its checkpoint stays as long as ``retain`` keeps it."""
-        if os.path.islink(path):
-            os.unlink(path)
-        elif _pointer_at(path):
-            shutil.rmtree(path)
+        if self._trainer.local_rank == 0:
+            lightning_files.remove(path)
 
     def teardown(self, *args: Any, **more: Any) -> None:
         """Close the run: at the end of a fit, or once it has failed."""
         ckpt, self._ckpt = self._ckpt, None
-        self._step, self._restored, self._late = None, None, []
         if ckpt is not None:
             ckpt.close()
 
-    # What the strategy calls in place of its own methods -------------------------------------------------
-
     def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if self._ckpt is None:
-            raise ConfigError(f"TierfallIO: {path} is saved outside of fit: the run is closed")
-        loop, step = self._trainer.fit_loop, checkpoint["global_step"]
-        if not checkpoint.get("state_dict") or "optimizer_states" not in checkpoint:
-            raise ConfigError(
-                f"TierfallIO: {path} has no whole state (save_weights_only, or save_distributed_checkpoint=False), so "
-                "that no run can continue from it: save all, and write weights by tierfall export"
-            )
-        progress = loop.epoch_progress.total
-        if loop.epoch_loop.batch_progress.is_last_batch and progress.processed < progress.started:
+        """Save in place of the strategy, on each rank."""
+        loop, within = self._trainer.fit_loop, state.is_within_batch(self._trainer.fit_loop)
+        step: Any = self._step if within else checkpoint["global_step"]
+        if not within:
+            self._meet()
+            state.check_whole(checkpoint, path)
+        if not within and state.is_before_end_of_epoch(loop):
             self._late.append(path)  # Lightning resumes a checkpoint of now one epoch too late
             return
         if step != self._step:
-            values = self._trainer.callback_metrics.items()
-            metrics = {name: value for name, value in values if torch.numel(value) == 1}
-            self._ckpt.save(step, {ENTRY: checkpoint}, metrics=metrics)
+            found = self._trainer.callback_metrics.items()
+            metrics = {name: x for name, x in found if torch.numel(x) == 1}
+            self._opened().save(step, self._state.saved(checkpoint), metrics=metrics)
             self._step = step
-        if self._trainer.local_rank == 0:
-            self._ckpt.write_pointer(path, step)
+        if step is not None and self._trainer.local_rank == 0:
+            self._opened().write_pointer(path, step)
 
-    def _remove(self, path: Any) -> None:
-        if self._trainer.local_rank == 0:
-            self.remove_checkpoint(path)
-
-    def _load_sharded(self, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        loaded, strategy = self.load_checkpoint(path), self._trainer.strategy
-        strict = strategy.lightning_module.strict_loading
-        options = sharded.StateDictOptions(full_state_dict=True, strict=strict)
-        model, states = strategy.model, loaded.pop("optimizer_states")
-        sharded.set_model_state_dict(model, loaded.pop("state_dict"), options=options)
-        for optimizer, state in zip(strategy.optimizers, states, strict=False):
-            sharded.set_optimizer_state_dict(model, optimizer, state, options=options)
-        return loaded
+    def _meet(self) -> None:
+        if self._ckpt is None:
+            raise ConfigError("TierfallIO: a save outside of fit: the run is closed")
+        frameworks.meet_all_ranks(self._ckpt, "save_checkpoint")
 
     def _opened(self) -> tierfall.Checkpointer:
         if self._ckpt is None:
             self._ckpt = tierfall.open(self._config, run=self._run, fresh=self._fresh)
         return self._ckpt
-
-    def _restore_random(self, report: tierfall.RestoreReport) -> None:
-        self._opened().restore({}, step=report.step, attempt=report.attempt, only=["rng"])
-
-
-def _pointer_at(path: Any) -> tierfall.Pointer:
-    if os.path.isfile(path) or os.path.exists(os.path.join(path, "meta.pt")):
-        raise ConfigError(
-            f"TierfallIO: {path} is of Lightning's own format: tierfall import {path} --as-step N makes it a checkpoint"
-        )
-    return tierfall.read_pointer(path)
 
 
 class FromPlugin(Callback):  # type: ignore[misc]

@@ -84,6 +84,17 @@ class Program:
                     stats = saver.handle.stats
                     self.report("lazy", step, stats.lazy_bytes / stats.bytes)
 
+    def save_alone(self) -> None:
+        """Make a call on rank 0 that all ranks should make."""
+        engine = make_engine(self.stage)
+        with tierfall.open({**self.config, "max_wait": "2s"}) as ckpt:
+            TierfallEngine(engine, ckpt)
+            for _ in range(2):
+                engine.backward(engine(torch.randn(4, 64)))
+                engine.step()
+                if os.environ["RANK"] == "0":
+                    engine.save_checkpoint(None)
+
     def load(self, *tags: str) -> None:
         """Load a step by the first known tag, and write DeepSpeed's own files of it."""
         engine = make_engine(self.stage)
@@ -100,8 +111,11 @@ class Program:
 
     def load_exported(self) -> None:
         engine = make_engine(self.stage)
-        engine.load_checkpoint(str(self.folder / "exported"))
-        self._report_weights(engine)
+        with tierfall.open({**self.config, "run": "begun"}) as ckpt:
+            TierfallEngine(engine, ckpt)
+            engine.load_checkpoint(str(self.folder / "exported"))
+            self._report_weights(engine)
+            engine.save_checkpoint(None)
 
     def load_universal(self) -> None:
         engine = make_engine(self.stage, universal=True)

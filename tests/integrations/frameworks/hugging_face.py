@@ -21,6 +21,7 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -120,7 +121,7 @@ def arguments(folder: Path, kind: type = TrainingArguments, **changes: Any) -> A
     return kind(**{**given, **changes})
 
 
-def plain(folder: Path, losses: Path, **changes: Any) -> Any:
+def plain(folder: Path, losses: Path, callbacks: Any = None, **changes: Any) -> Any:
     """A Trainer: 10 updates an epoch on one rank, 5 on two."""
     return recorded(Trainer, losses)(
         model=model(),
@@ -128,6 +129,7 @@ def plain(folder: Path, losses: Path, **changes: Any) -> Any:
         train_dataset=rows(),
         eval_dataset=rows()[:4],
         data_collator=collate,
+        callbacks=callbacks,
     )
 
 
@@ -225,8 +227,16 @@ def rewarded(folder: Path, losses: Path) -> Any:
     )
 
 
+class SavesAlone(TrainerCallback):
+    """Requests a save on rank 0 that all ranks should make."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        control.should_save = RANK == 0
+
+
 KINDS = {
     "trainer": plain,
+    "alone": lambda *a: plain(*a, callbacks=[SavesAlone()], save_strategy="no"),
     "fsdp": sharded,
     "sft": lambda *a: tuned(*a, lora=False),
     "lora": lambda *a: tuned(*a, lora=True),
@@ -250,7 +260,9 @@ def train(
         killing.at_point(point, call, killing.kill_self)
     root = Path(folder)
     trainer = KINDS[kind](root, root / f"{life}-{RANK}")
-    with tierfall.open(config(root, memory)) as ckpt:
+    with tierfall.open(
+        config(root, memory) | ({"max_wait": "2s"} if kind == "alone" else {})
+    ) as ckpt:
         extra = {"ref_model": trainer.ref_model} if kind == "dpo" else {}
         found = attach(trainer, ckpt, step=step, extra=extra)
         trainer.train(resume_from_checkpoint=found)

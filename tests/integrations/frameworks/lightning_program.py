@@ -16,7 +16,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -41,9 +42,7 @@ class Data(Dataset[torch.Tensor]):
 class Module(pl.LightningModule):
     """Dropout draws from the random state, batch normalisation has state that is no parameter."""
 
-    def __init__(
-        self, log: Path | None = None, *, sharded: bool = False, pause_s: float = 0.0
-    ) -> None:
+    def __init__(self, log: Path | None = None, *, sharded: str = "", pause_s: float = 0.0) -> None:
         super().__init__()
         self.log_file, self.sharded, self.pause_s = log, sharded, pause_s
         self.net = torch.nn.Sequential(
@@ -56,7 +55,7 @@ class Module(pl.LightningModule):
     def configure_model(self) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        if self.sharded:
+        if self.sharded == "FSDP2":
             for layer in (self.net[0], self.net[3], self.net):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
 
@@ -89,6 +88,21 @@ def trainer(io: TierfallIO, saves: ModelCheckpoint, **more: Any) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", callbacks=[saves, io], plugins=[io], **quiet, **more)
 
 
+class SavesAlone(pl.Callback):
+    """Makes a call on rank 0 that all ranks should make."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *more: Any) -> None:
+        if trainer.global_rank == 0:
+            trainer.save_checkpoint("alone.ckpt")
+
+
+class FSDPOnCpu(FSDPStrategy):
+    """Lightning refuses FSDPStrategy itself without a GPU, and FSDP the device that it passes."""
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+
 def die_in_save(number: int) -> None:
     """Let this process be killed as the ``number``th save has begun, before its pointer is written."""
     real, left = tierfall.Checkpointer.save, [number]
@@ -110,10 +124,11 @@ def main(
     every: int = 5,
     epochs: int = 3,
     accumulate: int = 1,
-    sharded: bool = False,
+    sharded: str = "",
     dies_in: int = 0,
     own_loader: bool = False,
     pause_s: float = 0.0,
+    alone: bool = False,
 ) -> None:
     if dies_in:
         die_in_save(dies_in)
@@ -127,12 +142,14 @@ def main(
     strategy: Any = "auto"
     if ranks > 1:
         strategy = DDPStrategy(process_group_backend="gloo")
-    if sharded:
+    if sharded == "FSDP2":
         strategy = ModelParallelStrategy(
             data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend="gloo"
         )
+    if sharded == "FSDP1":
+        strategy = FSDPOnCpu(process_group_backend="gloo", auto_wrap_policy={torch.nn.Linear})
     made = trainer(
-        TierfallIO(config(root)),
+        TierfallIO(config(root) | ({"max_wait": "2s"} if alone else {})),
         saves,
         strategy=strategy,
         devices=ranks,
@@ -148,6 +165,8 @@ def main(
         train = loader(data, batch_size=8, sampler=sampler)
     else:
         train = loader(data, batch_size=8, shuffle=True)
+    if alone:
+        made.callbacks.append(SavesAlone())
     made.fit(module, train, DataLoader(Data(16), batch_size=8), ckpt_path="last")
 
 

@@ -18,6 +18,9 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
+from tierfall.errors import ConfigError
+from tierfall.integrations.deepspeed import TierfallEngine
+
 PROGRAM = Path(__file__).with_name("deepspeed_program.py")
 ROOT = PROGRAM.parents[3]
 PATIENCE_S = 200.0
@@ -123,6 +126,20 @@ def test_every_loss_after_a_kill_is_that_of_an_uninterrupted_run(start: Start, s
         assert before.items() <= expected.items()
     lazy = [share for rank in range(2) for _, share in whole.reported("lazy", rank)[1:]]
     assert min(lazy) > 0.9, "what is large is captured lazily"
+
+
+def test_a_save_on_rank_0_alone_ends_with_an_error_on_all_ranks(start: Start) -> None:
+    job = start("alone", 2, "save_alone")
+    assert 0 not in [process.wait(PATIENCE_S) for process in job.processes]
+    expected = "rank 1 did not call save_checkpoint within 20 s. Nothing was saved"
+    assert expected in (job.folder / "log0").read_text()
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "1.0.0"])
+def test_another_version_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    with pytest.raises(ConfigError, match=rf"deepspeed {version} is .* 'deepspeed>=0\.19,<1'"):
+        TierfallEngine(None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.timeout(600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -21,8 +22,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from tests.integrations.frameworks import hugging_face as made  # noqa: E402 - it imports the framework
-from tierfall.integrations import transformers as adapter  # noqa: E402
-from tierfall.integrations.transformers import attach, state_of  # noqa: E402
+from tierfall.integrations.accelerate import state_of  # noqa: E402
+from tierfall.integrations.transformers import attach  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the frameworks
 Open = Callable[..., tierfall.Checkpointer]
@@ -241,10 +242,13 @@ def test_another_version_is_refused_with_those_that_are_supported(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     trainer = made.plain(tmp_path, tmp_path / "losses")
-    monkeypatch.setattr(adapter.transformers, "__version__", version)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     with tierfall.open(config) as ckpt:
         message = refused(trainer, ckpt)
-    assert f"transformers {version} is installed, supported are 5.18 to 5.x" in message
+    assert (
+        message
+        == f"transformers {version} is installed: not supported; pip install 'transformers>=5.18,<6'"
+    )
 
 
 def test_a_hub_that_gets_the_end_alone_is_allowed(config: dict[str, Any], tmp_path: Path) -> None:
@@ -254,15 +258,22 @@ def test_a_hub_that_gets_the_end_alone_is_allowed(config: dict[str, Any], tmp_pa
         assert attach(trainer, ckpt) is None
 
 
-def test_a_folder_of_trainers_own_format_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
-    made.plain(tmp_path, tmp_path / "losses", max_steps=1).train()
-    own = str(tmp_path / "out" / "checkpoint-1")
-    trainer = made.plain(tmp_path, tmp_path / "losses", max_steps=2)
+def test_a_new_run_begins_with_a_folder_of_trainers_own_format_and_no_other_does(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    made.plain(tmp_path, tmp_path / "whole", max_steps=4, save_steps=2).train()
+    own = str(tmp_path / "out" / "checkpoint-2")
+    trainer = made.plain(tmp_path, tmp_path / "rest", max_steps=4)
+    with tierfall.open(config) as ckpt:
+        trainer.train(resume_from_checkpoint=attach(trainer, ckpt) or own)
+        assert ckpt.checkpoints()[-1].step == 4
+    rest = (tmp_path / "rest").read_text()
+    assert rest.startswith("3 0 ")
+    assert (tmp_path / "whole").read_text().endswith(rest)
+    trainer = made.plain(tmp_path, tmp_path / "losses", max_steps=5)
     with tierfall.open(config) as ckpt:
         attach(trainer, ckpt)
-        with pytest.raises(
-            ConfigError, match=f"{re.escape(own)} .*tierfall import PATH --as-step N"
-        ):
+        with pytest.raises(ConfigError, match=f"attach.* once; not {re.escape(own)}"):
             trainer.train(resume_from_checkpoint=own)
 
 
@@ -277,6 +288,27 @@ def test_a_step_that_was_deleted_is_named(config: dict[str, Any], tmp_path: Path
         ckpt.delete(1)
         with pytest.raises(RestoreError, match="step 1"):
             trainer.train(resume_from_checkpoint=found)
+
+
+def test_the_temporary_folder_is_deleted_once_it_was_read_or_with_the_trainer(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    with tierfall.open(config) as ckpt:
+        losses_of(made.plain(tmp_path, tmp_path / "losses", max_steps=1), ckpt)
+    trainer = made.plain(tmp_path, tmp_path / "losses", max_steps=2)
+    with tierfall.open(config) as ckpt:
+        read = attach(trainer, ckpt)
+        assert read is not None
+        trainer.train(resume_from_checkpoint=read)
+        assert not os.path.exists(read)
+        with pytest.raises(ConfigError, match=r"pass what attach\(trainer, ckpt\) returns, once"):
+            trainer.train(resume_from_checkpoint=read)
+        unread = attach(trainer, ckpt)
+        assert unread is not None
+        assert os.path.exists(unread)
+    del trainer
+    gc.collect()
+    assert not os.path.exists(unread)
 
 
 def test_a_checkpoint_of_another_program_is_refused(config: dict[str, Any], tmp_path: Path) -> None:

@@ -79,6 +79,15 @@ def test_every_loss_after_a_kill_is_that_of_an_uninterrupted_run(
         assert (min(last), max(last)) == (answer["resumed"] + 1, max(whole)[0])
 
 
+def test_a_save_on_rank_0_alone_ends_with_an_error_on_all_ranks(
+    make_job: Callable[..., Job], tmp_path: Path, memory: Path
+) -> None:
+    job = make_job(tmp_path, PROGRAM, 2)
+    answers = job.start("train", memory=str(memory), kind="alone", life="alone").wait()
+    assert all("exit" in answer for answer in answers), answers
+    assert "rank 1 did not call save_checkpoint within 20 s. Nothing was saved" in job.log(0)
+
+
 def test_another_number_of_ranks_resumes(
     make_job: Callable[..., Job], tmp_path: Path, memory: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ pytest.importorskip("torchdata")
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.utils.data import DataLoader
 
 import tierfall
@@ -122,7 +123,8 @@ def seed() -> int:
 CASES = {
     "1 rank": {},
     "2 ranks, accumulating": {"ranks": 2, "accumulate": 2, "every": 3},
-    "2 ranks, FSDP2": {"ranks": 2, "sharded": True},
+    "2 ranks, FSDP1": {"ranks": 2, "sharded": "FSDP1"},
+    "2 ranks, FSDP2": {"ranks": 2, "sharded": "FSDP2"},
 }
 
 
@@ -144,6 +146,29 @@ def test_after_a_kill_every_loss_is_that_of_an_uninterrupted_run(
         expected, found = whole.lines(rank), resumed.lines(rank)
         assert 0 < len(found) < len(expected), "it did not go on from a checkpoint"
         assert found == expected[-len(found) :]
+
+
+@pytest.mark.parametrize("sharded", ["", "FSDP2"])
+def test_another_number_of_ranks_resumes(sharded: str, tmp_path: Path) -> None:
+    """Without the random state, which fits no other number of ranks."""
+    same = {"every": 8, "own_loader": True, "sharded": sharded}
+    Training(tmp_path, "two", ranks=2, epochs=2, **same).end()
+    found = Training(tmp_path, "one", ranks=1, epochs=3, **same).end()
+    assert [line[:3] for line in found] == [[16 + batch, 2, batch] for batch in range(8)]
+
+
+@pytest.mark.parametrize("sharded", ["", "FSDP1"])
+def test_a_save_on_rank_0_alone_ends_with_an_error_on_all_ranks(
+    sharded: str, tmp_path: Path
+) -> None:
+    """Without tierfall, it waits for the other ranks for half an hour."""
+    job = Training(tmp_path, "alone", ranks=2, sharded=sharded, alone=True)
+    try:
+        assert 0 not in [process.wait(150) for process in job.processes]
+    finally:
+        job.kill()
+    expected = "rank 1 did not call save_checkpoint within 20 s. Nothing was saved"
+    assert expected in Path(f"{job.log}.txt").read_text()
 
 
 def test_killed_inside_a_save(tmp_path: Path) -> None:
@@ -263,10 +288,47 @@ def test_a_run_that_has_checkpoints_is_not_trained_anew(io: TierfallIO, tmp_path
     fit(TierfallIO(config(tmp_path), fresh=True), tmp_path)
 
 
-def test_a_checkpoint_of_lightning_itself_is_named(io: TierfallIO, tmp_path: Path) -> None:
-    torch.save({}, tmp_path / "own.ckpt")
-    with pytest.raises(ConfigError, match=r"own format: tierfall import .*own.ckpt --as-step N"):
-        fit(io, tmp_path, str(tmp_path / "own.ckpt"))
+def test_a_new_run_begins_with_a_checkpoint_of_lightnings_own_and_no_other_does(
+    io: TierfallIO, tmp_path: Path
+) -> None:
+    saves = ModelCheckpoint(dirpath=tmp_path / "own")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    own = pl.Trainer(accelerator="cpu", callbacks=[saves], max_epochs=1, **quiet)
+    own.fit(Module(), DataLoader(Data(32), batch_size=8))
+    made = fit(io, tmp_path, saves.best_model_path)
+    assert (made.global_step, [info.step for info in _known(tmp_path)]) == (8, [8])
+    with pytest.raises(StepError, match=r"has checkpoints.* call fit\(..., ckpt_path=\"last\"\)"):
+        fit(io, tmp_path, saves.best_model_path)
+    made.validate(Module(), DataLoader(Data(8)), ckpt_path=saves.best_model_path)
+
+
+def test_a_save_within_a_batch_names_the_checkpoint_before_it(
+    io: TierfallIO, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by the handler of a signal: Lightning would leave the batch out of a run that resumes from its middle."""
+
+    class Interrupted(Module):
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            if self.global_step in (0, 6):
+                self.trainer.save_checkpoint(tmp_path / f"within-{self.global_step}.ckpt")
+            return super().training_step(batch, number)
+
+    made = trainer(io, ModelCheckpoint(dirpath=tmp_path / "checkpoints"), max_epochs=2)
+    made.fit(Interrupted(), DataLoader(Data(32), batch_size=8))
+    assert tierfall.read_pointer(tmp_path / "within-6.ckpt").step == 4
+    assert not (tmp_path / "within-0.ckpt").exists()
+    assert "a save within a batch names the checkpoint before it, if any" in caplog.text
+    assert [info.step for info in _known(tmp_path)] == [4, 8]
+
+
+def test_a_pointer_that_a_killed_start_has_removed_is_not_missed(
+    io: TierfallIO, tmp_path: Path
+) -> None:
+    """The state of the callback that removes it is older."""
+    made = fit(io, tmp_path, epochs=2, every_n_epochs=1, save_top_k=1)
+    assert isinstance(made.checkpoint_callback, ModelCheckpoint)
+    shutil.rmtree(made.checkpoint_callback.best_model_path)
+    assert fit(io, tmp_path, "last", epochs=3, every_n_epochs=1, save_top_k=1).global_step == 12
 
 
 def test_a_pointer_to_a_deleted_step_says_what_there_is(io: TierfallIO, tmp_path: Path) -> None:
@@ -288,17 +350,24 @@ def test_weights_alone_are_refused(io: TierfallIO, tmp_path: Path) -> None:
         fit(io, tmp_path, save_weights_only=True)
 
 
-def test_a_strategy_that_is_not_supported_is_named(io: TierfallIO, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "remedy"),
+    [
+        (DeepSpeedStrategy, {}, r"DeepSpeedStrategy: use tierfall\.integrations\.deepspeed"),
+        (FSDPStrategy, {"process_group": None}, "pass device_mesh in place of process_group"),
+    ],
+)
+def test_a_strategy_that_is_not_supported_is_named(
+    io: TierfallIO, tmp_path: Path, kind: type, options: dict[str, Any], remedy: str
+) -> None:
     made = trainer(io, ModelCheckpoint(dirpath=tmp_path))
-    made.strategy.__class__ = FSDPStrategy
-    with pytest.raises(
-        ConfigError, match="does not support FSDPStrategy: use ModelParallelStrategy"
-    ):
+    made.strategy.__class__, made.strategy.kwargs = kind, options
+    with pytest.raises(ConfigError, match=remedy):
         io.setup(made, Module(), "fit")
 
 
 @pytest.mark.parametrize("version", ["2.5.6", "3.0.0"])
 def test_a_version_out_of_range_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    with pytest.raises(ConfigError, match=f"supports lightning >=2.6,<3; this is {version}"):
+    with pytest.raises(ConfigError, match=f"lightning {version} is .* 'lightning>=2.6,<3'"):
         TierfallIO("tiers.yaml")

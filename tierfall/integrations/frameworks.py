@@ -1,0 +1,64 @@
+"""What the adapters of training frameworks share: supported versions, calls that all ranks make, the random state."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+from tierfall import Checkpointer, RestoreReport
+from tierfall.core.types.errors import ConfigError, RanksError, StepError
+from tierfall.core.types.values import CheckpointId
+from tierfall.run.checkpointer import open_run_of
+
+_SUPPORTED = {"deepspeed": ((0, 19), 1), "lightning": ((2, 6), 3), "transformers": ((5, 18), 6)}
+"""The oldest version, and the first major version that is not supported. pyproject.toml has the same."""
+
+
+def version_problem(framework: str) -> str:
+    """Return what is wrong with the installed version of a framework; empty where it is supported."""
+    installed, (oldest, end) = metadata.version(framework), _SUPPORTED[framework]
+    found = re.match(r"(\d+)\.(\d+)", installed)
+    if found and oldest <= (int(found[1]), int(found[2])) < (end, 0):
+        return ""
+    wanted = f"{framework}>={oldest[0]}.{oldest[1]},<{end}"
+    return f"{framework} {installed} is installed: not supported; pip install '{wanted}'"
+
+
+def check_version(framework: str) -> None:
+    """Raise ConfigError where the installed version of a framework is not supported."""
+    if problem := version_problem(framework):
+        raise ConfigError(problem)
+
+
+def meet_all_ranks(ckpt: Checkpointer, call: str) -> None:
+    """Wait until every rank has made this call, before collectives of the framework in which a rank alone would hang.
+
+    It waits ten times ``max_wait``, as a restore does, since a rank may evaluate meanwhile. Raises RanksError on each
+    rank that came.
+    """
+    run = open_run_of(ckpt)
+    try:
+        run.session.ranks.meet(call, timeout_s=run.restorer.patience_s)
+    except RanksError as error:
+        raise RanksError(
+            f"{error}. Nothing was saved. Each rank has a part of the state: make the call on all ranks"
+        ) from error
+
+
+def begin(ckpt: Checkpointer, call: str) -> None:
+    """Begin a run that has no checkpoint. Raises StepError where it has one: ``call`` resumes from it."""
+    try:
+        ckpt.begin()
+    except StepError as error:
+        raise StepError(f"{error}. To continue, call {call}") from None
+
+
+def restore_random(ckpt: Checkpointer, report: RestoreReport) -> None:
+    """Set the random state of a checkpoint that was restored or loaded; last, as the framework draws from it before.
+
+    That of another number of ranks fits none, so it is not set.
+    """
+    session, at = open_run_of(ckpt).session, CheckpointId(report.step, report.attempt)
+    commits = [known.commit for known in session.known() if known.id == at]
+    if all(c is None or c.world_size == session.ranks.shard.world_size for c in commits):
+        ckpt.restore({}, step=report.step, attempt=report.attempt, only=["rng"])
