@@ -57,6 +57,7 @@ FOLDERS = (
     "tierfall.run",
     "tierfall.export",
     "tierfall.integrations.dcp",
+    "tierfall.integrations.path",
     "tierfall.integrations",
     "tierfall.imports",
     "tierfall.demo",
@@ -67,7 +68,7 @@ FOLDERS = (
 
 MODULES_MAX = 12
 LINES_MAX = 450
-FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "transformers"}
+FRAMEWORKS = {"accelerate", "deepspeed", "lightning", "ray", "torchtitan", "transformers"}
 ADAPTER_LINES_MAX = 150
 MAY_USE_PRIVATE = {
     "tierfall/integrations/accelerate.py": [
@@ -81,7 +82,13 @@ MAY_USE_PRIVATE = {
 """What else than ``self._name`` these files use. ``ckpt._opened`` is where integrations reach the parts of a
 Checkpointer. Lightning and accelerate have no public names for these."""
 
-MAY_IMPORT_THE_PACKAGE = ("tierfall.integrations", "tierfall.demo", "tierfall.cli", "tierfall")
+MAY_IMPORT_THE_PACKAGE = (
+    "tierfall.integrations.path",
+    "tierfall.integrations",
+    "tierfall.demo",
+    "tierfall.cli",
+    "tierfall",
+)
 
 # A policy is a pure function: it does no I/O, reads no clock, holds no state.
 IMPURE = {

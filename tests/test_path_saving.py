@@ -20,8 +20,8 @@ from tierfall.core.types.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.integrations.path_names import parse
-from tierfall.integrations.path_reading import CheckpointFiles, tiers_of
+from tierfall.integrations.path.names import parse
+from tierfall.integrations.path.reading import CheckpointFiles, tiers_of
 from tierfall.run.by_path import PathSaves
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 

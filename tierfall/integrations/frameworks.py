@@ -1,11 +1,14 @@
-"""What the adapters of training frameworks share: supported versions, calls that all ranks make, the random state."""
+"""What the adapters of training frameworks share: supported versions, calls that all ranks make, the random state, and
+the retention that a framework's configuration asks for."""
 
 from __future__ import annotations
 
 import re
-from importlib import metadata
+from collections.abc import Sequence
+from importlib import import_module, metadata
 
-from tierfall import Checkpointer, RestoreReport
+from tierfall import Checkpointer, Config, RestoreReport
+from tierfall.config import RetainSection, StoredTierConfig, load_config
 from tierfall.core.types.errors import ConfigError, RanksError, StepError
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import open_run_of
@@ -28,6 +31,23 @@ def check_version(framework: str) -> None:
     """Raise ConfigError where the installed version of a framework is not supported."""
     if problem := version_problem(framework):
         raise ConfigError(problem)
+
+
+def check_interface(module: str, name: str, needed: Sequence[str], supported: str) -> None:
+    """Raise ConfigError where a framework has no such class, or the class lacks a method that an adapter needs."""
+    framework = module.partition(".")[0]
+    try:
+        found = getattr(import_module(module), name)
+        problem = ", ".join(method for method in needed if not hasattr(found, method))
+        problem = problem and f"its {name} lacks {problem}"
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        problem = f"there is no module {module}"
+    if problem:
+        raise ConfigError(
+            f"{framework} {metadata.version(framework)} is installed, supported are {supported}: {problem}"
+        )
 
 
 def meet_all_ranks(ckpt: Checkpointer, call: str) -> None:
@@ -62,3 +82,19 @@ def restore_random(ckpt: Checkpointer, report: RestoreReport) -> None:
     commits = [known.commit for known in session.known() if known.id == at]
     if all(c is None or c.world_size == session.ranks.shard.world_size for c in commits):
         ckpt.restore({}, step=report.step, attempt=report.attempt, only=["rng"])
+
+
+def read_config(path: str, run: str | None, *, keep_last: int) -> Config:
+    """Return the configuration in a file. Each tier there that has no ``retain`` keeps the newest ``keep_last``
+    checkpoints, or all of them for 0. Raises ConfigError."""
+    config = load_config(path, run=run)
+    keep = {"retain": RetainSection(last=keep_last or None)}
+    tiers = [
+        tier.model_copy(update=keep)
+        if isinstance(tier, StoredTierConfig)
+        and not tier.read_only
+        and "retain" not in tier.model_fields_set
+        else tier
+        for tier in config.tiers
+    ]
+    return config.model_copy(update={"tiers": tuple(tiers)})

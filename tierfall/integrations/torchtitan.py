@@ -6,10 +6,9 @@ state has the names that TorchTitan's own checkpoints have.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,28 +17,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 import tierfall
-from tierfall.config import Config, RetainSection, StoredTierConfig, load_config
 from tierfall.errors import ConfigError, RestoreError
 from tierfall.integrations.dcp import TierReader
-from tierfall.ops.reader import find_pointer
+from tierfall.integrations.frameworks import check_interface, read_config
 
 SUPPORTED = "0.3, and main of August 2026 or later"
 NEEDED = ("load", "_find_load_step", "_should_save", "_save_last_step")
+INSTEAD = {
+    "create_seed_checkpoint": "let TorchTitan's CheckpointManager write it, and name its folder as initial_load_path",
+    "purge_exempt": "set `retain` of the tiers instead, such as {last: 2, every: 1000}",
+}
+"""Fields of TorchTitan's manager that are refused, and what to do."""
 
-
-def _unsupported(detail: str) -> ConfigError:
-    version = importlib.metadata.version("torchtitan")
-    return ConfigError(f"torchtitan {version} is installed, supported are {SUPPORTED}: {detail}")
-
-
-try:
-    from torchtitan.components.checkpointer import DATALOADER, MODEL, CheckpointManager
-except ModuleNotFoundError as error:
-    if error.name != "torchtitan.components.checkpointer":
-        raise
-    raise _unsupported(f"there is no module {error.name}") from error
-if missing := [name for name in NEEDED if not hasattr(CheckpointManager, name)]:
-    raise _unsupported(f"its CheckpointManager lacks {', '.join(missing)}")
+check_interface("torchtitan.components.checkpointer", "CheckpointManager", NEEDED, SUPPORTED)
+from torchtitan.components.checkpointer import DATALOADER, MODEL, CheckpointManager  # noqa: E402
 
 __all__ = ["TierfallManager"]
 
@@ -47,9 +38,8 @@ __all__ = ["TierfallManager"]
 class TierfallManager(CheckpointManager):  # type: ignore[misc]
     """A checkpoint manager of TorchTitan that saves to tierfall's tiers, and loads from them.
 
-    ``Config`` has the fields of TorchTitan's own manager, and ``tiers``, the path of tierfall's configuration, and
-    ``run``, which replaces the name of the run there. All ranks save and load. Raises ConfigError for a field that is
-    not supported, RestoreError where ``load_step`` is not there.
+    All ranks save and load. Raises ConfigError for a field that is not supported, RestoreError where ``load_step`` is
+    not there.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -69,19 +59,11 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
         super().__init__(own, base_folder=base_folder, **parts)
         if not getattr(config, "enable", True):
             return
-        if getattr(config, "create_seed_checkpoint", False):
-            raise ConfigError(
-                "TierfallManager: create_seed_checkpoint: let TorchTitan's CheckpointManager write it, and name its "
-                "folder as initial_load_path"
-            )
-        if getattr(config, "purge_exempt", None) is not None:
-            raise ConfigError(
-                "TierfallManager: purge_exempt: set `retain` of the tiers instead, such as {last: 2, every: 1000}"
-            )
-        settings = load_config(config.tiers, run=config.run)
-        self._ckpt = tierfall.open(
-            _with_retention(settings, config.keep_latest_k), process_group=self.pg
-        )
+        for name, instead in INSTEAD.items():
+            if getattr(config, name, None):
+                raise ConfigError(f"TierfallManager: {name}: {instead}")
+        settings = read_config(config.tiers, config.run, keep_last=config.keep_latest_k)
+        self._ckpt = tierfall.open(settings, process_group=self.pg)
 
     # Called by TorchTitan, on all ranks ------------------------------------------------------------------
 
@@ -121,8 +103,9 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
             )
         if step != -1:
             raise RestoreError(f"TierfallManager: load_step={step}: the run has no checkpoint")
-        if self.initial_load_path and (pointer := find_pointer(Path(self.initial_load_path))):
-            raise ConfigError(
+        with suppress(ConfigError):  # there is no pointer
+            pointer = tierfall.read_pointer(self.initial_load_path or "")
+            raise RestoreError(
                 f"TierfallManager: initial_load_path={self.initial_load_path} points to step {pointer.step} of run "
                 f"{pointer.run!r}, and TorchTitan reads its own format: `tierfall export {pointer.step} --run "
                 f"{pointer.run} --format dcp --to FOLDER`, and name FOLDER"
@@ -163,17 +146,3 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
         others = {} if model_only else self.states
         state = {name: x for name, x in others.items() if name != MODEL and name not in without}
         return {**state, **self.states[MODEL].state_dict()}
-
-
-def _with_retention(config: Config, last: int) -> Config:
-    """Return ``config`` with the newest ``last`` checkpoints kept by each tier that has no ``retain``; 0 keeps all."""
-    keep = {"retain": RetainSection(last=last or None)}
-    tiers = [
-        tier.model_copy(update=keep)
-        if isinstance(tier, StoredTierConfig)
-        and not tier.read_only
-        and "retain" not in tier.model_fields_set
-        else tier
-        for tier in config.tiers
-    ]
-    return config.model_copy(update={"tiers": tuple(tiers)})

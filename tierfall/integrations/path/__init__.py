@@ -3,7 +3,7 @@
     torch.distributed.checkpoint.save(state, checkpoint_id="tiers://run/step-00000100")
 
 It supports the operations of DCP: files are written, renaming ``.metadata`` commits them as a checkpoint, and they are
-read. It has no state: ``run.by_path`` stages and commits, ``path_reading`` finds and reads.
+read. It has no state: ``run.by_path`` stages and commits, ``path.reading`` finds and reads.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tierfall.config import load_config
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.types.errors import ConfigError, KeyNotFoundError, LockError, NotSupportedError
 from tierfall.core.types.values import CheckpointId
-from tierfall.integrations.path_names import METADATA, PROTOCOL, TierPath, folder_of, parse
-from tierfall.integrations.path_reading import CheckpointFiles, PathFile, ReadableTiers, tiers_of
+from tierfall.integrations.path.names import METADATA, PROTOCOL, TierPath, folder_of, parse
+from tierfall.integrations.path.reading import CheckpointFiles, PathFile, ReadableTiers, tiers_of
 from tierfall.run.by_path import PathSaves
 from tierfall.run.open_run import opened_runs
 

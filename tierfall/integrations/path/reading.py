@@ -28,7 +28,7 @@ from tierfall.core.image.raw_files import are_files, file_positions
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
-from tierfall.integrations.path_names import TierPath
+from tierfall.integrations.path.names import TierPath
 from tierfall.ops.reader import RunReader
 from tierfall.run.by_path import PathSaves
 
