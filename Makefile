@@ -99,21 +99,14 @@ clean:
 	$(PIP) --no-build-isolation -e .
 	@touch $@ .venv/.installed
 
-# torch and the tools come from .venv by its path; what this environment has itself is found before them.
-.venv-frameworks/.installed: .venv/.installed-dev requirements-frameworks.txt
-	$(PYTHON) -m venv .venv-frameworks
-	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	    > "$$(.venv-frameworks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
-	.venv-frameworks/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) \
-	    -c requirements-dev.txt -r requirements-frameworks.txt
-	.venv-frameworks/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps -e .
-	@touch $@
-
-.venv-torchtitan/.installed: .venv/.made pyproject.toml requirements-torchtitan.txt
-	$(PYTHON) -m venv .venv-torchtitan
-	.venv-torchtitan/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) \
-	    -r requirements-torchtitan.txt
-	.venv-torchtitan/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation -e .
+# .venv-frameworks and .venv-torchtitan: torch and the tools come from .venv by its path; what such an environment has
+# itself is found before them.
+.venv-%/.installed: .venv/.installed-dev requirements-%.txt
+	$(PYTHON) -m venv .venv-$*
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -r requirements-$*.txt
+	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
 
 # For the benchmarks: what tierfall is compared with. Exactly the listed packages, so that none changes torch or the tests.
