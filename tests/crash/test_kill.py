@@ -95,7 +95,9 @@ def test_lives_of_many_deaths(
     ours = doomed.POINTS.keys() - doomed.SUPERSEDE.keys()
     points: list[str | None] = [*sorted(ours), *[None] * len(ours)]
     life.random.shuffle(points)
-    first = next(point for point in points if point not in doomed.ADOPTION)  # there is nothing to adopt yet
+    first = next(
+        point for point in points if point not in doomed.ADOPTION
+    )  # there is nothing to adopt yet
     points.remove(first)
     for point in [first, *points]:
         if point is None:
