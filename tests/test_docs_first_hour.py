@@ -167,4 +167,6 @@ def test_ten_lines_of_the_readme_are_killed_and_go_on(shell: Shell) -> None:
     assert "Started again after its end, the program restores step 399" in README
     file = shell.folder / "tiers.yaml"
     file.write_text(file.read_text().replace("run: first", "run: second"))
-    assert shell.run("python first.py") == "a new run\n"
+    *warning, answer = shell.run("python first.py").splitlines()
+    assert (answer, len(warning)) == ("a new run", 1)
+    assert "Other runs on these tiers: first (newest 399@2)" in warning[0]

@@ -17,8 +17,8 @@ from tierfall.core.format.records import Manifest
 from tierfall.core.scheduler import executor
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.deletion import deleter
-from tierfall.core.scheduler.flush import flusher as flushing
 from tierfall.core.scheduler.flush.flusher import Flusher
+from tierfall.core.scheduler.flush.lane import FlushLane
 from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.ledger.entry import CopyFailures
 from tierfall.core.types.values import CopyState
@@ -128,7 +128,7 @@ def save_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def keep_the_turn_of_a_copy_that_fails(patch: pytest.MonkeyPatch) -> None:
     """A copy that can never be written comes first for ever."""
-    patch.setattr(flushing, "_rounds_failed", lambda lane, entry: 0)
+    patch.setattr(FlushLane, "rounds_failed", lambda self, entry: 0)
 
 
 def blame_a_copy_for_its_tier(patch: pytest.MonkeyPatch) -> None:
