@@ -272,7 +272,8 @@ def log_newest(
     if not session.ranks.topology.is_root:
         return
     host = session.host.name
-    tiers = [*([host] if memory_kept else []), *session.stores]
+    survives = memory_kept and session.memory.problem is None
+    tiers = [*([host] if survives else []), *session.stores]
 
     def ask() -> tuple[CheckpointId, list[str]] | None:
         ledger = session.coordinator.ledger
