@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tierfall
-from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tests.steps import blank, open_elsewhere, state_of, step_in, steps_on, wait_until
 from tierfall.cli.app import app
 from tierfall.config import load_config
 from tierfall.core.types.errors import ConfigError, RestoreError
@@ -107,6 +107,19 @@ def test_close_names_no_tier_that_has_lost_the_newest(
     restores(config, 2)
 
 
+def test_close_names_the_tier_on_which_it_has_written_lost_files_anew(
+    make_config: MakeConfig, tmp_path: Path, texts: Callable[..., list[str]]
+) -> None:
+    """Memory is released, so that no other tier has it."""
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        for image in (tmp_path / "disk").glob("run/step-*/*.safetensors"):
+            image.unlink()
+    assert any("1@1 is damaged, and is written anew" in text for text in texts(logging.INFO))
+    assert texts(logging.INFO)[-1] == "run run is closed; its newest checkpoint is 1@1, on disk"
+    assert steps_on(tmp_path / "disk") == [1]
+
+
 def test_copies_go_on_in_a_folder_that_is_moved_back(
     make_config: MakeConfig, tmp_path: Path, texts: Callable[..., list[str]]
 ) -> None:
@@ -138,6 +151,26 @@ def test_a_run_whose_files_are_deleted_goes_on_there_as_the_same_tier(
         assert "Checkpoints that were deleted are lost there" in text
     assert (tmp_path / "disk/run/tier.json").read_bytes() == before
     assert steps_on(tmp_path / "disk") == [2, 3]
+
+
+def test_a_start_that_found_the_emptied_tier_keeps_its_record(
+    make_config: MakeConfig, tmp_path: Path, texts: Callable[..., list[str]]
+) -> None:
+    """An older process that still trains creates the record of its attempt again, but not that of the tier."""
+    config, record = make_config(), tmp_path / "disk/run/tier.json"
+    elsewhere = make_config(host={"folder": str(tmp_path / "memory of another")})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    with tierfall.open(config) as older:
+        assert older.restore(blank()) is not None
+        older.save(2, state_of(2), block=True)
+        delete_run(tmp_path / "disk")
+        with open_elsewhere(elsewhere) as newer:
+            newer.save(10, state_of(10), block=True)
+        before = record.read_bytes()
+        older.save(3, state_of(3), block=True)
+        assert any("is gone from" in text for text in texts())
+        assert record.read_bytes() == before
 
 
 def test_a_save_that_waits_for_a_lost_folder_repeats_why(

@@ -4,7 +4,9 @@ open any more, without a run of Python's garbage collector."""
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +20,8 @@ from tests.core.ranks.threads import on_all
 from tests.open_ranks import Opener, close_all, restore_all, wait_sealed
 from tests.steps import blank, state_of
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.types.errors import StateChangedError, TierfallError
+from tierfall.core.types.errors import StateChangedError, TierfallError, UnreachableError
+from tierfall.tiers.image_writer import RawImageWriter
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -99,6 +102,32 @@ def test_after_a_save_whose_state_changed(make_config: MakeConfig, memory: Path)
             train(state["model"], state["optimizer"])
     ckpt.close()
     assert isinstance(kept[1].exception(), StateChangedError)
+    assert held(memory) == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_after_a_copy_that_stalled_once(
+    make_config: MakeConfig,
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(
+        logging.ERROR, "tierfall"
+    )  # pytest keeps what is logged, errors with their frames
+    write, stalled = RawImageWriter.write_chunks, threading.Event()
+
+    def stall_once(writer: RawImageWriter, *words: Any) -> Any:
+        if not stalled.is_set():
+            stalled.set()
+            raise UnreachableError("the network is down")
+        return write(writer, *words)
+
+    monkeypatch.setattr(RawImageWriter, "write_chunks", stall_once)
+    ckpt = tierfall.open(make_config())
+    ckpt.save(1, state_of(1), block=True)
+    assert stalled.is_set()
+    ckpt.close()
     assert held(memory) == []
 
 

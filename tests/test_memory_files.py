@@ -187,6 +187,7 @@ def test_close_says_what_is_lost_where_the_file_cannot_be_made_anew(
             ckpt.close()
     else:
         ckpt.close()
+    assert warnings("in the memory of this machine alone") == []
     (lost,) = warnings("close: lost")
     assert "1@1, 3@1: host: what is in memory ends with this process: its file" in lost
     assert "another one has its name by now" in lost

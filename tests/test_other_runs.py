@@ -45,8 +45,9 @@ def test_a_renamed_run_is_told_which_runs_there_are(
         for tier in ("disk", "far"):
             latest = tmp_path / tier / run / "latest"
             os.utime(latest, (number, number))
-    (tmp_path / "disk" / "notes").mkdir()
-    (tmp_path / "disk" / "notes" / "latest").write_text("of another program")
+    for number in range(3):
+        (tmp_path / "disk" / f"notes{number}").mkdir()
+        (tmp_path / "disk" / f"notes{number}" / "latest").write_text("of another program")
     os.mkfifo(tmp_path / "disk" / "fifo")
     found = warning_of({**config, "run": "renamed"}, caplog)
     assert "no tier has a checkpoint of run 'renamed', and training begins anew" in found

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from tierfall.core.format.records import TierRecord, parse_tier_record
 from tierfall.core.types import keys
@@ -62,10 +63,12 @@ class TierMarker:
         self._last = record
         return record
 
-    def restore(self) -> None:
-        """Write the record again that was read or written last: it was deleted."""
+    def recreate(self) -> None:
+        """Create the record again that was read or written last, where it was deleted. One that exists is kept: it may
+        be of a start that found the tier empty."""
         if self._last is not None:
-            self._documents.replace(self._key, self._last.encode())
+            with suppress(KeyExistsError):
+                self._documents.create(self._key, self._last.encode())
 
     def expect(self, id: str) -> None:
         """Let a backend whose folder is mounted anew continue with a folder whose tier record has this id."""

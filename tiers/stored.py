@@ -81,7 +81,7 @@ class StoredTier:
         self._marks = Marks(documents, parallel=parallel)
         self._marker = TierMarker(documents, set_identity_check)
         self._latest = LatestHint(documents)
-        self._fence = Fence(documents, self._marker.restore)
+        self._fence = Fence(documents, self._marker.recreate)
         self._lineage = LineageRecords(documents, self._fence)
         self._catalog = TierCatalog(
             documents, self._marks, self._lineage, links=links, parallel=parallel

@@ -224,9 +224,8 @@ class Capturer:
         if snapshot is None:
             return
         handle, began = snapshot.handle, time.monotonic()
-        del (
-            snapshot
-        )  # an error that a caller keeps holds this frame, and shall hold nothing of the image
+        # An error that a caller keeps holds this frame, which must hold nothing of the image.
+        del snapshot
         try:
             self.wait_copied(timeout, in_order=in_order)
         except CaptureError as error:
@@ -378,10 +377,14 @@ def _drop_frames(error: BaseException) -> None:
         return
     if not isinstance(error, CaptureError):
         error.add_note("".join(traceback.format_tb(error.__traceback__)))
-    each: BaseException | None = error
-    while each is not None:
+    left: list[BaseException] = [error]
+    seen: set[int] = set()  # causes may form a circle
+    while left:
+        each = left.pop()
+        seen.add(id(each))
         each.__traceback__ = None
-        each = each.__cause__ or each.__context__
+        linked = (each.__cause__, each.__context__)
+        left += [cause for cause in linked if cause is not None and id(cause) not in seen]
 
 
 def _describe_progress(snapshot: Snapshot) -> str:

@@ -77,6 +77,7 @@ def test_a_shell_completes_commands_options_and_choices(shell: str) -> None:
         ("tierfall wa", ["watch"]),
         ("tierfall pin --co", ["--config"]),
         ("tierfall export 1 --format sa", ["safetensors"]),
+        ("tierfall --config x.yaml --inst", ["--install-completion"]),
     ):
         offered, modules = completions(shell, line)
         assert [word for word in expected if word not in offered] == []

@@ -210,9 +210,8 @@ def measure_free(answers: Answers, base: Path) -> FreeSpace:
     disks = {}
     for place in _folders(answers):
         at = _at(place, base)
-        if here := next(
-            (p for p in (at, at.parent) if p.is_dir()), None
-        ):  # else not mounted, maybe
+        here = next((p for p in (at, at.parent) if p.is_dir()), None)
+        if here is not None:  # else its file system may not be mounted
             disks[place] = shutil.disk_usage(here).free
     return FreeSpace(
         memory_folder=str(folder.parent),

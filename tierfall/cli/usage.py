@@ -295,7 +295,8 @@ class CommandGroup(TyperGroup):
             self._print_help_of(words[0], typer.Context(self, info_name=info_name, **extra))
         as_json = "--json" in words
         with _in_one_line(as_json), _reporting_start_files(words):
-            self._check_place(words)
+            if not extra.get("resilient_parsing"):  # else a shell completes an unfinished line
+                self._check_place(words)
             ctx = super().make_context(info_name, args, parent, **extra)
         ctx.meta[_AS_JSON] = as_json
         return ctx

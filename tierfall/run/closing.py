@@ -144,14 +144,15 @@ class LookedAt:
             for tiers in self.found.values()
         )
 
-    def lacks(self, id: CheckpointId, tier: str) -> bool:
-        """Return whether it is not known, or not so, that a tier has a checkpoint that was looked for there."""
-        return self.found.get(id, {}).get(tier, True) is not True
+    def is_unknown(self, id: CheckpointId, tier: str) -> bool:
+        """Return whether a tier could not be asked about a checkpoint. What a tier lacks, the ledger knows."""
+        return isinstance(self.found.get(id, {}).get(tier), TierfallError)
 
     @property
     def lacking(self) -> set[str]:
         """The tiers that lack a copy, or could not be asked about it."""
-        return {tier for id, tiers in self.found.items() for tier in tiers if self.lacks(id, tier)}
+        answers = (pair for tiers in self.found.values() for pair in tiers.items())
+        return {tier for tier, answer in answers if answer is not True}
 
     @property
     def unread(self) -> dict[str, BaseException]:
@@ -271,14 +272,15 @@ def log_newest(
     if not session.ranks.topology.is_root:
         return
     host = session.host.name
-    tiers = [*([host] if memory_kept else []), *session.stores]
+    survives = memory_kept and session.memory.problem is None
+    tiers = [*([host] if survives else []), *session.stores]
 
     def ask() -> tuple[CheckpointId, list[str]] | None:
         ledger = session.coordinator.ledger
         left = ledger.abandoned()
         for id in ledger.entries.ids(newest_first=True):
             entry = ledger.entries.peek(id)
-            there = [t for t in tiers if entry.readable_on(t) and not looked_at.lacks(id, t)]
+            there = [t for t in tiers if entry.readable_on(t) and not looked_at.is_unknown(id, t)]
             if there and id not in left and not entry.tombstoned:
                 return id, there
         return None

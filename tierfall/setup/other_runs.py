@@ -53,7 +53,9 @@ def _find_runs(store: StoredTier, folder: Path, but: str) -> dict[str, tuple[flo
         except OSError:  # no run, or one without a checkpoint
             continue
     found: dict[str, tuple[float, CheckpointId]] = {}
-    for name in sorted(written_s, key=lambda run: written_s[run], reverse=True)[:NAMED_MAX]:
+    for name in sorted(written_s, key=lambda run: written_s[run], reverse=True):
+        if len(found) == NAMED_MAX:
+            break
         run = StoredTier(name=store.name, run=name, backend=store.backend, read_only="other run")
         try:
             newest = run.read_latest()

@@ -341,9 +341,8 @@ class TierCommits:
         attempt = self._pending.try_again(task, error, self._ledger.now_s)
         since_s, until_s = attempt.since_s, attempt.not_before_s
         self._flusher.note_stall(task.tier, entry, error, attempt.tries, since_s, until_s)
-        if (
-            attempt.awaits_others or task.tier in self._ledger.failing
-        ):  # a newer one may be committed before it
+        # A newer one may be committed before it.
+        if attempt.awaits_others or task.tier in self._ledger.failing:
             entry.overtaken.add(task.tier)
 
     def _contribute_committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:

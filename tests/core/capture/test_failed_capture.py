@@ -76,6 +76,25 @@ def test_a_write_between_save_and_barrier_trips_and_gives_the_snapshot_up(
         assert ckpt.statistics().failed_saves == 1
 
 
+def test_an_error_that_is_its_own_cause_fails_the_save_alone(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python permits it, and such an error must not hold training."""
+
+    def fail(copier: ImageCopier, *words: Any) -> bool:
+        error = RuntimeError("a circle")
+        raise error from error
+
+    trainer = Trainer()
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        with monkeypatch.context() as patched:
+            patched.setattr(ImageCopier, "copy_next", fail)
+            with pytest.raises(CaptureError, match="a circle"):
+                ckpt.save(2, trainer.state, block=True)
+        still_saves(ckpt, trainer, 3, tmp_path / "disk")
+
+
 @pytest.mark.parametrize("verify", ["sample", "full"])
 @pytest.mark.parametrize("copied", [True, False])
 def test_a_write_that_no_version_shows_gives_the_snapshot_up_by_name(
