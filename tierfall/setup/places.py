@@ -60,7 +60,8 @@ def find_emptied(
 
 def _is_emptied(folder: Path, run: str, device: int | None) -> bool:
     there = next(each for each in (folder, *folder.parents) if each.exists())
-    return not (folder / run / keys.TIER_NAME).exists() and device in (None, device_of(there))
+    is_mounted = device is not None and device == device_of(there)
+    return is_mounted and not (folder / run / keys.TIER_NAME).exists()
 
 
 def warn_of_copy(run: str, tier: str, known: KnownTier, place: str) -> None:
@@ -72,7 +73,7 @@ def warn_of_copy(run: str, tier: str, known: KnownTier, place: str) -> None:
     def is_copy() -> bool:
         if parse_tier_record(old.read_bytes(), what=str(old)).id != known.id:
             return False
-        return old.stat().st_ino != new.stat().st_ino  # else one folder, by two mounts
+        return not old.samefile(new)  # one folder, by two mounts
 
     try:
         copied = BoundedCalls().call_all({tier: is_copy}, {tier: LOOK_S}, doing="look")[tier].get()
