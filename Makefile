@@ -102,7 +102,7 @@ clean:
 # .venv-frameworks and .venv-torchtitan: torch and the tools come from .venv by its path; what such an environment has
 # itself is found before them.
 .venv-%/.installed: .venv/.installed-dev requirements-%.txt
-	$(PYTHON) -m venv .venv-$*
+	$(BIN)/python -m venv .venv-$*
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	    > "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -r requirements-$*.txt

@@ -14,6 +14,7 @@ import tierfall
 from tests.distributed import killing, program
 from tierfall.core.copies.chunk_reader import ChunkReader
 from tierfall.core.restore.exchange.rounds import _RoundRunner
+from tierfall.integrations import frameworks
 
 RANK, WORLD = program.RANK, int(os.environ["WORLD_SIZE"])
 
@@ -104,6 +105,26 @@ def _restore(given: Any, folder: str, tensors: int, group: str, mine: bool, **ch
             "fallbacks": [f"{f.what}: {f.reason}" for f in report.fallbacks],
             "next": handle.step,
         }
+
+
+def save_with_random(folder: str, **changes: Any) -> Any:
+    with tierfall.open(program.config(folder, **changes)) as ckpt:
+        ckpt.save(1, {"weights": tensor(0)}, block=True)
+
+
+def restore_random(folder: str, **changes: Any) -> Any:
+    """Restore as an adapter of a training framework does, and train on."""
+    dist.init_process_group("gloo")
+    state = {"weights": torch.zeros(150, 400)}
+    with tierfall.open(program.config(folder, **changes)) as ckpt:
+        report = ckpt.restore(state)
+        assert report is not None
+        before = torch.get_rng_state()
+        frameworks.restore_random(ckpt, report)
+        kept = torch.equal(before, torch.get_rng_state())
+        ckpt.save(2, state).wait(timeout=30)
+    dist.destroy_process_group()
+    return {"kept": kept, "received": any(s.rank is not None for s in report.sources)}
 
 
 def _break(how: str) -> None:

@@ -249,3 +249,13 @@ def test_a_rank_that_stands_still_keeps_nobody_waiting_for_ever(job: Callable[..
         assert time.monotonic() - began < 120
         time.sleep(0.1)
     stopped.kill()
+
+
+def test_ranks_agree_on_a_random_state_that_only_some_of_them_see(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """It is of another number of ranks, which the other node learns from this one."""
+    job(1).run("save_with_random", nvme={"shared": False})
+    remove(tmp_path, "pfs")
+    answers = job(2, [0, 1]).run("restore_random", nvme={"shared": False})
+    assert answers == [{"kept": True, "received": False}, {"kept": True, "received": True}]

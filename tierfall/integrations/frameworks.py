@@ -37,16 +37,22 @@ def check_interface(module: str, name: str, needed: Sequence[str], supported: st
     """Raise ConfigError where a framework has no such class, or the class lacks a method that an adapter needs."""
     framework = module.partition(".")[0]
     try:
-        found = getattr(import_module(module), name)
-        problem = ", ".join(method for method in needed if not hasattr(found, method))
-        problem = problem and f"its {name} lacks {problem}"
+        found = getattr(import_module(module), name, None)
+        missing = ", ".join(method for method in needed if not hasattr(found, method))
+        problem = missing and f"its {name} lacks {missing}"
+        if found is None:
+            problem = f"{module} has no {name}"
     except ModuleNotFoundError as error:
-        if error.name != module:
+        if error.name == framework or not f"{module}.".startswith(f"{error.name}."):
             raise
-        problem = f"there is no module {module}"
+        problem = f"there is no module {error.name}"
     if problem:
+        try:
+            installed = metadata.version(framework)
+        except metadata.PackageNotFoundError:  # it runs from its source
+            installed = "of an unknown version"
         raise ConfigError(
-            f"{framework} {metadata.version(framework)} is installed, supported are {supported}: {problem}"
+            f"{framework} {installed} is installed, supported are {supported}: {problem}"
         )
 
 
@@ -76,11 +82,21 @@ def begin(ckpt: Checkpointer, call: str) -> None:
 def restore_random(ckpt: Checkpointer, report: RestoreReport) -> None:
     """Set the random state of a checkpoint that was restored or loaded; last, as the framework draws from it before.
 
-    That of another number of ranks fits none, so it is not set.
+    That of another number of ranks fits none, so it is not set. All ranks make this call.
     """
-    session, at = open_run_of(ckpt).session, CheckpointId(report.step, report.attempt)
-    commits = [known.commit for known in session.known() if known.id == at]
-    if all(c is None or c.world_size == session.ranks.shard.world_size for c in commits):
+    run, at = open_run_of(ckpt), CheckpointId(report.step, report.attempt)
+    ranks = run.session.ranks
+    commits = [known.commit for known in run.session.known() if known.id == at]
+    # 0: on no tier that this rank sees, or saved since this start.
+    here = next((commit.world_size for commit in commits if commit is not None), 0)
+    saved_by = ranks.agree(
+        "restore the random state",
+        here,
+        lambda found: max(found.values()),
+        int,
+        timeout_s=run.restorer.patience_s,
+    )
+    if saved_by in (0, ranks.shard.world_size):
         ckpt.restore({}, step=report.step, attempt=report.attempt, only=["rng"])
 
 

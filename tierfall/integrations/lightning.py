@@ -47,6 +47,7 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
         self._state, strategy.checkpoint_io = state.state_for(strategy, self._meet), self
         self._restored: tierfall.RestoreReport | None = None
         self._step: int | None = None  # the last that was saved or loaded
+        self._tried: int | None = None  # the last save, also if it was skipped for want of memory
         self._renew = False
         self._late: list[Any] = []  # paths that wait for the end of the epoch
         # Instead of the strategy's own, which call a plugin on rank 0 alone, or not at all.
@@ -88,7 +89,7 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
         if (found := self._state.restore(self._opened(), *at)) is None:
             raise ConfigError(f"TierfallIO: {path} names {pointer}, and no tier has a checkpoint")
         self._restored, loaded = found
-        self._step = self._restored.step
+        self._step = self._tried = self._restored.step
         return loaded
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
@@ -111,21 +112,21 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
 
     def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save in place of the strategy, on each rank."""
-        loop, within = self._trainer.fit_loop, state.is_within_batch(self._trainer.fit_loop)
-        step: Any = self._step if within else checkpoint["global_step"]
-        if not within:
+        loop, step = self._trainer.fit_loop, checkpoint["global_step"]
+        if not state.is_within_batch(loop):
             self._meet()
             state.check_whole(checkpoint, path)
-        if not within and state.is_before_end_of_epoch(loop):
-            self._late.append(path)  # Lightning resumes a checkpoint of now one epoch too late
-            return
-        if step != self._step:
-            found = self._trainer.callback_metrics.items()
-            metrics = {name: x for name, x in found if torch.numel(x) == 1}
-            self._opened().save(step, self._state.saved(checkpoint), metrics=metrics)
-            self._step = step
-        if step is not None and self._trainer.local_rank == 0:
-            self._opened().write_pointer(path, step)
+            if state.is_before_end_of_epoch(loop):
+                self._late.append(path)  # Lightning resumes a checkpoint of now one epoch too late
+                return
+            if step != self._tried:
+                found = self._trainer.callback_metrics.items()
+                metrics = {name: x for name, x in found if torch.numel(x) == 1}
+                handle = self._opened().save(step, self._state.saved(checkpoint), metrics=metrics)
+                self._tried = step
+                self._step = self._step if handle.outcome == "skipped" else step
+        if self._step is not None and self._trainer.local_rank == 0:
+            self._opened().write_pointer(path, self._step)
 
     def _meet(self) -> None:
         if self._ckpt is None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 
-import tierfall
+from tierfall.errors import ConfigError
+
+POINTER_NAME, OWN_NAME = "tierfall.json", "meta.pt"
+"""The files that folders have: of a pointer, and of Lightning's own format."""
 
 
 def is_own(path: str | os.PathLike[str]) -> bool:
     """Return whether there is a checkpoint of Lightning's own format."""
-    return os.path.isfile(path) or os.path.exists(os.path.join(path, "meta.pt"))
+    return os.path.isfile(path) or os.path.exists(os.path.join(path, OWN_NAME))
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -19,7 +23,16 @@ def remove(path: str | os.PathLike[str]) -> None:
 
     Raises ConfigError for another folder.
     """
-    if os.path.islink(path) or os.path.isfile(path):
-        os.unlink(path)
-    elif os.path.exists(path) and (is_own(path) or tierfall.read_pointer(path)):
+    with suppress(
+        FileNotFoundError
+    ):  # the first rank of each node removes it, where all see the same folder
+        if os.path.islink(path) or os.path.isfile(path):
+            os.unlink(path)
+            return
+        names = os.listdir(path)
+        if names and not {POINTER_NAME, OWN_NAME}.intersection(names):
+            raise ConfigError(
+                f"TierfallIO: {path} is to be removed, and is no checkpoint: it has no {POINTER_NAME}, and no "
+                f"{OWN_NAME} of Lightning's; name another dirpath"
+            )
         shutil.rmtree(path)

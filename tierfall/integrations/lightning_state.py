@@ -83,7 +83,8 @@ class ShardedState:
 
     def __init__(self, strategy: Any, meet: Callable[[], None]) -> None:
         """Let ``strategy`` return DTensors."""
-        self._strategy, self._meet, self.load_own = strategy, meet, strategy.load_checkpoint
+        self._strategy, self._meet = strategy, meet
+        self.load_own = type(strategy).load_checkpoint.__get__(strategy)  # no earlier fit's
         strategy.lightning_module_state_dict = self._weights_on_all_ranks
         strategy.optimizer_state = self._of_optimizer
 
@@ -110,10 +111,9 @@ class ShardedState:
         return report, rest.values
 
     def load(self, state: dict[str, Any]) -> Any:
-        strict = self._strategy.lightning_module.strict_loading
+        model, strict = self._strategy.model, self._strategy.lightning_module.strict_loading
         options = dcp.StateDictOptions(full_state_dict=True, strict=strict)
-        weights = state[SHARDED]["state_dict"]
-        dcp.set_model_state_dict(self._strategy.model, weights, options=options)
+        dcp.set_model_state_dict(model, state[SHARDED]["state_dict"], options=options)
         return state[ENTRY]
 
     def _weights_on_all_ranks(self) -> dict[str, Any]:

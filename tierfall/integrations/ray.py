@@ -19,13 +19,14 @@ logger = logging.getLogger("tierfall")
 def report(ckpt: Checkpointer, handle: SaveHandle | None, metrics: Mapping[str, Any]) -> None:
     """Report ``metrics`` to Ray, with a pointer to what ``handle`` saved as their checkpoint; returns at once.
 
-    All workers call it at the same steps, as ``ray.train.report``; a None handle reports metrics alone. Ray registers
-    the checkpoint once the last tier of this step has it. If no tier gets it, Ray gets the pointer to the checkpoint
-    before it, if there is one, and a warning is logged: the training continues. ``metrics`` hold no tensors. Raises as
-    ``write_pointer`` and ``ray.train.report`` do.
+    All workers call it at the same steps, as ``ray.train.report``; a None handle reports metrics alone, as does that of
+    a save that was skipped for want of memory. Ray registers the checkpoint once the last tier of this step has it. If
+    no tier gets it, Ray gets the pointer to the checkpoint before it, if there is one, and a warning is logged: the
+    training continues. ``metrics`` hold no tensors. Raises as ``write_pointer`` and ``ray.train.report`` do.
     """
     checkpoint: dict[str, Any] = {}
-    if handle is not None and train.get_context().get_world_rank() == 0:
+    is_first = train.get_context().get_world_rank() == 0
+    if is_first and handle is not None and handle.outcome != "skipped":
         folder = tempfile.mkdtemp(prefix="tierfall-ray-")  # Ray deletes it after the upload
         ckpt.write_pointer(folder, handle.step)
         checkpoint["checkpoint"] = train.Checkpoint.from_directory(folder)

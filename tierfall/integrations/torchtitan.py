@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 import tierfall
-from tierfall.errors import ConfigError, RestoreError
+from tierfall.errors import ConfigError, RestoreError, TierfallError
 from tierfall.integrations.dcp import TierReader
 from tierfall.integrations.frameworks import check_interface, read_config
 
@@ -82,10 +82,11 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
             try:
                 dcp.load(states, storage_reader=reader, process_group=self.pg)
             except CheckpointException as error:
-                error.add_note(
-                    f"TierfallManager: step {report.step} does not have all of the state. A loader has a state for "
-                    "each rank: with another number of ranks, set exclude_from_loading=['dataloader']"
-                )
+                if not any(isinstance(each, TierfallError) for each, _ in error.failures.values()):
+                    error.add_note(
+                        f"TierfallManager: step {report.step} does not have all of the state. A loader has a state for "
+                        "each rank: with another number of ranks, set exclude_from_loading=['dataloader']"
+                    )
                 raise
             self.states[MODEL].load_state_dict(states)
         if self.states[DATALOADER] is not None:
@@ -103,8 +104,8 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
             )
         if step != -1:
             raise RestoreError(f"TierfallManager: load_step={step}: the run has no checkpoint")
-        with suppress(ConfigError):  # there is no pointer
-            pointer = tierfall.read_pointer(self.initial_load_path or "")
+        with suppress(ConfigError):  # there is no pointer; none is below os.devnull
+            pointer = tierfall.read_pointer(self.initial_load_path or os.devnull)
             raise RestoreError(
                 f"TierfallManager: initial_load_path={self.initial_load_path} points to step {pointer.step} of run "
                 f"{pointer.run!r}, and TorchTitan reads its own format: `tierfall export {pointer.step} --run "

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +92,8 @@ class _Resumable(Trainer):  # type: ignore[misc]
         self.state.best_model_checkpoint = best and f"step {best} of tierfall"
         callbacks = (*self.callback_handler.callbacks, self.control)
         exported = [x for x in callbacks if isinstance(x, ExportableState)]
-        now = json.dumps(asdict(replace(self.state, stateful_callbacks=exported)))
+        # ``vars``, since ``asdict`` copies each entry of the log, at each step without a save_strategy.
+        now = json.dumps(vars(replace(self.state, stateful_callbacks=exported)))
         state = {
             "model": weights_of(self.model),
             "optimizer": getattr(self.optimizer, "optimizer", self.optimizer),  # not accelerate's

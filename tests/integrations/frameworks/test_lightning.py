@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,13 +24,14 @@ pytest.importorskip("torchdata")
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader
 
 import tierfall
 from tests.integrations.frameworks.lightning_program import Data, Module, config, trainer
 from tierfall import integrations
 from tierfall.errors import ConfigError, RestoreError, StepError
+from tierfall.integrations import lightning_files, lightning_state
 from tierfall.integrations.lightning import TierfallIO
 
 ROOT = Path(__file__).parents[3]
@@ -331,6 +333,33 @@ def test_a_pointer_that_a_killed_start_has_removed_is_not_missed(
     assert fit(io, tmp_path, "last", epochs=3, every_n_epochs=1, save_top_k=1).global_step == 12
 
 
+@pytest.mark.parametrize("call", ["listdir", "unlink", "rmdir"])
+def test_the_first_ranks_of_two_nodes_remove_a_pointer_that_both_see(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is faster, by one call."""
+    folder = tmp_path / "last.ckpt"
+    folder.mkdir()
+    (folder / "tierfall.json").touch()
+    real = getattr(os, call)
+
+    def late(*args: Any, **more: Any) -> Any:
+        monkeypatch.undo()
+        shutil.rmtree(folder)
+        return real(*args, **more)
+
+    monkeypatch.setattr(os, call, late)
+    lightning_files.remove(folder)
+    assert not folder.exists()
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"is no checkpoint: it has no tierfall\.json"):
+        lightning_files.remove(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
 def test_a_pointer_to_a_deleted_step_says_what_there_is(io: TierfallIO, tmp_path: Path) -> None:
     fit(io, tmp_path, every_n_epochs=1, save_top_k=-1)
     gone = next(
@@ -345,9 +374,38 @@ def test_a_pointer_to_a_deleted_step_says_what_there_is(io: TierfallIO, tmp_path
         fit(io, tmp_path, str(gone))
 
 
+def test_a_save_that_finds_no_memory_ends_no_training(
+    io: TierfallIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, steps = tierfall.Checkpointer.save, []
+
+    def save(ckpt: Any, step: int, *args: Any, **more: Any) -> Any:
+        steps.append(step)
+        skipped = SimpleNamespace(outcome="skipped")
+        return skipped if step == 8 else real(ckpt, step, *args, **more)
+
+    monkeypatch.setattr(tierfall.Checkpointer, "save", save)
+    fit(io, tmp_path, epochs=3, every_n_epochs=1, save_top_k=-1)
+    pointers = map(tierfall.read_pointer, (tmp_path / "checkpoints").iterdir())
+    assert sorted(pointer.step for pointer in pointers) == [4, 4, 12, 12]
+    assert steps == [4, 8, 12], "last.ckpt does not try again"
+
+
 def test_weights_alone_are_refused(io: TierfallIO, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"save_weights_only.*tierfall export"):
         fit(io, tmp_path, save_weights_only=True)
+
+
+def test_a_strategy_that_shards_loads_lightnings_own_checkpoint_in_a_second_fit_too() -> None:
+    class Own(ModelParallelStrategy):
+        def load_checkpoint(self, path: Any, weights_only: Any = None) -> Any:
+            return {"own": path}
+
+    strategy = Own()
+    for _ in range(2):
+        state = lightning_state.state_for(strategy, lambda: None)
+        assert state.load_own("x") == {"own": "x"}
+        strategy.load_checkpoint = lambda *_: pytest.fail("the plugin's")  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import tierfall
+from tierfall.backends.posix.backend import PosixBackend
 
 pytest.importorskip("ray.train")
+
+from tierfall.integrations import ray as adapter
+
 PROGRAM = Path(__file__).with_name("ray_program.py")
 ROOT = PROGRAM.parents[3]
 PATIENCE_S = 400.0
@@ -150,6 +157,34 @@ def test_a_tier_that_fails_ends_no_training_and_ray_has_only_what_is_stored(
     assert steps == sorted(steps)
     assert steps[5:] == [30, 35, 40]
     assert all("model" in tierfall.load(pointer) for pointer, _ in pointers)
+
+
+def test_a_save_that_finds_no_memory_reports_metrics_alone(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is of no step that a pointer could name."""
+    reports: list[dict[str, Any]] = []
+    context = SimpleNamespace(get_world_rank=lambda: 0)
+    monkeypatch.setattr(adapter.train, "get_context", lambda: context)
+    monkeypatch.setattr(adapter.train, "report", lambda *found, **more: reports.append(more))
+    real = PosixBackend.create
+
+    def slow(backend: PosixBackend, key: str, **options: Any) -> Any:
+        if key.endswith(".safetensors"):
+            ended.wait(20)
+        return real(backend, key, **options)
+
+    ended = threading.Event()
+    monkeypatch.setattr(PosixBackend, "create", slow)
+    tiers = make_config(host={"capacity": "5MiB"}, max_wait="1s")
+    with tierfall.open(tiers) as ckpt:
+        state = {"x": torch.zeros(1 << 20)}
+        handles = [ckpt.save(step, state) for step in (1, 2)]
+        assert [handle.outcome for handle in handles] == ["pending", "skipped"]
+        for handle in handles:
+            adapter.report(ckpt, handle, {})
+        ended.set()
+    assert ["checkpoint" in more for more in reports] == [True, False]
 
 
 ASKS = "            notice = train.get_preemption_info()\n"

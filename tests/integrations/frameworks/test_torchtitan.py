@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -106,6 +107,21 @@ def test_another_number_of_ranks_resumes_without_the_loader(start: Start, tmp_pa
     assert [*losses(tmp_path / "run", "on")] == [9]
 
 
+@pytest.mark.timeout(600)
+def test_damage_is_not_taken_for_a_state_that_was_not_saved(
+    start: Start, tmp_path: Path, memory: Path
+) -> None:
+    train(start, "run", steps=4)
+    shutil.rmtree(memory / "run")
+    (image,) = (tmp_path / "run/disk/titan").glob("step-*/*.safetensors")
+    with image.open("r+b") as file:
+        file.seek(image.stat().st_size // 2)
+        file.write(bytes(range(64)))
+    error = train(start, "run", steps=8)["error"]
+    assert "digest" in error
+    assert "exclude_from_loading" not in error
+
+
 # The fields of the manager -------------------------------------------------------------------------------
 
 
@@ -200,6 +216,11 @@ def test_fields_that_are_not_supported(start: Start) -> None:
     [
         ("sys.modules[NAME] = None", "there is no module torchtitan.components.checkpointer"),
         ("del sys.modules[NAME].CheckpointManager._save_last_step", "lacks _save_last_step"),
+        ("del sys.modules[NAME].CheckpointManager", "checkpointer has no CheckpointManager"),
+        (
+            "del sys.modules[NAME]; sys.modules['torchtitan.components'] = None",
+            "there is no module torchtitan.components",
+        ),
     ],
 )
 def test_another_interface_is_named(change: str, problem: str) -> None:
