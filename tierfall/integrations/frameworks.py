@@ -6,10 +6,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from importlib import import_module, metadata
+from typing import Any
 
 from tierfall import Checkpointer, Config, RestoreReport
 from tierfall.config import RetainSection, StoredTierConfig, load_config
-from tierfall.core.types.errors import ConfigError, RanksError, StepError
+from tierfall.core.types.errors import (
+    ConfigError,
+    IntegrityError,
+    RanksError,
+    RestoreError,
+    StepError,
+)
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import open_run_of
 
@@ -77,6 +84,17 @@ def begin(ckpt: Checkpointer, call: str) -> None:
         ckpt.begin()
     except StepError as error:
         raise StepError(f"{error}. To continue, call {call}") from None
+
+
+def restore_at(ckpt: Checkpointer, state: dict[str, Any], at: RestoreReport, older: str) -> None:
+    """Restore the step of which the framework has a part already. An error says that ``older`` resumes from another."""
+    try:
+        ckpt.restore(state, step=at.step, attempt=at.attempt)
+    except (IntegrityError, RestoreError) as error:
+        error.add_note(
+            f"{older} resumes from step N in its place: `tierfall ls` lists what there is"
+        )
+        raise
 
 
 def restore_random(ckpt: Checkpointer, report: RestoreReport) -> None:

@@ -131,7 +131,7 @@ class _Resumable(Trainer):  # type: ignore[misc]
         if at is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         else:  # the model too, which is prepared by now
-            ckpt.restore(self._saved()["state"], step=at.step, attempt=at.attempt)
+            frameworks.restore_at(ckpt, self._saved()["state"], at, "attach(trainer, ckpt, step=N)")
             shutil.rmtree(checkpoint)  # the Trainer has read it; a kill leaves none then
             ckpt.begin()  # no warning of the loader: its order follows from seed and step
 

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import tierfall
-from tierfall.errors import ConfigError, RestoreError
+from tierfall.errors import ConfigError, RestoreError, TierfallError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -288,6 +289,26 @@ def test_a_step_that_was_deleted_is_named(config: dict[str, Any], tmp_path: Path
         ckpt.delete(1)
         with pytest.raises(RestoreError, match="step 1"):
             trainer.train(resume_from_checkpoint=found)
+
+
+def test_a_step_that_is_damaged_in_every_copy_is_an_error_that_says_how_to_take_an_older_one(
+    config: dict[str, Any], tmp_path: Path, memory: Path
+) -> None:
+    with tierfall.open(config) as ckpt:
+        losses_of(made.plain(tmp_path, tmp_path / "losses", max_steps=2), ckpt)
+    shutil.rmtree(memory / config["run"], ignore_errors=True)
+    for image in tmp_path.rglob("step-00000002-*/*.safetensors"):
+        data = bytearray(image.read_bytes())
+        data[len(data) // 2] ^= 1
+        image.write_bytes(data)
+    trainer = made.plain(tmp_path, tmp_path / "losses", max_steps=3)
+    with tierfall.open(config) as ckpt:
+        found = attach(trainer, ckpt)
+        with pytest.raises(TierfallError) as raised:
+            trainer.train(resume_from_checkpoint=found)
+        assert "attach(trainer, ckpt, step=N)" in "".join(raised.value.__notes__)
+    with tierfall.open(config) as ckpt:
+        assert list(losses_of(trainer, ckpt, step=1)) == [1, 2, 3]
 
 
 def test_the_temporary_folder_is_deleted_once_it_was_read_or_with_the_trainer(
