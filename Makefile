@@ -10,14 +10,15 @@ SEEDS ?= 3000
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: help demo test test-quick test-frameworks lint types check bench simulate torture docs clean
+.PHONY: help demo test test-quick test-frameworks test-frameworks-quick lint types check bench simulate torture docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     train a small model through a chain of tiers, kill it, restore it"
 	@echo "make test     run all tests (about 15 minutes on two cores)"
 	@echo "make test-quick  run a part of the tests (under two minutes): a save, a restore, damage, the documents"
-	@echo "make test-frameworks  run tierfall inside training frameworks, in .venv-frameworks and .venv-torchtitan (8 minutes)"
+	@echo "make test-frameworks  run tierfall inside training frameworks, in .venv-frameworks and .venv-torchtitan (20 minutes)"
+	@echo "make test-frameworks-quick  a part of these: Hugging Face and Lightning (a minute)"
 	@echo "make check    lint, types and tests"
 	@echo "make bench    run the benchmarks, beside other checkpointing systems"
 	@echo "make simulate live through weeks of training on a virtual clock (long)"
@@ -48,6 +49,13 @@ test-frameworks: .venv-frameworks/.installed .venv-torchtitan/.installed
 	    tests/integrations/frameworks
 	PYTHONDONTWRITEBYTECODE= .venv-torchtitan/bin/python -m pytest -n 2 --durations 10 \
 	    tests/integrations/frameworks/test_torchtitan.py
+
+# Hugging Face and Lightning alone: the programs of their pages are killed and go on, and what needs one process.
+FRAMEWORKS_QUICK := $(addprefix tests/integrations/frameworks/test_, hugging_face.py docs_hugging_face.py \
+    transformers_export.py lightning_docs.py)
+
+test-frameworks-quick: .venv-frameworks/.installed
+	HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= .venv-frameworks/bin/python -m pytest -n 2 --dist loadfile $(FRAMEWORKS_QUICK)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
