@@ -103,6 +103,7 @@ def test_memory_stays_where_the_tier_that_has_its_images_cannot_be_looked_at(
     stuck.hang_in(*EVERYTHING)
     close_soon(ckpt)
     assert "1@1 was not looked at" in caplog.text
+    assert "1@1 is in the memory of this machine alone, unless pfs has it" in caplog.text
     assert "tier pfs was not closed" in caplog.text
     assert (tmp_path / "memory/r/slot-0.arena").exists()
 

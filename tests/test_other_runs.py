@@ -37,7 +37,7 @@ def warning_of(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> str:
 def test_a_renamed_run_is_told_which_runs_there_are(
     make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``far`` has every second one: the newest counts, on whatever tier it is."""
+    """``far`` has every second checkpoint. The newest on any tier counts."""
     config = make_config(disk={}, far={"flush": {"every": 2}})
     assert warning_of({**config, "run": "alone"}, caplog) == ""
     for number, run in enumerate(("first", "second", "third", "fourth")):

@@ -31,7 +31,7 @@ FREE: dict[str, int] = {}
 
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiers as fast and as empty as these, whatever the machine's are."""
+    """Measured tiers of a fixed speed and free space, in place of the machine's."""
 
     def measure(*args: Any) -> tuple[TierMeasurement, ...]:
         found = measuring.measure(*args)

@@ -32,7 +32,7 @@ def state_of(accelerator: Any) -> dict[str, Any]:
 
 
 def weights_of(model: Any) -> Any:
-    """Return what is saved of a model: of one with PEFT adapters, the parameters that are trained."""
+    """Return the parameters of a model that are saved: with PEFT adapters, those that are trained."""
     if not hasattr(model, "peft_config"):
         return model
     trained = [(name, x) for name, x in model.named_parameters() if x.requires_grad]

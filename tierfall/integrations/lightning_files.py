@@ -18,14 +18,12 @@ def is_own(path: str | os.PathLike[str]) -> bool:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a pointer, a link, or what is of Lightning's own format. No effect where nothing is: a start that was
-    killed may have removed it after the state of the callback that removes it again was saved.
+    """Remove a pointer, a link, or a checkpoint of Lightning's own format. A path where nothing is has no effect.
 
-    Raises ConfigError for another folder.
+    An earlier start may have removed it before it was killed. Raises ConfigError for another folder.
     """
-    with suppress(
-        FileNotFoundError
-    ):  # the first rank of each node removes it, where all see the same folder
+    # The first rank of each node removes it, and all nodes may see the same folder.
+    with suppress(FileNotFoundError):
         if os.path.islink(path) or os.path.isfile(path):
             os.unlink(path)
             return

@@ -129,7 +129,7 @@ class ShardedState:
 
 
 class _Rest:
-    """A dict as an object of the state: it is restored as a whole, whatever its keys."""
+    """A dict with any keys. It is restored as a whole, as one object of the state."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values

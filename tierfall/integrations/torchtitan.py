@@ -21,7 +21,7 @@ from tierfall.errors import ConfigError, RestoreError, TierfallError
 from tierfall.integrations.dcp import TierReader
 from tierfall.integrations.frameworks import check_interface, read_config
 
-SUPPORTED = "0.3, and main of August 2026 or later"
+SUPPORTED = "0.3"
 NEEDED = ("load", "_find_load_step", "_should_save", "_save_last_step")
 INSTEAD = {
     "create_seed_checkpoint": "let TorchTitan's CheckpointManager write it, and name its folder as initial_load_path",

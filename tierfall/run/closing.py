@@ -302,9 +302,11 @@ def log_newest(
     else:
         logger.info("%s; %s", event, found)
     if newest is not None and newest[1] == [host] and session.stores:
+        unasked = [tier for tier in session.stores if looked_at.is_unknown(newest[0], tier)]
+        unless = f", unless {format_some(unasked)} has it, which did not answer" if unasked else ""
         logger.warning(
-            "run %s: %s is in the memory of this machine alone, in %s: the next start restores it, and a restart of "
-            "the machine loses it", session.run, newest[0], session.host.path,
+            "run %s: %s is in the memory of this machine alone%s, in %s: the next start restores it, and a restart of "
+            "the machine loses it", session.run, newest[0], unless, session.host.path,
         )  # fmt: skip
 
 
