@@ -28,6 +28,7 @@ class Person:
         self.deleted: set[CheckpointId] = set()
         self.counts: Counter[str] = Counter()
         self._pins: dict[CheckpointId, set[Place]] = {}
+        self._pins_of_ranks: set[CheckpointId] = set()  # wherever they are, memory included
         self._answers: list[tuple[CommandKind, CheckpointId, list[dict[str, BaseException]]]] = []
 
     def _known(self) -> list[CheckpointId]:
@@ -48,6 +49,7 @@ class Person:
         self.world.trace.append(f"a person: {kind} {id}")
         if kind is CommandKind.UNPIN:
             self._pins.pop(id, None)
+            self._pins_of_ranks.discard(id)
         if kind is CommandKind.DELETE:
             self.doomed.add(id)
         self._answers.append((kind, id, self.world.ranks[0].order(kind, id)))
@@ -81,24 +83,29 @@ class Person:
 
     def look(self) -> None:
         """Take the answers that have come, and see that what is pinned stays where it is."""
+        self._take_answers()
+        for id, places in self._pins.items():
+            for place in places:
+                assert id in self.world.records(*place), f"{id} is pinned, and went from {place}"
+                assert keys.PIN_MARK in self._store(place).marks(id), f"the pin of {id} is gone"
+
+    def _take_answers(self) -> None:
         for kind, id, answer in [a for a in self._answers if a[2]]:
             self._answers.remove((kind, id, answer))
             done = not answer[0]
             self.counts[f"{kind}"] += done
             self.world.trace.append(f"a person: {kind} {id} ended: {answer[0]}")
             if kind is CommandKind.PIN and done and not self._is_unpinning(id):
+                self._pins_of_ranks.add(id)
                 messages = self.world.ranks[0].committed  # what is not may be taken back
                 holding = {place for place in self._holding(id) if id in messages(place[0])}
                 self._pins.setdefault(id, set()).update(holding)
             if kind is CommandKind.DELETE and done:
                 self.deleted.add(id)
-        for id, places in self._pins.items():
-            for place in places:
-                assert id in self.world.records(*place), f"{id} is pinned, and went from {place}"
-                assert keys.PIN_MARK in self._store(place).marks(id), f"the pin of {id} is gone"
 
     def crash(self) -> None:
         """Nobody answers any more; what was being pinned is not promised."""
+        self._take_answers()
         self._answers.clear()
 
     def forget(self, places: Collection[Place], *, above: int) -> None:
@@ -108,6 +115,7 @@ class Person:
             pinned.difference_update(places)
             if not pinned:
                 del self._pins[id]
+        self._pins_of_ranks -= {id for id in self._pins_of_ranks if id.attempt > above}
         for gone_for_ever in (self.doomed, self.deleted):
             gone_for_ever -= {id for id in gone_for_ever if id.attempt > above}
 
@@ -133,4 +141,6 @@ class Person:
         return set().union(*(self.pinned_at(tier, node) for node in self.world.disks(tier)))
 
     def _is_pinned(self, id: CheckpointId) -> bool:
-        return any(keys.PIN_MARK in self._store(p).marks(id) for p in self._holding(id))
+        # a pin that ranks gave where memory alone had it is in memory, and a command on a tier does not see it
+        in_memory = id in self._pins_of_ranks and any(id in rank.sealed() for rank in self.world.ranks)
+        return in_memory or any(keys.PIN_MARK in self._store(p).marks(id) for p in self._holding(id))
