@@ -131,6 +131,29 @@ def test_after_a_copy_that_stalled_once(
     assert held(memory) == []
 
 
+@pytest.mark.usefixtures("impatient")
+def test_after_a_copy_that_failed_until_close(
+    make_config: MakeConfig,
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL, "tierfall")
+
+    def stall(writer: RawImageWriter, *words: Any) -> Any:
+        raise UnreachableError("the network is down")
+
+    monkeypatch.setattr(RawImageWriter, "write_chunks", stall)
+    ckpt = tierfall.open({**make_config(), "max_wait": "1s"})
+    handle = ckpt.save(1, state_of(1))
+    with pytest.raises(TimeoutError):
+        handle.wait(timeout=1.0)
+    with suppress(TierfallError):
+        ckpt.close()
+    assert held(memory) == []
+    assert handle.exception() is not None
+
+
 def test_after_memory_has_grown(make_config: MakeConfig, memory: Path) -> None:
     ckpt = tierfall.open(make_config(host={"capacity": None}))
     kept = [ckpt.save(1, state_of(1), block=True)]

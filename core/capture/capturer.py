@@ -10,7 +10,6 @@ import logging
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from tierfall.core.capture.storage_watch import StorageWatch
 from tierfall.core.format.commit_files import raw_files
 from tierfall.core.format.records import Commit, Manifest
 from tierfall.core.runtime.holds import Holds
-from tierfall.core.types.errors import CaptureError, StateChangedError
+from tierfall.core.types.errors import CaptureError, StateChangedError, release_frames
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
 
@@ -86,7 +85,7 @@ class Capturer:
                     continue
         except BaseException as error:  # noqa: BLE001 - raised again below
             self._current = None
-            _drop_frames(error)
+            release_frames(error)
             raise as_capture_error(snapshot.id, error)  # noqa: B904 - its cause is set
         finally:
             self._queue.put(snapshot)
@@ -187,7 +186,7 @@ class Capturer:
             if snapshot.lazy:
                 self.evidence.on_failed(snapshot.id, error)
             self._queue.put(snapshot)
-            _drop_frames(error)
+            release_frames(error)
             raise as_capture_error(snapshot.id, error)  # noqa: B904 - its cause is set
         if not idle and give_up_after is None and filling.failure is None:
             return
@@ -288,7 +287,7 @@ class Capturer:
                 snapshot.copier.fail(_as_raisable(snapshot, error), even_if_hashed=True)
                 snapshot.copier.wait_unused()
                 snapshot.copier.release_sources()
-                _drop_frames(error)
+                release_frames(error)
                 failure = snapshot.copier.failure or error
                 if snapshot.lazy:
                     self.evidence.on_failed(snapshot.id, failure)
@@ -365,26 +364,6 @@ def _as_raisable(snapshot: Snapshot, error: BaseException) -> Exception:
     failure = _interrupted(snapshot, error)
     failure.__cause__ = error
     return failure
-
-
-def _drop_frames(error: BaseException) -> None:
-    """Free what the frames of a caught error hold: tensors, and the memory of the image. The handle keeps the error.
-
-    A frame that still runs cannot be cleared, so that the traceback is dropped; a note has its text where the error
-    itself does not say what happened.
-    """
-    if not isinstance(error, Exception):  # it goes on to whoever ends the program
-        return
-    if not isinstance(error, CaptureError):
-        error.add_note("".join(traceback.format_tb(error.__traceback__)))
-    left: list[BaseException] = [error]
-    seen: set[int] = set()  # causes may form a circle
-    while left:
-        each = left.pop()
-        seen.add(id(each))
-        each.__traceback__ = None
-        linked = (each.__cause__, each.__context__)
-        left += [cause for cause in linked if cause is not None and id(cause) not in seen]
 
 
 def _describe_progress(snapshot: Snapshot) -> str:

@@ -62,6 +62,7 @@ from tierfall.core.types.errors import (
     IntegrityError,
     KeyNotFoundError,
     TierfallError,
+    release_frames,
 )
 from tierfall.core.types.values import CheckpointId, Shard
 
@@ -109,8 +110,10 @@ class TaskRunner:
         try:
             value = _HANDLERS[type(task)](self, task, self._stores[task.tier])
         except _SourceError as error:
+            release_frames(error)
             return Outcome(task=task, error=error.__cause__, side=Side.SOURCE)
         except BaseException as error:  # noqa: BLE001 - the coordinator decides what follows
+            release_frames(error)
             return Outcome(task=task, error=error)
         return Outcome(
             task=task,

@@ -27,6 +27,7 @@ A message names the operation, the place and what to do. ``retryable``: the same
 
 from __future__ import annotations
 
+import traceback
 from typing import ClassVar
 
 
@@ -127,3 +128,23 @@ def error_class(name: str, otherwise: type[TierfallError]) -> type[TierfallError
     """Look up the class of an error that another process reported; ``otherwise`` if this version has no such class."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, TierfallError) else otherwise
+
+
+def release_frames(error: BaseException) -> None:
+    """Free what the frames of a caught error hold, such as memory of an image: whoever is told keeps the error.
+
+    A frame that still runs cannot be cleared, so that the tracebacks of the error and of its causes are dropped. A note
+    has the text of the traceback where tierfall did not raise the error, and so it may not say what happened.
+    """
+    if not isinstance(error, Exception):  # it goes on to whoever ends the program
+        return
+    if not isinstance(error, TierfallError):
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+    left: list[BaseException] = [error]
+    seen: set[int] = set()  # causes may form a circle
+    while left:
+        each = left.pop()
+        seen.add(id(each))
+        each.__traceback__ = None
+        linked = (each.__cause__, each.__context__)
+        left += [cause for cause in linked if cause is not None and id(cause) not in seen]

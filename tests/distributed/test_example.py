@@ -41,7 +41,9 @@ def test_the_example_is_killed_and_goes_on_with_fewer_ranks(tmp_path: Path) -> N
     assert "in memory is deleted" not in output, "what four ranks had in memory is of use to two"
     for id in re.findall(r"the part of (\S+) that an earlier start left is deleted", output):
         # the kill may come while a checkpoint is sealed on some ranks only: such a one cannot be restored
-        parts = re.findall(rf"the part of rank (\d) of 4 of {id} is in memory, the others' are not", output)
+        parts = re.findall(
+            rf"the part of rank (\d) of 4 of {id} is in memory, the others' are not", output
+        )
         assert 0 < len(set(parts)) < 4, output[-3000:]
     restored = int(output.partition("restored step ")[2].split()[0])
     assert restored >= 90

@@ -142,5 +142,9 @@ class Person:
 
     def _is_pinned(self, id: CheckpointId) -> bool:
         # a pin that ranks gave where memory alone had it is in memory, and a command on a tier does not see it
-        in_memory = id in self._pins_of_ranks and any(id in rank.sealed() for rank in self.world.ranks)
-        return in_memory or any(keys.PIN_MARK in self._store(p).marks(id) for p in self._holding(id))
+        in_memory = id in self._pins_of_ranks and any(
+            id in rank.sealed() for rank in self.world.ranks
+        )
+        return in_memory or any(
+            keys.PIN_MARK in self._store(p).marks(id) for p in self._holding(id)
+        )

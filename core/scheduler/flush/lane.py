@@ -426,7 +426,7 @@ class FlushLane:
         self.arrivals += 1
         self.failed.clear()
         self.tries = 0
-        self.last_error = None  # its frames hold memory of the image
+        self.last_error = None
         self.failing_since_s = None
         self.not_before_s = 0.0
         self.disk_full = False
