@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import TierRecord, parse_tier_record
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
+    IntegrityError,
     KeyExistsError,
     KeyNotFoundError,
     StorageFullError,
@@ -39,12 +41,20 @@ class TierMarker:
     def read(self) -> TierRecord | None:
         """Read the tier record; None where there is none yet."""
         try:
-            self._last = parse_tier_record(
-                self._documents.read(self._key), what=self._documents.what(self._key)
-            )
+            try:
+                self._last = self._read_once()
+            except (
+                IntegrityError
+            ):  # another rank may have replaced it between the stat and the read
+                self._last = read_twice(self._read_once)
         except KeyNotFoundError:
             return None
         return self._last
+
+    def _read_once(self) -> TierRecord:
+        return parse_tier_record(
+            self._documents.read(self._key), what=self._documents.what(self._key)
+        )
 
     def write(self, record: TierRecord, *, again: bool) -> TierRecord:
         """Create the tier record, or return the one that exists; ``again`` replaces it."""

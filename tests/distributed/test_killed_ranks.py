@@ -41,7 +41,8 @@ def kill_and_check(
 ) -> None:
     """Kill one rank where it stands, end the others, and see what the next start makes of it."""
     count = len(nodes)
-    make_job(count, nodes).run("train", steps=[1])
+    began = make_job(count, nodes).run("train", steps=[1])
+    assert began == [None] * count, f"the first start failed: {began}"
     once = POINTS[point].committer and victim not in {nodes.index(node) for node in nodes}
     job = make_job(count, nodes).start(
         "train",

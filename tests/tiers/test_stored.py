@@ -16,10 +16,12 @@ from tierfall.core.format.records import (
     Attempt,
     Commit,
     Geometry,
+    KnownTier,
     Lineage,
     Manifest,
     Mark,
     NamedFile,
+    TierRecord,
 )
 from tierfall.core.types.backend import Publish, StoredObject
 from tierfall.core.types.errors import (
@@ -1165,3 +1167,31 @@ def test_a_mark_that_is_left_between_two_looks_is_not_lost() -> None:
 
 def _unreachable(backend: Counting, prefix: str) -> Iterator[StoredObject]:
     raise UnreachableError("it is away")
+
+
+class ReplacedMeanwhile(Wrapper):
+    """Another process replaces a document between the ``stat`` and the read of one that reads it."""
+
+    def __init__(self, inner: MemoryBackend, newer: bytes) -> None:
+        super().__init__(inner)
+        self._newer: bytes | None = newer
+
+    def stat(self, key: str) -> StoredObject:
+        found = self._inner.stat(key)
+        if self._newer is not None:
+            newer, self._newer = self._newer, None
+            Documents("disk", "run", self._inner).replace(key, newer)
+        return found
+
+
+def test_a_tier_record_that_another_rank_replaces_meanwhile_is_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old = TierRecord(run="run", id="a" * 32, shared=None, wall_time_s=0.0, others={})
+    pfs = KnownTier(id="b" * 32, place="/pfs", shared=True)
+    new = dataclasses.replace(old, shared=False, others={"pfs": pfs})
+    disk = MemoryBackend()
+    StoredTier(name="disk", run="run", backend=disk).write_tier(old, again=False)
+    tier = StoredTier(name="disk", run="run", backend=ReplacedMeanwhile(disk, new.encode()))
+    assert tier.write_tier(old, again=False) == new
+    assert not caplog.records
