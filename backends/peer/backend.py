@@ -1,0 +1,273 @@
+"""The backend whose objects a process of another node keeps in its memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from tierfall.backends.peer.server import READ_BYTES_MAX
+from tierfall.backends.peer.wire import (
+    HANDSHAKE_S,
+    Connection,
+    DamagedError,
+    Head,
+    WireError,
+    greet,
+)
+from tierfall.backends.toolkit.base import BackendBase, Extent, WriterBase
+from tierfall.backends.toolkit.keys import check_key, check_prefix
+from tierfall.backends.toolkit.views import flat
+from tierfall.core.types.backend import Publish, StoredObject, Traits
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    UnreachableError,
+    error_class,
+)
+
+MAX_PARALLEL = 4
+KEYS_MAX = 1000
+"""Keys in one request to delete."""
+
+_backends: weakref.WeakSet[PeerBackend] = weakref.WeakSet()
+
+
+class PeerBackend(BackendBase):
+    """Objects in another node's memory, by its ``PeerServer``. They survive the loss of this node, and of the processes
+    there, and not that of the other node.
+
+    ``address`` is host and port; ``sender`` names this node, whose objects are apart from other senders'. Raises
+    AccessDeniedError where the handshake fails, and UnreachableError where the server does not answer for
+    ``timeout_s``.
+    """
+
+    _traits = Traits(
+        durable=False, atomic_replace=True, conditional_create=True, max_parallel=MAX_PARALLEL
+    )
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        secret: bytes,
+        run: str,
+        sender: str,
+        timeout_s: float = 30.0,
+        place: str | None = None,
+    ) -> None:
+        super().__init__(place or f"the memory of {address[0]}:{address[1]}", read_only=False)
+        self._address = address
+        self._secret = secret
+        self._run = run
+        self._sender = sender
+        self._timeout_s = timeout_s
+        self._session = secrets.token_hex(16)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._closed = False
+        _backends.add(self)
+
+    # Objects ---------------------------------------------------------------------------------------
+
+    def create(
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
+    ) -> PeerWriter:
+        extent = self._check_create(key, length, length_max, publish)
+        return PeerWriter(self, next(self._numbers), key, extent=extent, publish=publish)
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        target, what = flat(view, writable=True), self._what("read", check_key(key))
+        for start in range(0, max(target.nbytes, 1), READ_BYTES_MAX):
+            piece = target[start : start + READ_BYTES_MAX]
+            head = {"do": "read", "key": key, "offset": offset + start, "length": piece.nbytes}
+            self.request(what, head, into=piece)
+
+    def stat(self, key: str) -> StoredObject:
+        size, version = self.request(self._what("stat", check_key(key)), {"do": "stat", "key": key})
+        return StoredObject(key=key, bytes=size, version=version)
+
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
+        return self._scan(check_prefix(prefix))
+
+    def _scan(self, prefix: str) -> Iterator[StoredObject]:
+        what, after = self._what("list", prefix), ""
+        while page := self.request(what, {"do": "scan", "prefix": prefix, "after": after}):
+            for key, size, version in page:
+                yield StoredObject(key=key, bytes=size, version=version)
+                after = key
+
+    def delete(self, key: str) -> None:
+        self.request(self._what("delete", check_key(key)), {"do": "delete", "key": key})
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        checked = [check_key(key) for key in keys]
+        now, later = checked[:KEYS_MAX], checked[KEYS_MAX:]
+        what = self._what("delete", checked[0])
+        return [*self.request(what, {"do": "delete_some", "keys": now}), *later]
+
+    def discard_unfinished(self, prefix: str) -> int:
+        what = self._what("clean up", check_prefix(prefix))
+        count: int = self.request(what, {"do": "discard", "prefix": prefix})
+        return count
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    # Requests --------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        what: str,
+        head: Head,
+        payload: memoryview | None = None,
+        *,
+        into: memoryview | None = None,
+    ) -> Any:
+        """Send one request and return the value of its answer; its bytes fill ``into``. A connection that was idle may
+        have been closed meanwhile: then the request is sent once more, on a new one."""
+        connection = self._take_idle()
+        answer = None if connection is None else self._try(connection, head, payload, into)
+        if not isinstance(answer, dict):
+            answer = self._try(self._connect(what), head, payload, into)
+        if isinstance(answer, BaseException):
+            raise UnreachableError(f"{what}: {answer or type(answer).__name__}") from answer
+        if "error" in answer:
+            make = error_class(str(answer["error"]), BackendError)
+            raise make(f"{what}: {answer.get('text')}")
+        return answer.get("value")
+
+    def _try(
+        self,
+        connection: Connection,
+        head: Head,
+        payload: memoryview | None,
+        into: memoryview | None,
+    ) -> Head | OSError | UnreachableError:
+        """Return the answer, or the error that has ended the connection."""
+        try:
+            connection.send(head, payload)
+            answer, length = connection.receive()
+            if "error" not in answer and length != (0 if into is None else into.nbytes):
+                raise WireError(f"an answer with {length} bytes")
+            if length and into is not None:
+                connection.fill(into)
+        except (OSError, WireError, DamagedError) as error:
+            connection.close()
+            return error
+        except BaseException:
+            connection.close()
+            raise
+        self._put_idle(connection)
+        return answer
+
+    def _take_idle(self) -> Connection | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _put_idle(self, connection: Connection) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _connect(self, what: str) -> Connection:
+        if self._closed:
+            raise BackendError(f"{what}: the backend is closed")
+        try:
+            sock = socket.create_connection(self._address, timeout=self._timeout_s)
+            connection = Connection(sock, timeout_s=min(HANDSHAKE_S, self._timeout_s))
+        except OSError as error:
+            raise UnreachableError(f"{what}: {error or type(error).__name__}") from error
+        try:
+            greet(
+                connection, self._secret, run=self._run, sender=self._sender, session=self._session
+            )
+            connection.socket.settimeout(self._timeout_s)
+        except AccessDeniedError as error:
+            connection.close()
+            raise AccessDeniedError(f"{what}: {error}") from error
+        except (OSError, WireError) as error:
+            connection.close()
+            raise UnreachableError(f"{what}: in the handshake: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: let go of the connections, which are the parent's."""
+        for connection in self._idle:
+            with suppress(OSError):
+                os.close(connection.socket.detach())
+        self._idle = []
+
+
+class PeerWriter(WriterBase):
+    """Writes one object. The server keeps what was written until a connection of this process is left."""
+
+    def __init__(
+        self, backend: PeerBackend, number: int, key: str, *, extent: Extent, publish: Publish
+    ) -> None:
+        super().__init__(key, backend.place, extent=extent, publish=publish)
+        self._backend = backend
+        self._number = number
+        head = {
+            "do": "create",
+            "writer": number,
+            "key": key,
+            "length": extent.length,
+            "length_max": extent.length_max,
+            "publish": publish.value,
+        }
+        backend.request(self._what("create"), head)
+
+    def write(self, offset: int, view: memoryview) -> None:
+        self._check_open("write")
+        data, what = flat(view), self._what("write")
+        self._extent.check_range(what, offset, data.nbytes)
+        head = {"do": "write", "writer": self._number, "offset": offset}
+        try:
+            self._backend.request(what, head, data)
+        except BackendError as error:
+            if not error.retryable:
+                self.abort()
+            raise
+
+    def _finish(self, what: str) -> None:
+        self._backend.request(what, {"do": "publish", "writer": self._number})
+
+    def _on_published(self) -> None:
+        self._let_go("publish")
+
+    def _die(self) -> None:
+        self._let_go("abort")
+
+    def _let_go(self, operation: str) -> None:
+        with suppress(BackendError):  # the server lets go of it with the last connection
+            self._backend.request(self._what(operation), {"do": "abort", "writer": self._number})
+
+
+def _leave_all() -> None:
+    for backend in list(_backends):
+        backend.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all)

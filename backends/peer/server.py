@@ -1,0 +1,308 @@
+"""The server of this node's memory: it keeps the objects that processes of other nodes send.
+
+One thread for each connection carries out its requests on the storage of the sender. Only a process that proves in the
+handshake that it knows the run's secret is heard. The objects outlive the server; what a sender had not published is
+removed with the last connection of its process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from tierfall.backends.peer.wire import (
+    HANDSHAKE_S,
+    PIECE_BYTES,
+    Connection,
+    DamagedError,
+    Head,
+    WireError,
+    admit,
+)
+from tierfall.core.types.backend import Backend, Publish, Writer
+from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
+
+logger = logging.getLogger("tierfall")
+
+SCAN_PAGE = 1000
+"""Objects in one answer to a scan."""
+READ_BYTES_MAX = 4 << 20
+STRANGERS_MAX = 64
+"""Connections that may be in the handshake at once; one more is closed."""
+
+_servers: weakref.WeakSet[PeerServer] = weakref.WeakSet()
+
+
+@dataclass(slots=True)
+class _Session:
+    """One process of a sender: its open connections, and its unpublished writers by the numbers that it has given."""
+
+    storage: Backend
+    connections: int = 0
+    writers: dict[int, Writer] = field(default_factory=dict)
+
+
+class PeerServer:
+    """Listens from its construction until ``close``. ``address`` is where other nodes reach it.
+
+    ``storage`` returns the backend that keeps the objects of a sender, by its name; it is called once for each sender.
+    ``idle_s``: a connection that is silent for longer in the middle of a message is closed.
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        run: str,
+        storage: Callable[[str], Backend],
+        host: str = "",
+        idle_s: float = 60.0,
+    ) -> None:
+        self._secret = secret
+        self._run = run
+        self._storage = storage
+        self._idle_s = idle_s
+        self._lock = threading.Lock()
+        self._stores: dict[str, Backend] = {}
+        self._sessions: dict[tuple[str, str], _Session] = {}
+        self._connections: set[Connection] = set()
+        self._strangers = 0
+        self._closed = False
+        self._socket = socket.create_server((host, 0), backlog=128)
+        self.port: int = self._socket.getsockname()[1]
+        _servers.add(self)
+        self._thread = threading.Thread(target=self._accept, name="tierfall-peers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, and close every connection. Unpublished objects are removed."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for connection in connections:
+            connection.close()
+        self._thread.join()
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _accept(self) -> None:
+        while not self._is_closed():
+            try:
+                accepted, address = self._socket.accept()
+            except OSError:
+                if self._is_closed():
+                    return
+                logger.warning("peers: a connection could not be accepted", exc_info=True)
+                continue
+            with self._lock:
+                if self._closed or self._strangers >= STRANGERS_MAX:
+                    accepted.close()
+                    continue
+                self._strangers += 1
+            threading.Thread(
+                target=self._serve,
+                args=(accepted, f"{address[0]}:{address[1]}"),
+                name="tierfall-peer",
+                daemon=True,
+            ).start()
+
+    def _serve(self, accepted: socket.socket, place: str) -> None:
+        try:
+            connection = Connection(accepted, timeout_s=HANDSHAKE_S)
+            with self._lock:
+                self._connections.add(connection)
+            try:
+                sender, session = self._greet(connection, place)
+                if sender:
+                    self._serve_sender(connection, sender, session)
+            finally:
+                with self._lock:
+                    self._connections.discard(connection)
+                connection.close()
+        except (OSError, WireError) as error:
+            logger.debug("peers: the connection from %s has ended: %s", place, error)
+
+    def _greet(self, connection: Connection, place: str) -> tuple[str, str]:
+        try:
+            return admit(connection, self._secret, run=self._run)
+        except AccessDeniedError as error:
+            logger.warning("peers: the connection from %s is refused: %s", place, error)
+            return "", ""
+        finally:
+            with self._lock:
+                self._strangers -= 1
+
+    def _serve_sender(self, connection: Connection, sender: str, session: str) -> None:
+        own = self._join(sender, session)
+        try:
+            _Conversation(connection, own, self._lock, idle_s=self._idle_s).run()
+        finally:
+            self._leave(sender, session)
+
+    def _join(self, sender: str, session: str) -> _Session:
+        with self._lock:
+            if sender not in self._stores:
+                self._stores[sender] = self._storage(sender)
+            own = self._sessions.setdefault((sender, session), _Session(self._stores[sender]))
+            own.connections += 1
+            return own
+
+    def _leave(self, sender: str, session: str) -> None:
+        with self._lock:
+            own = self._sessions[sender, session]
+            own.connections -= 1
+            if own.connections:
+                return
+            del self._sessions[sender, session]
+        for writer in own.writers.values():
+            with suppress(BackendError):  # the next start collects it
+                writer.abort()
+
+
+class _Conversation:
+    """The requests of one connection."""
+
+    def __init__(
+        self, connection: Connection, session: _Session, lock: threading.Lock, *, idle_s: float
+    ) -> None:
+        self._connection = connection
+        self._session = session
+        self._lock = lock
+        self._idle_s = idle_s
+        self._buffer = memoryview(bytearray(PIECE_BYTES))
+        self._operations: dict[str, Callable[[Head], Any]] = {
+            "create": self._create,
+            "publish": self._publish,
+            "abort": self._abort,
+            "stat": self._stat,
+            "scan": self._scan,
+            "delete": self._delete,
+            "delete_some": self._delete_some,
+            "discard": self._discard,
+        }
+
+    def run(self) -> None:
+        while True:
+            self._connection.socket.settimeout(None)  # a sender may have nothing to say for hours
+            head, length = self._connection.receive()
+            self._connection.socket.settimeout(self._idle_s)
+            try:
+                answer, payload = self._answer(head, length)
+            except WireError:
+                raise
+            except (BackendError, ValueError, KeyError, TypeError) as error:
+                answer, payload = {"error": _kind(error), "text": str(error)}, None
+            self._connection.send(answer, payload)
+
+    def _answer(self, head: Head, length: int) -> tuple[Head, memoryview | None]:
+        operation = head.get("do")
+        if operation == "write":
+            return self._write(head, length), None
+        if length:
+            raise WireError(f"{operation!r} comes with bytes")
+        if operation == "read":
+            return self._read(head)
+        known = self._operations.get(str(operation))
+        if known is None:
+            raise BackendError(f"{operation!r} is no request")
+        return {"value": known(head)}, None
+
+    def _create(self, head: Head) -> None:
+        number = int(head["writer"])
+        writer = self._session.storage.create(
+            head["key"],
+            length=head["length"],
+            length_max=head["length_max"],
+            publish=Publish(head["publish"]),
+        )
+        with self._lock:
+            before = self._session.writers.get(number)
+            self._session.writers[number] = writer
+        if before is not None:  # the answer to the first request was lost
+            before.abort()
+
+    def _writer(self, head: Head) -> Writer:
+        with self._lock:
+            writer = self._session.writers.get(int(head["writer"]))
+        if writer is None:
+            raise BackendError(
+                "what was written before the connection was lost is gone; write the object anew"
+            )
+        return writer
+
+    def _write(self, head: Head, length: int) -> Head:
+        def use(start: int, piece: memoryview) -> None:
+            self._writer(head).write(int(head["offset"]) + start, piece)
+
+        failure = self._connection.take(length, self._buffer, use)
+        if failure is not None:
+            raise failure
+        return {"value": None}
+
+    def _publish(self, head: Head) -> None:
+        self._writer(head).publish()
+
+    def _abort(self, head: Head) -> None:
+        with self._lock:
+            writer = self._session.writers.pop(int(head["writer"]), None)
+        if writer is not None:
+            writer.abort()
+
+    def _read(self, head: Head) -> tuple[Head, memoryview]:
+        length = int(head["length"])
+        if not 0 <= length <= READ_BYTES_MAX:
+            raise BackendError(f"a read of {length} bytes; expected {READ_BYTES_MAX} at most")
+        if length > self._buffer.nbytes:
+            self._buffer = memoryview(bytearray(length))
+        view = self._buffer[:length]
+        self._session.storage.read_into(head["key"], int(head["offset"]), view)
+        return {"value": None}, view
+
+    def _stat(self, head: Head) -> list[Any]:
+        found = self._session.storage.stat(head["key"])
+        return [found.bytes, found.version]
+
+    def _scan(self, head: Head) -> list[list[Any]]:
+        after = head["after"]
+        found = self._session.storage.scan(head["prefix"])
+        page = islice((each for each in found if each.key > after), SCAN_PAGE)
+        return [[each.key, each.bytes, each.version] for each in page]
+
+    def _delete(self, head: Head) -> None:
+        self._session.storage.delete(head["key"])
+
+    def _delete_some(self, head: Head) -> list[str]:
+        return list(self._session.storage.delete_some(head["keys"]))
+
+    def _discard(self, head: Head) -> int:
+        return self._session.storage.discard_unfinished(head["prefix"])
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, DamagedError):
+        return UnreachableError.__name__
+    return type(error).__name__ if isinstance(error, BackendError) else BackendError.__name__
+
+
+def _forget_all() -> None:
+    """A forked child must not hold the connections of its parent open."""
+    for server in list(_servers):
+        for sock in (server._socket, *(each.socket for each in server._connections)):
+            with suppress(OSError):
+                os.close(sock.detach())
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

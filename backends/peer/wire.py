@@ -1,0 +1,201 @@
+"""The connection between two processes of a run: who may talk, and how requests and bytes travel.
+
+A message is a head, which is JSON, and a payload, which is bytes. The head's length is bounded, and the payload ends in
+its XXH3-128 digest. Both sides prove in a handshake that they know the run's secret, over two random numbers that are
+used once: a recorded handshake proves nothing. What follows is neither encrypted nor signed: the network of the nodes
+is trusted not to change bytes on purpose. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import xxhash
+
+from tierfall.core.types.errors import AccessDeniedError, UnreachableError
+
+VERSION = 1
+SECRET_BYTES = 32
+PIECE_BYTES = 1 << 20
+"""A payload is hashed, sent and received in pieces of this length, which stay in the processor's cache."""
+HEAD_BYTES_MAX = 4 << 20
+HANDSHAKE_BYTES_MAX = 4096
+HANDSHAKE_S = 10.0
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+"""Seconds of silence, seconds between the probes after that, and how many are not answered."""
+_LENGTHS = struct.Struct(">IQ")
+_DIGEST_BYTES = 16
+
+Head = dict[str, Any]
+
+
+class WireError(UnreachableError):
+    """The other side has closed the connection, or has sent what is no message."""
+
+
+class DamagedError(UnreachableError):
+    """The payload that arrived is not the payload that was sent. All of it was received."""
+
+
+class Connection:
+    """One side of a connection. Used by one thread at a time; all errors but those of ``take`` are OSError or
+    WireError, after which it must be closed."""
+
+    def __init__(self, sock: socket.socket, *, timeout_s: float) -> None:
+        sock.settimeout(timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+        )  # a node that is lost says nothing
+        for option, value in _KEEPALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        self.socket = sock
+
+    def send(self, head: Head, payload: memoryview | None = None) -> None:
+        """Send a message. ``payload`` is flat, of bytes; it must not change until this returns."""
+        data = json.dumps(head, separators=(",", ":")).encode()
+        length = 0 if payload is None else payload.nbytes
+        self.socket.sendall(_LENGTHS.pack(len(data), length) + data)
+        if payload is None or not length:
+            return
+        digest = xxhash.xxh3_128()
+        for start in range(0, length, PIECE_BYTES):
+            piece = payload[start : start + PIECE_BYTES]
+            digest.update(piece)
+            self.socket.sendall(piece)
+        self.socket.sendall(digest.digest())
+
+    def receive(self, *, head_bytes_max: int = HEAD_BYTES_MAX) -> tuple[Head, int]:
+        """Receive the head of a message, and the length of its payload, which must be received next."""
+        prefix = bytearray(_LENGTHS.size)
+        self._fill(memoryview(prefix))
+        head_bytes, payload_bytes = _LENGTHS.unpack(prefix)
+        if head_bytes > head_bytes_max:
+            raise WireError(f"a head of {head_bytes} bytes; expected {head_bytes_max} at most")
+        data = bytearray(head_bytes)
+        self._fill(memoryview(data))
+        try:
+            head = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise WireError("a head that is no JSON") from error
+        if not isinstance(head, dict):
+            raise WireError("a head that is no mapping")
+        return head, payload_bytes
+
+    def fill(self, target: memoryview) -> None:
+        """Receive a payload of exactly the length of ``target``. Raises DamagedError where its digest differs."""
+        digest = xxhash.xxh3_128()
+        for start in range(0, target.nbytes, PIECE_BYTES):
+            piece = target[start : start + PIECE_BYTES]
+            self._fill(piece)
+            digest.update(piece)
+        self._check_digest(digest, target.nbytes)
+
+    def take(
+        self, length: int, buffer: memoryview, use: Callable[[int, memoryview], None]
+    ) -> BaseException | None:
+        """Receive a payload of ``length`` bytes piece by piece through ``buffer``, and pass each with its offset to
+        ``use``. Return the error of ``use``, after which the rest is received and not used. Raises DamagedError."""
+        digest = xxhash.xxh3_128()
+        failure: BaseException | None = None
+        for start in range(0, length, buffer.nbytes):
+            piece = buffer[: min(buffer.nbytes, length - start)]
+            self._fill(piece)
+            digest.update(piece)
+            if failure is None:
+                try:
+                    use(start, piece)
+                except Exception as error:  # noqa: BLE001 - the rest must be received; returned
+                    failure = error
+        self._check_digest(digest, length)
+        return failure
+
+    def _check_digest(self, digest: xxhash.xxh3_128, length: int) -> None:
+        if not length:
+            return
+        sent = bytearray(_DIGEST_BYTES)
+        self._fill(memoryview(sent))
+        if digest.digest() != sent:
+            raise DamagedError(f"{length} bytes arrived damaged")
+
+    def _fill(self, view: memoryview) -> None:
+        at = 0
+        while at < view.nbytes:
+            count = self.socket.recv_into(view[at:])
+            if not count:
+                raise WireError("the other side has closed the connection")
+            at += count
+
+    def close(self) -> None:
+        """Close the connection; a thread that waits for it fails."""
+        with suppress(OSError):  # the other side was faster
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+# Handshake ---------------------------------------------------------------------------------------------
+
+
+def greet(connection: Connection, secret: bytes, *, run: str, sender: str, session: str) -> None:
+    """Begin a connection as ``sender``; ``session`` is a random name of the process. Raises AccessDeniedError where
+    the other side does not prove that it knows ``secret``, or refuses this one."""
+    hello = {"version": VERSION, "run": run, "sender": sender, "session": session}
+    hello["nonce"] = secrets.token_hex(16)
+    connection.send(hello)
+    answer, _ = connection.receive(head_bytes_max=HANDSHAKE_BYTES_MAX)
+    if "error" in answer:
+        raise AccessDeniedError(str(answer["error"]))
+    transcript = _transcript(hello, str(answer.get("nonce")))
+    if not _is_proof(answer.get("proof"), secret, "server", transcript):
+        connection.send({"error": "another secret"})
+        raise AccessDeniedError(
+            "it does not know the secret of this run: it is no rank of this start"
+        )
+    connection.send({"proof": _proof(secret, "client", transcript)})
+    verdict, _ = connection.receive(head_bytes_max=HANDSHAKE_BYTES_MAX)
+    if "error" in verdict:
+        raise AccessDeniedError(str(verdict["error"]))
+
+
+def admit(connection: Connection, secret: bytes, *, run: str) -> tuple[str, str]:
+    """Answer a ``greet``; return its sender and session. Raises AccessDeniedError, and tells the other side, where it
+    does not prove that it knows ``secret``."""
+    hello, length = connection.receive(head_bytes_max=HANDSHAKE_BYTES_MAX)
+    names = [hello.get(name) for name in ("sender", "session", "nonce")]
+    if length or not all(isinstance(name, str) and 0 < len(name) <= 256 for name in names):
+        raise AccessDeniedError("it does not begin with a handshake")
+    if hello.get("version") != VERSION or hello.get("run") != run:
+        reason = f"this is run {run!r}, version {VERSION} of the connection"
+        connection.send({"error": reason})
+        raise AccessDeniedError(f"it greets another run or version: {reason}")
+    nonce = secrets.token_hex(16)
+    transcript = _transcript(hello, nonce)
+    connection.send({"nonce": nonce, "proof": _proof(secret, "server", transcript)})
+    answer, length = connection.receive(head_bytes_max=HANDSHAKE_BYTES_MAX)
+    if length or not _is_proof(answer.get("proof"), secret, "client", transcript):
+        connection.send({"error": "the proof is wrong: only ranks of this start may connect"})
+        raise AccessDeniedError("it does not know the secret of this run")
+    connection.send({})
+    return str(hello["sender"]), str(hello["session"])
+
+
+def _transcript(hello: Head, nonce: str) -> bytes:
+    return json.dumps([hello, nonce], sort_keys=True).encode()
+
+
+def _proof(secret: bytes, side: str, transcript: bytes) -> str:
+    """The side is part of it, so that a proof cannot be sent back to its sender as the other side's."""
+    return hmac.new(secret, side.encode() + b"\0" + transcript, hashlib.sha256).hexdigest()
+
+
+def _is_proof(given: object, secret: bytes, side: str, transcript: bytes) -> bool:
+    expected = _proof(secret, side, transcript)
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), expected.encode())

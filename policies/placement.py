@@ -1,0 +1,162 @@
+"""Which nodes keep the copies of a node's images in their memory, and which losses of nodes the copies survive.
+
+An image has ``copies`` + 1 holders: its own node and those that keep a copy. It is lost when all its holders are. The
+fewer different sets of holders there are, the fewer losses of several nodes cost something, so that nodes form groups
+whose members keep each other's images (Gemini, SOSP 2023). Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from math import comb
+
+ENUMERATED_MAX = 16
+"""Nodes whose images depend on each other, up to which all losses are counted one by one."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``holders``: of each node, in their order, the nodes that have its images: itself first. ``crowded``: those
+    nodes whose holders share a failure domain, since there are too few domains, or one is too large."""
+
+    holders: tuple[tuple[int, ...], ...]
+    crowded: tuple[int, ...]
+
+    @property
+    def copies(self) -> int:
+        return len(self.holders[0]) - 1
+
+    @cached_property
+    def kept_by(self) -> tuple[tuple[int, ...], ...]:
+        """Of each node, the nodes whose images it keeps beside its own, ascending."""
+        kept: list[list[int]] = [[] for _ in self.holders]
+        for owner, holders in enumerate(self.holders):
+            for holder in holders[1:]:
+                kept[holder].append(owner)
+        return tuple(map(tuple, kept))
+
+    def survival(self, losses: int) -> tuple[float, bool]:
+        """Return the probability that every image has a holder left after the loss of so many nodes, any with the same
+        chance; and whether that is exact, or a lower bound.
+
+        Exact where no more than ENUMERATED_MAX nodes depend on each other. Otherwise the bound counts a loss once for
+        each set of holders that it contains.
+        """
+        nodes = len(self.holders)
+        if losses <= self.copies:
+            return 1.0, True
+        if losses >= nodes:
+            return 0.0, True
+        parts = _dependent(self.holders)
+        total = comb(nodes, losses)
+        if max(len(part) for part in parts) > ENUMERATED_MAX:
+            sets = len({frozenset(holders) for holders in self.holders})
+            width = self.copies + 1
+            return max(0.0, 1 - sets * comb(nodes - width, losses - width) / total), False
+        survived = [1]  # losses that cost nothing, by their number
+        counts = Counter(self._survived(part, losses) for part in parts)
+        for part, times in counts.items():
+            for _ in range(times):
+                survived = _product(survived, part, losses)
+        return (survived[losses] if losses < len(survived) else 0) / total, True
+
+    def _survived(self, part: tuple[int, ...], losses: int) -> tuple[int, ...]:
+        """Count the losses within ``part`` that cost nothing, by their number."""
+        at = {node: bit for bit, node in enumerate(part)}
+        sets = {sum(1 << at[node] for node in self.holders[owner]) for owner in part}
+        found = [0] * (min(losses, len(part)) + 1)
+        for count in range(len(found)):
+            for lost in combinations(range(len(part)), count):
+                mask = sum(1 << bit for bit in lost)
+                found[count] += all(mask & held != held for held in sets)
+        return tuple(found)
+
+
+def place_copies(domains: Sequence[str], copies: int) -> Placement:
+    """Place ``copies`` copies of each node's images on other nodes. ``domains`` has the failure domain of each node.
+
+    Every node keeps the images of ``copies`` others. No two holders of an image share a domain, unless a domain has
+    more than 1 / (copies + 1) of the nodes: then none can be placed so for all. Raises ValueError where ``copies`` is
+    not between 1 and the number of nodes less one.
+    """
+    nodes, width = len(domains), copies + 1
+    if not 1 <= copies < nodes:
+        raise ValueError(
+            f"{copies} copies on other nodes, and {nodes} nodes; expected 1 to {nodes - 1} copies"
+        )
+    sizes = Counter(domains)
+    order = sorted(range(nodes), key=lambda node: (-sizes[domains[node]], domains[node], node))
+    groups = nodes // width
+    if nodes % width == 0:
+        rings = [order[first::groups] for first in range(groups)]
+    elif len(sizes) >= width + nodes % width and max(sizes.values()) <= groups:
+        rings = _mixed(order, domains, width)
+    else:
+        return _placement(_stride(order, width, groups), domains)
+    holders: list[tuple[int, ...]] = [()] * nodes
+    for ring in rings:
+        for at, node in enumerate(ring):
+            holders[node] = tuple(ring[(at + step) % len(ring)] for step in range(width))
+    return _placement(holders, domains)
+
+
+def _mixed(order: list[int], domains: Sequence[str], width: int) -> list[list[int]]:
+    """Return groups of ``width`` nodes, and a ring of those that are left over with one more group. The ring has a
+    node of each of the largest domains: then no other domain has more nodes than there are groups."""
+    left_over = width + len(order) % width
+    ring: dict[str, int] = {}
+    for node in order:
+        if len(ring) < left_over:
+            ring.setdefault(domains[node], node)
+    others = [node for node in order if ring.get(domains[node]) != node]
+    groups = len(others) // width
+    return [list(ring.values()), *(others[first::groups] for first in range(groups))]
+
+
+def _stride(order: list[int], width: int, stride: int) -> list[tuple[int, ...]]:
+    """Of nodes in the order of their domains, the holders of each are ``stride`` apart: no domain is that long, where
+    that can be had."""
+    holders: list[tuple[int, ...]] = [()] * len(order)
+    for at, node in enumerate(order):
+        holders[node] = tuple(order[(at + step * stride) % len(order)] for step in range(width))
+    return holders
+
+
+def _placement(holders: Sequence[tuple[int, ...]], domains: Sequence[str]) -> Placement:
+    crowded = [
+        owner
+        for owner, nodes in enumerate(holders)
+        if len({domains[node] for node in nodes}) < len(nodes)
+    ]
+    return Placement(holders=tuple(holders), crowded=tuple(crowded))
+
+
+def _dependent(holders: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Divide the nodes into parts, so that all holders of an image are in one part."""
+    part = list(range(len(holders)))
+
+    def first_of(node: int) -> int:
+        while part[node] != node:
+            part[node] = part[part[node]]
+            node = part[node]
+        return node
+
+    for nodes in holders:
+        for node in nodes[1:]:
+            part[first_of(node)] = first_of(nodes[0])
+    members: dict[int, list[int]] = {}
+    for node in range(len(holders)):
+        members.setdefault(first_of(node), []).append(node)
+    return [tuple(each) for each in members.values()]
+
+
+def _product(one: Sequence[int], other: Sequence[int], degree_max: int) -> list[int]:
+    result = [0] * min(len(one) + len(other) - 1, degree_max + 1)
+    for i, a in enumerate(one):
+        for j, b in enumerate(other[: len(result) - i]):
+            result[i + j] += a * b
+    return result

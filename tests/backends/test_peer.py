@@ -1,0 +1,296 @@
+"""The memory of another node as a backend: every promise of the contract, who may connect, and what a lost connection
+leaves."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from backend_places import get, put
+
+from tierfall.backends.conformance import CHECKS, check_promise
+from tierfall.backends.memory import MemoryBackend
+from tierfall.backends.peer import server as peer_server
+from tierfall.backends.peer.backend import PeerBackend
+from tierfall.backends.peer.server import PeerServer
+from tierfall.backends.peer.wire import SECRET_BYTES, Connection, greet
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    KeyNotFoundError,
+    UnreachableError,
+)
+
+SECRET = b"s" * SECRET_BYTES
+RUN = "run"
+
+Serve = Callable[..., PeerServer]
+OPENED: list[PeerBackend | Connection] = []
+"""What a test has opened towards its servers; closed at its end."""
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    servers: list[PeerServer] = []
+
+    def start(storage: Callable[[str], Backend] | None = None, **more: object) -> PeerServer:
+        folders = storage or (lambda sender: PosixBackend(tmp_path / sender, direct_io=False))
+        options = {"secret": SECRET, "run": RUN, "host": "127.0.0.1", **more}
+        servers.append(PeerServer(storage=folders, **options))  # type: ignore[arg-type]
+        return servers[-1]
+
+    yield start
+    while OPENED:
+        OPENED.pop().close()
+    for server in servers:
+        server.close()
+
+
+def client(server: PeerServer, sender: str = "node-1", **more: object) -> PeerBackend:
+    options = {"secret": SECRET, "run": RUN, "sender": sender, "timeout_s": 5.0, **more}
+    OPENED.append(backend := PeerBackend(("127.0.0.1", server.port), **options))  # type: ignore[arg-type]
+    return backend
+
+
+@pytest.mark.parametrize("medium", ["files", "memory"])
+@pytest.mark.parametrize("name", CHECKS)
+def test_promise(name: str, medium: str, serve: Serve) -> None:
+    server = serve(None if medium == "files" else lambda sender: MemoryBackend())
+    senders = iter(f"node-{number}" for number in range(1000))
+    reopen = None if medium == "memory" else lambda backend: client(server, backend._sender)
+    check_promise(
+        name, lambda: client(server, next(senders)), reopen=reopen, leaves_unfinished=False
+    )
+
+
+def test_senders_do_not_see_each_other(serve: Serve) -> None:
+    server = serve()
+    one, other = client(server, "node-1"), client(server, "node-2")
+    put(one, "a/b", b"one")
+    assert [each.key for each in other.scan("a/")] == []
+    with pytest.raises(KeyNotFoundError):
+        other.stat("a/b")
+    assert get(one, "a/b") == b"one"
+
+
+def test_objects_outlive_the_sender_and_the_server(serve: Serve) -> None:
+    first = serve()
+    with closing(client(first)) as sender:
+        put(sender, "a/b", b"kept")
+    first.close()
+    assert get(client(serve()), "a/b") == b"kept"
+
+
+# Who may connect ---------------------------------------------------------------------------------------
+
+
+def test_a_stranger_is_refused_and_named(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    server = serve()
+    with pytest.raises(AccessDeniedError, match="does not know the secret of this run"):
+        client(server, secret=b"x" * SECRET_BYTES).stat("a/b")
+    wait_until(lambda: "127.0.0.1" in caplog.text)
+    assert "is refused" in caplog.text
+
+
+def test_a_rank_that_does_not_prove_itself_is_refused(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes the server's word, and has no proof of its own."""
+    connection = connect(serve())
+    connection.send(hello())
+    connection.receive()
+    connection.send({"proof": "0" * 64})
+    assert "only ranks of this start" in connection.receive()[0]["error"]
+    wait_until(lambda: "does not know the secret" in caplog.text)
+
+
+def test_a_recorded_handshake_proves_nothing(serve: Serve) -> None:
+    server = serve()
+    sent: list[dict[str, object]] = []
+    connection = connect(server)
+    send = connection.send
+    connection.send = lambda head, payload=None: (sent.append(head), send(head, payload))[1]  # type: ignore[method-assign, assignment, misc]
+    greet(connection, SECRET, run=RUN, sender="node-1", session="s")
+    replayed = connect(server)
+    replayed.send(sent[0])
+    replayed.receive()
+    replayed.send(sent[1])
+    assert "the proof is wrong" in replayed.receive()[0]["error"]
+
+
+def test_a_proof_sent_back_to_its_sender_proves_nothing(serve: Serve) -> None:
+    connection = connect(serve())
+    connection.send(hello())
+    answer, _ = connection.receive()
+    connection.send({"proof": answer["proof"]})
+    assert "the proof is wrong" in connection.receive()[0]["error"]
+
+
+def test_another_run_is_refused(serve: Serve) -> None:
+    with pytest.raises(AccessDeniedError, match="this is run 'run'"):
+        client(serve(), run="another").stat("a/b")
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 12, b"\0\0\0\2\0\0\0\0\0\0\0\0[]", b""]
+)
+def test_what_is_no_handshake_ends_the_connection(serve: Serve, data: bytes) -> None:
+    server = serve()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
+        stranger.sendall(data)
+        stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(1000) == b""
+    put(client(server), "a/b", b"others are served")
+
+
+def test_silent_strangers_do_not_keep_ranks_out(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_server, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(peer_server, "HANDSHAKE_S", 0.2)
+    server = serve()
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
+    wait_until(lambda: server._strangers == 0)
+    put(client(server), "a/b", b"x")
+    for each in silent:
+        each.close()
+
+
+# What a lost connection leaves --------------------------------------------------------------------------
+
+
+def test_what_a_killed_sender_had_not_published_is_removed(serve: Serve, tmp_path: Path) -> None:
+    server = serve()
+    sender = client(server)
+    writer = sender.create("a/b", length=4)
+    writer.write(0, memoryview(b"half"))
+    assert list((tmp_path / "node-1" / "a").iterdir())
+    sender.close()
+    wait_until(lambda: not list((tmp_path / "node-1").rglob("*b*")))
+
+
+def test_a_server_that_ends_is_not_reached(serve: Serve) -> None:
+    server = serve()
+    sender = client(server)
+    put(sender, "a/b", b"x")
+    writer = sender.create("a/c", length=1)
+    server.close()
+    with pytest.raises(UnreachableError, match="stat 'a/b'"):
+        sender.stat("a/b")
+    with pytest.raises(UnreachableError):
+        writer.write(0, memoryview(b"y"))
+
+
+def test_a_server_that_is_silent_is_given_up(serve: Serve) -> None:
+    asleep = threading.Event()
+
+    class Silent(MemoryBackend):
+        def stat(self, key: str) -> object:  # type: ignore[override]
+            asleep.wait(10)
+            return super().stat(key)
+
+    sender = client(serve(lambda name: Silent()), timeout_s=0.3)
+    began = time.monotonic()
+    with pytest.raises(UnreachableError, match="timed out"):
+        sender.stat("a/b")
+    asleep.set()
+    assert time.monotonic() - began < 5
+
+
+def test_an_idle_connection_that_was_closed_is_made_anew(serve: Serve) -> None:
+    server = serve()
+    sender = client(server)
+    put(sender, "a/b", b"x")
+    for connection in list(server._connections):
+        connection.close()
+    assert get(sender, "a/b") == b"x"
+
+
+def test_an_object_whose_connection_was_lost_is_to_be_written_anew(serve: Serve) -> None:
+    server = serve()
+    sender = client(server)
+    writer = sender.create("a/b", length=4)
+    for connection in list(server._connections):
+        connection.close()
+    wait_until(lambda: not server._sessions)
+    with pytest.raises(BackendError, match="write the object anew") as raised:
+        writer.write(0, memoryview(b"half"))
+    assert not raised.value.retryable
+    put(sender, "a/b", b"whole")
+    assert get(sender, "a/b") == b"whole"
+
+
+def test_bytes_that_change_on_the_way_are_sent_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    sender = client(server)
+    writer = sender.create("a/b", length=4)
+    fill = Connection._fill
+
+    def flip(connection: Connection, view: memoryview) -> None:
+        fill(connection, view)
+        if bytes(view) == b"data":
+            view[0] ^= 1
+
+    monkeypatch.setattr(Connection, "_fill", flip)
+    with pytest.raises(UnreachableError, match="arrived damaged") as raised:
+        writer.write(0, memoryview(b"data"))
+    assert raised.value.retryable
+    monkeypatch.undo()
+    writer.write(0, memoryview(b"data"))
+    writer.publish()
+    assert get(sender, "a/b") == b"data"
+    monkeypatch.setattr(Connection, "_fill", flip)
+    with pytest.raises(UnreachableError, match="arrived damaged"):
+        get(sender, "a/b")
+
+
+def test_a_forked_child_does_not_keep_connections(serve: Serve, tmp_path: Path) -> None:
+    server = serve()
+    sender = client(server)
+    writer = sender.create("a/b", length=4)
+    writer.write(0, memoryview(b"half"))
+    reader, end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        sender.close()
+        wait_until(lambda: not list((tmp_path / "node-1").rglob("*b*")))
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+
+
+def test_the_error_of_the_storage_is_the_error_here(serve: Serve) -> None:
+    sender = client(serve())
+    with pytest.raises(KeyNotFoundError, match="stat 'a/b' in the memory of"):
+        sender.stat("a/b")
+
+
+def hello() -> dict[str, object]:
+    return {"version": 1, "run": RUN, "sender": "node-1", "session": "s", "nonce": "n"}
+
+
+def connect(server: PeerServer) -> Connection:
+    sock = socket.create_connection(("127.0.0.1", server.port))
+    OPENED.append(connection := Connection(sock, timeout_s=5.0))
+    return connection
+
+
+def wait_until(holds: Callable[[], object], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.01)
