@@ -12,9 +12,9 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
 from tierfall.backends.toolkit.keys import check_key
-from tierfall.core.types.keys import parse_step_folder
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import KeyNotFoundError
+from tierfall.core.types.keys import parse_step_folder
 
 
 class PeerView:
