@@ -1,0 +1,122 @@
+"""What one node sees of peer memory: what it keeps itself, of earlier starts, and what it writes to another node.
+
+A node that is lost leaves its images with another node, which lists them at the next start: so what an attempt wrote
+is read, at the next one, by the node that keeps it. What this attempt writes is another node's to keep, and is read
+there. Documents that belong to no checkpoint, such as the attempts' records, are written to the other node, and read
+on either.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+
+from tierfall.backends.toolkit.keys import check_key
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
+from tierfall.core.types.errors import KeyNotFoundError
+from tierfall.core.types.keys import parse_step_folder
+
+
+class PeerView:
+    """A ``Backend`` over two: ``kept`` is in this node's memory, ``remote`` in another's.
+
+    ``attempt`` is the number of the attempt that writes, None before it is taken.
+    """
+
+    def __init__(self, kept: Backend, remote: Backend) -> None:
+        self._kept = kept
+        self._remote = remote
+        self.attempt: int | None = None
+
+    @property
+    def traits(self) -> Traits:
+        return self._remote.traits
+
+    @property
+    def place(self) -> str:
+        return self._remote.place
+
+    def create(
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
+    ) -> Writer:
+        side = self._side(key) or self._remote
+        return side.create(key, length=length, length_max=length_max, publish=publish)
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        self._holder(key).read_into(key, offset, view)
+
+    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
+        side = self._side(key)
+        return side is not None and side.read_cached(key, offset, end, views)
+
+    def stat(self, key: str) -> StoredObject:
+        if (side := self._side(key)) is not None:
+            return side.stat(key)
+        try:
+            return self._remote.stat(key)
+        except KeyNotFoundError:
+            return self._kept.stat(key)
+
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
+        if (side := self._side(prefix)) is not None:
+            yield from side.scan(prefix)
+            return
+        last = ""
+        sides = (self._of(self._remote, prefix), self._of(self._kept, prefix))
+        for found in heapq.merge(*sides, key=lambda each: each.key):
+            if found.key != last:  # both have such a document
+                yield found
+            last = found.key
+
+    def delete(self, key: str) -> None:
+        for side in self._sides(key):
+            side.delete(key)
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        keys = [check_key(key) for key in keys]
+        sides = self._sides(keys[0])
+        selected = [key for key in keys if self._sides(key) == sides]
+        if len(sides) == 1:
+            left = sides[0].delete_some(selected)
+        else:
+            self.delete(selected[0])
+            left = selected[1:]
+        return [*left, *(key for key in keys if self._sides(key) != sides)]
+
+    def discard_unfinished(self, prefix: str) -> int:
+        return sum(side.discard_unfinished(prefix) for side in self._sides(prefix))
+
+    def close(self) -> None:
+        try:
+            self._remote.close()
+        finally:
+            self._kept.close()
+
+    def _side(self, key: str) -> Backend | None:
+        """Return who has the files of a checkpoint; None for what belongs to none."""
+        found = (parse_step_folder(part) for part in key.split("/"))
+        checkpoint = next((each for each in found if each is not None), None)
+        if checkpoint is None:
+            return None
+        return self._remote if checkpoint.attempt == self.attempt else self._kept
+
+    def _sides(self, key: str) -> tuple[Backend, ...]:
+        side = self._side(key)
+        return (self._remote, self._kept) if side is None else (side,)
+
+    def _of(self, side: Backend, prefix: str) -> Iterator[StoredObject]:
+        return (each for each in side.scan(prefix) if self._side(each.key) in (None, side))
+
+    def _holder(self, key: str) -> Backend:
+        if (side := self._side(key)) is not None:
+            return side
+        try:
+            self._remote.stat(key)
+        except KeyNotFoundError:
+            return self._kept
+        return self._remote
