@@ -55,7 +55,6 @@ class Superseder:
         self._policies = policies
         self._hooks = hooks
         self._emitter = emitter
-        self.superseded = 0
         self.kept: tuple[str, ...] = ()
 
     def make_room(
@@ -100,7 +99,7 @@ class Superseder:
             f"{', '.join(sorted(entry.owed))}, and nothing of it is kept. Raise the tier's capacity, save less often, "
             "or flush less"
         )
-        self.superseded += 1
+        self._emitter.counters.superseded_saves += 1
         self._emitter.save_ended(entry.id, SaveOutcome.SUPERSEDED, error)
         if entry.region.sealed:
             entry.region.unseal()
