@@ -31,12 +31,11 @@ logger = logging.getLogger("tierfall")
 
 
 class Superseder:
-    """Gives up a snapshot that is not flushed yet, where memory is full, for a newer save; the policy says which.
+    """Supersedes a snapshot that is not flushed yet for a newer save, if memory is full; the policy chooses it.
 
-    A kill between two steps loses nothing: first one atomic write of 8 bytes unseals the image, so that no later start
-    uses it; then the handle reports it; its region is freed once no task reads it. What a lane copies is never given
-    up, so no copy has to be aborted. ``superseded`` counts the snapshots given up; ``kept`` says of the others why they
-    were kept.
+    A kill at any point is safe: first one atomic write of 8 bytes unseals the image, so that no later start uses it;
+    then the handle reports it; the region is freed once no task reads it. A snapshot that a lane is copying is never
+    superseded, so no copy has to be aborted. ``kept`` has the reasons why the other snapshots were kept.
     """
 
     def __init__(
