@@ -17,7 +17,7 @@ import tierfall.integrations.dcp
 import tierfall.policies
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACE = re.compile(r"`((?:core|tiers|backends|policies|tierfall)/[\w/]+\.py)(?::([\w.]+))?`")
+PLACE = re.compile(r"`((?:core|tiers|backends|policies|tierfall|tests)/[\w/]+\.py)(?::([\w.]+))?`")
 ROOMS = ("core", "tiers", "backends", "policies", "tierfall")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 OURS = "https://github.com/tierfall/tierfall/blob/main/"

@@ -18,7 +18,7 @@ from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
 from tierfall.config import load_config
-from tierfall.core.format.records import parse_tier_record
+from tierfall.core.format.tier_record import parse_tier_record
 from tierfall.core.types.errors import (
     BackendError,
     ConfigError,

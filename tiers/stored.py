@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.format.commit_files import damage_mark, without_index
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Attempt, Commit, Geometry, Mark, TierRecord
+from tierfall.core.format.records import Attempt, Commit, Geometry, Mark
+from tierfall.core.format.tier_record import TierRecord
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend, StoredObject

@@ -1,4 +1,4 @@
-"""Manifest, commit record, attempt record, tier record and mark, and how each is parsed from untrusted bytes.
+"""Manifest, commit record, attempt record and mark, and how each is parsed from untrusted bytes.
 
 Each is a document (``documents``). Parsing checks every member's type and range. A wrong member is damage
 (IntegrityError), and so is a missing one, but for those that older versions did not write.
@@ -306,69 +306,6 @@ def parse_attempt_record(data: bytes, *, what: str) -> Attempt:
         node=reader.get("node", str),
         pid=reader.number("pid", 0, 1 << 40),
         wall_time_s=reader.real("wall_time_s"),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownTier:
-    """What is recorded of another tier: its id ('' if none could be written to it), its place, whether all nodes saw
-    its files (None: not examined), and the device number of its folder, which is valid until the machine restarts."""
-
-    id: str
-    place: str
-    shared: bool | None
-    device: int | None = None
-
-    def to_json(self) -> dict[str, object]:
-        return {"id": self.id, "place": self.place, "shared": self.shared, "device": self.device}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierRecord:
-    """The identity of a run's tier: its random 128-bit id in hexadecimal, and the run's ``others``, by name. ``shared``
-    is as in ``KnownTier``. The record that a machine keeps of a run's tiers has an empty id."""
-
-    run: str
-    id: str
-    shared: bool | None
-    wall_time_s: float
-    others: Mapping[str, KnownTier] = field(default_factory=dict)
-
-    def encode(self) -> bytes:
-        return documents.seal(
-            {
-                "run": self.run,
-                "tier_id": self.id,
-                "shared": self.shared,
-                "wall_time_s": self.wall_time_s,
-                "others": {name: tier.to_json() for name, tier in self.others.items()},
-            }
-        )
-
-
-def parse_tier_record(data: bytes, *, what: str) -> TierRecord:
-    """Parse a tier's record from untrusted bytes; ``what`` names it in errors."""
-    reader = JsonFields(documents.open_sealed(data, what=what), what)
-    others = reader.get("others", dict)
-    return TierRecord(
-        run=reader.name("run"),
-        id=reader.get("tier_id", str),
-        shared=reader.flag_or_none("shared"),
-        wall_time_s=reader.real("wall_time_s"),
-        others={name: _known_tier(tier, f"{what}: {name}") for name, tier in others.items()},
-    )
-
-
-def _known_tier(entry: object, what: str) -> KnownTier:
-    if not isinstance(entry, dict):
-        raise IntegrityError(f"{what}: it is not an object")
-    reader = JsonFields(entry, what)
-    device = entry.get("device")
-    return KnownTier(
-        id=reader.get("id", str),
-        place=reader.get("place", str),
-        shared=reader.flag_or_none("shared"),
-        device=None if device is None else reader.number("device", 0, 1 << 64),
     )
 
 

@@ -1,8 +1,8 @@
-"""Rendezvous: the ranks of one start find each other by a store that they share already, and get stores of their own.
+"""Rendezvous: the ranks of one start meet by a store of torchrun or torch.distributed, and open stores of their own.
 
-Rank 0 serves a store for the job and publishes its address, with a random name for this start, in the shared store. The
-published address may be of an earlier start: its store is gone, or accepts nobody, or has this rank registered already,
-as the process of that start. Then the other ranks look for a new address until one accepts them.
+Rank 0 serves a store for the job and publishes its address, with a random name for this start, in that first store. The
+published address may be of an earlier start: its store is closed, or accepts no ranks, or has a registration of this
+rank by a process of that start. The other ranks then read the published address again until a store accepts them.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ T = TypeVar("T")
 
 CONNECT_S = 5.0
 STORE_S = 30.0
-"""How long a store may take to answer. Torch asks the DNS for the name of each address, for its log, and a DNS that
-does not answer costs 10 s and more."""
+"""Bound in seconds on the connection to a store. Torch looks up the name of each address in the DNS, for its log, and a
+DNS that does not answer costs 10 s and more."""
 LOOK_AGAIN_S = 2.0
 ANSWER_S = 5.0
-"""The other ranks wait this much longer than rank 0 does, for the error that names the ranks that did not come."""
+"""Seconds that the other ranks wait longer than rank 0 does, for its error, which names the missing ranks."""
 _LOCALHOST = "127.0.0.1"
 _FIRST_PAUSE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
-    """What a process knows about itself before it has met the other ranks.
+    """The properties of a process before the rendezvous.
 
-    ``node`` is any text that tells nodes apart; ``address`` is the host at which rank 0 can be reached; ``settings``
-    must be equal on all ranks.
+    ``node`` is any text that identifies the node; ``address`` is the host at which other ranks can connect to rank 0;
+    ``settings`` must be equal on all ranks.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class RankPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoreAddress(Message):
-    """Where rank 0 serves its store; ``name`` is the random name of this start."""
+    """The address of rank 0's store; ``name`` is the random name of this start."""
 
     name: str
     host: str
@@ -82,7 +82,7 @@ class _Registration(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Acceptance(Message):
-    """Rank 0's answer to all ranks: the node of each, or why there is no start."""
+    """Rank 0's answer to all ranks: the node of each, or the error that ends the start."""
 
     nodes: tuple[str, ...] = ()
     error: str | None = None
@@ -95,8 +95,10 @@ def _encode(message: Message) -> str:
 def join(
     place: RankPlacement, bootstrap: Store, *, run: str, timeout_s: float
 ) -> tuple[Topology, StoreTransport]:
-    """Meet the other ranks of this start. Raises RanksError, which names the ranks that did not come within
-    ``timeout_s``, or those whose settings differ."""
+    """Meet the other ranks of this start; return their topology and the transport of this rank.
+
+    Raises RanksError. It names the ranks that did not register within ``timeout_s`` seconds, or whose settings differ.
+    """
     key = f"tierfall/{run}/address"
     enter = _accept_ranks if place.rank == 0 else _find_rank_0
     what = f"open: rank {place.rank}: the store where the ranks of this job look for each other"
@@ -110,13 +112,13 @@ def join(
 
 
 def _within(timeout_s: float, call: Callable[[], T]) -> T:
-    """Return what ``call`` returns, or raise what it raises; TimeoutError where it does not return in time. Torch waits
-    without bound for a store that answered before and then hangs."""
+    """Return what ``call`` returns, or raise what it raises; TimeoutError after ``timeout_s`` seconds. Torch has no
+    timeout for a store that accepted the connection and then hangs."""
     return _start_call(call).result(timeout_s)
 
 
 def _start_call(call: Callable[[], T]) -> futures.Future[T]:
-    """Run a call on a thread of its own: it may never return."""
+    """Run a call on a thread of its own, since it may never return."""
     future: futures.Future[T] = futures.Future()
     threading.Thread(target=_run, args=(future, call), name="tierfall-store", daemon=True).start()
     return future
@@ -127,12 +129,12 @@ def _run(future: futures.Future[T], call: Callable[[], T]) -> None:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - raised by the caller that waits
         future.set_exception(error)
-        del future  # the error's traceback holds this frame, and so the store
+        del future  # the error's traceback refers to this frame, and so to the store
 
 
 def connect(host: str, port: int) -> TCPStore:
-    """Connect to a store. Raises OSError or RuntimeError where none answers."""
-    socket.create_connection((host, port), CONNECT_S).close()  # torch tries long, and loudly
+    """Connect to a store. Raises OSError or RuntimeError if none answers."""
+    socket.create_connection((host, port), CONNECT_S).close()  # torch retries long, and logs it
     try:
         return _within(STORE_S, lambda: _store(host, port, is_master=False))
     except TimeoutError:
@@ -160,7 +162,7 @@ def _accept_ranks(
         problem = _difference_of_settings(registered)
     if problem:
         server.set(_acceptance_key(name), _encode(_Acceptance(error=problem)))
-        # The other ranks read the error first: the store goes with this process.
+        # The store ends with this process: the other ranks must have read the error before.
         guests = len(registered) - 1
         wait_for_clients(server, name, guests, time.monotonic() + LOOK_AGAIN_S)
         raise RanksError(problem)
@@ -206,7 +208,7 @@ def _find_rank_0(
 
 
 class _JoiningRank:
-    """A rank that tries the address published under ``key``."""
+    """One attempt of a rank to join by the address published under ``key``."""
 
     def __init__(
         self, place: RankPlacement, bootstrap: Store, key: str, process: str, deadline: float
@@ -221,14 +223,14 @@ class _JoiningRank:
             _Registration(node=place.node, settings=place.settings, process=process)
         )
         self._deadline = deadline
-        self._is_accepted = False  # no other address is looked for any more
-        self._has_given_up = False  # ends the thread that may still wait at this address
+        self._is_accepted = False  # from then on, the published address is not read again
+        self._has_given_up = False  # ends the thread that still waits for this store
 
     def try_join(self) -> tuple[Topology, StoreTransport] | None:
-        """Join; return None where no rank 0 of this start answers, or another address is published meanwhile.
+        """Join; return None if no rank 0 of this start answers, or another address is published meanwhile.
 
-        The published address is read again and again while the thread waits: torch tries for a long time to connect to
-        a store that goes away just then.
+        The published address is read repeatedly while a thread joins, because torch retries for a long time if a store
+        is closed while it connects.
         """
         entering = _start_call(self._enter)
         try:
@@ -241,7 +243,7 @@ class _JoiningRank:
                     return None
             return entering.result()
         finally:
-            del entering  # an error's traceback holds this frame, and so the store
+            del entering  # an error's traceback refers to this frame, and so to the store
 
     def _enter(self) -> tuple[Topology, StoreTransport] | None:
         key = _acceptance_key(self._name)
@@ -255,7 +257,7 @@ class _JoiningRank:
             answer = _Acceptance.from_json(json.loads(store.get(key)), rank=0)
             if answer.error is not None:
                 sign_off(store, self._name)
-        except (OSError, RuntimeError) as error:  # of an earlier start, or not there yet
+        except (OSError, RuntimeError) as error:  # an earlier start, or none yet
             address = f"{self.host}:{self.port}"
             logger.debug("rank %d: no rank 0 at %s: %s", self._place.rank, address, error)
             return None
@@ -265,7 +267,7 @@ class _JoiningRank:
         return topology, StoreTransport(topology.rank, self._mailboxes(topology, store))
 
     def _wait_for(self, store: TCPStore, key: str) -> bool:
-        """Wait until rank 0 has accepted all ranks; return False where ``try_join`` has given this address up."""
+        """Wait until rank 0 has accepted all ranks; return False if ``try_join`` has given this address up."""
         pause = _FIRST_PAUSE_S
         while not store.check([key]):
             pause = sleep_longer(pause)
@@ -280,7 +282,7 @@ class _JoiningRank:
         return True
 
     def _mailboxes(self, topology: Topology, store: TCPStore) -> tuple[Mailbox, ...]:
-        """Connect to the stores by which this rank exchanges messages: the job's, its node's, or both."""
+        """Open the mailboxes of this rank: in the job's store, in its node's store, or in both."""
         name, rank, local = self._name, topology.rank, frozenset(topology.local_ranks)
         try:
             if topology.node == 0:
@@ -308,7 +310,7 @@ class _JoiningRank:
 
 
 def _difference_of_settings(registered: Mapping[int, _Registration]) -> str:
-    """Describe the first setting that is not equal on all ranks; empty where all are."""
+    """Describe the first setting that differs between ranks; return '' if none does."""
     for name, ours in registered[0].settings.items():
         others = [rank for rank, one in registered.items() if one.settings.get(name) != ours]
         if others:

@@ -1,4 +1,4 @@
-"""Calls of a user's functions, on a thread of their own: what they do, or raise, reaches no thread of tierfall."""
+"""Calls of user functions on a separate thread: a function that blocks or raises does not affect tierfall's threads."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def check_callback(function: object, expected: str, *, call: str) -> None:
 class CallbackThread:
     """Calls functions one after another, in the order of ``put``, on a daemon thread that holds no lock.
 
-    An exception of a function is logged, and the next one is called. A function that does not return delays those after
-    it, and nothing else: ``put`` never waits. ``dropped`` counts the calls that were refused because ``waiting_max``
-    waited already (None: no bound).
+    An exception of a function is logged, and the next function is called. A function that does not return delays only
+    the calls after it: ``put`` never blocks. ``dropped`` counts the calls that were refused because ``waiting_max``
+    calls were queued (None: no bound).
     """
 
     def __init__(self, name: str, *, waiting_max: int | None = None) -> None:
@@ -42,20 +42,20 @@ class CallbackThread:
 
     @property
     def waiting(self) -> int:
-        """The number of calls that wait."""
+        """The number of queued calls."""
         return self._queue.qsize()
 
     def start(self) -> None:
-        """Start the thread unless it runs: before the first ``put``, on the thread of the user."""
+        """Start the thread unless it runs. The user's thread calls this before the first ``put``."""
         with self._lock:
             if self._thread is not None:
                 return
-            # daemon: a function that hangs must not stop a program from ending
+            # daemon: a function that hangs must not prevent the process from exiting
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
     def put(self, function: Callable[..., object], *arguments: object) -> bool:
-        """Call a function later; False where too many calls wait. For any thread."""
+        """Enqueue a call; return False if the queue is full. May be called from any thread."""
         if self._waiting_max is not None and self._queue.qsize() >= self._waiting_max:
             self.dropped += 1
             return False
@@ -66,9 +66,9 @@ class CallbackThread:
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread after the waiting calls; return whether it has ended within ``timeout_s`` seconds.
+        """End the thread after the queued calls; return whether it has ended within ``timeout_s`` seconds.
 
-        What is put later is called all the same.
+        A later ``put`` starts another thread, which makes that call.
         """
         with self._lock:
             self._closed = True
@@ -90,7 +90,7 @@ class CallbackThread:
                 logger.exception("a callback failed: %r; what comes next is called", function)
 
     def _ended(self) -> bool:
-        """Whether nothing waits: whoever puts something later starts another thread."""
+        """Return whether the queue is empty. The thread then ends, and a later ``put`` starts another one."""
         with self._lock:
             if self._queue.empty():
                 self._thread = None

@@ -174,22 +174,21 @@ class Components(Hooks):
             max_wait_s=max_wait_s,
         )
         self.errors = self._flusher.errors
-        self.counters = self._flusher.counters
+        self.counters = self.emitter.counters
         self.durable = self._flusher.durable
-        self.superseder = Superseder(
-            ledger=self.ledger,
-            lanes=self.lanes,
-            deleter=self.deleter,
-            policies=policies,
-            hooks=self,
-            emitter=self.emitter,
-        )
         self._admissions = Admissions(
             ledger=self.ledger,
             host=host,
             policies=policies,
             flusher=self._flusher,
-            superseder=self.superseder,
+            superseder=Superseder(
+                ledger=self.ledger,
+                lanes=self.lanes,
+                deleter=self.deleter,
+                policies=policies,
+                hooks=self,
+                emitter=self.emitter,
+            ),
             backlog=self.backlog,
             hooks=self,
             emitter=self.emitter,

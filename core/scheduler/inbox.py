@@ -1,4 +1,4 @@
-"""The events that wait for the coordinator. Any thread may post; the coordinator's thread takes them in their order."""
+"""The coordinator's queue of events. Any thread may post events; the coordinator's thread processes them in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierfall.core.types.values import SaveOutcome
 
 logger = logging.getLogger("tierfall")
 ABORT_S = 1.0
-"""Seconds that the abort of a copy which nobody continues may take: this thread may be the one that closes."""
+"""Bound in seconds on aborting the writer of a refused copy: the aborting thread may be the one that closes the run."""
 
 
 class Inbox:
@@ -33,15 +33,15 @@ class Inbox:
 
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._taken: deque[Event] = deque()
+        self._received: deque[Event] = deque()
         self._caused: deque[Event] = deque()
-        self._taker: int | None = None
+        self._processing_thread: int | None = None
         self.stopped: BaseException | None = None
 
     def post(self, event: Event) -> None:
-        """Add an event. One that the coordinator's thread posts while it handles another, such as a message to itself,
-        comes before those that have arrived: a query then sees all that an earlier event has caused."""
-        if self._taker == threading.get_ident():
+        """Add an event. An event that the coordinator's thread posts while it handles another one, such as a message to
+        its own rank, precedes those that have arrived: a query then sees all effects of earlier events."""
+        if self._processing_thread == threading.get_ident():
             self._caused.append(event)
         else:
             self._arrived.put(event)
@@ -50,37 +50,37 @@ class Inbox:
 
     @property
     def is_empty(self) -> bool:
-        return not (self._caused or self._taken) and self._arrived.empty()
+        return not (self._caused or self._received) and self._arrived.empty()
 
     def wait(self, timeout: float | None) -> None:
         """Block until an event has arrived."""
         try:
-            self._taken.append(self._arrived.get(timeout=timeout))
+            self._received.append(self._arrived.get(timeout=timeout))
         except queue.Empty:
             return
 
     def take(self) -> Iterator[Event]:
-        """Yield the events that have arrived by now. Those left when the caller fails are refused by ``stop``."""
+        """Yield the events that have arrived. If the caller fails, ``stop`` refuses the remaining ones."""
         while not self._arrived.empty():
-            self._taken.append(self._arrived.get_nowait())
-        self._taker = threading.get_ident()
+            self._received.append(self._arrived.get_nowait())
+        self._processing_thread = threading.get_ident()
         try:
-            while events := self._caused or self._taken:
+            while events := self._caused or self._received:
                 yield events.popleft()
         finally:
-            self._taker = None
+            self._processing_thread = None
 
     def stop(self, error: BaseException) -> None:
-        """Refuse all events from now on: whoever waits for an answer receives ``error``."""
+        """Refuse all present and future events: callers that wait for an answer receive ``error``."""
         if self.stopped is None:
             self.stopped = error
         self._refuse_all(self.stopped)
 
     def _refuse_all(self, error: BaseException) -> None:
-        # several threads may be here at once
+        # several threads may run this at once
         while True:
             try:
-                event = (self._caused or self._taken).popleft()
+                event = (self._caused or self._received).popleft()
             except IndexError:
                 try:
                     event = self._arrived.get_nowait()
@@ -92,7 +92,7 @@ class Inbox:
 
 
 def _refuse_outcome(outcome: Outcome, error: BaseException) -> None:
-    """Close the writer of a copy that nobody will continue."""
+    """Abort the writer that a refused ``OpenShard`` has opened: no task will continue its copy."""
     if not isinstance(outcome.task, OpenShard) or not isinstance(outcome.value, tuple):
         return
     writer, _ = outcome.value
@@ -119,4 +119,4 @@ _REFUSALS: dict[type[Any], Callable[[Any, BaseException], None]] = {
     AssignmentRequest: lambda request, error: request.on_answer(None),
     Outcome: _refuse_outcome,
 }
-"""What is done with an event that is refused. Nobody waits for an answer to any other."""
+"""How an event of each type is refused. For other types no caller waits, and they are discarded."""

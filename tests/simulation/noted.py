@@ -64,7 +64,7 @@ class Life:
         commits = Counter(e.tier for e in self.events if isinstance(e, events.Committed))
         assert commits == coordinator.counters.commits
         dropped = [e for e in self.events if isinstance(e, events.Dropped) and not e.unfinished]
-        assert len(dropped) == coordinator.deleter.deleted_count
+        assert len(dropped) == coordinator.counters.deleted_copies
         assert all(drop.reason for drop in dropped)
         given_up = coordinator.counters.given_up_copies
         assert found[events.FlushGivenUp] >= given_up
@@ -74,4 +74,4 @@ class Life:
             for e in self.events
             if isinstance(e, events.SaveEnded) and e.outcome is SaveOutcome.SUPERSEDED
         ]
-        assert len(superseded) >= coordinator.superseder.superseded
+        assert len(superseded) >= coordinator.counters.superseded_saves

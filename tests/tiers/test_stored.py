@@ -16,13 +16,12 @@ from tierfall.core.format.records import (
     Attempt,
     Commit,
     Geometry,
-    KnownTier,
     Lineage,
     Manifest,
     Mark,
     NamedFile,
-    TierRecord,
 )
+from tierfall.core.format.tier_record import KnownTier, TierRecord
 from tierfall.core.types.backend import Publish, StoredObject
 from tierfall.core.types.errors import (
     BackendError,

@@ -20,15 +20,22 @@ from tierfall.cli.usage import (
     Exit,
     FarOption,
     FormatOption,
+    ImageOption,
     JsonOption,
     LoseOption,
     MaxShardOption,
+    NodesOption,
     OnlyOption,
     ParametersOption,
     PathArgument,
+    RanksOption,
     RunOption,
+    SaveEveryOption,
+    SizeOption,
     StepArgument,
     StepsArgument,
+    StepsPerHourOption,
+    StepTimeOption,
     TierArgument,
     TierOption,
     ToTierOption,
@@ -164,43 +171,13 @@ def show(
 
 @app.command(short_help="Check the configuration, measure every tier, and forecast a day.")
 def check(
-    size: Annotated[
-        str, typer.Option("--size", metavar="SIZE", help="Bytes to write to each tier.")
-    ] = "64MiB",
-    image: Annotated[
-        str | None,
-        typer.Option(
-            "--image", metavar="SIZE", help="For the forecast: the size of one rank's image: 9GiB."
-        ),
-    ] = None,
-    save_every: Annotated[
-        str | None,
-        typer.Option(
-            "--save-every", metavar="TIME", help="For the forecast: the time between saves: 10m."
-        ),
-    ] = None,
-    step_time: Annotated[
-        str | None,
-        typer.Option(
-            "--step-time",
-            metavar="TIME",
-            help="For the forecast, if the file saves every N steps: the time of a step: 2s.",
-        ),
-    ] = None,
-    steps_per_hour: Annotated[
-        float | None,
-        typer.Option(
-            "--steps-per-hour",
-            metavar="N",
-            help="For the forecast: training steps in an hour, in place of --step-time.",
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", metavar="N", help="For the forecast: number of ranks.")
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
-    ] = None,
+    size: SizeOption = "64MiB",
+    image: ImageOption = None,
+    save_every: SaveEveryOption = None,
+    step_time: StepTimeOption = None,
+    steps_per_hour: StepsPerHourOption = None,
+    ranks: RanksOption = None,
+    nodes: NodesOption = None,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,

@@ -108,6 +108,43 @@ LoseOption = Annotated[
         "copy. [1h, or 10 saves]",
     ),
 ]
+SizeOption = Annotated[
+    str, typer.Option("--size", metavar="SIZE", help="Bytes to write to each tier.")
+]
+ImageOption = Annotated[
+    str | None,
+    typer.Option(
+        "--image", metavar="SIZE", help="For the forecast: the size of one rank's image: 9GiB."
+    ),
+]
+SaveEveryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--save-every", metavar="TIME", help="For the forecast: the time between saves: 10m."
+    ),
+]
+StepTimeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--step-time",
+        metavar="TIME",
+        help="For the forecast, if the file saves every N steps: the time of a step: 2s.",
+    ),
+]
+StepsPerHourOption = Annotated[
+    float | None,
+    typer.Option(
+        "--steps-per-hour",
+        metavar="N",
+        help="For the forecast: training steps in an hour, in place of --step-time.",
+    ),
+]
+RanksOption = Annotated[
+    int | None, typer.Option("--ranks", metavar="N", help="For the forecast: number of ranks.")
+]
+NodesOption = Annotated[
+    int | None, typer.Option("--nodes", metavar="N", help="For the forecast: number of nodes.")
+]
 _STEP_HELP = (
     "400, a step of the live lineage; 400@7, that of attempt 7; or latest, the one that a restore "
     "would use."

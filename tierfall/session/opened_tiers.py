@@ -1,7 +1,7 @@
-"""One run's tiers, opened for writing by one process: its host memory, its stored tiers, and what they hold.
+"""One run's tiers, opened for writing by one process: host memory, stored tiers, and their listings.
 
-A start works on this value: it agrees with the other ranks, takes an attempt, and excludes tiers that some rank cannot
-reach. A ``Session`` is built on the result. Nothing here knows the ledger.
+A start modifies this object: it agrees with the other ranks, claims an attempt, and excludes tiers that some rank
+cannot reach. A ``Session`` is then built on it. This module does not use the ledger.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ PROGRESS_S = 2.0
 
 
 class OpenedTiers:
-    """See the module. ``attempt`` is None until one is taken.
+    """See the module. ``attempt`` is None until one is claimed.
 
-    ``config`` changes during a start: a tier that cannot be written to becomes read-only, and ``shared`` is set where
-    the ranks have found it out. ``errors`` names the tiers that this process goes on without; ``found_read_only`` those
-    that are read-only without being configured so. ``agrees``: this start and its restores are agreed on with other
-    ranks, or with what other ranks left in memory.
+    ``config`` changes during a start: a tier that cannot be written to becomes read-only, and ``shared`` is set for the
+    folders that the ranks have probed. ``errors`` has, by name, why a tier is excluded; ``found_read_only`` has why a
+    tier is read-only that is not configured so. ``agrees``: the start and its restores must be consistent with other
+    ranks, or with the images that other ranks of an earlier start left in memory.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class OpenedTiers:
         tending: bool = False,
         draining: bool = False,
     ) -> None:
-        """Open and list all tiers. Whatever fails leaves nothing open.
+        """Open and list all tiers. An error leaves nothing open.
 
-        ``accept_arena`` accepts host memory of an attempt that no tier knows. ``adopts``: continue from the memory of
-        ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank. ``draining``: flush
+        ``accept_arena`` accepts host memory of an attempt that no tier has a record of. ``adopts``: adopt the memory of
+        ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank. ``draining``: flush the
         memory of any rank, while other machines may do the same; damaged memory is an error.
         """
         check_written(config)
@@ -167,7 +167,7 @@ class OpenedTiers:
             )
 
     def _check_identities(self) -> None:
-        """Refuse two tiers that are one, and exclude those that are not mounted."""
+        """Refuse two tiers that are one folder or have changed places; exclude tiers that are not mounted."""
         self.make_read_only(self.identities.refuse_aliases())
         for name, error in self.identities.missing(self.listings).items():
             self.exclude(name, error)
@@ -175,7 +175,7 @@ class OpenedTiers:
         self.identities.refuse_swapped()
 
     def exclude(self, name: str, error: TierfallError) -> None:
-        """Go on without a tier."""
+        """Close a tier, and continue without it."""
         close_stores({name: self.stores.pop(name)}, ANSWER_S)
         self.errors[name] = error
         self.listings = tuple(
@@ -193,15 +193,15 @@ class OpenedTiers:
         return any(shard != self.ranks.shard for _, shard in regions_in(self.hosts()))
 
     def hosts(self) -> list[HostTier]:
-        """Return the slots of this process: its own, and those that it has adopted."""
+        """Return the host memory of this process: its own slot, and the slots that it has adopted."""
         return [self.host, *(slot.host for slot in self.adopted)]
 
     def slots(self) -> list[tuple[RunLock, HostTier]]:
-        """Return those slots, each with its lock."""
+        """Return the same slots, each with its lock."""
         return [(self._lock, self.host), *((slot.lock, slot.host) for slot in self.adopted)]
 
     def finds_nothing(self) -> bool:
-        """Return whether every tier answered and none holds a checkpoint of this run."""
+        """Return whether every tier was listed and none has a checkpoint of this run."""
         if any(listing.error is not None for listing in self.listings):
             return False
         return all(checkpoint.tombstoned for checkpoint in merge(self.listings))
@@ -209,7 +209,7 @@ class OpenedTiers:
     # What a start changes ----------------------------------------------------------------------------
 
     def make_durable(self) -> None:
-        """Make what was found on the tiers that this rank owns durable, before anything relies on it."""
+        """Make the copies on the tiers that this rank owns durable, before anything relies on them."""
         own = {tier.name for tier in self.config.stored if is_owner(tier, self.ranks)}
         found = {x.tier: x for x in self.listings if x.tier in own & self.stores.keys()}
         stores = [self.stores[name] for name, x in found.items() if x.copies]
@@ -249,7 +249,7 @@ class OpenedTiers:
             )
 
     def set_shared(self, shared: Mapping[str, bool]) -> None:
-        """Set ``shared`` of the folders where the ranks have found it out."""
+        """Set ``shared`` of the folders that the ranks have probed."""
         tiers = tuple(
             tier.model_copy(update={"shared": shared[tier.name]})
             if isinstance(tier, FileTierConfig) and tier.name in shared
@@ -261,15 +261,15 @@ class OpenedTiers:
     # Attempts ----------------------------------------------------------------------------------------
 
     def write_for(self, attempt: Attempt) -> None:
-        """Write on behalf of an earlier attempt, whose record is on the tiers already."""
+        """Write as an earlier attempt, whose record is on the tiers already."""
         self.attempt = attempt
 
     def next_number(self) -> int:
-        """Return the number of an attempt above all others, also on tiers that could not be asked."""
+        """Return an attempt number above all others, including those on tiers that cannot be listed."""
         return next_number(self.listings, self.stores, run=self.run, own=self.attempt)
 
     def claim_from(self, number: int) -> Attempt:
-        """Take the attempt of that number, or one above it: two starts never get the same."""
+        """Claim the attempt of that number, or of the next free one: no two starts have the same number."""
         identity = secrets.token_hex(16)
         while True:
             attempt = Attempt(
@@ -285,9 +285,9 @@ class OpenedTiers:
             number += 1
 
     def claim(self, attempt: Attempt) -> bool:
-        """Write as ``attempt`` from now on; False where a tier knows another one by its number.
+        """Write as ``attempt`` from now on; return False if a tier has a record of another attempt of its number.
 
-        The record is written to the most shared tier first.
+        The record is written to the slowest tier first, which most other processes see.
         """
         answered = {x.tier for x in self.listings if x.error is None}
         written = [self.stores[t.name] for t in self.config.written if t.name in self.stores]
@@ -305,9 +305,9 @@ class OpenedTiers:
         return True
 
     def _write_record(self, attempt: Attempt, stores: Iterable[StoredTier]) -> bool:
-        """Write the attempt's record to each tier; False where another process has its number.
+        """Write the attempt's record to each tier; return False if another process has its number.
 
-        A tier that is full or does not answer at present gets the record before its first commit.
+        A tier that is full or does not answer receives the record before its first commit.
         """
         for store in stores:
             try:
@@ -325,7 +325,7 @@ class OpenedTiers:
         return True
 
     def check_fence(self) -> None:
-        """Raise FencedError where a tier knows a newer attempt than this process's."""
+        """Raise FencedError if a tier has a record of a newer attempt than this process's."""
         assert self.attempt is not None
         attempt = self.attempt
         written = [tier.name for tier in self.config.written]
@@ -337,11 +337,11 @@ class OpenedTiers:
                 logger.warning("tier %s was not asked for newer attempts: %s", name, error)
 
     def discard_unfinished(self) -> bool:
-        """Delete what earlier starts left half written on the tiers that this rank owns, before any rank writes. Return
-        whether each of them can be written to now.
+        """Delete unfinished files of earlier starts on the tiers that this rank owns, before any rank writes. Return
+        whether each of these tiers can be written to now.
 
-        A tier that does not finish in time may go on deleting. It spares the writers of this process, but not those of
-        other ranks: with several ranks it is excluded, and no rank may write to it.
+        A deletion that does not finish in time may continue. It does not delete files of this process's writers, but it
+        may delete those of other ranks: with several ranks the tier is excluded, and no rank may write to it.
         """
         attempt = self.attempt
         assert attempt is not None
@@ -364,7 +364,7 @@ class OpenedTiers:
         stores: Iterable[StoredTier],
         call: Callable[[StoredTier], T],
     ) -> dict[str, CallResult[T]]:
-        """Call these tiers side by side. One that does not answer within its bound is unreachable."""
+        """Call these tiers concurrently. A tier that does not answer within its bound has an UnreachableError."""
         called = list(stores)
         bounds = bounds_s(self.config)
         return self._calls.call_all(
@@ -377,22 +377,22 @@ class OpenedTiers:
     # Reading -----------------------------------------------------------------------------------------
 
     def list_now(self) -> tuple[Listing, ...]:
-        """List every tier now; in memory, the slots of this process."""
+        """List every tier; of memory, the slots of this process."""
         found = list_all(self.config, self.host, self.stores, self.errors, self._calls)
         return self.with_memory(found, self.hosts())
 
     def with_memory(
         self, listings: Iterable[Listing], hosts: Sequence[HostTier]
     ) -> tuple[Listing, ...]:
-        """Replace the listing of memory by one of the slots ``hosts``."""
+        """Replace the listing of memory by that of the slots ``hosts``."""
         memory = list_slots(hosts)
         return tuple(memory if x.tier == self.host.name else x for x in listings)
 
     def look(
         self, id: CheckpointId, names: Iterable[str], timeout_s: float
     ) -> dict[str, CallResult[FoundCopy | None]]:
-        """List one checkpoint on these stored tiers, within ``timeout_s`` seconds; None where its commit record has
-        gone."""
+        """List one checkpoint on these stored tiers, within ``timeout_s`` seconds; None if it has no commit record
+        there."""
         return self._calls.call_all(
             {name: partial(self.stores[name].find_copy, id) for name in names},
             {name: min(bound_s, timeout_s) for name, bound_s in bounds_s(self.config).items()},
@@ -401,13 +401,13 @@ class OpenedTiers:
         )
 
     def slots_of_node(self) -> AbstractContextManager[list[HostTier]]:
-        """Open all slots of this node, for as long as they are read."""
+        """Open all slots of this node for reading; the context closes them."""
         return opened_slots_of_others(
             self.folder, mine=self.hosts(), name=self.host.name, run=self.run
         )
 
     def opener(self, regions: Regions) -> OpenImage:
-        """Return what opens images of stored tiers, each read bounded, and those in ``regions``."""
+        """Return a function that opens images in ``regions`` and on stored tiers, there with bounded reads."""
         stores = {name: bounded_reads(store, self.config) for name, store in self.stores.items()}
         return image_opener(stores, self.host.name, regions)
 
@@ -415,7 +415,7 @@ class OpenedTiers:
 
     def close(self, *, keep: bool, timeout_s: float = ANSWER_S) -> None:
         """Close all tiers within ``timeout_s`` seconds, and release the run's lock; may be called twice. ``keep``: host
-        memory stays as it is."""
+        memory is not deleted."""
         if self._closed:
             return
         self._closed = True

@@ -1,8 +1,8 @@
-"""The probe for shared folders: rank 0 writes a file to each, and the first rank of every other node looks for it.
+"""The probe for shared folders: rank 0 writes a file to each folder, and the first rank of each other node searches it.
 
-The result sets ``shared`` in the configuration where that is not set, and is compared with it where it is. It is also
-compared with the tier's records of earlier starts: on a node where a shared file system is not mounted, its folder is
-empty. With one node there is no probe.
+The result sets ``shared`` of a tier that is not configured, and is checked against the value of one that is. It is also
+checked against records of earlier starts: on a node where a shared file system is not mounted, its folder is empty.
+With one node there is no probe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tierfall.tiers.stored import StoredTier
 logger = logging.getLogger("tierfall")
 
 PATIENCE_S = {True: 10.0, None: 1.5, False: 0.5}
-"""Seconds that a file is looked for, by ``shared`` of the tier: a network file system may show it late."""
+"""Seconds that a file is searched, by ``shared`` of the tier: a network file system may show it late."""
 PAUSE_S = 0.1
 STALE_S = 3600.0
 _SHARED = "open: shared"
@@ -43,7 +43,7 @@ Tiers = Sequence[FileTierConfig | ObjectTierConfig]
 
 
 def tiers_to_probe(opened: OpenedTiers) -> Tiers:
-    """Return the tiers to probe: the folders, where there are several nodes."""
+    """Return the tiers to probe: those with a folder; none with one node."""
     if len(opened.ranks.topology.nodes) == 1:
         return ()
     return tuple(tier for tier in opened.config.written if tier.folder is not None)
@@ -51,8 +51,8 @@ def tiers_to_probe(opened: OpenedTiers) -> Tiers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeFiles(Message):
-    """The tiers where rank 0 has ``written`` its file, those that are ``full``, and those where writing ``failed``,
-    with why. ``token`` is part of the files' name."""
+    """The tiers to which rank 0 has ``written`` its file, those that are ``full``, and, by tier, why it ``failed``.
+    ``token`` is part of the files' name."""
 
     token: str
     written: tuple[str, ...]
@@ -62,9 +62,12 @@ class ProbeFiles(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderReport(Message):
-    """What one rank knows of the tiers: whether it has ``seen`` rank 0's file there, or why it ``failed`` to look;
-    those that it has ``left_out``; the id that each tier bears; why a tier was shared before, and whether that is
-    certain; those that are ``empty``; and the kind of file system of each."""
+    """One rank's view of the tiers.
+
+    By tier: whether rank 0's file was ``seen``, or why the search ``failed``; the id in the tier's record; the reason
+    to assume that it was ``shared_before``, and whether that is certain; the kind of its file system. By name: the
+    tiers that this rank has excluded (``left_out``), and those that are ``empty``.
+    """
 
     seen: Mapping[str, bool]
     failed: Mapping[str, str]
@@ -77,18 +80,17 @@ class FolderReport(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDecision(Message):
-    """Whether all nodes see the same files on a tier, and the tiers that some rank could not look at, with why."""
+    """By tier: whether all nodes see the same files, and why some rank could not search."""
 
     shared: Mapping[str, bool]
     failed: Mapping[str, str]
 
 
 def probe(opened: OpenedTiers, files: ProbeFiles) -> Mapping[str, str]:
-    """Set ``shared`` of the opened tiers by the result of all ranks; return the tiers that some rank could not read,
-    with why.
+    """Set ``shared`` of the opened tiers by the result of all ranks; return, by tier, why some rank could not read it.
 
-    ``files`` names those that rank 0 has written (``FolderProbe.write``). Raises ConfigError, on all ranks, where
-    some nodes see a tier's files and others do not, and where the result contradicts a configured value.
+    ``files`` is what ``FolderProbe.write`` returned on rank 0. Raises ConfigError, on all ranks, if some nodes see a
+    tier's files and others do not, or if the result contradicts a configured value.
     """
     topology = opened.ranks.topology
     looks = topology.is_leader and topology.node != 0
@@ -120,7 +122,7 @@ def probe(opened: OpenedTiers, files: ProbeFiles) -> Mapping[str, str]:
 
 @contextmanager
 def files_of_probe(opened: OpenedTiers) -> Iterator[FolderProbe]:
-    """Return what writes rank 0's files; they are removed at the end."""
+    """Return a ``FolderProbe``, whose files are removed at the end of the context."""
     written = FolderProbe(opened)
     try:
         yield written
@@ -139,7 +141,8 @@ class FolderProbe:
     def write(self) -> ProbeFiles:
         """Write a file to each folder.
 
-        A full tier is not probed: the configured value counts, or else its records. Raises a tier's permanent refusal.
+        A full tier is not probed: the configured value is used, or else its records. Raises the errors of a tier that
+        are not retryable.
         """
         failed: dict[str, str] = {}
         full: list[str] = []
@@ -195,7 +198,7 @@ def _key(run: str, token: str) -> str:
 
 
 def _is_stale(key: str) -> bool:
-    """Return whether a killed start has left this file. Only old ones count: another start may be probing now."""
+    """Return whether a killed start left this file. A recent file may be of a start that is probing now."""
     written = key.rpartition("/")[2].partition("-")[0]
     return written.isdecimal() and time.time() - int(written) > STALE_S
 
@@ -212,7 +215,7 @@ def _decide(
         seen = {rank: x.seen[tier.name] for rank, x in reports.items() if tier.name in x.seen}
         if tier.name in full and shared_setting(tier) is None:
             if any(tier.name in report.left_out for report in reports.values()):
-                continue  # all ranks go on without it
+                continue  # all ranks exclude it
             if _has_one_id(tier, reports):
                 shared[tier.name] = True
             else:
@@ -227,7 +230,7 @@ def _decide(
 def _has_one_id(
     tier: FileTierConfig | ObjectTierConfig, reports: Mapping[int, FolderReport]
 ) -> bool:
-    """Return whether all nodes find the same id there, of a tier that all nodes are known to see."""
+    """Return whether all nodes read the same tier id, and a record confirms that all nodes saw the tier's files."""
     ids = {report.ids.get(tier.name) for report in reports.values()}
     known = (report.shared_before.get(tier.name) for report in reports.values())
     return len(ids) == 1 and None not in ids and any(why and why[1] for why in known)
@@ -265,7 +268,7 @@ def _check_doubt(
     advice = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
     for rank, report in reports.items():
         why, is_certain = report.shared_before.get(tier.name, (None, False))
-        # a node whose folder holds files of the run has one of its own
+        # without an empty folder, each node has files of the run, and so a folder of its own
         if why and (is_certain or any(tier.name in other.empty for other in reports.values())):
             raise ConfigError(f"{where}: {doubt}, and rank {rank} finds that {why}. {advice}")
     kinds = {
@@ -287,9 +290,9 @@ def _is_empty(opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig) -> b
 def _shared_before(
     opened: OpenedTiers, tier: FileTierConfig | ObjectTierConfig
 ) -> tuple[str, bool] | None:
-    """Return how this rank knows that all nodes saw a tier's files at an earlier start, and whether that is certain.
+    """Return why this rank assumes that all nodes saw a tier's files at an earlier start, and whether that is certain.
 
-    It is not certain where all ranks may have been on one node.
+    It is not certain if all ranks may have been on one node.
     """
     if opened.identities.is_shared(tier.name):
         return "all nodes saw the same files there before", True
@@ -317,7 +320,7 @@ def _file_system(tier: FileTierConfig | ObjectTierConfig) -> str:
 def find_probe_files(
     opened: OpenedTiers, tiers: Tiers, token: str
 ) -> tuple[dict[str, bool], dict[str, str]]:
-    """Look for the files of rank 0 for a limited time; return, per tier, whether it is seen, and the errors."""
+    """Search rank 0's files for a limited time; return, by tier, whether its file was seen, and the errors."""
     seen: dict[str, bool] = {}
     failed: dict[str, str] = {}
     began = time.monotonic()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from tierfall.core.format.records import KnownTier, parse_tier_record
+from tierfall.core.format.tier_record import KnownTier, parse_tier_record
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.types import keys
 from tierfall.core.types.errors import TierfallError

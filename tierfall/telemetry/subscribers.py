@@ -1,7 +1,7 @@
-"""Subscribers: functions of a user that get each event of a run, each on a thread of its own.
+"""Subscribers: user functions that receive each event of a run, each on its own thread.
 
-``put`` only appends to a bounded queue, so that a slow function delays neither a save nor a flush, nor other
-subscribers. Events that find no room are lost, counted, and reported by an ``events_lost`` event, as in the event log.
+``put`` only appends to a bounded queue, so a slow function delays no save, no flush and no other subscriber. Events
+that arrive while the queue is full are lost, counted and reported by an ``events_lost`` event, as in the event log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierfall.telemetry.event_log import WAITING_MAX, wall_time
 logger = logging.getLogger("tierfall")
 Receive = Callable[[dict[str, Any]], object]
 Format = Callable[[float, Event], dict[str, Any]]
-"""Makes the members of a line of the event log from an event and its time, in seconds since 1970."""
+"""Converts a time, in seconds since 1970, and an event to the members of a line of the event log."""
 
 
 class Subscriber:
@@ -37,11 +37,11 @@ class Subscriber:
 
     @property
     def lost(self) -> int:
-        """The number of events that it did not get."""
+        """The number of events that did not fit into the queue."""
         return self._thread.dropped
 
     def put(self, event: Event) -> None:
-        """Add an event; where too many wait, it is lost. For any thread; never waits."""
+        """Enqueue an event; it is lost if the queue is full. May be called from any thread; never blocks."""
         if self._thread.put(self._deliver, wall_time(event.at_s), event):
             return
         if self._thread.dropped == 1:
@@ -53,7 +53,7 @@ class Subscriber:
             )
 
     def end(self, timeout_s: float = 0.0) -> None:
-        """Deliver what waits, for ``timeout_s`` seconds at most; the rest is lost. A call in progress goes on."""
+        """Deliver the queued events for at most ``timeout_s`` seconds. The rest is lost; a running call continues."""
         ended = self._thread.close(timeout_s)
         self._ended = True
         if timeout_s and not ended and (left := self._thread.waiting - 1) > 0:

@@ -60,7 +60,6 @@ class Deleter:
         self.reserved: set[CheckpointId] = set()
         self.awaited: set[CheckpointId] = set()
         self._changed: set[CheckpointId] = set()
-        self.deleted_count = 0
         self.paused = False
         self._trusted: set[str] = set()
         self._to_announce: set[tuple[str, CheckpointId]] = set()
@@ -427,7 +426,7 @@ class Deleter:
             return False
         self._emitter.deleted(task, entry.bytes.get(task.tier, 0), outcome.seconds)
         entry.note_gone(task.tier)
-        self.deleted_count += 1
+        self._emitter.counters.deleted_copies += 1
         if announces:
             self._hooks.group.on_deleted(task)
         self._ledger.forget_if_gone(entry)

@@ -31,12 +31,11 @@ logger = logging.getLogger("tierfall")
 
 
 class Superseder:
-    """Gives up a snapshot that is not flushed yet, where memory is full, for a newer save; the policy says which.
+    """Supersedes a snapshot that is not flushed yet for a newer save, if memory is full; the policy chooses it.
 
-    A kill between two steps loses nothing: first one atomic write of 8 bytes unseals the image, so that no later start
-    uses it; then the handle reports it; its region is freed once no task reads it. What a lane copies is never given
-    up, so no copy has to be aborted. ``superseded`` counts the snapshots given up; ``kept`` says of the others why they
-    were kept.
+    A kill at any point is safe: first one atomic write of 8 bytes unseals the image, so that no later start uses it;
+    then the handle reports it; the region is freed once no task reads it. A snapshot that a lane is copying is never
+    superseded, so no copy has to be aborted. ``kept`` has the reasons why the other snapshots were kept.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class Superseder:
         self._policies = policies
         self._hooks = hooks
         self._emitter = emitter
-        self.superseded = 0
         self.kept: tuple[str, ...] = ()
 
     def make_room(
@@ -100,7 +98,7 @@ class Superseder:
             f"{', '.join(sorted(entry.owed))}, and nothing of it is kept. Raise the tier's capacity, save less often, "
             "or flush less"
         )
-        self.superseded += 1
+        self._emitter.counters.superseded_saves += 1
         self._emitter.save_ended(entry.id, SaveOutcome.SUPERSEDED, error)
         if entry.region.sealed:
             entry.region.unseal()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from itertools import takewhile
 
 from tierfall.core.format.records import Mark
@@ -44,16 +43,6 @@ _NO_REPAIR = (FlushError, IntegrityError, NotSupportedError, StorageFullError)
 """Errors that end a repair at once: it has no source or no room, or the copy is another checkpoint's."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Counters:
-    """Numbers of events so far."""
-
-    flush_failures: int = 0
-    given_up_copies: int = 0
-    set_aside_copies: int = 0
-    commits: dict[str, int] = field(default_factory=dict)
-
-
 class Flusher:
     """See the module. ``fenced`` is the error that reports a newer attempt; ``errors`` are reported at close;
     ``durable`` holds the last committed copies (checkpoint, tier), oldest first."""
@@ -82,7 +71,6 @@ class Flusher:
         self._max_wait_s = {r.name: r.max_wait_s or max_wait_s for r in ledger.rules}
         self.fenced: FencedError | None = None
         self.errors: list[BaseException] = []
-        self.counters = Counters()
         self.durable: dict[tuple[CheckpointId, str], None] = {}
         self._reported_failing: dict[str, CheckpointId] = {}
 
@@ -215,7 +203,7 @@ class Flusher:
         self._room.on_committed(tier)
         self._accepts_copies(lane.tier)
         self._emitter.committed(lane.tier, id, stored_bytes)
-        self.counters.commits[lane.tier] = self.counters.commits.get(lane.tier, 0) + 1
+        self._emitter.counters.commits[lane.tier] += 1
         self.durable[id, lane.tier] = None
         if len(self.durable) > DURABLE_REMEMBERED:
             del self.durable[next(iter(self.durable))]
@@ -250,7 +238,7 @@ class Flusher:
             self._room.on_disk_full(lane, error)
             return
         lane.back_off(entry, error, now_s)
-        self.counters.flush_failures += 1
+        self._emitter.counters.flush_failures += 1
         if not self._stop_trying(lane, transfer, error):
             self._report_failure(lane, entry, error, now_s)
 
@@ -316,7 +304,7 @@ class Flusher:
         entry.set_aside[tier] = error
         entry.overtaken.add(tier)
         entry.owed.discard(tier)
-        self.counters.set_aside_copies += 1
+        self._emitter.counters.set_aside_copies += 1
         self._emitter.set_aside(tier, entry.id, error)
         self._report(entry, tier, error)
         self.stop_copy(entry, tier, error)
@@ -342,7 +330,7 @@ class Flusher:
         is at ``until_s``."""
         now_s = self._ledger.now_s
         self._emitter.flush_stalled(tier, entry.id, error, until_s)
-        self.counters.flush_failures += 1
+        self._emitter.counters.flush_failures += 1
         logger.log(
             logging.WARNING if tries == 1 else logging.DEBUG,
             "flush of %s to %s stalls, and continues in %.1f s: %s",
@@ -420,7 +408,7 @@ class Flusher:
             logger.warning("%s: %s stays damaged: %s", tier, entry.id, error)
             self.stop_copy(entry, tier, error)
             return
-        self.counters.given_up_copies += 1
+        self._emitter.counters.given_up_copies += 1
         self._emitter.flush_given_up(tier, entry.id, error)
         self._report(entry, tier, error)
         self.stop_copy(entry, tier, error)

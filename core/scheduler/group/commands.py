@@ -1,17 +1,17 @@
-"""Commands of a person to a run in progress: pin, unpin, delete. Each is given to rank 0, and carried out on every tier
-that holds the checkpoint, by each rank where it writes.
+"""Commands of a person to a run in progress: pin, unpin, delete. Rank 0 receives each; it is carried out on every tier
+that has a copy of the checkpoint, by each rank on the tiers that it writes to.
 
     rank 0                           every rank
-    a command about 400@1         -> marks: in its memory, and on the tiers where it owns the records
+    a command about 400@1         -> writes marks: in its memory, and on the tiers where it owns the records
     all have marked: delete       <- marked
-                                  -> its copies are deleted, once every copy on every node bears its tombstone
+                                  -> deletes its copies, once every copy on every node has its tombstone
     all have deleted: ended       <- deleted
-                                  -> all ranks know what failed on any
+                                  -> all ranks have the failures of all ranks
 
-A pin protects from the moment it is requested. A deletion writes a tombstone first, so that the next start finishes a
-deletion that a kill interrupts, and waits until no task reads or writes the checkpoint. A tombstone that another
-process has written to one tier is carried out like a command: on every tier, memory included. All of it belongs to the
-coordinator's thread and does no I/O.
+A pin is effective as soon as it is requested. A deletion writes tombstones first, so that the next start completes it
+after a kill, and then waits until no task reads or writes the checkpoint. A tombstone that another process has written
+to one tier is carried out like a command: on every tier, including memory. It belongs to the coordinator's thread and
+does no I/O.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ logger = logging.getLogger("tierfall")
 DELETED = "deleted by a person"
 RETRY_S = 30.0
 ALL_RANKS = "other ranks"
-"""One of the tiers that a command waits for, as long as rank 0 has not announced what all ranks have done."""
+"""Listed among the tiers that a command waits for, until rank 0 has announced that all ranks have done their part."""
 _KINDS = frozenset(
     (
         MessageKind.COMMAND,
@@ -73,7 +73,7 @@ _KINDS = frozenset(
 
 @dataclass(slots=True)
 class _OwnPart:
-    """This rank's part in a command: what it contributes next, and whether it has."""
+    """This rank's part in a command: the kind of message that it contributes next, and whether it has done so."""
 
     number: int
     command: Command
@@ -82,7 +82,7 @@ class _OwnPart:
 
 
 class Commands:
-    """The commands that were given and are not answered yet."""
+    """The commands that were submitted and are not answered yet."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Commands:
             self._retries.pop(command.id, None)
 
     def finish_deletion(self, id: CheckpointId) -> None:
-        """Carry out, once, a tombstone that any rank has found, or the rest of a deletion."""
+        """Submit, once, the deletion of a checkpoint whose tombstone any rank has found, or that is unfinished."""
         if not self._commits.decides:
             self._messages.report(MessageKind.TOMBSTONE_FOUND, id)
             return
@@ -137,13 +137,13 @@ class Commands:
         self._finish(CommandKind.DELETE, id)
 
     def finish_pins(self) -> None:
-        """Write the pins that were found in memory, but not on every tier; for rank 0 at a start."""
+        """Write pins that were found in memory to the tiers that lack them; for rank 0 at a start."""
         self._pins.note_found()
         for entry in self._pins.missing():
             self._finish(CommandKind.PIN, entry.id)
 
     def finish_unpins(self) -> None:
-        """Remove the pins from memory that a person has removed from the stored tiers; for rank 0."""
+        """Remove pins from memory that a person has removed from the stored tiers; for rank 0."""
         for entry in self._pins.removed():
             if not any(c.id == entry.id for c in self._open):
                 self._finish(CommandKind.UNPIN, entry.id)
@@ -169,7 +169,7 @@ class Commands:
         return min(self._retries.values(), default=None)
 
     def advance(self, now_s: float) -> None:
-        """Begin the commands that can begin, and answer those that are done."""
+        """Begin the commands that may begin, and answer those that are done."""
         self._now_s = now_s
         for id in [id for id, when in self._retries.items() if now_s >= when]:
             del self._retries[id]
@@ -190,7 +190,7 @@ class Commands:
         if command.reserving:
             self._deleter.reserved.discard(command.id)
         if command.kind is CommandKind.DELETE:
-            if command.reserving and command.unmarked:  # it stays awaited until then, or for good
+            if command.reserving and command.unmarked:  # stays awaited until a retry, or for good
                 if self._commits.decides and not self._unread and not _is_fenced(command):
                     self._retries[command.id] = self._now_s + RETRY_S
             elif not any(c.id == command.id and c.kind is command.kind for c in self._open):
@@ -202,7 +202,7 @@ class Commands:
     def _try_to_begin(self, command: Command) -> None:
         entry = self._ledger.entries.get(command.id)
         if command.id in self._deleter.reserved:
-            return  # commands about one checkpoint are carried out one after the other
+            return  # another command about this checkpoint is in progress
         if entry is None:
             self._begin_unknown(command)
         elif command.kind is CommandKind.PIN and entry.tombstoned:
@@ -220,16 +220,16 @@ class Commands:
         command.begun = True
 
     def _begin_unknown(self, command: Command) -> None:
-        """The checkpoint is unknown: that is an error, unless it was deleted. Another rank may have a part of it."""
+        """Fail a command about an unknown checkpoint, unless it was deleted: another rank may have a part of it."""
         if command.kind is CommandKind.DELETE and command.id in self._deleted:
             self._begin(command, None)
         else:
             command.failed["tierfall"] = StepError(f"{command.kind}: {command.id} is not known")
 
     def _is_settling(self, entry: LedgerEntry) -> bool:
-        """Return whether a copy is being sealed or committed: the command would miss it, or its marks would be old.
+        """Return whether a copy is being sealed or committed: the command would miss it, or it would lack the mark.
 
-        A commit whose outcome is unknown may have succeeded: the command waits until it is known."""
+        A commit with an unknown outcome may have succeeded: the command waits until the outcome is known."""
         if entry.awaiting_ranks or self._commits.is_committing(entry.id):
             return True
         return entry.snapshot is not None or any(
@@ -248,11 +248,11 @@ class Commands:
     def _may_drop(self, command: Command) -> bool:
         """Return whether no task works on a checkpoint, and no restore reads the tiers."""
         entry = self._ledger.entries.get(command.id)
-        if entry is None:  # the deletion of a part of it may be in progress
+        if entry is None:  # this process may be deleting a part of it
             return not self._deleter.is_deleting()
         busy = self._deleter.paused or any(count > 0 for count in entry.leases.values())
         arriving = CopyState.ARRIVING in entry.states.values()
-        # The copy that is being deleted now may rely on this checkpoint.
+        # A deletion in progress may rely on this checkpoint.
         return not (busy or arriving or self._deleter.is_deleting())
 
     def _begin(self, command: Command, entry: LedgerEntry | None) -> None:
@@ -263,12 +263,12 @@ class Commands:
         self._begin_part(self._count, command, entry)
         if command.kind is CommandKind.DELETE:
             for lane in self._lanes:
-                # some ranks may have uploaded their images, those of a repair too
+                # some ranks may have uploaded images, also for a repair
                 if entry is None or entry.state(lane.tier) is not CopyState.COMMITTED:
                     self._commits.give_up(lane.tier, command.id, f"it was {DELETED}")
 
     def _begin_part(self, number: int, command: Command, entry: LedgerEntry | None) -> None:
-        """Begin what this rank does of a command."""
+        """Begin this rank's part in a command."""
         self._parts[command.id] = _OwnPart(number, command)
         command.waiting.add(ALL_RANKS)
         command.reserving = True
@@ -279,7 +279,7 @@ class Commands:
         if entry is None:
             pass
         elif command.kind is CommandKind.DELETE:
-            entry.deleted = True  # whichever tiers accept the tombstone
+            entry.deleted = True  # also if no tier accepts the tombstone
             self._stop_flushes(entry)
         else:
             self._pin_in_memory(command, entry)
@@ -290,7 +290,7 @@ class Commands:
                 command.waiting.add(tier)
                 self._hooks.dispatch(ChangeMark(tier=tier, mark=mark, remove=removing))
         command.deletes = command.kind is CommandKind.DELETE
-        if command.deletes and self._unread:  # one of them may have a copy without the mark
+        if command.deletes and self._unread:  # an unread tier may have a copy without the mark
             command.unmarked = True
             for tier in self._unread:
                 command.failed[tier] = UnreachableError(
@@ -299,8 +299,8 @@ class Commands:
                 )
 
     def _drop_all(self, command: Command) -> None:
-        """Delete all copies, if every copy bears its tombstone. Else all are kept, and the command is tried again: the
-        tombstone stands for all of them, and must not be deleted with the first."""
+        """Delete all copies if every copy has its tombstone. Otherwise keep all and retry the command: deleting a copy
+        deletes its tombstone, which a later start needs to delete copies that have none."""
         command.deletes = False
         part = self._parts[command.id]
         part.contributes, part.contributed = MessageKind.DELETED, False
@@ -321,12 +321,12 @@ class Commands:
                 self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=DELETED, tombstoned=True))
         elif self._owns(tier):
             self._deleter.request_delete(tier, id, DELETED, ordered=True)
-        elif self._hooks.is_split(tier):  # else rank 0 announces it once it is deleted
+        elif self._hooks.is_split(tier):  # else rank 0 announces its deletion
             self._ledger.entries[id].note_gone(tier)
 
     def _held(self, id: CheckpointId) -> list[str]:
-        """Return the stored tiers that have a commit record of a checkpoint, damaged copies included, and those of
-        which this node has a part of a copy that is not whole."""
+        """Return the stored tiers with a commit record of a checkpoint, also of a damaged copy, and those on which this
+        node has a part of an incomplete copy."""
         entry = self._ledger.entries.get(id)
         partial = [tier for tier, of in sorted(self._ledger.partial) if of == id]
         if entry is None:
@@ -344,7 +344,7 @@ class Commands:
             command.failed[self._ledger.host] = error
 
     def on_mark_written(self, task: ChangeMark, outcome: Outcome) -> None:
-        """A mark was written or removed: that ends a pin or an unpin; a deletion goes on."""
+        """Apply the outcome of writing or removing a mark. It ends a pin or an unpin; a deletion continues."""
         entry = self._ledger.entries.get(task.mark.checkpoint)
         if task.remove and outcome.error is None and entry is not None:
             entry.set_mark(task.tier, task.mark.name, there=False)
@@ -354,7 +354,7 @@ class Commands:
         self.on_done(task.tier, task.mark.checkpoint, outcome.error)
 
     def on_done(self, tier: str, id: CheckpointId, error: BaseException | None) -> None:
-        """One tier has carried out the command for a checkpoint, or has failed to."""
+        """Record that one tier has carried out the command for a checkpoint, or the error of its failure."""
         for command in self._open:
             if command.id == id and command.begun and tier in command.waiting:
                 command.waiting.discard(tier)
@@ -364,7 +364,7 @@ class Commands:
     # All ranks -------------------------------------------------------------------------------------
 
     def _contribute(self, part: _OwnPart) -> None:
-        """Contribute what this rank could not do of a command."""
+        """Contribute the failures of this rank's part in a command."""
         part.contributed = True
         failed = {tier: ErrorMessage.of(error) for tier, error in part.command.failed.items()}
         body = CommandPart(failed=failed, unmarked=part.command.unmarked)
@@ -383,11 +383,11 @@ class Commands:
             return  # the command has ended on this rank
         elif isinstance(news, MessagesGathered):
             if not news.passed:
-                self._on_all_have(part, topic, read_all(CommandPart, news.bodies))
+                self._on_all_contributed(part, topic, read_all(CommandPart, news.bodies))
         elif topic.kind == MessageKind.DELETE:
             part.command.waiting.discard(ALL_RANKS)
         elif topic.kind == MessageKind.COMMAND_ENDED:
-            self._ended(part, EndedCommand.from_json(news.body, rank=0))
+            self._on_ended(part, EndedCommand.from_json(news.body, rank=0))
 
     def _join(self, topic: CheckpointTopic, begun: BegunCommand) -> None:
         """Join a command that rank 0 has begun."""
@@ -401,10 +401,10 @@ class Commands:
         self.submit(command)
         self._begin_part(topic.number, command, self._ledger.entries.get(topic.id))
 
-    def _on_all_have(
+    def _on_all_contributed(
         self, part: _OwnPart, topic: CheckpointTopic, parts: Mapping[int, CommandPart]
     ) -> None:
-        """All ranks have marked, or deleted, what they could."""
+        """Announce the next stage of a command, after all ranks have marked or deleted their copies."""
         command = part.command
         for rank, one in parts.items():
             command.unmarked |= one.unmarked
@@ -419,7 +419,7 @@ class Commands:
                 MessageKind.COMMAND_ENDED, command.id, body=body, number=part.number
             )
 
-    def _ended(self, part: _OwnPart, message: EndedCommand) -> None:
+    def _on_ended(self, part: _OwnPart, message: EndedCommand) -> None:
         command = part.command
         entry = self._ledger.entries.get(command.id)
         done = set(self._held(command.id)) - set(message.failed)
@@ -436,15 +436,15 @@ class Commands:
 
 
 def _is_fenced(command: Command) -> bool:
-    """Return whether a newer attempt exists: it carries out what is marked, and this process tries nothing again."""
+    """Return whether a newer attempt exists: that one carries out the marks, and this process does not retry."""
     return any(isinstance(error, FencedError) for error in command.failed.values())
 
 
 def _log_failed(kind: CommandKind, id: CheckpointId, failed: Mapping[str, BaseException]) -> None:
-    """Log what failed of a command that no person waits for; it is tried again."""
+    """Log the failures of a command that no person waits for; it is retried."""
     for tier, error in failed.items():
         logger.warning("%s: the command to %s %s is not done yet: %s", tier, kind, id, error)
 
 
 def _ignore_failed(failed: Mapping[str, BaseException]) -> None:
-    """What failed was contributed to rank 0."""
+    """Do nothing: the failures were contributed to rank 0."""

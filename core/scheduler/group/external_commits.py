@@ -1,8 +1,8 @@
 """External commits: checkpoints of this start that another process writes, known once their commit record is stored.
 
-The process that trains assigns such a save its ordinal, and moves none of its bytes. When it is asked to, rank 0 reads
-the commit records that are there, and announces them to all ranks; from then on each is flushed and retained as any
-other checkpoint. It belongs to the coordinator's thread: workers read the records.
+The training process assigns such a checkpoint its ordinal, and moves none of its bytes. At a search, rank 0 reads the
+commit records of the expected checkpoints and announces those that exist to all ranks. From then on each is flushed
+and retained like any other checkpoint. Belongs to the coordinator's thread; workers read the records.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ logger = logging.getLogger("tierfall")
 
 
 class ExternalCommits:
-    """See the module."""
+    """See the module. ``_expected`` has the tier of each checkpoint whose record is not found yet.
+
+    ``_reading`` has, for each record being read, the newest checkpoint that was found when the read began.
+    ``_searches`` are the searches in progress: the event that ends each, and whether it is the last.
+    """
 
     def __init__(
         self,
@@ -38,47 +42,48 @@ class ExternalCommits:
         self._ledger = ledger
         self._message_tree = message_tree
         self._hooks = hooks
-        self._looks_itself = message_tree.topology.is_root
+        self._reads_records = message_tree.topology.is_root
         self._expected: dict[CheckpointId, str] = {}
-        self._under_way: dict[CheckpointId, CheckpointId | None] = {}
+        self._reading: dict[CheckpointId, CheckpointId | None] = {}
         self._newest: CheckpointId | None = None
-        self._looking: list[tuple[InterruptibleEvent, bool]] = []
+        self._searches: list[tuple[InterruptibleEvent, bool]] = []
 
     def expect(self, id: CheckpointId, tier: str) -> None:
-        """Another process was asked to write a checkpoint to a tier; calls are in the order of the checkpoints."""
+        """Expect a checkpoint that another process was asked to write to a tier. Calls are in the order of the
+        checkpoints."""
         self._expected[id] = tier
 
     def search(self, done: InterruptibleEvent, *, last: bool = False) -> None:
-        """Look for what was committed since; ring ``done`` when all records have been read.
+        """Search for the records of expected checkpoints. ``done`` is set when all of them have been read.
 
-        ``last``: there will be no other look, so a checkpoint that is not committed is left to the next start. Then a
-        rank other than 0 waits for what rank 0 announces of each; else it waits for nothing.
+        ``last``: no other search follows, so a checkpoint without a record is left to the next start. On ranks other
+        than 0 the last search ends when rank 0 has announced the result of each checkpoint, any other one at once.
         """
-        self._looking.append((done, last))
-        if self._looks_itself:
+        self._searches.append((done, last))
+        if self._reads_records:
             self._read(self._expected)
-        self._end()
+        self._end_if_idle()
 
     def _read(self, ids: Iterable[CheckpointId]) -> None:
-        for id in [id for id in ids if id not in self._under_way]:
-            self._under_way[id] = self._newest
+        for id in [id for id in ids if id not in self._reading]:
+            self._reading[id] = self._newest
             self._hooks.dispatch(ReadCommit(tier=self._expected[id], id=id))
 
     def on_outcome(self, outcome: Outcome) -> None:
-        """One commit record was read, or is not there."""
+        """Apply the outcome of reading one commit record."""
         task = outcome.task
         assert isinstance(task, ReadCommit)
-        newest = self._under_way.pop(task.id)
+        newest = self._reading.pop(task.id)
         if outcome.error is None:
             self._on_found(task, outcome.value)
         elif isinstance(outcome.error, KeyNotFoundError):
-            self._is_missing(task, newest)
+            self._on_missing(task, newest)
         else:
             logger.warning(
                 "%s: not known yet whether %s was written there: %s",
                 task.tier, task.id, outcome.error,
             )  # fmt: skip
-        self._end()
+        self._end_if_idle()
 
     @staticmethod
     def handles(news: RankMessage) -> bool:
@@ -86,7 +91,7 @@ class ExternalCommits:
         return kind_of(news) in (MessageKind.EXTERNAL_COMMIT, MessageKind.NO_MORE_EXTERNAL_COMMITS)
 
     def on_message(self, news: RankMessage) -> None:
-        """Rank 0 has found a commit record, or will not look again."""
+        """Apply an announcement of rank 0: a commit record that it has found, or the end of its last search."""
         assert isinstance(news, DecisionAnnounced)
         if kind_of(news) == MessageKind.EXTERNAL_COMMIT:
             message = ExternalCommit.from_json(news.body, rank=0)
@@ -97,15 +102,15 @@ class ExternalCommits:
             left = {id: tier for id, tier in self._expected.items() if id > found}
         else:
             left = {}
-        if not self._looks_itself:
+        if not self._reads_records:
             self._expected = left
-        self._end()
+        self._end_if_idle()
 
-    def _end(self) -> None:
-        if self._under_way:
+    def _end_if_idle(self) -> None:
+        if self._reading:
             return
-        last = any(last for _, last in self._looking)
-        if last and self._looks_itself:
+        last = any(last for _, last in self._searches)
+        if last and self._reads_records:
             if self._expected:
                 logger.info("not written yet, and left to the next start: %s", [*self._expected])
             self._expected.clear()
@@ -113,23 +118,23 @@ class ExternalCommits:
         self._notify(last=not self._expected)
 
     def _notify(self, *, last: bool) -> None:
-        """End the looks; ``last``: also those that no other look follows."""
-        for done, of_last in self._looking:
-            if last or not of_last:
+        """End the searches; the last one only if ``last``."""
+        for done, is_last in self._searches:
+            if last or not is_last:
                 done.set()
-        self._looking = [(done, of_last) for done, of_last in self._looking if not done.is_set]
+        self._searches = [(done, is_last) for done, is_last in self._searches if not done.is_set]
 
     def _on_found(self, task: ReadCommit, commit: Commit) -> None:
-        """Announce a checkpoint that is committed, and look once more for earlier ones."""
+        """Announce a checkpoint that is committed, and read the records of earlier ones again."""
         del self._expected[task.id]
         self._newest = task.id if self._newest is None else max(self._newest, task.id)
         self._read([id for id in self._expected if id < task.id])
         body = ExternalCommit(tier=task.tier, commit=commit.encode().decode())
         self._message_tree.announce((MessageKind.EXTERNAL_COMMIT.value,), body.to_json())
 
-    def _is_missing(self, task: ReadCommit, newest: CheckpointId | None) -> None:
-        """A checkpoint was not committed when ``newest`` had been found already: if that is a later one, its save has
-        failed, and its files are collected."""
+    def _on_missing(self, task: ReadCommit, newest: CheckpointId | None) -> None:
+        """A checkpoint has no record. ``newest`` had been found when the read began: if that is a later checkpoint, the
+        save of this one has failed, and its files are collected."""
         if newest is not None and task.id < newest:
             del self._expected[task.id]
             self._ledger.unfinished[task.tier, task.id] = 0

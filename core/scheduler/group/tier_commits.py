@@ -1,10 +1,10 @@
-"""Tier commits: the uploads of all ranks become one committed copy on a tier, or are taken back.
+"""Tier commits: the uploads of all ranks become one committed copy on a tier, or are deleted again.
 
     every rank             rank 0                      leaders of nodes (rank 0 alone, on a shared tier)
                            admits the copy          ->
     uploaded            -> all have: commit         -> write the commit record
                            all have: committed      <- node committed
-    copy failed         -> given up there, by all (an error that may pass is waited for: stuck)
+    copy failed         -> given up on this tier, by all (after a retryable error it is retried: stuck)
 
 On a tier that all nodes share, one commit record names the files of all ranks; elsewhere each node's record names those
 of its own. It belongs to the coordinator's thread and does no I/O: workers write the records.
@@ -47,12 +47,12 @@ logger = logging.getLogger("tierfall")
 K = TypeVar("K")
 V = TypeVar("V")
 REMEMBERED = 64
-"""How many checkpoints that were given up are remembered, for ranks that come to save them later."""
+"""How many checkpoints that were given up are remembered, for ranks that save them later."""
 _Copy = tuple[str, CheckpointId]
 
 
 def remember(memory: dict[K, V], key: K, value: V) -> None:
-    """Add to a memory of bounded size: the oldest key is forgotten."""
+    """Add an item; at most ``REMEMBERED`` are kept, the newest."""
     memory[key] = value
     while len(memory) > REMEMBERED:
         del memory[next(iter(memory))]
@@ -85,7 +85,7 @@ class TierCommits:
         self._stuck: dict[str, CheckpointId] = {}
         self._complete: set[_Copy] = set()
         self._given_up: dict[_Copy, None] = {}
-        """What rank 0 has given up: on a tier, or everywhere, which is under the tier ``""``."""
+        """The copies that rank 0 has given up. The tier ``""`` stands for all tiers."""
         self._errors: dict[_Copy, BaseException] = {}
         self._own_errors: dict[_Copy, BaseException] = {}
         """Why this rank cannot write copies."""
@@ -99,11 +99,12 @@ class TierCommits:
         return tier in self._stuck
 
     def is_committing(self, id: CheckpointId) -> bool:
-        """Return, at rank 0, whether a copy of a checkpoint is being committed somewhere."""
+        """Return, on rank 0, whether a copy of a checkpoint is being committed to any tier."""
         return any(of == id for _, of in self._complete)
 
     def is_committing_on(self, tier: str) -> bool:
-        """Return, at rank 0, whether all ranks have uploaded a copy that is not committed yet, and awaits nobody."""
+        """Return, on rank 0, whether a tier has a copy that all ranks have uploaded, that is not committed yet, and
+        whose commit does not wait for images of other machines."""
         return any(
             on == tier and not self._pending.awaits_others(on, id) for on, id in self._complete
         )
@@ -115,7 +116,7 @@ class TierCommits:
     # Giving up -------------------------------------------------------------------------------------
 
     def has_given_up(self, tier: str, id: CheckpointId) -> bool:
-        """Return whether rank 0 has given a copy up: on this tier, or everywhere."""
+        """Return whether rank 0 has announced that a copy is given up, on this tier or on all."""
         return (tier, id) in self._given_up or ("", id) in self._given_up
 
     def remember_given_up(self, tier: str, id: CheckpointId) -> None:
@@ -124,7 +125,7 @@ class TierCommits:
     def give_up(
         self, tier: str, id: CheckpointId, reason: str, *, by_rule: bool, set_aside: bool
     ) -> None:
-        """Have all ranks give a copy up; for rank 0. See ``GivenUpCopy``."""
+        """Announce to all ranks that a copy is given up; for rank 0. See ``GivenUpCopy``."""
         if self.has_given_up(tier, id):
             return
         self.remember_given_up(tier, id)
@@ -136,7 +137,7 @@ class TierCommits:
     def report_failed(
         self, kind: MessageKind, tier: str, id: CheckpointId, error: BaseException
     ) -> None:
-        """Report why this rank cannot write a copy: all give it up."""
+        """Report to rank 0 why this rank cannot write a copy, which all ranks then give up."""
         remember(self._own_errors, (tier, id), error)
         self._messages.report(kind, id, tier, Reason(text=str(error)))
 
@@ -147,21 +148,21 @@ class TierCommits:
         self.admitted[tier].pop(id, None)
         self._on_resumed(tier, id)
         if entry is None:
-            return  # this rank learns it when it comes to save the checkpoint
-        self._take_back(entry, tier, str(error), complete=message.complete)
+            return  # applied when this rank saves the checkpoint
+        self._delete_files(entry, tier, str(error), complete=message.complete)
         if message.by_rule:
             self._flusher.queue.give_up_on_this_rank(entry, tier, message.reason)
             self._flusher.stop_copy(entry, tier, error)
         elif message.set_aside and tier in entry.owed:
             self._flusher.set_aside(entry, tier, error)
         elif tier in entry.owed:
-            if tier not in entry.damage:  # in this start: what a next one can bring is still owed
+            if tier not in entry.damage:  # only in this start: the next one may still copy it
                 entry.overtaken.add(tier)
             self._flusher.give_up_copy(entry, tier, error)
         self._ledger.forget_if_gone(entry)
 
     def _error_of(self, tier: str, id: CheckpointId, reason: str) -> BaseException:
-        """Return the error of a copy that is given up for ``reason``; the original one is its cause, or is it."""
+        """Return the error of a copy that is given up for ``reason``: this rank's own error, or one that it causes."""
         own = self._own_errors.pop((tier, id), None)
         if own is not None and not self._ledger.many_ranks:
             return own
@@ -170,18 +171,18 @@ class TierCommits:
         return error
 
     def give_up_everywhere(self, id: CheckpointId, entry: LedgerEntry | None, reason: str) -> None:
-        """Take back what this rank has uploaded of a save that all ranks give up."""
+        """Delete what this rank has uploaded of a save that all ranks give up."""
         for tier in self._shared:
             self.admitted[tier].pop(id, None)
             self._on_resumed(tier, id)
             if entry is not None:
-                self._take_back(entry, tier, reason, complete=False)
+                self._delete_files(entry, tier, reason, complete=False)
 
-    def _take_back(self, entry: LedgerEntry, tier: str, reason: str, *, complete: bool) -> None:
+    def _delete_files(self, entry: LedgerEntry, tier: str, reason: str, *, complete: bool) -> None:
         """Delete what this rank has uploaded of a copy that will not be committed.
 
-        ``complete``: all ranks have uploaded, so that a commit record may exist. It is deleted first, and all files by
-        the rank that owns the record.
+        ``complete``: all ranks have uploaded, so a commit record may exist. The rank that owns the record then deletes
+        it first, and all files after it.
         """
         uploaded = self._uploaded.get((tier, entry.id))
         self._forget(entry, tier)
@@ -191,11 +192,11 @@ class TierCommits:
             return
         entry.set_state(tier, CopyState.ABSENT)
         if tier in entry.damage:
-            return  # the copy was there before, and its good files stay
+            return  # a repair has failed: the good files of the damaged copy are kept
         if not complete:
             if uploaded:
                 self._deleter.collect_garbage(tier, entry.id, reason, shard=_own_shard(entry))
-        elif self.owns(tier) and not in_flight:  # else once the outcome of the commit is known
+        elif self.owns(tier) and not in_flight:  # else when the outcome of the commit is known
             self._retract(tier, entry.id, reason)
         self._ledger.forget_if_gone(entry)
 
@@ -212,16 +213,16 @@ class TierCommits:
 
     def on_stuck(self, tier: str, id: CheckpointId, message: StuckCopy) -> None:
         if message.rank == self._topology.rank and tier in self._ledger.failing:
-            return  # this rank knows when the tier recovers
+            return  # this rank detects the recovery of the tier itself
         if (entry := self._ledger.entries.get(id)) is not None:
             entry.overtaken.add(tier)
-        # Also where the tier fails on this rank: it may recover here before it does on the other.
+        # Also if the tier fails on this rank: it may recover here earlier than on the other rank.
         self._stuck[tier] = id
         error = FlushError(f"flush of {id} to {tier}: rank {message.rank}: {message.reason}")
         self._flusher.mark_failing(tier, error)
 
     def _on_resumed(self, tier: str, id: CheckpointId) -> None:
-        """The copy that another rank was stuck with is not to be written any more."""
+        """End the wait for another rank's stuck copy: that copy is not written any more."""
         if self._stuck.get(tier) == id:
             del self._stuck[tier]
             self._flusher.on_recovered(tier)
@@ -229,12 +230,10 @@ class TierCommits:
     # Committing ------------------------------------------------------------------------------------
 
     def contribute(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
-        """One image that this rank writes to a tier is uploaded; with the last one, contribute all."""
+        """Record an uploaded image; after the last one that this rank writes to a tier, contribute the files of all."""
         if tier not in entry.owed:  # the copy was given up while its last task ran
             entry.set_state(tier, CopyState.ABSENT)
-            if (
-                tier not in entry.damage
-            ):  # what a repair has written stays with the rest of the copy
+            if tier not in entry.damage:  # else the copy keeps what its repair has written
                 self._deleter.collect_garbage(
                     tier, entry.id, "it was given up", shard=_own_shard(entry)
                 )
@@ -255,7 +254,7 @@ class TierCommits:
     def on_all_uploaded(
         self, tier: str, id: CheckpointId, bodies: Bodies, *, of_node_only: bool
     ) -> None:
-        """All ranks have uploaded, or all below this leader of a node (``of_node_only``)."""
+        """Continue a copy that all ranks have uploaded, or all ranks of this leader's node (``of_node_only``)."""
         uploads = read_all(UploadedFiles, bodies)
         if not self._shared[tier]:
             local = self._topology.local_ranks
@@ -281,7 +280,7 @@ class TierCommits:
         self._messages.announce(MessageKind.COMMIT, id, tier, facts)
 
     def on_commit(self, tier: str, entry: LedgerEntry, facts: CommitFacts) -> None:
-        """Write the commit record of this node's images, now that all nodes have uploaded theirs."""
+        """Write the commit record of this node's images, after all nodes have uploaded theirs."""
         uploads = self._of_node.pop((tier, entry.id), None)
         if uploads is None or entry.commit is None:
             return  # this rank is no leader of a node
@@ -312,10 +311,10 @@ class TierCommits:
         self._pending.begin(task)
 
     def on_outcome(self, task: CommitCopy, outcome: Outcome) -> None:
-        """A commit record was written, or could not be."""
+        """Apply the outcome of writing a commit record."""
         expected = self._pending.has(task) and not self.has_given_up(task.tier, task.id)
         if expected and getattr(outcome.error, "retryable", False):
-            self._try_again(task, outcome.error)
+            self._schedule_retry(task, outcome.error)
             return
         self._pending.end(task.tier, task.id)
         if not expected and not task.repairs:
@@ -333,15 +332,15 @@ class TierCommits:
         else:
             self._contribute_committed(task.tier, task.id, outcome.value.stored_bytes)
 
-    def _try_again(self, task: CommitCopy, error: BaseException | None) -> None:
-        """The tier did not accept a record, for a reason that may pass."""
+    def _schedule_retry(self, task: CommitCopy, error: BaseException | None) -> None:
+        """Schedule another attempt to write a commit record, after a retryable error."""
         entry = self._ledger.entries.get(task.id)
         assert error is not None
         assert entry is not None
         attempt = self._pending.try_again(task, error, self._ledger.now_s)
         since_s, until_s = attempt.since_s, attempt.not_before_s
         self._flusher.note_stall(task.tier, entry, error, attempt.tries, since_s, until_s)
-        # A newer one may be committed before it.
+        # A newer checkpoint may be committed before this one.
         if attempt.awaits_others or task.tier in self._ledger.failing:
             entry.overtaken.add(task.tier)
 
@@ -369,7 +368,7 @@ class TierCommits:
         self._delete_partial(tier, entry)
 
     def _delete_partial(self, tier: str, newer: LedgerEntry) -> None:
-        """Delete older copies of which only a part is left: they are not needed in case the rest comes back."""
+        """Delete older copies of which only a part is left. They were kept in case the parts of other nodes return."""
         if not self.owns(tier):
             return
         older = [id for where, id in self._ledger.partial if where == tier]
@@ -383,7 +382,7 @@ class TierCommits:
 
 
 def _own_shard(entry: LedgerEntry) -> Shard | None:
-    """Return the shard whose files are deleted where a copy is taken back; None for all, where this rank may have
+    """Return the shard whose files are deleted with a copy that is given up; None: all shards, as this rank may have
     uploaded the images of several ranks."""
     return entry.shard if entry.shards is None else None
 

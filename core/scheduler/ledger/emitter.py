@@ -5,8 +5,9 @@ Belongs to the coordinator's thread and does no I/O: the receiver must return at
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
@@ -16,6 +17,18 @@ from tierfall.core.types.events import Notify
 from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 REMEMBERED = 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What the components of the coordinator count for ``statistics``, since open. ``commits`` is by tier."""
+
+    superseded_saves: int = 0
+    flush_failures: int = 0
+    given_up_copies: int = 0
+    set_aside_copies: int = 0
+    deleted_copies: int = 0
+    commits: Counter[str] = field(default_factory=Counter)
 
 
 class FlushInFlight(Protocol):
@@ -41,10 +54,11 @@ class _Copying:
 
 
 class EventEmitter:
-    """See the module. The coordinator sets ``now_s`` at the start of each step."""
+    """See the module. The coordinator sets ``now_s`` at the start of each step. Components count in ``counters``."""
 
     def __init__(self, notify: Notify = events.ignore) -> None:
         self._notify = notify
+        self.counters = Counters()
         self.now_s = 0.0
         self._saves: dict[CheckpointId, float] = {}
         self._ended: dict[CheckpointId, float] = {}

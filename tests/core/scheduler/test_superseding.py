@@ -162,7 +162,7 @@ def test_the_oldest_that_waits_is_given_up_and_reported(caplog: pytest.LogCaptur
             wait()
     assert not second.done("host")
     assert [r.getMessage() for r in caplog.records] == [str(error)]
-    assert world.coordinator.superseder.superseded == 1
+    assert world.coordinator.counters.superseded_saves == 1
     assert world.coordinator.errors == [], "nothing failed: it was asked for"
     fourth = world.begin(4, region)
     world.seal(fourth)
@@ -187,7 +187,7 @@ def test_a_tier_that_is_slower_than_the_saves_gets_one_copy_after_the_other(imag
     brought = world.steps_on("nvme")
     assert len(brought) > 60
     assert brought[-1] > 100 - 2 * images
-    given_up = world.coordinator.superseder.superseded
+    given_up = world.coordinator.counters.superseded_saves
     assert (given_up > 20) == (images > 2), "two images are one that is copied, and the newest"
 
 
@@ -281,7 +281,7 @@ def test_what_a_worker_reads_stays_and_the_next_oldest_goes() -> None:
     assert region.sealed
     assert bytes(region.image) == world.image(FIRST)
     assert len(world.memory.regions) == 3
-    assert world.coordinator.superseder.superseded == 1, "one was enough"
+    assert world.coordinator.counters.superseded_saves == 1, "one was enough"
 
 
 def test_a_crash_after_the_seal_is_gone_leaves_nothing_of_it() -> None:
@@ -304,7 +304,7 @@ def test_what_an_earlier_start_left_on_its_way_may_be_superseded_too() -> None:
     world.crash()
     world.start()
     give_way(world, 4)
-    assert world.coordinator.superseder.superseded == 1
+    assert world.coordinator.counters.superseded_saves == 1
     world.settle()
     assert world.steps_on("nvme") == [1, 3]
 
@@ -370,7 +370,7 @@ def test_what_a_stored_tier_has_only_leaves_memory() -> None:
     while not answer:
         carry_out(world, lambda task: task.tier == "store")
     assert answer[1] is None
-    assert world.coordinator.superseder.superseded == 0
+    assert world.coordinator.counters.superseded_saves == 0
     world.settle()
     assert first.outcome is SaveOutcome.SAVED
     assert 1 in world.steps_on("store")
@@ -452,7 +452,7 @@ def test_with_a_tier_that_saves_outrun_the_one_it_waits_for_arrives() -> None:
         world.seal(snapshot)
         for _ in range(2):  # a copy takes seven tasks
             world.run_one()
-    assert world.coordinator.superseder.superseded > 5
+    assert world.coordinator.counters.superseded_saves > 5
     assert world.steps_on("pfs"), "nothing would survive the loss of the node"
 
 

@@ -81,7 +81,7 @@ def test_what_is_given_up_for_a_tier_is_reported() -> None:
     lost = next(h for h in world.handles.values() if h.outcome is SaveOutcome.SUPERSEDED)
     with pytest.raises(CapacityError, match=r"superseded by step .*, and store skips it"):
         lost.wait(timeout=0)
-    assert world.coordinator.superseder.superseded == len(given_up(world))
+    assert world.coordinator.counters.superseded_saves == len(given_up(world))
 
 
 def small_nvme(rule: WhenFull | None) -> Throttled:
