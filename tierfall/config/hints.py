@@ -9,14 +9,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tierfall.config.fields import is_address, show
-from tierfall.config.model import (
+from tierfall.config.model import Config
+from tierfall.config.source import Place
+from tierfall.config.tiers import (
     TIER_MODELS,
-    Config,
     FileTierConfig,
     HostTierConfig,
     ObjectTierConfig,
 )
-from tierfall.config.source import Place
 from tierfall.core.types.text import hint_at, with_article
 from tierfall.core.types.values import TierKind
 

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.config import Config, load_config
-from tierfall.config.model import ObjectTierConfig
-from tierfall.core.format import documents
+from tierfall.config import Config, ObjectTierConfig, load_config
 from tierfall.core.format.documents import JsonFields
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError
