@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config, ObjectTierConfig, load_config
+from tierfall.core.format import documents
 from tierfall.core.format.documents import JsonFields
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError
