@@ -56,13 +56,17 @@ def losses(folder: Path, life: str, rank: int = 0) -> dict[int, str]:
 def kill_at_random(job: Job, life: str, drawn: random.Random) -> None:
     """Kill all ranks some time after a loss."""
     count, delay_s = drawn.randint(6, 18), drawn.uniform(0, 0.1)
+    wait_for(job, lambda: len(losses(job.folder, life)) >= count)
+    time.sleep(delay_s)
+    job.kill()
+
+
+def wait_for(job: Job, condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 150
-    while len(losses(job.folder, life)) < count:
+    while not condition():
         assert time.monotonic() < deadline, job.log(0)
         assert all(process.poll() is None for process in job.processes), job.log(0)
         time.sleep(0.002)
-    time.sleep(delay_s)
-    job.kill()
 
 
 # Killed, and started again -------------------------------------------------------------------------------
@@ -105,6 +109,44 @@ def test_another_number_of_ranks_resumes_without_the_loader(start: Start, tmp_pa
     assert (one["step"], one["weights"]) == (8, two["weights"])
     assert train(start, "run", life="on", steps=9, exclude_from_loading=["dataloader"])["step"] == 9
     assert [*losses(tmp_path / "run", "on")] == [9]
+
+
+def damage(folder: Path, memory: Path, step: int, rank: int = 0) -> None:
+    """Change the middle of a rank's image in every copy: on the disk and in memory."""
+    image = next((folder / "disk/titan").glob(f"step-{step:08}-*/*{rank:05}-of-*.safetensors"))
+    at = image.stat().st_size // 2
+    with image.open("r+b") as file:
+        file.seek(at)
+        was = file.read(4096)
+        file.seek(at)
+        file.write(bytes(len(was)))
+    arenas = [path for path in memory.rglob("*.arena") if was in path.read_bytes()]
+    assert arenas, "the newest checkpoint is in memory"
+    for path in arenas:
+        found = path.read_bytes().find(was)
+        with path.open("r+b") as file:
+            file.seek(found)
+            file.write(bytes(len(was)))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_that_is_damaged_everywhere_is_passed_over(
+    start: Start, tmp_path: Path, memory: Path, ranks: int
+) -> None:
+    """By all ranks, though one alone has read the damage."""
+    start("whole", ranks, life="whole", steps=12).wait(250)
+    job = start("run", ranks, life="first", steps=12, pause_s=0.2)
+    wait_for(job, lambda: [*(tmp_path / "run/disk/titan").glob("step-00000008-*/commit.json")])
+    job.kill()
+    damage(tmp_path / "run", memory / "run", 8, ranks - 1)
+    answers = start("run", ranks, life="second", steps=12).wait(250)
+    for rank, answer in enumerate(answers):
+        assert answer.get("step") == 12, answer
+        of_whole = losses(tmp_path / "whole", "whole", rank)
+        expected = {step: of_whole[step] for step in range(5, 13)}
+        assert losses(tmp_path / "run", "second", rank) == expected
+    assert "step 8@1: " in (tmp_path / "run/rank-0.log").read_text()
 
 
 @pytest.mark.timeout(600)
@@ -191,6 +233,40 @@ def test_an_initial_checkpoint(start: Start, tmp_path: Path) -> None:
     (refused,) = start("new", function="load", initial_load_path=str(folder / "pointer")).wait(250)
     assert "points to step 4 of run 'titan'" in refused["error"]
     assert "`tierfall export 4 --run titan --format dcp --to FOLDER`" in refused["error"]
+
+
+@pytest.mark.timeout(600)
+def test_weights_of_hugging_face_are_loaded_where_the_option_says_so(
+    start: Start, tmp_path: Path
+) -> None:
+    given = {"last_save_model_only": True, "last_save_in_hf": True}
+    trained = train(start, "run", steps=4, **given)
+    folder = tmp_path / "run/checkpoint/step-4"
+    path = {"initial_load_path": str(folder)}
+    (refused,) = start("new", function="load", **path).wait(250)
+    assert f"initial_load_path={folder} has no .metadata of DCP" in refused["error"]
+    assert "set initial_load_in_hf=True" in refused["error"]
+    (loaded,) = start("new", function="load", initial_load_in_hf=True, **path).wait(250)
+    assert loaded == {"found": True, "step": 0, "weights": trained["weights"]}
+    shutil.rmtree(tmp_path / "run/disk")
+    lost = train(start, "run", steps=8)
+    assert f"set initial_load_path={folder} and initial_load_in_hf=True" in lost["error"]
+    begun = train(start, "run", life="begun", steps=4, initial_load_in_hf=True, **path)
+    assert begun["step"] == 4
+    assert begun["weights"] != trained["weights"], "it trains on"
+    assert [*losses(tmp_path / "run", "begun")] == [1, 2, 3, 4]
+
+
+@pytest.mark.timeout(600)
+def test_an_initial_checkpoint_that_one_rank_lacks_is_an_error_of_all(
+    start: Start, tmp_path: Path
+) -> None:
+    train(start, "run", own="disabled", steps=1)
+    (tmp_path / "run/checkpoint/step-1").rename(tmp_path / "initial-0")
+    path = str(tmp_path / "initial-{rank}")
+    answers = start("new", 2, function="load", initial_load_path=path).wait(120)
+    expected = f"rank 1: TierfallManager: initial_load_path={tmp_path}/initial-1: there is no such"
+    assert [expected in answer["error"] for answer in answers] == [True, True], answers
 
 
 @pytest.mark.timeout(600)

@@ -210,7 +210,9 @@ def digest(trainer: Any) -> str:
 
 
 def load(folder: str, memory: str, **given: Any) -> dict[str, Any]:
-    """Load, and do not train."""
+    """Load, and do not train. ``{rank}`` in a path is the number of this rank."""
+    if path := given.get("initial_load_path"):
+        given["initial_load_path"] = path.format(rank=RANK)
     try:
         trainer = make(Path(folder), memory, None, STEPS, given)
         found = trainer.checkpointer.load()

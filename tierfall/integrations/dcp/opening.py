@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE
@@ -29,6 +31,16 @@ from tierfall.run.open_run import OpenRun
 from tierfall.session.session import Session
 
 logger = logging.getLogger("tierfall")
+
+
+class DamagedError(RestoreError):
+    """The checkpoint that was named is damaged in every copy, so an older one may be loaded. All ranks raise it."""
+
+
+def is_damage(error: CheckpointException) -> bool:
+    """Return whether a load has failed since its checkpoint is damaged in every copy; the same on all ranks."""
+    failures = [failure for failure, _ in error.failures.values()]
+    return all(isinstance(f, (DamagedError, *PASSABLE)) and not f.retryable for f in failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +88,8 @@ def open_checkpoint(
             return opened
         reason = ranks.topology.name_rank(failed.rank, failed.message)
         if request.step is not None or failed.permanent:
-            raise RestoreError(f"{request.operation} of {checkpoint.id}: {reason}") from error
+            kind = RestoreError if failed.permanent else DamagedError
+            raise kind(f"{request.operation} of {checkpoint.id}: {reason}") from error
         tally.add_skipped(f"step {checkpoint.id}", reason)
         logger.error("%s: step %s is skipped: %s", request.operation, checkpoint.id, reason)
     raise RestoreError(
