@@ -101,6 +101,20 @@ def test_every_loss_after_a_kill_is_that_of_an_uninterrupted_run(start: Start, r
 
 
 @pytest.mark.timeout(600)
+def test_sharded_replicas_go_on_after_a_kill(start: Start, tmp_path: Path) -> None:
+    """HYBRID_SHARD: 2 replicas of 2 shards."""
+    job = start("run", 4, life="first", steps=8, replicas=2, pause_s=0.5)
+    wait_for(job, lambda: all(len(losses(job.folder, "first", rank)) == 7 for rank in range(4)))
+    job.kill()
+    answers = start("run", 4, life="last", steps=8, replicas=2).wait(250)
+    for rank, answer in enumerate(answers):
+        assert answer.get("step") == 8, answer
+        first, last = (losses(tmp_path / "run", life, rank) for life in ("first", "last"))
+        assert [*last] == [5, 6, 7, 8]
+        assert [last[step] for step in (5, 6, 7)] == [first[step] for step in (5, 6, 7)]
+
+
+@pytest.mark.timeout(600)
 def test_another_number_of_ranks_resumes_without_the_loader(start: Start, tmp_path: Path) -> None:
     two = train(start, "run", 2, steps=8)
     refused = train(start, "run", steps=8)

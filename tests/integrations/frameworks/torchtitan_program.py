@@ -92,7 +92,7 @@ class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
         return VOCABULARY
 
 
-def trainer_config(folder: Path, checkpoint: Any, steps: int) -> Any:
+def trainer_config(folder: Path, checkpoint: Any, steps: int, replicas: int) -> Any:
     spec = model_registry("debugmodel")
     for _, attention, parent, name in spec.model.traverse(FlexAttention.Config):
         del attention
@@ -114,7 +114,9 @@ def trainer_config(folder: Path, checkpoint: Any, steps: int) -> Any:
         ),
         metrics=MetricsProcessor.Config(log_freq=1),
         activation_checkpoint=SelectiveAC.Config(),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        parallelism=ParallelismConfig(
+            spmd_backend="partial_dtensor", data_parallel_replicate_degree=replicas
+        ),
         checkpoint=checkpoint,
         debug=DebugConfig(seed=1),
     )
@@ -143,6 +145,7 @@ def of_the_page(folder: Path, memory: str) -> Any:
 
 def make(folder: Path, memory: str, own: str | None, steps: int, given: dict[str, Any]) -> Any:
     """Make a Trainer with tierfall's manager, that of the page, or TorchTitan's own in the mode ``own``."""
+    replicas = given.pop("replicas", 1)
     fields = {"enable": True, "interval": EVERY, "last_save_model_only": False, **given}
     fields = {name: value for name, value in fields.items() if value is not None}
     if own == "page":
@@ -151,7 +154,7 @@ def make(folder: Path, memory: str, own: str | None, steps: int, given: dict[str
         checkpoint = CheckpointManager.Config(async_mode=own, **fields)
     else:
         checkpoint = TierfallManager.Config(tiers=tiers(folder, memory), **fields)
-    return trainer_config(folder, checkpoint, steps).build()
+    return trainer_config(folder, checkpoint, steps, replicas).build()
 
 
 def train(
