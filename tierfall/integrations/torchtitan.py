@@ -14,16 +14,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import tierfall
 from tierfall.errors import ConfigError, RestoreError
-from tierfall.integrations.frameworks import (
-    check_interface,
-    check_on_all_ranks,
-    read_config,
-)
-from tierfall.integrations.torchtitan_load import (
-    check_initial_path,
-    check_own_folder,
-    load_newest,
-)
+from tierfall.integrations import torchtitan_load
+from tierfall.integrations.frameworks import check_interface, check_on_all_ranks, read_config
 
 SUPPORTED = "0.3"
 NEEDED = ("load", "_find_load_step", "_should_save", "_save_last_step")
@@ -34,7 +26,12 @@ INSTEAD = {
 """Fields of TorchTitan's manager that are refused, and what to do."""
 
 check_interface("torchtitan.components.checkpointer", "CheckpointManager", NEEDED, SUPPORTED)
-from torchtitan.components.checkpointer import DATALOADER, MODEL, CheckpointManager  # noqa: E402
+from torchtitan.components.checkpointer import (  # noqa: E402
+    DATALOADER,
+    MODEL,
+    TRAIN_STATE,
+    CheckpointManager,
+)
 
 __all__ = ["TierfallManager"]
 
@@ -84,8 +81,9 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
         if report is None:
             return self._load_initial(step)
         with torch.no_grad():
-            at, states = load_newest(
-                self._ckpt, report, self._state_to_load, self.pg, named=step != -1
+            state, without = self._state_to_load, self.exclude_from_loading
+            at, states = torchtitan_load.load_newest(
+                self._ckpt, report, state, self.pg, without=without, named=step != -1
             )
             self.states[MODEL].load_state_dict(states)
         if self.states[DATALOADER] is not None:
@@ -102,9 +100,10 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
         return bool(super().load())
 
     def _check_initial(self) -> None:
-        check_own_folder(self.folder, super()._find_load_step(), self.initial_load_path)
-        if self.initial_load_path:
-            check_initial_path(self.initial_load_path, in_hf=self.initial_load_in_hf)
+        path = self.initial_load_path
+        torchtitan_load.check_own_folder(self.folder, super()._find_load_step(), path)
+        if path:
+            torchtitan_load.check_initial_path(path, in_hf=self.initial_load_in_hf)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if self._ckpt is None or not self._should_save(curr_step, last_step):
@@ -130,6 +129,11 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
         return -1
 
     def _state_to_load(self, step: int) -> dict[str, Any]:
+        if step and TRAIN_STATE in self.exclude_from_loading:
+            raise ConfigError(
+                f"exclude_from_loading: {TRAIN_STATE}: this would train from step 1, and the run is at step {step}: "
+                f"`tierfall export {step} --format dcp --to FOLDER`, and name FOLDER as initial_load_path of a new run"
+            )
         return self._state(self.exclude_from_loading, model_only=step == 0)
 
     def _state(self, without: Any = (), *, model_only: bool = False) -> dict[str, Any]:

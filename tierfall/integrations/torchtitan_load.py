@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import tierfall
 from tierfall.errors import ConfigError, RestoreError, TierfallError
 from tierfall.integrations.dcp import TierReader
 from tierfall.integrations.dcp.opening import is_damage
+from tierfall.integrations.dcp.planning import CompleteLoadPlanner
 from tierfall.integrations.frameworks import newest_first
 
 __all__ = ["check_initial_path", "check_own_folder", "load_newest"]
@@ -30,10 +31,12 @@ def load_newest(
     state_at: Callable[[int], dict[str, Any]],
     group: ProcessGroup | None,
     *,
+    without: Collection[str],
     named: bool,
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Load the checkpoint of a report into what ``state_at`` returns for its step; by all ranks. One that is damaged in
-    every copy is passed over to the next older one, unless a user ``named`` it.
+    """Load the checkpoint of a report into what ``state_at`` returns for its step, ``without`` some entries.
+
+    One that is damaged in every copy is passed over to the next older one, by all ranks, unless a user ``named`` it.
 
     Returns step and attempt, and the state. Raises CheckpointException, RestoreError where all are damaged.
     """
@@ -42,14 +45,16 @@ def load_newest(
         state = state_at(at["step"])
         reader = TierReader(ckpt, step=at["step"], attempt=at["attempt"], resume=False)
         try:
-            dcp.load(state, storage_reader=reader, process_group=group)
+            planner = CompleteLoadPlanner(without) if at["step"] else None
+            dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
             return at, state
         except CheckpointException as error:
             failures = [failure for failure, _ in error.failures.values()]
             if not any(isinstance(failure, TierfallError) for failure in failures):
                 error.add_note(
-                    f"TierfallManager: step {at['step']} does not have all of the state. A loader has a state for each "
-                    "rank: with another number of ranks, set exclude_from_loading=['dataloader']"
+                    f"TierfallManager: step {at['step']} does not fit the state of this configuration. A loader has a "
+                    "state for each rank: with another number of ranks, set exclude_from_loading=['dataloader']. With "
+                    "another optimizer, exclude 'optimizer'. With another model, resume with the one that saved"
                 )
             if named or not is_damage(error):
                 raise

@@ -25,6 +25,8 @@ ROOT = PROGRAM.parents[3]
 STEPS, EVERY = 24, 4
 INSIDE = ("capture", "seal", "sealed", "flush", "published", "landed", "commit")
 
+LOADER_ADVICE = "another number of ranks, set exclude_from_loading=['dataloader']"
+
 Start = Callable[..., Job]
 
 
@@ -118,11 +120,15 @@ def test_sharded_replicas_go_on_after_a_kill(start: Start, tmp_path: Path) -> No
 def test_another_number_of_ranks_resumes_without_the_loader(start: Start, tmp_path: Path) -> None:
     two = train(start, "run", 2, steps=8)
     refused = train(start, "run", steps=8)
-    assert "another number of ranks, set exclude_from_loading=['dataloader']" in refused["error"]
+    assert LOADER_ADVICE in refused["error"]
     one = train(start, "run", steps=8, exclude_from_loading=["dataloader"])
     assert (one["step"], one["weights"]) == (8, two["weights"])
     assert train(start, "run", life="on", steps=9, exclude_from_loading=["dataloader"])["step"] == 9
     assert [*losses(tmp_path / "run", "on")] == [9]
+    for answer in start("run", 2, steps=10).wait(250):
+        assert LOADER_ADVICE in answer["error"], "more ranks"
+    job = start("run", 2, life="two", steps=10, exclude_from_loading=["dataloader"])
+    assert [answer["step"] for answer in job.wait(250)] == [10, 10]
 
 
 def damage(folder: Path, memory: Path, step: int, rank: int = 0) -> None:
@@ -213,6 +219,8 @@ def test_fields_are_honoured(start: Start, tmp_path: Path) -> None:
     assert again["weights"] == trained["weights"]
     gone = train(start, "run", load_step=4)
     assert "there is no checkpoint of step 4 to restore; there are: 6@1 on disk" in gone["error"]
+    no_steps = train(start, "run", exclude_from_loading=["train_state"])
+    assert "this would train from step 1, and the run is at step 8" in no_steps["error"]
     unknown = train(start, "run", exclude_from_loading=["optimizers"])
     assert "exclude_from_loading: optimizers: expected train_state, model" in unknown["error"]
 
@@ -293,6 +301,48 @@ def test_the_configuration_of_the_page_goes_on(start: Start, tmp_path: Path) -> 
         "step-00000002-a0001",
         "step-00000004-a0002",
     ]
+
+
+@pytest.mark.timeout(600)
+def test_another_model_is_refused_and_the_run_goes_on_with_its_own(
+    start: Start, tmp_path: Path
+) -> None:
+    train(start, "run", steps=2)
+    fewer = train(start, "run", steps=4, layers=5)
+    assert "that the state of this configuration lacks, such as layers.5." in fewer["error"]
+    more = train(start, "run", steps=4, layers=7)
+    assert "Missing key in checkpoint state_dict: layers.6." in more["error"]
+    assert "With another model, resume with the one that saved" in more["error"]
+    fresh = {"life": "fresh", "exclude_from_loading": ["optimizer", "lr_scheduler"]}
+    assert train(start, "run", steps=4, **fresh)["step"] == 4
+    assert [*losses(tmp_path / "run", "fresh")] == [3, 4]
+
+
+@pytest.mark.timeout(600)
+def test_a_second_start_of_a_run_that_trains_is_refused(start: Start, tmp_path: Path) -> None:
+    job = start("run", life="first", steps=40, pause_s=0.5)
+    wait_for(job, lambda: losses(job.folder, "first"))
+    assert "is owned on this machine by process" in train(start, "run", life="second")["error"]
+    seen = len(losses(job.folder, "first"))
+    wait_for(job, lambda: len(losses(job.folder, "first")) > seen)
+    job.kill()
+
+
+@pytest.mark.timeout(600)
+def test_killed_in_the_first_save_it_begins_anew(start: Start, tmp_path: Path) -> None:
+    job = start("run", life="first", point="seal")
+    job.wait_for_one(250)
+    job.kill()
+    assert train(start, "run", life="second")["step"] == STEPS
+    first, second = (losses(tmp_path / "run", life) for life in ("first", "second"))
+    assert [*second] == [*range(1, STEPS + 1)]
+    assert first.items() <= second.items()
+
+
+@pytest.mark.timeout(600)
+def test_without_checkpoints_it_trains_and_writes_none(start: Start, tmp_path: Path) -> None:
+    assert train(start, "run", steps=5, enable=False)["step"] == 5
+    assert not (tmp_path / "run/disk").exists()
 
 
 @pytest.mark.timeout(600)
