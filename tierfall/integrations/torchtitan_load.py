@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tierfall
 from tierfall.errors import ConfigError, RestoreError, TierfallError
 from tierfall.integrations.dcp import TierReader
-from tierfall.integrations.dcp.opening import is_damage
 from tierfall.integrations.dcp.planning import CompleteLoadPlanner
 from tierfall.integrations.frameworks import newest_first
 
@@ -50,13 +49,14 @@ def load_newest(
             return at, state
         except CheckpointException as error:
             failures = [failure for failure, _ in error.failures.values()]
-            if not any(isinstance(failure, TierfallError) for failure in failures):
+            # DCP makes an AssertionError of metadata that could not be read.
+            if not any(isinstance(each, (TierfallError, AssertionError)) for each in failures):
                 error.add_note(
                     f"TierfallManager: step {at['step']} does not fit the state of this configuration. A loader has a "
                     "state for each rank: with another number of ranks, set exclude_from_loading=['dataloader']. With "
                     "another optimizer, exclude 'optimizer'. With another model, resume with the one that saved"
                 )
-            if named or not is_damage(error):
+            if named or not reader.damaged:
                 raise
             tried.append(f"step {at['step']}@{at['attempt']}: {failures[0]}")
             logger.error("TierfallManager: skipped: %s", tried[-1])

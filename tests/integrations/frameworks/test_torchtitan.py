@@ -170,16 +170,27 @@ def test_a_checkpoint_that_is_damaged_everywhere_is_passed_over(
 
 
 @pytest.mark.timeout(600)
-def test_damage_is_not_taken_for_a_state_that_was_not_saved(
+def test_damage_is_passed_over_down_to_a_whole_checkpoint_and_without_one_is_an_error(
     start: Start, tmp_path: Path, memory: Path
 ) -> None:
-    train(start, "run", steps=4)
-    shutil.rmtree(memory / "run")
-    (image,) = (tmp_path / "run/disk/titan").glob("step-*/*.safetensors")
-    with image.open("r+b") as file:
-        file.seek(image.stat().st_size // 2)
-        file.write(bytes(range(64)))
-    error = train(start, "run", steps=8)["error"]
+    train(start, "run", life="first", steps=12)
+
+    def overwrite(step: int, share: float) -> None:
+        shutil.rmtree(memory / "run", ignore_errors=True)
+        (image,) = (tmp_path / "run/disk/titan").glob(f"step-{step:08}-a0001/*.safetensors")
+        with image.open("r+b") as file:
+            file.seek(int(image.stat().st_size * share))
+            file.write(bytes(range(64)))
+
+    overwrite(12, 0.5)
+    overwrite(8, 0.0)  # its header
+    refused = train(start, "run", steps=12, load_step=12)
+    assert "digest" in refused["error"], "the step that a user names is not passed over"
+    assert train(start, "run", life="second", steps=7)["step"] == 7
+    assert [*losses(tmp_path / "run", "second")] == [5, 6, 7]
+    shutil.rmtree(next((tmp_path / "run/disk/titan").glob("step-00000007-*")))
+    overwrite(4, 0.5)
+    error = train(start, "run", steps=12)["error"]
     assert "digest" in error
     assert "exclude_from_loading" not in error
 

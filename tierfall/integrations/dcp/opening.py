@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from tierfall.core.copies.checkpoint_reader import CheckpointReader
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.shard_reader import PASSABLE
@@ -35,12 +33,6 @@ logger = logging.getLogger("tierfall")
 
 class DamagedError(RestoreError):
     """The checkpoint that was named is damaged in every copy, so an older one may be loaded. All ranks raise it."""
-
-
-def is_damage(error: CheckpointException) -> bool:
-    """Return whether a load has failed since its checkpoint is damaged in every copy; the same on all ranks."""
-    failures = [failure for failure, _ in error.failures.values()]
-    return all(isinstance(f, (DamagedError, *PASSABLE)) and not f.retryable for f in failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,12 @@ class TierReader(StorageReader):
         self._resume = resume
         self._opened: OpenedCheckpoint | None = None
         self._release: Callable[[], object] = bool
+        self._damaged = False
+
+    @property
+    def damaged(self) -> bool:
+        """Whether the last load failed since the checkpoint is damaged in every copy; the same on all ranks."""
+        return self._damaged
 
     # What DCP calls ----------------------------------------------------------------------------------
 
@@ -82,9 +88,14 @@ class TierReader(StorageReader):
         self._release()
         run.check_usable()
         run.prepare_restore(continues=self._resume)
-        with run.restorer.deletions_paused():
-            self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
-            self._release = hold(run, self._opened.checkpoint.id, owner=self)
+        self._damaged = False
+        try:
+            with run.restorer.deletions_paused():
+                self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
+                self._release = hold(run, self._opened.checkpoint.id, owner=self)
+        except DamagedError:
+            self._damaged = True
+            raise
         entries = self._opened.entries
         return Metadata(
             state_dict_metadata=cast("dict[str, Any]", entries), planner_data=Paths(entries)
@@ -158,15 +169,15 @@ class TierReader(StorageReader):
             _ReadDecision,
             timeout_s=run.restorer.patience_s,
         )
-        kind = DamagedError if all_ranks.damaged else RestoreError
+        self._damaged = all_ranks.damaged
         if failure is not None and not lost:
             if not (run.session.ranks.many and opened.parts.touched):
                 raise failure
             of = f"dcp.load of {opened.checkpoint.id}"
-            raise kind(f"{of}: {failure}{HALF_FILLED}") from failure
+            raise RestoreError(f"{of}: {failure}{HALF_FILLED}") from failure
         if all_ranks.failed is not None:
             of = f"dcp.load of {opened.checkpoint.id}"
-            raise kind(f"{of}: rank {all_ranks.rank}: {all_ranks.failed}{HALF_FILLED}")
+            raise RestoreError(f"{of}: rank {all_ranks.rank}: {all_ranks.failed}{HALF_FILLED}")
         if self._resume:
             run.restorer.continue_from(opened.checkpoint, all_ranks.saved)
 
