@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 import tierfall
-from tierfall.errors import ConfigError, RestoreError
+from tierfall.errors import ConfigError
 from tierfall.integrations import torchtitan_load
 from tierfall.integrations.frameworks import check_interface, check_on_all_ranks, read_config
 
@@ -79,7 +79,7 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
         # Of an empty state, this restores the random state alone, if there is one of as many ranks.
         report = self._ckpt.restore({}, step=None if step == -1 else step, strict=False)
         if report is None:
-            return self._load_initial(step)
+            return self._load_initial()
         with torch.no_grad():
             state, without = self._state_to_load, self.exclude_from_loading
             at, states = torchtitan_load.load_newest(
@@ -91,11 +91,9 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
         self._ckpt.restore({}, step=at["step"], attempt=at["attempt"], strict=False)
         return True
 
-    def _load_initial(self, step: int) -> bool:
+    def _load_initial(self) -> bool:
         assert self._ckpt is not None
         check_on_all_ranks(self._ckpt, "load an initial checkpoint", self._check_initial)
-        if step != -1:
-            raise RestoreError(f"TierfallManager: load_step={step}: the run has no checkpoint")
         self._ckpt.begin()
         return bool(super().load())
 

@@ -263,6 +263,8 @@ def test_an_initial_checkpoint(start: Start, tmp_path: Path) -> None:
     assert loaded == {"found": True, "step": 0, "weights": trained["weights"]}
     with tierfall.open(folder / "tiers-0.yaml") as ckpt:
         ckpt.write_pointer(folder / "pointer", 4)
+    nowhere = train(start, "none", load_step=4)
+    assert "there is no checkpoint of step 4 to restore; there are: none" in nowhere["error"]
     (refused,) = start("new", function="load", initial_load_path=str(folder / "pointer")).wait(250)
     assert "points to step 4 of run 'titan'" in refused["error"]
     assert "`tierfall export 4 --run titan --format dcp --to FOLDER`" in refused["error"]
