@@ -39,8 +39,8 @@ __all__ = ["TierfallManager"]
 class TierfallManager(CheckpointManager):  # type: ignore[misc]
     """A checkpoint manager of TorchTitan that saves to tierfall's tiers, and loads from them.
 
-    All ranks save and load. Raises ConfigError for a field that is not supported, RestoreError where ``load_step`` is
-    not there.
+    All ranks save and load. Raises ConfigError for a field that is not supported, RestoreError where the step to
+    load is not there.
     """
 
     @dataclass(kw_only=True, slots=True)
