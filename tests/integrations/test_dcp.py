@@ -33,6 +33,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.integrations.dcp import TierReader, TierSavePlanner, TierWriter
+from tierfall.integrations.dcp.planning import CompleteLoadPlanner
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
@@ -275,8 +276,9 @@ def test_a_damaged_chunk_is_read_from_the_next_tier_and_without_one_is_an_error(
     with tierfall.open(config) as ckpt:
         found = {"w": torch.zeros(64 << 10)}
         with pytest.raises(CheckpointException) as caught:
-            dcp.load(found, storage_reader=TierReader(ckpt, tier="disk"))
+            dcp.load(found, storage_reader=(reader := TierReader(ckpt, tier="disk")))
         assert isinstance(raised(caught.value), IntegrityError)
+        assert reader.damaged
         dcp.load(found, storage_reader=TierReader(ckpt))
         assert same(found, state)
 
@@ -291,34 +293,49 @@ def test_a_header_that_is_damaged_everywhere_gives_way_to_the_older_step(
     with tierfall.open(make_config()) as ckpt:
         state = {"n": 0}
         with pytest.raises(CheckpointException, match=r"dcp\.load of 2@1"):
-            dcp.load(state, storage_reader=TierReader(ckpt, step=2))
+            dcp.load(state, storage_reader=(reader := TierReader(ckpt, step=2)))
+        assert reader.damaged
         dcp.load(state, storage_reader=TierReader(ckpt))
         assert state == {"n": 1}
 
 
-def test_a_header_that_could_not_be_read_is_not_taken_for_a_damaged_one(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+def test_a_planner_that_leaves_no_tensor_out(make_config: MakeConfig) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        saved = {"kept": torch.ones(3), "other": {"left": torch.ones(2), "n": 1}}
+        dcp.save(saved, storage_writer=TierWriter(ckpt, step=1))
+        found = {"kept": torch.zeros(3)}
+        with pytest.raises(CheckpointException, match=r"1 tensors that .* such as other\.left"):
+            dcp.load(found, storage_reader=TierReader(ckpt), planner=CompleteLoadPlanner())
+        assert found["kept"].sum() == 0
+        dcp.load(found, storage_reader=TierReader(ckpt), planner=CompleteLoadPlanner(["other"]))
+        assert found["kept"].sum() == 3
+
+
+@pytest.mark.parametrize("first_byte", [0, 1 << 18])
+def test_what_could_not_be_read_is_not_taken_for_damaged(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, first_byte: int
 ) -> None:
+    """Neither a header nor tensors."""
     with tierfall.open(make_config()) as ckpt:
         for step in (1, 2):
-            dcp.save({"n": step}, storage_writer=TierWriter(ckpt, step=step, until="disk"))
+            state = {"n": step, "w": torch.full((1 << 17,), float(step))}
+            dcp.save(state, storage_writer=TierWriter(ckpt, step=step, until="disk"))
     read_into = PosixBackend.read_into
 
     def away(self: PosixBackend, key: str, offset: int, view: memoryview) -> None:
-        if "step-00000002" in key and key.endswith(".safetensors"):
+        if "step-00000002" in key and key.endswith(".safetensors") and offset >= first_byte:
             raise UnreachableError(f"{key} is away for a moment")
         read_into(self, key, offset, view)
 
     with tierfall.open(make_config()) as ckpt, monkeypatch.context() as patch:
         patch.setattr(PosixBackend, "read_into", away)
-        state = {"n": 0}
-        with pytest.raises(
-            CheckpointException, match=r"dcp\.load of 2@1: a copy could not be read"
-        ):
-            dcp.load(state, storage_reader=TierReader(ckpt))
+        state = {"n": 0, "w": torch.zeros(1 << 17)}
+        with pytest.raises(CheckpointException, match="is away for a moment"):
+            dcp.load(state, storage_reader=(reader := TierReader(ckpt)))
+        assert not reader.damaged
         patch.undo()
         dcp.load(state, storage_reader=TierReader(ckpt))
-        assert state == {"n": 2}
+        assert state["n"] == 2
 
 
 def test_without_a_checkpoint_load_says_so(make_config: MakeConfig) -> None:

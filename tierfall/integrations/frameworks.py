@@ -4,8 +4,9 @@ the retention that a framework's configuration asks for."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
+from itertools import dropwhile, islice
 from typing import Any
 
 from tierfall import Checkpointer, Config, RestoreReport
@@ -16,6 +17,7 @@ from tierfall.core.types.errors import (
     RanksError,
     RestoreError,
     StepError,
+    TierfallError,
 )
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import open_run_of
@@ -76,6 +78,34 @@ def meet_all_ranks(ckpt: Checkpointer, call: str) -> None:
         raise RanksError(
             f"{error}. Nothing was saved. Each rank has a part of the state: make the call on all ranks"
         ) from error
+
+
+def check_on_all_ranks(ckpt: Checkpointer, call: str, check: Callable[[], None]) -> None:
+    """Make a check of what this rank sees, on all ranks. Raises ConfigError on every rank where it fails on one."""
+    run, problem = open_run_of(ckpt), ""
+    try:
+        check()
+    except (OSError, TierfallError) as error:
+        problem = str(error)
+
+    def decide(found: dict[int, str]) -> None:
+        for rank, text in found.items():
+            if text:
+                raise ConfigError(run.session.ranks.topology.name_rank(rank, text))
+
+    run.session.ranks.agree(call, problem, decide, object, timeout_s=run.restorer.patience_s)
+
+
+def newest_first(ckpt: Checkpointer, report: RestoreReport) -> Iterator[dict[str, int]]:
+    """Yield step and attempt of a report, and then those of older checkpoints. All ranks get the same, and continue
+    together."""
+    yield {"step": report.step, "attempt": report.attempt}
+    at = CheckpointId(report.step, report.attempt)
+    run = open_run_of(ckpt)
+    request = run.restorer.request(None, None, doing="load")
+    known = run.restorer.candidates(run.session.list_now(), request, run.session.new_tally())
+    for id in islice(dropwhile(lambda id: id != at, [each.id for each in known]), 1, None):
+        yield {"step": id.step, "attempt": id.attempt}
 
 
 def begin(ckpt: Checkpointer, call: str) -> None:

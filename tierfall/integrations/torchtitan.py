@@ -6,20 +6,16 @@ state has the names that TorchTitan's own checkpoints have.
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 import tierfall
-from tierfall.errors import ConfigError, RestoreError, TierfallError
-from tierfall.integrations.dcp import TierReader
-from tierfall.integrations.frameworks import check_interface, read_config
+from tierfall.errors import ConfigError
+from tierfall.integrations import torchtitan_load
+from tierfall.integrations.frameworks import check_interface, check_on_all_ranks, read_config
 
 SUPPORTED = "0.3"
 NEEDED = ("load", "_find_load_step", "_should_save", "_save_last_step")
@@ -30,7 +26,12 @@ INSTEAD = {
 """Fields of TorchTitan's manager that are refused, and what to do."""
 
 check_interface("torchtitan.components.checkpointer", "CheckpointManager", NEEDED, SUPPORTED)
-from torchtitan.components.checkpointer import DATALOADER, MODEL, CheckpointManager  # noqa: E402
+from torchtitan.components.checkpointer import (  # noqa: E402
+    DATALOADER,
+    MODEL,
+    TRAIN_STATE,
+    CheckpointManager,
+)
 
 __all__ = ["TierfallManager"]
 
@@ -38,8 +39,8 @@ __all__ = ["TierfallManager"]
 class TierfallManager(CheckpointManager):  # type: ignore[misc]
     """A checkpoint manager of TorchTitan that saves to tierfall's tiers, and loads from them.
 
-    All ranks save and load. Raises ConfigError for a field that is not supported, RestoreError where ``load_step`` is
-    not there.
+    All ranks save and load. Raises ConfigError for a field that is not supported, RestoreError where the step to
+    load is not there.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -69,51 +70,38 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
 
     def load(self, step: int = -1) -> bool:
         """Load ``step``, or the newest checkpoint of the run if it is -1; an initial checkpoint where the run is empty.
-        Return whether there was one."""
+        Return whether there was one.
+
+        A newest checkpoint that is damaged in every copy is passed over to the next older one, by all ranks.
+        """
         if self._ckpt is None:
             return False
         # Of an empty state, this restores the random state alone, if there is one of as many ranks.
         report = self._ckpt.restore({}, step=None if step == -1 else step, strict=False)
         if report is None:
-            return self._load_initial(step)
-        states = self._state(self.exclude_from_loading, model_only=report.step == 0)
-        reader = TierReader(self._ckpt, step=report.step, attempt=report.attempt, resume=False)
+            return self._load_initial()
         with torch.no_grad():
-            try:
-                dcp.load(states, storage_reader=reader, process_group=self.pg)
-            except CheckpointException as error:
-                if not any(isinstance(each, TierfallError) for each, _ in error.failures.values()):
-                    error.add_note(
-                        f"TierfallManager: step {report.step} does not have all of the state. A loader has a state for "
-                        "each rank: with another number of ranks, set exclude_from_loading=['dataloader']"
-                    )
-                raise
+            state, without = self._state_to_load, self.exclude_from_loading
+            at, states = torchtitan_load.load_newest(
+                self._ckpt, report, state, self.pg, without=without, named=step != -1
+            )
             self.states[MODEL].load_state_dict(states)
         if self.states[DATALOADER] is not None:
             self.states[DATALOADER].state_dict()  # makes the iterator, which draws random numbers
-        self._ckpt.restore({}, step=report.step, attempt=report.attempt, strict=False)
+        self._ckpt.restore({}, step=at["step"], attempt=at["attempt"], strict=False)
         return True
 
-    def _load_initial(self, step: int) -> bool:
-        own = super()._find_load_step()
-        if own != -1:
-            folder = os.path.join(self.folder, f"step-{own}")
-            raise ConfigError(
-                f"TierfallManager: the run has no checkpoint, and {folder} is one of TorchTitan's own format: "
-                f"`tierfall import {folder} --as-step {own}` makes it a checkpoint of the run; or name another folder"
-            )
-        if step != -1:
-            raise RestoreError(f"TierfallManager: load_step={step}: the run has no checkpoint")
-        with suppress(ConfigError):  # there is no pointer; none is below os.devnull
-            pointer = tierfall.read_pointer(self.initial_load_path or os.devnull)
-            raise RestoreError(
-                f"TierfallManager: initial_load_path={self.initial_load_path} points to step {pointer.step} of run "
-                f"{pointer.run!r}, and TorchTitan reads its own format: `tierfall export {pointer.step} --run "
-                f"{pointer.run} --format dcp --to FOLDER`, and name FOLDER"
-            )
+    def _load_initial(self) -> bool:
         assert self._ckpt is not None
+        check_on_all_ranks(self._ckpt, "load an initial checkpoint", self._check_initial)
         self._ckpt.begin()
         return bool(super().load())
+
+    def _check_initial(self) -> None:
+        path = self.initial_load_path
+        torchtitan_load.check_own_folder(self.folder, super()._find_load_step(), path)
+        if path:
+            torchtitan_load.check_initial_path(path, in_hf=self.initial_load_in_hf)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if self._ckpt is None or not self._should_save(curr_step, last_step):
@@ -137,6 +125,14 @@ class TierfallManager(CheckpointManager):  # type: ignore[misc]
     def _find_load_step(self, *args: Any, **more: Any) -> int:
         """Return -1: the run has no checkpoint, and what is in TorchTitan's folder is not resumed from."""
         return -1
+
+    def _state_to_load(self, step: int) -> dict[str, Any]:
+        if step and TRAIN_STATE in self.exclude_from_loading:
+            raise ConfigError(
+                f"exclude_from_loading: {TRAIN_STATE}: this would train from step 1, and the run is at step {step}: "
+                f"`tierfall export {step} --format dcp --to FOLDER`, and name FOLDER as initial_load_path of a new run"
+            )
+        return self._state(self.exclude_from_loading, model_only=step == 0)
 
     def _state(self, without: Any = (), *, model_only: bool = False) -> dict[str, Any]:
         """Return the state as TorchTitan's own checkpoints have it: the model's tensors beside the other entries."""

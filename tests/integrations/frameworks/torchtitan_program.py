@@ -33,7 +33,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 from tests.distributed import killing
-from tierfall.errors import ConfigError, TierfallError
+from tierfall.errors import TierfallError
 from tierfall.integrations.torchtitan import TierfallManager
 
 ROOT = Path(__file__).parents[3]
@@ -92,8 +92,12 @@ class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
         return VOCABULARY
 
 
-def trainer_config(folder: Path, checkpoint: Any, steps: int) -> Any:
+def trainer_config(
+    folder: Path, checkpoint: Any, steps: int, replicas: int, layers: int | None
+) -> Any:
     spec = model_registry("debugmodel")
+    if layers is not None:
+        spec.model.layers = [*spec.model.layers, spec.model.layers[-1]][:layers]
     for _, attention, parent, name in spec.model.traverse(FlexAttention.Config):
         del attention
         setattr(parent, name, ScaledDotProductAttention.Config())
@@ -114,7 +118,9 @@ def trainer_config(folder: Path, checkpoint: Any, steps: int) -> Any:
         ),
         metrics=MetricsProcessor.Config(log_freq=1),
         activation_checkpoint=SelectiveAC.Config(),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        parallelism=ParallelismConfig(
+            spmd_backend="partial_dtensor", data_parallel_replicate_degree=replicas
+        ),
         checkpoint=checkpoint,
         debug=DebugConfig(seed=1),
     )
@@ -143,6 +149,7 @@ def of_the_page(folder: Path, memory: str) -> Any:
 
 def make(folder: Path, memory: str, own: str | None, steps: int, given: dict[str, Any]) -> Any:
     """Make a Trainer with tierfall's manager, that of the page, or TorchTitan's own in the mode ``own``."""
+    replicas, layers = given.pop("replicas", 1), given.pop("layers", None)
     fields = {"enable": True, "interval": EVERY, "last_save_model_only": False, **given}
     fields = {name: value for name, value in fields.items() if value is not None}
     if own == "page":
@@ -151,7 +158,7 @@ def make(folder: Path, memory: str, own: str | None, steps: int, given: dict[str
         checkpoint = CheckpointManager.Config(async_mode=own, **fields)
     else:
         checkpoint = TierfallManager.Config(tiers=tiers(folder, memory), **fields)
-    return trainer_config(folder, checkpoint, steps).build()
+    return trainer_config(folder, checkpoint, steps, replicas, layers).build()
 
 
 def train(
@@ -172,7 +179,7 @@ def train(
     root = Path(folder)
     try:
         trainer = make(root, memory, own, steps, given)
-    except ConfigError as error:
+    except TierfallError as error:
         return {"error": str(error)}
     log, logged = root / f"{life}-{RANK}", trainer.metrics_processor.log
 
@@ -210,7 +217,9 @@ def digest(trainer: Any) -> str:
 
 
 def load(folder: str, memory: str, **given: Any) -> dict[str, Any]:
-    """Load, and do not train."""
+    """Load, and do not train. ``{rank}`` in a path is the number of this rank."""
+    if path := given.get("initial_load_path"):
+        given["initial_load_path"] = path.format(rank=RANK)
     try:
         trainer = make(Path(folder), memory, None, STEPS, given)
         found = trainer.checkpointer.load()

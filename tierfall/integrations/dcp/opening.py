@@ -31,6 +31,10 @@ from tierfall.session.session import Session
 logger = logging.getLogger("tierfall")
 
 
+class DamagedError(RestoreError):
+    """The checkpoint that was named is damaged in every copy, so an older one may be loaded. All ranks raise it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedCheckpoint:
     """A checkpoint whose headers have been read."""
@@ -76,7 +80,8 @@ def open_checkpoint(
             return opened
         reason = ranks.topology.name_rank(failed.rank, failed.message)
         if request.step is not None or failed.permanent:
-            raise RestoreError(f"{request.operation} of {checkpoint.id}: {reason}") from error
+            kind = RestoreError if failed.permanent else DamagedError
+            raise kind(f"{request.operation} of {checkpoint.id}: {reason}") from error
         tally.add_skipped(f"step {checkpoint.id}", reason)
         logger.error("%s: step %s is skipped: %s", request.operation, checkpoint.id, reason)
     raise RestoreError(

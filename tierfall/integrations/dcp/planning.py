@@ -7,22 +7,28 @@ replicas of each other. They are never pickled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tierfall.core.state.item import item
 from tierfall.core.state.state_dicts import is_stateful
 from tierfall.core.tensors.dtensor import Branch, LocalBlocks, TensorPiece
 from tierfall.core.tensors.wrappers import is_wrapper
-from tierfall.core.types.errors import CaptureError, ConfigError, FlushError
+from tierfall.core.types.errors import CaptureError, ConfigError, FlushError, RestoreError
 
 Path = tuple[str | int, ...]
 
@@ -37,6 +43,32 @@ class TierSavePlanner(DefaultSavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return tensors and Python values unchanged: TierWriter encodes values as tagged JSON."""
         return object
+
+
+class CompleteLoadPlanner(DefaultLoadPlanner):
+    """Refuses to leave tensors of the checkpoint out, such as a layer, which the next save would not have any more.
+    ``without`` are the entries of the state that may be left out."""
+
+    def __init__(self, without: Collection[str] = ()) -> None:
+        super().__init__()
+        self._without = frozenset(without)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Raise RestoreError for tensors that no rank asks for."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        asked = {item.storage_index.fqn for plan in global_plan for item in plan.items}
+        left = [n for n in saved.keys() - asked if n.partition(".")[0] not in self._without]
+        left = [
+            n for n in left if isinstance(e := saved[n], TensorStorageMetadata) and e.size.numel()
+        ]
+        if left:
+            raise RestoreError(
+                f"dcp.load: the checkpoint has {len(left)} tensors that the state of this configuration lacks, such as "
+                f"{min(left)}: resume with the configuration that saved. `tierfall export --format dcp` writes it as "
+                "DCP's own, of which a new run may load a part"
+            )
+        return super().create_global_plan(global_plan)
 
 
 def nest(leaves: Mapping[str, object], paths: Mapping[str, Path]) -> Branch:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from tierfall.core.copies.shard_reader import PASSABLE
 from tierfall.core.image.tree import ConflictNode, TensorNode
 from tierfall.core.load.build import CPU, BlockTarget, Builder
 from tierfall.core.ranks.messages import Message
@@ -29,7 +30,7 @@ from tierfall.core.restore.restore import HALF_FILLED
 from tierfall.core.tensors.tensors import as_bytes
 from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.integrations.dcp.fqns import Leaf, Paths
-from tierfall.integrations.dcp.opening import OpenedCheckpoint, hold, open_checkpoint
+from tierfall.integrations.dcp.opening import DamagedError, OpenedCheckpoint, hold, open_checkpoint
 from tierfall.run.checkpointer import Checkpointer, open_run_of
 
 
@@ -59,6 +60,12 @@ class TierReader(StorageReader):
         self._resume = resume
         self._opened: OpenedCheckpoint | None = None
         self._release: Callable[[], object] = bool
+        self._damaged = False
+
+    @property
+    def damaged(self) -> bool:
+        """Whether the last load failed since the checkpoint is damaged in every copy; the same on all ranks."""
+        return self._damaged
 
     # What DCP calls ----------------------------------------------------------------------------------
 
@@ -81,9 +88,14 @@ class TierReader(StorageReader):
         self._release()
         run.check_usable()
         run.prepare_restore(continues=self._resume)
-        with run.restorer.deletions_paused():
-            self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
-            self._release = hold(run, self._opened.checkpoint.id, owner=self)
+        self._damaged = False
+        try:
+            with run.restorer.deletions_paused():
+                self._opened = open_checkpoint(run, self._request(), values_of=self._values_of)
+                self._release = hold(run, self._opened.checkpoint.id, owner=self)
+        except DamagedError:
+            self._damaged = True
+            raise
         entries = self._opened.entries
         return Metadata(
             state_dict_metadata=cast("dict[str, Any]", entries), planner_data=Paths(entries)
@@ -149,13 +161,15 @@ class TierReader(StorageReader):
                 raise unsent from error
         lost = isinstance(failure, LostError)
         failed = None if failure is None else str(failure) or repr(failure)
+        damaged = isinstance(failure, PASSABLE) and not failure.retryable
         all_ranks = run.session.ranks.agree(
             "dcp.load: read",
-            _ReadOutcome(failed=failed, lost=lost, saved=run.lineage.saved_any),
+            _ReadOutcome(failed=failed, lost=lost, damaged=damaged, saved=run.lineage.saved_any),
             _read_by_all,
             _ReadDecision,
             timeout_s=run.restorer.patience_s,
         )
+        self._damaged = all_ranks.damaged
         if failure is not None and not lost:
             if not (run.session.ranks.many and opened.parts.touched):
                 raise failure
@@ -170,19 +184,23 @@ class TierReader(StorageReader):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadOutcome(Message):
-    """The outcome of one rank's read. ``lost``: another rank knows the reason; ``saved``: this rank has saved."""
+    """The outcome of one rank's read. ``lost``: another rank knows the reason; ``damaged``: no copy is good; ``saved``:
+    this rank has saved."""
 
     failed: str | None
     lost: bool
+    damaged: bool
     saved: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadDecision(Message):
-    """``failed`` is the error of ``rank``, if one failed; ``saved``: any rank has saved."""
+    """``failed`` is the error of ``rank``, if one failed; ``damaged``: damage is the reason of all; ``saved``: any rank
+    has saved."""
 
     rank: int
     failed: str | None
+    damaged: bool
     saved: bool
 
 
@@ -190,7 +208,13 @@ def _read_by_all(outcomes: Mapping[int, _ReadOutcome]) -> _ReadDecision:
     failed = [rank for rank, outcome in outcomes.items() if outcome.failed is not None]
     rank = next((r for r in failed if not outcomes[r].lost), failed[0] if failed else 0)
     saved = any(outcome.saved for outcome in outcomes.values())
-    return _ReadDecision(rank=rank, failed=outcomes[rank].failed, saved=saved)
+    damaged = all(outcomes[r].damaged for r in failed if not outcomes[r].lost)
+    return _ReadDecision(
+        rank=rank,
+        failed=outcomes[rank].failed,
+        damaged=outcomes[rank].damaged and damaged,
+        saved=saved,
+    )
 
 
 class _Reads:
