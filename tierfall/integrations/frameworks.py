@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 from typing import Any
 
-from tierfall import Checkpointer, Config, RestoreReport
+from tierfall import Checkpointer, Config, RestoreReport, SaveHandle
 from tierfall.config import RetainSection, StoredTierConfig, load_config
 from tierfall.core.types.errors import (
     ConfigError,
@@ -19,6 +19,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import open_run_of
+from tierfall.setup import pointer
 
 _SUPPORTED = {"deepspeed": ((0, 19), 1), "lightning": ((2, 6), 3), "transformers": ((5, 18), 6)}
 """The oldest version, and the first major version that is not supported. pyproject.toml has the same."""
@@ -116,6 +117,13 @@ def restore_random(ckpt: Checkpointer, report: RestoreReport) -> None:
     )
     if saved_by in (0, ranks.shard.world_size):
         ckpt.restore({}, step=report.step, attempt=report.attempt, only=["rng"])
+
+
+def pointer_file(ckpt: Checkpointer, handle: SaveHandle) -> tuple[str, bytes]:
+    """Return the name and the content of the file that is a pointer to what ``handle`` saves."""
+    at = CheckpointId(handle.step, handle.attempt)
+    found = pointer.pointer_to(open_run_of(ckpt).config, at)
+    return pointer.POINTER_NAME, pointer.encode(found)
 
 
 def read_config(path: str, run: str | None, *, keep_last: int) -> Config:
