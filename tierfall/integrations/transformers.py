@@ -9,8 +9,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from transformers import Trainer  # type: ignore[import-not-found]
@@ -19,10 +17,9 @@ from tierfall import Checkpointer, item
 from tierfall.errors import ConfigError, RestoreError
 from tierfall.integrations import frameworks
 from tierfall.integrations.accelerate import weights_of
-from tierfall.integrations.transformers_state import TrainerJson, problems
+from tierfall.integrations.transformers_state import Attached, TrainerJson, problems
 
 __all__ = ["attach"]
-_STATE = "trainer_state.json"
 
 
 def attach(
@@ -46,26 +43,31 @@ def attach(
     kept = TrainerJson(trainer)
     entry = item(kept, on_resize="replicate")
     restored = ckpt.restore({"trainer": entry}, step=step, only=["trainer"])
-    folder: str | None = None
+    own = Attached(
+        ckpt=ckpt,
+        extra={"trainer": entry, **(extra or {})},
+        kept=kept,
+        restored=restored,
+        folder=None,
+        step=step,
+    )
     if restored is None:
         ckpt.begin()
     else:
-        folder = tempfile.mkdtemp(prefix="tierfall-", suffix=f"-{restored.step}")
-        weakref.finalize(trainer, shutil.rmtree, folder, ignore_errors=True)
-        Path(folder, _STATE).write_text(kept.restored)
+        own.folder = tempfile.mkdtemp(prefix="tierfall-", suffix=f"-{restored.step}")
+        weakref.finalize(trainer, shutil.rmtree, own.folder, ignore_errors=True)
+        own.write_json()
     if not isinstance(trainer, _Resumable):
         kind = type(trainer)
         # Behind the trainer's own class, whose overrides still run, and before Trainer.
         bases = (_Resumable,) if kind is Trainer else (kind, _Resumable)
         trainer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
-    own = {"ckpt": ckpt, "restored": restored, "folder": folder, "step": step, "kept": kept}
-    trainer.tierfall = SimpleNamespace(**own, extra={"trainer": entry, **(extra or {})})
-    return folder
+    trainer.tierfall = own
+    return own.folder
 
 
 class _Resumable(Trainer):  # type: ignore[misc]
-    """The methods by which a Trainer saves and loads, on ``tierfall.ckpt``; ``tierfall.folder`` leads to the checkpoint
-    that is ``restored``. Both are None in a new run."""
+    """The methods by which a Trainer saves and loads, on ``tierfall``, which is Attached."""
 
     def _saved(self) -> dict[str, Any]:
         """Return the arguments of a save."""
@@ -79,7 +81,7 @@ class _Resumable(Trainer):  # type: ignore[misc]
             "scaler": self.accelerator.scaler,
             **self.tierfall.extra,
         }
-        logged = [x for x in self.state.log_history[-9:] if x["step"] == step]
+        logged = [x for x in self.state.log_history[-9:] if x.get("step") == step]
         metrics = {k: x for entry in logged for k, x in entry.items() if isinstance(x, float)}
         return {"step": step, "state": state, "metrics": metrics}
 
@@ -88,51 +90,48 @@ class _Resumable(Trainer):  # type: ignore[misc]
             raise ConfigError("train: a hyperparameter search has several runs; tierfall saves one")
         frameworks.meet_all_ranks(self.tierfall.ckpt, "save_checkpoint")  # store_flos is collective
         self.store_flos()
-        self.tierfall.ckpt.save(**self._saved())
+        if self.state.global_step != self.tierfall.last:  # two callbacks may ask for one step
+            self.tierfall.ckpt.save(**self._saved())
+            self.tierfall.last = self.state.global_step
 
     def _maybe_log_save_evaluate(self, *args: Any, **more: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **more)
         if self.args.save_strategy == "no":
             self.tierfall.ckpt.maybe_save(**self._saved())
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **more: Any) -> Any:
+        # Not called by ``trainer.train(attach(trainer, ckpt))``: Python looks up ``train`` first.
+        return super().train(self.tierfall.resumes_from(resume_from_checkpoint), *args, **more)
+
     def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:
         if self.tierfall.folder is None:  # a new run begins with a folder of Trainer's own format
             super()._load_from_checkpoint(folder, model)
-        elif folder != self.tierfall.folder or not Path(folder).is_dir():
-            raise ConfigError(
-                f"train: the run has checkpoints: pass what attach(trainer, ckpt) returns, once; not {folder}"
-            )
 
     def _init_training_state(self, max_steps: int, *args: Any) -> Any:
         """Restore before Trainer knows where it begins: where the newest checkpoint is damaged, at an older one."""
         begins, read = super()._init_training_state(max_steps, *args), self.tierfall.kept.restored
+        self.tierfall.begun = True
         *_, folder, _ = args
         if self.tierfall.restored is None or folder is None:
             return begins
-        self.tierfall.prepared, _ = super()._prepare_for_training(max_steps, None, folder)
+        self.tierfall.model, _ = super()._prepare_for_training(max_steps, None, folder)
         if self.tierfall.kept.restored != read:
             begins = super()._init_training_state(max_steps, *args)
         shutil.rmtree(folder)  # a kill leaves none then
         return begins
 
     def _prepare_for_training(self, max_steps: int, loader: Any, folder: str | None) -> Any:
-        if (model := self.tierfall.__dict__.pop("prepared", None)) is None:
+        model, self.tierfall.model = self.tierfall.model, None
+        if model is None:
             return super()._prepare_for_training(max_steps, loader, folder)
         self.callback_handler.train_dataloader = loader
         return model, loader
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        ckpt, at = self.tierfall.ckpt, self.tierfall.restored
-        if at is None or checkpoint is None:
+        if self.tierfall.restored is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        state = self._saved()["state"]  # the model too, which is prepared by now
-        if self.tierfall.step is None:
-            self.tierfall.restored = ckpt.restore(state)
-        else:
-            frameworks.restore_at(ckpt, state, at, "attach(trainer, ckpt, step=N)")
-        Path(checkpoint, _STATE).write_text(self.tierfall.kept.restored)
-        ckpt.begin()  # no warning of the loader: its order follows from seed and step
+        else:  # the model too, which is prepared by now
+            self.tierfall.restore(self._saved()["state"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self.tierfall.restored is None or checkpoint is None:

@@ -1,13 +1,17 @@
-"""The state of a Trainer as JSON, and which of a Trainer's arguments rely on its own checkpoint folders."""
+"""What ``attach`` adds to a Trainer, and which of a Trainer's arguments rely on its own checkpoint folders."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import ExportableState  # type: ignore[import-not-found]
+
+from tierfall import Checkpointer, RestoreReport
+from tierfall.errors import ConfigError, IntegrityError, RestoreError
 
 
 class TrainerJson:
@@ -25,6 +29,53 @@ class TrainerJson:
 
     def load_state_dict(self, values: dict[str, str]) -> None:
         self.restored = values["json"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Attached:
+    """What a Trainer saves to, and the checkpoint that is ``restored``; ``folder`` leads to it. None in a new run."""
+
+    ckpt: Checkpointer
+    extra: dict[str, Any]
+    kept: TrainerJson
+    restored: RestoreReport | None
+    folder: str | None
+    step: int | None  # the step that attach was given
+    begun: bool = False
+    last: int | None = None  # the step that was saved or restored last
+    model: Any = None  # as it was prepared for the restore
+
+    def resumes_from(self, folder: Any) -> Any:
+        """Return what a ``train`` that is given ``folder`` resumes from. Raises ConfigError if it would begin anew."""
+        folder = self.folder if folder is True else folder or None
+        if self.begun or (self.folder is not None and folder != self.folder):
+            raise ConfigError(
+                f"train: the run has checkpoints: pass what attach(trainer, ckpt) returns, once; not {folder}"
+            )
+        return folder
+
+    def write_json(self) -> None:
+        """Write what Trainer reads of the checkpoint."""
+        assert self.folder is not None
+        Path(self.folder, "trainer_state.json").write_text(self.kept.restored)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore all but the random state, from which Trainer draws until the first batch: the newest checkpoint that
+        is whole, or the step that was named."""
+        at = self.restored
+        assert at is not None
+        step, attempt = (None, None) if self.step is None else (at.step, at.attempt)
+        try:
+            found = self.ckpt.restore(state, step=step, attempt=attempt, skip=["rng"])
+        except (IntegrityError, RestoreError) as error:
+            error.add_note(
+                "attach(trainer, ckpt, step=N) resumes from step N: `tierfall ls` lists what there is"
+            )
+            raise
+        assert found is not None  # attach found one
+        self.restored, self.last = found, found.step
+        self.write_json()
+        self.ckpt.begin()  # no warning of the loader: its order follows from seed and step
 
 
 def problems(trainer: Any, extra: Collection[str]) -> Iterator[str]:

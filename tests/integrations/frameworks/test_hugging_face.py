@@ -297,6 +297,57 @@ def test_a_new_run_begins_with_a_folder_of_trainers_own_format_and_no_other_does
             trainer.train(resume_from_checkpoint=own)
 
 
+def test_a_train_that_would_begin_anew_is_refused_before_its_first_step(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """As when what attach returned was not passed on, or in a notebook whose cell is run again."""
+    trainer = made.plain(tmp_path, tmp_path / "losses", max_steps=2)
+    with tierfall.open(config) as ckpt:
+        trainer.train(resume_from_checkpoint=attach(trainer, ckpt))
+        before = (tmp_path / "losses").read_text()
+        with pytest.raises(ConfigError, match=r"pass what attach\(trainer, ckpt\) returns, once"):
+            trainer.train()
+        trainer.args.max_steps = 3
+        attach(trainer, ckpt)
+        with pytest.raises(ConfigError, match=r"pass what attach\(trainer, ckpt\) returns, once"):
+            trainer.train()
+        assert (tmp_path / "losses").read_text() == before
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == 3
+
+
+class AsksAtEndOfEpoch(transformers.TrainerCallback):
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        state.log_history.append({"own": 1})  # without a step, as Trainer's entries have it
+        control.should_save = True
+
+
+def test_a_step_that_two_callbacks_ask_for_is_saved_once(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """The last step of an epoch; a run that resumed from it too."""
+    for steps, saved in ((10, [5, 10]), (14, [5, 10, 14])):
+        trainer = made.plain(tmp_path, tmp_path / "losses", max_steps=steps, save_steps=5)
+        trainer.add_callback(AsksAtEndOfEpoch())
+        with tierfall.open(config) as ckpt:
+            losses_of(trainer, ckpt)
+            assert [info.step for info in ckpt.checkpoints()] == saved
+
+
+def test_the_batches_that_are_skipped_are_those_that_were_trained(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """A sampler that draws their order from the random state of torch, in the first epoch: as Trainer itself."""
+    given: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "max_steps": 10}
+    with tierfall.open(config) as ckpt:
+        losses_of(made.plain(tmp_path, tmp_path / "whole", **given), ckpt)
+    with tierfall.open(config) as ckpt:
+        losses_of(made.plain(tmp_path, tmp_path / "rest", **given), ckpt, step=4)
+    rest = (tmp_path / "rest").read_text()
+    assert rest.startswith("5 0 ")
+    assert (tmp_path / "whole").read_text().endswith(rest)
+
+
 def test_a_step_that_was_deleted_is_named(config: dict[str, Any], tmp_path: Path) -> None:
     with tierfall.open(config) as ckpt:
         losses_of(made.plain(tmp_path, tmp_path / "losses", max_steps=2), ckpt)
