@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
 from transformers.trainer_callback import ExportableState  # type: ignore[import-not-found]
 
 from tierfall import Checkpointer, RestoreReport
@@ -65,14 +68,19 @@ class Attached:
         at = self.restored
         assert at is not None
         step, attempt = (None, None) if self.step is None else (at.step, at.attempt)
+        drawn = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
         try:
-            found = self.ckpt.restore(state, step=step, attempt=attempt, skip=["rng"])
+            found = self.ckpt.restore(state, step=step, attempt=attempt)
         except (IntegrityError, RestoreError) as error:
             error.add_note(
                 "attach(trainer, ckpt, step=N) resumes from step N: `tierfall ls` lists what there is"
             )
             raise
         assert found is not None  # attach found one
+        # ``skip`` would refuse the checkpoint of another number of ranks, which has none.
+        random.setstate(drawn[0])
+        numpy.random.set_state(drawn[1])
+        torch.set_rng_state(drawn[2])
         self.restored, self.last = found, found.step
         self.write_json()
         self.ckpt.begin()  # no warning of the loader: its order follows from seed and step
