@@ -60,6 +60,7 @@ FOLDERS = (
     "tierfall.integrations.dcp",
     "tierfall.integrations.path",
     "tierfall.integrations",
+    "tierfall.integrations.lightning",
     "tierfall.imports",
     "tierfall.demo",
     "tierfall.cli",
@@ -76,7 +77,7 @@ MAY_USE_PRIVATE = {
         f"accelerator.{name}"
         for name in ("_custom_objects", "_dataloaders", "_optimizers", "_schedulers", "_models")
     ],
-    "tierfall/integrations/lightning.py": ["trainer.fit_loop._data_fetcher"],
+    "tierfall/integrations/lightning/__init__.py": ["trainer.fit_loop._data_fetcher"],
     "tierfall/run/checkpointer.py": ["ckpt._opened"],
     "tierfall/setup/launcher.py": ["distributed.distributed_c10d._get_default_store"],
 }
@@ -86,6 +87,7 @@ Checkpointer. Lightning and accelerate have no public names for these."""
 MAY_IMPORT_THE_PACKAGE = (
     "tierfall.integrations.path",
     "tierfall.integrations",
+    "tierfall.integrations.lightning",
     "tierfall.demo",
     "tierfall.cli",
     "tierfall",
@@ -182,9 +184,9 @@ def test_a_file_is_short() -> None:
 ADAPTERS = {
     name: path
     for name, path in SOURCES.items()
-    if folder_of(name) == "tierfall.integrations" and name.split(".")[2].split("_")[0] in FRAMEWORKS
+    if name.startswith("tierfall.integrations.") and name.split(".")[2].split("_")[0] in FRAMEWORKS
 }
-"""The modules of an adapter begin with the name of its framework."""
+"""The modules of an adapter begin with the name of its framework, or are in a folder of that name."""
 
 
 def test_every_framework_has_an_adapter() -> None:
@@ -209,7 +211,7 @@ def test_an_adapter_uses_what_a_user_could(name: str) -> None:
     public = {f"tierfall.{x}" for x in re.findall(r'^    "(\w+)",$', INIT, re.MULTILINE)}
     wrong = [
         imported
-        for imported in imports_of(ADAPTERS[name].read_text(), "tierfall.integrations")
+        for imported in imports_of(ADAPTERS[name].read_text(), name.rpartition(".")[0])
         if imported.split(".")[0] == "tierfall" and imported not in {"tierfall", *public}
         if not imported.startswith(("tierfall.errors.", "tierfall.integrations."))
     ]

@@ -7,20 +7,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
 from itertools import dropwhile, islice
-from typing import Any
 
-from tierfall import Checkpointer, Config, RestoreReport
+from tierfall import Checkpointer, Config, RestoreReport, SaveHandle
 from tierfall.config import RetainSection, StoredTierConfig, load_config
-from tierfall.core.types.errors import (
-    ConfigError,
-    IntegrityError,
-    RanksError,
-    RestoreError,
-    StepError,
-    TierfallError,
-)
+from tierfall.core.types.errors import ConfigError, RanksError, StepError, TierfallError
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import open_run_of
+from tierfall.setup import pointer
 
 _SUPPORTED = {"deepspeed": ((0, 19), 1), "lightning": ((2, 6), 3), "transformers": ((5, 18), 6)}
 """The oldest version, and the first major version that is not supported. pyproject.toml has the same."""
@@ -65,19 +58,21 @@ def check_interface(module: str, name: str, needed: Sequence[str], supported: st
         )
 
 
-def meet_all_ranks(ckpt: Checkpointer, call: str) -> None:
+def meet_all_ranks(ckpt: Checkpointer, call: str, *, failed: bool = False) -> None:
     """Wait until every rank has made this call, before collectives of the framework in which a rank alone would hang.
 
-    It waits ten times ``max_wait``, as a restore does, since a rank may evaluate meanwhile. Raises RanksError on each
-    rank that came.
+    It waits ten times ``max_wait``, as a restore does, since a rank may evaluate meanwhile; once ``max_wait`` where the
+    training has ``failed`` on this rank. Raises RanksError on each rank that came.
     """
     run = open_run_of(ckpt)
+    advice = "Each rank has a part of the state: make the call on all ranks"
+    if failed:
+        advice = "The training failed on this rank alone, by the error above; start it again"
     try:
-        run.session.ranks.meet(call, timeout_s=run.restorer.patience_s)
+        timeout_s = run.config.max_wait_s if failed else run.restorer.patience_s
+        run.session.ranks.meet(call, timeout_s=timeout_s)
     except RanksError as error:
-        raise RanksError(
-            f"{error}. Nothing was saved. Each rank has a part of the state: make the call on all ranks"
-        ) from error
+        raise RanksError(f"{error}. Nothing was saved. {advice}") from error
 
 
 def check_on_all_ranks(ckpt: Checkpointer, call: str, check: Callable[[], None]) -> None:
@@ -116,17 +111,6 @@ def begin(ckpt: Checkpointer, call: str) -> None:
         raise StepError(f"{error}. To continue, call {call}") from None
 
 
-def restore_at(ckpt: Checkpointer, state: dict[str, Any], at: RestoreReport, older: str) -> None:
-    """Restore the step of which the framework has a part already. An error says that ``older`` resumes from another."""
-    try:
-        ckpt.restore(state, step=at.step, attempt=at.attempt)
-    except (IntegrityError, RestoreError) as error:
-        error.add_note(
-            f"{older} resumes from step N in its place: `tierfall ls` lists what there is"
-        )
-        raise
-
-
 def restore_random(ckpt: Checkpointer, report: RestoreReport) -> None:
     """Set the random state of a checkpoint that was restored or loaded; last, as the framework draws from it before.
 
@@ -146,6 +130,18 @@ def restore_random(ckpt: Checkpointer, report: RestoreReport) -> None:
     )
     if saved_by in (0, ranks.shard.world_size):
         ckpt.restore({}, step=report.step, attempt=report.attempt, only=["rng"])
+
+
+def run_of(ckpt: Checkpointer) -> str:
+    """Return the name of the run."""
+    return open_run_of(ckpt).run
+
+
+def pointer_file(ckpt: Checkpointer, handle: SaveHandle) -> tuple[str, bytes]:
+    """Return the name and the content of the file that is a pointer to what ``handle`` saves."""
+    at = CheckpointId(handle.step, handle.attempt)
+    found = pointer.pointer_to(open_run_of(ckpt).config, at)
+    return pointer.POINTER_NAME, pointer.encode(found)
 
 
 def read_config(path: str, run: str | None, *, keep_last: int) -> Config:

@@ -5,23 +5,19 @@ A Trainer, one of TRL too, then saves to a Checkpointer in place of ``checkpoint
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import Trainer  # type: ignore[import-not-found]
-from transformers.trainer_callback import ExportableState  # type: ignore[import-not-found]
 
 from tierfall import Checkpointer, item
 from tierfall.errors import ConfigError, RestoreError
 from tierfall.integrations import frameworks
 from tierfall.integrations.accelerate import weights_of
+from tierfall.integrations.transformers_state import Attached, TrainerJson, problems
 
 __all__ = ["attach"]
 
@@ -42,67 +38,50 @@ def attach(
     RestoreError where the checkpoint cannot be read or is not one of a Trainer.
     """
     frameworks.check_version("transformers")
-    if problems := "; ".join(_problems(trainer)):
-        raise ConfigError(f"attach: {problems}")
-    kept = item("", on_resize="replicate")
-    restored = ckpt.restore({"trainer": kept}, step=step, only=["trainer"])
-    folder: str | None = None
+    if found := "; ".join(problems(trainer, extra or {})):
+        raise ConfigError(f"attach: {found}")
+    kept = TrainerJson(trainer)
+    entry = item(kept, on_resize="replicate")
+    restored = ckpt.restore({"trainer": entry}, step=step, only=["trainer"])
+    own = Attached(
+        ckpt=ckpt,
+        extra={"trainer": entry, **(extra or {})},
+        kept=kept,
+        restored=restored,
+        folder=None,
+        step=step,
+    )
     if restored is None:
         ckpt.begin()
     else:
-        folder = tempfile.mkdtemp(prefix="tierfall-", suffix=f"-{restored.step}")
-        weakref.finalize(trainer, shutil.rmtree, folder, ignore_errors=True)
-        Path(folder, "trainer_state.json").write_text(str(kept.value))
+        own.folder = tempfile.mkdtemp(prefix="tierfall-", suffix=f"-{restored.step}")
+        weakref.finalize(trainer, shutil.rmtree, own.folder, ignore_errors=True)
+        own.write_json()
     if not isinstance(trainer, _Resumable):
         kind = type(trainer)
         # Behind the trainer's own class, whose overrides still run, and before Trainer.
         bases = (_Resumable,) if kind is Trainer else (kind, _Resumable)
         trainer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
-    own = {"ckpt": ckpt, "extra": extra or {}, "restored": restored, "folder": folder}
-    trainer.tierfall = SimpleNamespace(**own)
-    return folder
-
-
-def _problems(trainer: Any) -> Iterator[str]:
-    args = trainer.args
-    if trainer.is_deepspeed_enabled:
-        yield "DeepSpeed trains: use tierfall.integrations.deepspeed"
-    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
-        yield "FSDP1 shards the model: set fsdp_config={'fsdp_version': 2}"
-    if args.save_total_limit:
-        yield "save_total_limit has no folders to delete: remove it, and set `retain: {last: N}` of the tiers"
-    if args.save_only_model:
-        yield "save_only_model leaves nothing to resume from: remove it; `tierfall export --only model` writes weights"
-    if args.push_to_hub and args.hub_strategy != "end":
-        yield "hub_strategy has no folders to push: set hub_strategy='end'"
-    if getattr(args, "enable_jit_checkpoint", False):
-        yield "enable_jit_checkpoint and tierfall both act on SIGTERM: remove it; see docs/hugging-face.md"
-    if args.auto_find_batch_size or getattr(args, "use_adaptive_entropy", False):
-        yield "auto_find_batch_size and use_adaptive_entropy rely on checkpoint folders: remove them"
+    trainer.tierfall = own
+    return own.folder
 
 
 class _Resumable(Trainer):  # type: ignore[misc]
-    """The methods by which a Trainer saves and loads, on ``tierfall.ckpt``; ``tierfall.folder`` leads to the checkpoint
-    that is ``restored``. Both are None in a new run."""
+    """The methods by which a Trainer saves and loads, on ``tierfall``, which is Attached."""
 
     def _saved(self) -> dict[str, Any]:
         """Return the arguments of a save."""
         step, best = self.state.global_step, self.state.best_global_step
         # Without this, Trainer loads no best model.
         self.state.best_model_checkpoint = best and f"step {best} of tierfall"
-        callbacks = (*self.callback_handler.callbacks, self.control)
-        exported = [x for x in callbacks if isinstance(x, ExportableState)]
-        # ``vars``, since ``asdict`` copies each entry of the log, at each step without a save_strategy.
-        now = json.dumps(vars(replace(self.state, stateful_callbacks=exported)))
         state = {
             "model": weights_of(self.model),
             "optimizer": getattr(self.optimizer, "optimizer", self.optimizer),  # not accelerate's
             "scheduler": self.lr_scheduler,
             "scaler": self.accelerator.scaler,
-            "trainer": item(now, on_resize="replicate"),
             **self.tierfall.extra,
         }
-        logged = [x for x in self.state.log_history[-9:] if x["step"] == step]
+        logged = [x for x in self.state.log_history[-9:] if x.get("step") == step]
         metrics = {k: x for entry in logged for k, x in entry.items() if isinstance(x, float)}
         return {"step": step, "state": state, "metrics": metrics}
 
@@ -111,29 +90,48 @@ class _Resumable(Trainer):  # type: ignore[misc]
             raise ConfigError("train: a hyperparameter search has several runs; tierfall saves one")
         frameworks.meet_all_ranks(self.tierfall.ckpt, "save_checkpoint")  # store_flos is collective
         self.store_flos()
-        self.tierfall.ckpt.save(**self._saved())
+        if self.state.global_step != self.tierfall.last:  # two callbacks may ask for one step
+            self.tierfall.ckpt.save(**self._saved())
+            self.tierfall.last = self.state.global_step
 
     def _maybe_log_save_evaluate(self, *args: Any, **more: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **more)
         if self.args.save_strategy == "no":
             self.tierfall.ckpt.maybe_save(**self._saved())
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **more: Any) -> Any:
+        # Not called by ``trainer.train(attach(trainer, ckpt))``: Python looks up ``train`` first.
+        return super().train(self.tierfall.resumes_from(resume_from_checkpoint), *args, **more)
+
     def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:
         if self.tierfall.folder is None:  # a new run begins with a folder of Trainer's own format
             super()._load_from_checkpoint(folder, model)
-        elif folder != self.tierfall.folder or not Path(folder).is_dir():
-            raise ConfigError(
-                f"train: the run has checkpoints: pass what attach(trainer, ckpt) returns, once; not {folder}"
-            )
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> Any:
+        """Restore before Trainer knows where it begins: where the newest checkpoint is damaged, at an older one."""
+        begins, read = super()._init_training_state(max_steps, *args), self.tierfall.kept.restored
+        self.tierfall.begun = True
+        *_, folder, _ = args
+        if self.tierfall.restored is None or folder is None:
+            return begins
+        self.tierfall.model, _ = super()._prepare_for_training(max_steps, None, folder)
+        if self.tierfall.kept.restored != read:
+            begins = super()._init_training_state(max_steps, *args)
+        shutil.rmtree(folder)  # a kill leaves none then
+        return begins
+
+    def _prepare_for_training(self, max_steps: int, loader: Any, folder: str | None) -> Any:
+        model, self.tierfall.model = self.tierfall.model, None
+        if model is None:
+            return super()._prepare_for_training(max_steps, loader, folder)
+        self.callback_handler.train_dataloader = loader
+        return model, loader
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        ckpt, at = self.tierfall.ckpt, self.tierfall.restored
-        if at is None or checkpoint is None:
+        if self.tierfall.restored is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         else:  # the model too, which is prepared by now
-            frameworks.restore_at(ckpt, self._saved()["state"], at, "attach(trainer, ckpt, step=N)")
-            shutil.rmtree(checkpoint)  # the Trainer has read it; a kill leaves none then
-            ckpt.begin()  # no warning of the loader: its order follows from seed and step
+            self.tierfall.restore(self._saved()["state"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self.tierfall.restored is None or checkpoint is None:

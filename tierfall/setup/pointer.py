@@ -64,12 +64,9 @@ def pointer_to(config: Config, checkpoint: CheckpointId) -> Pointer:
     )
 
 
-def write_pointer(folder: str | os.PathLike[str], pointer: Pointer) -> None:
-    """Write a pointer into a folder, which is created; one that is there is replaced. It is durable on return.
-
-    Raises BackendError where that fails.
-    """
-    data = documents.seal(
+def encode(pointer: Pointer) -> bytes:
+    """Return the content of the file of a pointer."""
+    return documents.seal(
         {
             "run": pointer.run,
             "step": pointer.step,
@@ -77,6 +74,14 @@ def write_pointer(folder: str | os.PathLike[str], pointer: Pointer) -> None:
             "tiers": [dict(tier) for tier in pointer.tiers],
         }
     )
+
+
+def write_pointer(folder: str | os.PathLike[str], pointer: Pointer) -> None:
+    """Write a pointer into a folder, which is created; one that is there is replaced. It is durable on return.
+
+    Raises BackendError where that fails.
+    """
+    data = encode(pointer)
     backend = PosixBackend(Path(folder).expanduser(), direct_io=False)
     try:
         with backend.create(POINTER_NAME, length=len(data), publish=Publish.REPLACE) as writer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -225,6 +226,16 @@ def rewarded(folder: Path, losses: Path) -> Any:
         train_dataset=dataset(prompts),
         processing_class=tokenizer(),
     )
+
+
+def damage(folder: Path, memory: Path, step: int, rank: int = 0) -> None:
+    """Change a bit of a rank's image of a step on the tier of files, and delete what is in memory."""
+    for run in memory.glob("*"):
+        shutil.rmtree(run)
+    (image,) = folder.rglob(f"step-{step:08}-*/rank-{rank:05}-of-*.safetensors")
+    data = bytearray(image.read_bytes())
+    data[len(data) // 2] ^= 1
+    image.write_bytes(data)
 
 
 class SavesAlone(TrainerCallback):

@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -96,6 +96,23 @@ class SavesAlone(pl.Callback):
             trainer.save_checkpoint("alone.ckpt")
 
 
+class FailsAlone(pl.Callback):
+    """Raises on rank 0 alone, before or after a batch."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def on_train_batch_start(self, *more: Any) -> None:
+        self.fail("start", *more)
+
+    def on_train_batch_end(self, *more: Any) -> None:
+        self.fail("end", *more)
+
+    def fail(self, where: str, trainer: pl.Trainer, *more: Any) -> None:
+        if trainer.global_rank == 0 and where == self.where:
+            raise ValueError("the batch of rank 0 is bad")
+
+
 class FSDPOnCpu(FSDPStrategy):
     """Lightning refuses FSDPStrategy itself without a GPU, and FSDP the device that it passes."""
 
@@ -129,6 +146,7 @@ def main(
     own_loader: bool = False,
     pause_s: float = 0.0,
     alone: bool = False,
+    fails: str = "",
 ) -> None:
     if dies_in:
         die_in_save(dies_in)
@@ -149,7 +167,7 @@ def main(
     if sharded == "FSDP1":
         strategy = FSDPOnCpu(process_group_backend="gloo", auto_wrap_policy={torch.nn.Linear})
     made = trainer(
-        TierfallIO(config(root) | ({"max_wait": "2s"} if alone else {})),
+        TierfallIO(config(root) | ({"max_wait": "2s"} if alone or fails else {})),
         saves,
         strategy=strategy,
         devices=ranks,
@@ -167,6 +185,8 @@ def main(
         train = loader(data, batch_size=8, shuffle=True)
     if alone:
         made.callbacks.append(SavesAlone())
+    if fails:
+        made.callbacks += [FailsAlone(fails), OnExceptionCheckpoint(root / "failed")]
     made.fit(module, train, DataLoader(Data(16), batch_size=8), ckpt_path="last")
 
 

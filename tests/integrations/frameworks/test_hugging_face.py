@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ pytest.importorskip("accelerate")
 from tests.integrations.frameworks import hugging_face as made  # noqa: E402 - it imports the framework
 from tierfall.integrations.accelerate import state_of  # noqa: E402
 from tierfall.integrations.transformers import attach  # noqa: E402
+from tierfall.integrations.transformers_state import TrainerJson  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the frameworks
 Open = Callable[..., tierfall.Checkpointer]
@@ -74,11 +74,21 @@ def test_a_checkpoint_has_what_the_step_logged(config: dict[str, Any], tmp_path:
 
 
 def test_without_a_save_strategy_the_interval_of_the_tiers_decides(
-    config: dict[str, Any], tmp_path: Path
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The log of the Trainer, which grows with each step, is converted at these steps alone."""
     trainer = made.plain(tmp_path, tmp_path / "losses", save_strategy="no", max_steps=8)
+    converted = []
+    convert = TrainerJson.state_dict
+
+    def state_dict(found: TrainerJson) -> dict[str, str]:
+        converted.append(trainer.state.global_step)
+        return convert(found)
+
+    monkeypatch.setattr(TrainerJson, "state_dict", state_dict)
     with tierfall.open({**config, "interval": {"every": 3}}) as ckpt:
         losses_of(trainer, ckpt)
+    assert set(converted) == {3, 6, 8}
     with tierfall.open(config) as ckpt:
         assert [info.step for info in ckpt.checkpoints()] == [3, 6, 8]
 
@@ -220,6 +230,15 @@ def test_an_argument_that_tierfall_cannot_serve_is_refused(
         assert advice in refused(trainer, ckpt)
 
 
+def test_an_extra_entry_that_would_replace_the_model_is_refused(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = made.plain(tmp_path, tmp_path / "losses")
+    average = torch.nn.Linear(2, 2)
+    with tierfall.open(config) as ckpt, pytest.raises(ConfigError, match="rename model"):
+        attach(trainer, ckpt, extra={"model": average, "average": average})
+
+
 def test_every_problem_is_reported_at_once(config: dict[str, Any], tmp_path: Path) -> None:
     trainer = made.plain(tmp_path, tmp_path / "losses")
     trainer.args.save_total_limit, trainer.is_deepspeed_enabled = 2, True
@@ -278,6 +297,57 @@ def test_a_new_run_begins_with_a_folder_of_trainers_own_format_and_no_other_does
             trainer.train(resume_from_checkpoint=own)
 
 
+def test_a_train_that_would_begin_anew_is_refused_before_its_first_step(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """As when what attach returned was not passed on, or in a notebook whose cell is run again."""
+    trainer = made.plain(tmp_path, tmp_path / "losses", max_steps=2)
+    with tierfall.open(config) as ckpt:
+        trainer.train(resume_from_checkpoint=attach(trainer, ckpt))
+        before = (tmp_path / "losses").read_text()
+        with pytest.raises(ConfigError, match=r"pass what attach\(trainer, ckpt\) returns, once"):
+            trainer.train()
+        trainer.args.max_steps = 3
+        attach(trainer, ckpt)
+        with pytest.raises(ConfigError, match=r"pass what attach\(trainer, ckpt\) returns, once"):
+            trainer.train()
+        assert (tmp_path / "losses").read_text() == before
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == 3
+
+
+class AsksAtEndOfEpoch(transformers.TrainerCallback):
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        state.log_history.append({"own": 1})  # without a step, as Trainer's entries have it
+        control.should_save = True
+
+
+def test_a_step_that_two_callbacks_ask_for_is_saved_once(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """The last step of an epoch; a run that resumed from it too."""
+    for steps, saved in ((10, [5, 10]), (14, [5, 10, 14])):
+        trainer = made.plain(tmp_path, tmp_path / "losses", max_steps=steps, save_steps=5)
+        trainer.add_callback(AsksAtEndOfEpoch())
+        with tierfall.open(config) as ckpt:
+            losses_of(trainer, ckpt)
+            assert [info.step for info in ckpt.checkpoints()] == saved
+
+
+def test_the_batches_that_are_skipped_are_those_that_were_trained(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """A sampler that draws their order from the random state of torch, in the first epoch: as Trainer itself."""
+    given: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "max_steps": 10}
+    with tierfall.open(config) as ckpt:
+        losses_of(made.plain(tmp_path, tmp_path / "whole", **given), ckpt)
+    with tierfall.open(config) as ckpt:
+        losses_of(made.plain(tmp_path, tmp_path / "rest", **given), ckpt, step=4)
+    rest = (tmp_path / "rest").read_text()
+    assert rest.startswith("5 0 ")
+    assert (tmp_path / "whole").read_text().endswith(rest)
+
+
 def test_a_step_that_was_deleted_is_named(config: dict[str, Any], tmp_path: Path) -> None:
     with tierfall.open(config) as ckpt:
         losses_of(made.plain(tmp_path, tmp_path / "losses", max_steps=2), ckpt)
@@ -291,19 +361,39 @@ def test_a_step_that_was_deleted_is_named(config: dict[str, Any], tmp_path: Path
             trainer.train(resume_from_checkpoint=found)
 
 
-def test_a_step_that_is_damaged_in_every_copy_is_an_error_that_says_how_to_take_an_older_one(
+@pytest.mark.parametrize("damaged", [[14], [10, 11, 12, 13, 14]])
+def test_a_newest_checkpoint_that_is_damaged_in_every_copy_is_passed_over(
+    config: dict[str, Any],
+    tmp_path: Path,
+    memory: Path,
+    damaged: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The newest is the last step, after which nothing is left to train; step 9 is of the epoch before it."""
+    with tierfall.open(config) as ckpt:
+        whole = losses_of(made.plain(tmp_path, tmp_path / "whole"), ckpt)
+    for step in damaged:
+        made.damage(tmp_path, memory, step)
+    caplog.clear()
+    with tierfall.open(config) as ckpt:
+        trainer = made.plain(tmp_path, tmp_path / "rest")
+        assert losses_of(trainer, ckpt) == whole
+        assert ckpt.checkpoints()[-1].step == made.STEPS
+    rest = (tmp_path / "rest").read_text()
+    assert rest.startswith(f"{damaged[0]} 0 ")
+    assert (tmp_path / "whole").read_text().endswith(rest)
+    assert f"step {made.STEPS}@1 is skipped: chunk" in caplog.text
+
+
+def test_a_step_that_was_named_and_is_damaged_is_an_error_that_says_how_to_take_another(
     config: dict[str, Any], tmp_path: Path, memory: Path
 ) -> None:
     with tierfall.open(config) as ckpt:
         losses_of(made.plain(tmp_path, tmp_path / "losses", max_steps=2), ckpt)
-    shutil.rmtree(memory / config["run"], ignore_errors=True)
-    for image in tmp_path.rglob("step-00000002-*/*.safetensors"):
-        data = bytearray(image.read_bytes())
-        data[len(data) // 2] ^= 1
-        image.write_bytes(data)
+    made.damage(tmp_path, memory, 2)
     trainer = made.plain(tmp_path, tmp_path / "losses", max_steps=3)
     with tierfall.open(config) as ckpt:
-        found = attach(trainer, ckpt)
+        found = attach(trainer, ckpt, step=2)
         with pytest.raises(TierfallError) as raised:
             trainer.train(resume_from_checkpoint=found)
         assert "attach(trainer, ckpt, step=N)" in "".join(raised.value.__notes__)

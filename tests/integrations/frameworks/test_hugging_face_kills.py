@@ -15,6 +15,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
+from tests.integrations.frameworks import hugging_face
+
 PROGRAM = Path(__file__).with_name("hugging_face.py")
 Losses = dict[tuple[int, int], str]
 STEPS = 14
@@ -77,6 +79,20 @@ def test_every_loss_after_a_kill_is_that_of_an_uninterrupted_run(
             assert differ == {}, f"{point}: {life} of rank {rank} trained otherwise"
         last = [step for step, _ in found["last"]]
         assert (min(last), max(last)) == (answer["resumed"] + 1, max(whole)[0])
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fsdp"])
+def test_ranks_pass_over_a_newest_checkpoint_of_which_one_rank_finds_damage(
+    make_job: Callable[..., Job], tmp_path: Path, memory: Path, kind: str
+) -> None:
+    make_job(tmp_path, PROGRAM, 2).run("train", memory=str(memory), kind=kind, life="whole")
+    hugging_face.damage(tmp_path, memory, STEPS, rank=1)
+    hugging_face.damage(tmp_path, memory, STEPS - 1, rank=0)
+    job = make_job(tmp_path, PROGRAM, 2)
+    job.run("train", memory=str(memory), kind=kind, life="rest")
+    for rank in range(2):
+        whole, rest = (losses(tmp_path, life, rank) for life in ("whole", "rest"))
+        assert rest == {at: loss for at, loss in whole.items() if at[0] > STEPS - 2}, job.log(rank)
 
 
 def test_a_save_on_rank_0_alone_ends_with_an_error_on_all_ranks(

@@ -23,7 +23,7 @@ pytest.importorskip("lightning.pytorch")
 pytest.importorskip("torchdata")
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader
 
@@ -31,8 +31,8 @@ import tierfall
 from tests.integrations.frameworks.lightning_program import Data, Module, config, trainer
 from tierfall import integrations
 from tierfall.errors import ConfigError, RestoreError, StepError
-from tierfall.integrations import lightning_files, lightning_state
-from tierfall.integrations.lightning import TierfallIO
+from tierfall.integrations.lightning import TierfallIO, files
+from tierfall.integrations.lightning import state as lightning_state
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("lightning_program.py")
@@ -171,6 +171,24 @@ def test_a_save_on_rank_0_alone_ends_with_an_error_on_all_ranks(
         job.kill()
     expected = "rank 1 did not call save_checkpoint within 20 s. Nothing was saved"
     assert expected in Path(f"{job.log}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sharded", "where"), [("", "start"), ("FSDP1", "start"), ("FSDP1", "end")]
+)
+def test_an_exception_on_rank_0_alone_is_waited_for_once(
+    sharded: str, where: str, tmp_path: Path
+) -> None:
+    """OnExceptionCheckpoint saves on that rank, while the others train: Lightning itself waits for half an hour."""
+    job = Training(tmp_path, "failed", ranks=2, sharded=sharded, fails=where)
+    try:
+        assert job.processes[0].wait(100) == 1
+    finally:
+        job.kill()
+    output = Path(f"{job.log}.txt").read_text()
+    assert "ValueError: the batch of rank 0 is bad" in output
+    missed = "rank 1 did not call save_checkpoint within 2 s. Nothing was saved. The training failed on this rank alone"
+    assert missed in output
 
 
 def test_killed_inside_a_save(tmp_path: Path) -> None:
@@ -349,14 +367,14 @@ def test_the_first_ranks_of_two_nodes_remove_a_pointer_that_both_see(
         return real(*args, **more)
 
     monkeypatch.setattr(os, call, late)
-    lightning_files.remove(folder)
+    files.remove(folder)
     assert not folder.exists()
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match=r"is no checkpoint: it has no tierfall\.json"):
-        lightning_files.remove(tmp_path)
+        files.remove(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
 
 
@@ -389,6 +407,45 @@ def test_a_save_that_finds_no_memory_ends_no_training(
     pointers = map(tierfall.read_pointer, (tmp_path / "checkpoints").iterdir())
     assert sorted(pointer.step for pointer in pointers) == [4, 4, 12, 12]
     assert steps == [4, 8, 12], "last.ckpt does not try again"
+
+
+def test_a_pointer_of_another_run_in_the_same_folder_is_named(
+    io: TierfallIO, tmp_path: Path
+) -> None:
+    """Both runs have a step 4; each continues from its own newest by ``last``."""
+    other = TierfallIO(config(tmp_path), run="other")
+    fit(io, tmp_path, every_n_epochs=1, save_top_k=-1)
+    fit(other, tmp_path, epochs=1)
+    path = next(
+        path
+        for path in (tmp_path / "checkpoints").iterdir()
+        if tierfall.read_pointer(path).run == "lightning"
+    )
+    with pytest.raises(ConfigError, match="of run 'lightning', not of 'other'"):
+        fit(other, tmp_path, str(path))
+    assert fit(io, tmp_path, "last", epochs=3).global_step == 12
+    assert fit(other, tmp_path, "last", epochs=2).global_step == 8
+
+
+def test_a_run_whose_pointers_were_deleted_continues(io: TierfallIO, tmp_path: Path) -> None:
+    fit(io, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(StepError, match=r'or "last\.ckpt" if the folder of pointers was lost'):
+        fit(io, tmp_path, "last", epochs=3)
+    assert fit(io, tmp_path, "last.ckpt", epochs=3).global_step == 12
+
+
+def test_an_error_before_the_training_is_not_hidden_by_its_save(
+    io: TierfallIO, tmp_path: Path
+) -> None:
+    class Fails(Module):
+        def on_fit_start(self) -> None:
+            raise ValueError("no data")
+
+    made = trainer(io, ModelCheckpoint(dirpath=tmp_path), max_epochs=1)
+    made.callbacks.append(OnExceptionCheckpoint(tmp_path))
+    with pytest.raises(ValueError, match="no data"):
+        made.fit(Fails(), DataLoader(Data(32), batch_size=8))
 
 
 def test_weights_alone_are_refused(io: TierfallIO, tmp_path: Path) -> None:

@@ -15,18 +15,18 @@ from lightning.pytorch.plugins import CheckpointIO
 
 import tierfall
 from tierfall.errors import ConfigError
-from tierfall.integrations import frameworks, lightning_files
-from tierfall.integrations import lightning_state as state
+from tierfall.integrations import frameworks
+from tierfall.integrations.lightning import files, state
 
 __all__ = ["TierfallIO"]
-RESUME = 'fit(..., ckpt_path="last")'
+RESUME = 'fit(..., ckpt_path="last"), or "last.ckpt" if the folder of pointers was lost'
 
 
 class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
     """Saves the checkpoints of a Trainer to the tiers of ``config``, by all ranks, and loads them.
 
-    ``config``, ``run`` and ``fresh`` are those of ``tierfall.open``, which each ``fit`` calls. Raises ConfigError where
-    this version of Lightning is not supported.
+    ``config``, ``run`` and ``fresh`` are those of ``tierfall.open``, which each ``fit`` calls. Raises ConfigError for a
+    version of Lightning that is not supported.
     """
 
     def __init__(
@@ -76,18 +76,17 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
 
     def load_checkpoint(self, path: Any, *args: Any, **more: Any) -> Any:
         """Load what the pointer at ``path`` leads to; if its name begins with ``last``, the newest checkpoint."""
-        if lightning_files.is_own(path):  # a new run begins with it, or it is evaluated
+        if files.is_own(path):  # a new run begins with it, or it is evaluated
             if self._trainer.state.fn == "fit":
                 frameworks.begin(self._opened(), RESUME)
             return self._state.load_own(path, *args, **more)
-        pointer = tierfall.read_pointer(path)
         if self._trainer is None or self._trainer.state.fn != "fit":
             loaded = tierfall.load(path)
             return loaded[state.ENTRY] if self._trainer is None else self._state.load(loaded)
-        newest = os.path.basename(path).startswith("last")
-        at = (None, None) if newest else (pointer.step, pointer.attempt)
-        if (found := self._state.restore(self._opened(), *at)) is None:
-            raise ConfigError(f"TierfallIO: {path} names {pointer}, and no tier has a checkpoint")
+        ckpt = self._opened()
+        found = self._state.restore(ckpt, *files.checkpoint_at(path, ckpt))
+        if found is None:
+            raise ConfigError(f"TierfallIO: {path}: no tier has a checkpoint of this run")
         self._restored, loaded = found
         self._step = self._tried = self._restored.step
         return loaded
@@ -102,7 +101,7 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a pointer. Its checkpoint stays as long as ``retain`` keeps it."""
         if self._trainer.local_rank == 0:
-            lightning_files.remove(path)
+            files.remove(path)
 
     def teardown(self, *args: Any, **more: Any) -> None:
         """Close the run: at the end of a fit, or once it has failed."""
@@ -112,9 +111,13 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
 
     def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save in place of the strategy, on each rank."""
+        if self._ckpt is None and self._trainer.interrupted:
+            return  # by OnExceptionCheckpoint: the error came before the run was opened, or after its end
         loop, step = self._trainer.fit_loop, checkpoint["global_step"]
-        if not state.is_within_batch(loop):
+        within = state.is_within_batch(loop)
+        if not within or self._trainer.interrupted:  # Lightning's barrier after this has no bound
             self._meet()
+        if not within:
             state.check_whole(checkpoint, path)
             if state.is_before_end_of_epoch(loop):
                 self._late.append(path)  # Lightning resumes a checkpoint of now one epoch too late
@@ -130,20 +133,12 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
 
     def _meet(self) -> None:
         if self._ckpt is None:
-            raise ConfigError("TierfallIO: a save outside of fit: the run is closed")
-        frameworks.meet_all_ranks(self._ckpt, "save_checkpoint")
+            raise ConfigError(
+                "TierfallIO: a save outside of fit: the run is closed. Save in on_train_end, or by ModelCheckpoint"
+            )
+        frameworks.meet_all_ranks(self._ckpt, "save_checkpoint", failed=self._trainer.interrupted)
 
     def _opened(self) -> tierfall.Checkpointer:
         if self._ckpt is None:
             self._ckpt = tierfall.open(self._config, run=self._run, fresh=self._fresh)
         return self._ckpt
-
-
-class FromPlugin(Callback):  # type: ignore[misc]
-    """Makes the plugin of its Trainer a callback. Lightning gets it by an entry point."""
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Add the plugin to the callbacks, before the next one is set up."""
-        plugin = trainer.strategy.checkpoint_io
-        if isinstance(plugin, TierfallIO) and plugin not in trainer.callbacks:
-            trainer.callbacks.append(plugin)
