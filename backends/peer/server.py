@@ -51,7 +51,7 @@ class _Session:
 
 
 class PeerServer:
-    """Listens from its construction until ``close``. ``address`` is where other nodes reach it.
+    """Serves from its construction until ``close``, at the address of the socket ``listener``, which it owns.
 
     ``storage`` returns the backend that keeps the objects of a sender, by its name; it is called once for each sender.
     ``idle_s``: a connection that is silent for longer in the middle of a message is closed.
@@ -63,7 +63,7 @@ class PeerServer:
         secret: bytes,
         run: str,
         storage: Callable[[str], Backend],
-        host: str = "",
+        listener: socket.socket,
         idle_s: float = 60.0,
     ) -> None:
         self._secret = secret
@@ -76,7 +76,7 @@ class PeerServer:
         self._connections: set[Connection] = set()
         self._strangers = 0
         self._closed = False
-        self._socket = socket.create_server((host, 0), backlog=128)
+        self._socket = listener
         self.port: int = self._socket.getsockname()[1]
         _servers.add(self)
         self._thread = threading.Thread(target=self._accept, name="tierfall-peers", daemon=True)

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from tierfall.backends.toolkit.keys import check_key
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import KeyNotFoundError
-from tierfall.core.types.keys import parse_step_folder
+from tierfall.core.types.keys import ATTEMPTS_FOLDER, parse_attempt, parse_step_folder
 
 
 class PeerView:
     """A ``Backend`` over two: ``kept`` is in this node's memory, ``remote`` in another's.
 
-    ``attempt`` is the number of the attempt that writes, None before it is taken.
+    ``attempt`` is the number of the attempt that writes: of the last attempt's record that was created here; None
+    before that.
     """
 
     def __init__(self, kept: Backend, remote: Backend) -> None:
@@ -44,6 +45,9 @@ class PeerView:
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
+        folder, _, name = key.rpartition("/")
+        if folder.endswith(f"/{ATTEMPTS_FOLDER}"):
+            self.attempt = parse_attempt(name)
         side = self._side(key) or self._remote
         return side.create(key, length=length, length_max=length_max, publish=publish)
 

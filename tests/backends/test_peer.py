@@ -43,7 +43,12 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
     def start(storage: Callable[[str], Backend] | None = None, **more: object) -> PeerServer:
         folders = storage or (lambda sender: PosixBackend(tmp_path / sender, direct_io=False))
-        options = {"secret": SECRET, "run": RUN, "host": "127.0.0.1", **more}
+        options = {
+            "secret": SECRET,
+            "run": RUN,
+            "listener": socket.create_server(("127.0.0.1", 0)),
+            **more,
+        }
         servers.append(PeerServer(storage=folders, **options))  # type: ignore[arg-type]
         return servers[-1]
 

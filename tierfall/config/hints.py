@@ -23,6 +23,7 @@ from tierfall.core.types.values import TierKind
 _KINDS = {
     TierKind.DEVICE: "gpu cuda hbm vram",
     TierKind.HOST: "ram memory cpu dram shm pinned",
+    TierKind.PEER: "peers replica replicas neighbor neighbour nodes remote_memory",
     TierKind.FILE: "disk nvme ssd local folder dir directory posix pfs nfs lustre fs",
     TierKind.OBJECT: "s3 gs gcs az azure abfs minio http https bucket fsspec store",
 }

@@ -45,6 +45,7 @@ from tierfall.session.leftovers import (
 )
 from tierfall.setup.attempts import next_number
 from tierfall.setup.bounded_tiers import ask_within_bound, bounded_reads, close_stores
+from tierfall.setup.peers import PeerMemory
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
@@ -88,6 +89,7 @@ class OpenedTiers:
         adopts: bool = False,
         tending: bool = False,
         draining: bool = False,
+        peers: PeerMemory | None = None,
     ) -> None:
         """Open and list all tiers. An error leaves nothing open.
 
@@ -106,6 +108,7 @@ class OpenedTiers:
         self.stores: dict[str, StoredTier] = {}
         self.adopted: list[AdoptedSlot] = []
         self._closed = False
+        self._peers = peers
         self._calls = BoundedCalls()
         self.folder = prepare_folder(run_folder(config, run))
         self.host = HostTier(
@@ -123,7 +126,7 @@ class OpenedTiers:
                 adopts=tending or draining or (adopts and self.ranks.topology.is_leader),
                 refuses_damaged=draining,
             )
-            self.stores, self.errors = open_stores(config, run, find_read_only=True)
+            self.stores, self.errors = open_stores(config, run, find_read_only=True, peers=peers)
             self.make_read_only(
                 {name: s.read_only for name, s in self.stores.items() if s.read_only}
             )
@@ -421,6 +424,8 @@ class OpenedTiers:
         self._closed = True
         try:
             close_stores(self.stores, timeout_s)
+            if self._peers is not None:
+                self._peers.close()
             self.host.close(keep=keep)
             for slot in self.adopted:
                 slot.close(keep=keep)

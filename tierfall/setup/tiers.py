@@ -15,7 +15,7 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.wrappers.base import LastAnswer
 from tierfall.backends.wrappers.bounded import Bounded
 from tierfall.backends.wrappers.retry import wrap
-from tierfall.config import Config, FileTierConfig, ObjectTierConfig, Tier
+from tierfall.config import Config, FileTierConfig, ObjectTierConfig, PeerTierConfig, Tier
 from tierfall.config import StoredTierConfig as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN
 from tierfall.core.format.catalog import FoundCopy, Listing
@@ -35,6 +35,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.types.view import TierRules
 from tierfall.setup.lanes import packers
+from tierfall.setup.peers import PeerMemory
 from tierfall.tiers.arena.folder import default_folder
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
@@ -166,6 +167,7 @@ def open_stores(
     read_only: bool = False,
     find_read_only: bool = False,
     is_bounded: bool = False,
+    peers: PeerMemory | None = None,
 ) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
     """Open every stored tier, side by side; return them, and the errors of those that did not answer in time.
 
@@ -178,7 +180,7 @@ def open_stores(
         only = "it is only to be read" if read_only or tier.read_only else ""
         _check_mounted(tier, only)
         try:
-            backend = _open_backend(tier, read_only=bool(only))
+            backend = _open_backend(tier, read_only=bool(only), peers=peers)
         except AccessDeniedError as error:
             found = _open_to_read(tier, config, run, error) if find_read_only else None
             if found is None:
@@ -304,7 +306,11 @@ def _store(
     )
 
 
-def _open_backend(tier: FileTierConfig | ObjectTierConfig, *, read_only: bool) -> Backend:
+def _open_backend(
+    tier: FileTierConfig | ObjectTierConfig, *, read_only: bool, peers: PeerMemory | None = None
+) -> Backend:
+    if peers is not None and isinstance(tier, PeerTierConfig):
+        return peers.open_backend()
     if isinstance(tier, FileTierConfig):
         return PosixBackend(Path(tier.path), read_only=read_only)
     return open_backend(tier.url, options=tier.options, driver=tier.driver, read_only=read_only)
