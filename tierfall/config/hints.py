@@ -90,7 +90,8 @@ def _belongs(key: str, model: type[BaseModel]) -> str:
         )
         if key == "url" and model is FileTierConfig:
             other = ": write kind: object, and no path"
-        return f"; it is a key of {' or '.join(kinds)} tier{other}"
+        named = " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+        return f"; it is a key of {named} tier{other}"
     if key in _OPTIONS and model is ObjectTierConfig:
         return f"; it belongs under options: options: {{{_OPTIONS[key]}: ...}}"
     if kinds:

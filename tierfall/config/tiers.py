@@ -225,7 +225,14 @@ class PeerTierConfig(FileTierConfig):
         examples=["/dev/shm/peers"],
     )
     shared: Literal[False] = Field(
-        default=False, description="Each node keeps images of its own.", examples=[False]
+        default=False,
+        description="Always false: each node keeps other images.",
+        examples=[False],
+    )
+    retain: RetainSection = Field(
+        default=RetainSection(last=1),
+        description="Which checkpoints are kept there; absent: the newest, since each takes memory.",
+        examples=[{"last": 2}],
     )
 
 

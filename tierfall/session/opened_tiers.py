@@ -61,13 +61,11 @@ from tierfall.setup.tiers import (
 )
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
-from tierfall.tiers.host import HostTier, damaged_arena_error
+from tierfall.tiers.host import HostTier, damaged_arena_error, log_allocation
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 T = TypeVar("T")
-PROGRESS_S = 2.0
-"""Seconds between two log lines about the allocation of host memory."""
 
 
 class OpenedTiers:
@@ -97,6 +95,8 @@ class OpenedTiers:
         ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank. ``draining``: flush the
         memory of any rank, while other machines may do the same; damaged memory is an error.
         """
+        if config.peers is not None and peers is None:  # a command does not meet the other nodes
+            config = config.reading_only([config.peers.name])
         check_written(config)
         self.config = config
         self.run = run
@@ -118,7 +118,7 @@ class OpenedTiers:
             slot=self.ranks.local_index,
             shard=self.ranks.shard,
             capacity_bytes=config.host.capacity_bytes,
-            progress=_log_progress(config.host.name),
+            progress=log_allocation(config.host.name),
         )
         self._lock = RunLock.acquire(self.folder / lock_name(self.ranks.local_index), run=run)
         try:
@@ -423,9 +423,9 @@ class OpenedTiers:
             return
         self._closed = True
         try:
+            if not keep and self._peers is not None and self.ranks.topology.is_leader:
+                self._peers.release(self.stores, self._call)
             close_stores(self.stores, timeout_s)
-            if self._peers is not None:
-                self._peers.close()
             self.host.close(keep=keep)
             for slot in self.adopted:
                 slot.close(keep=keep)
@@ -437,17 +437,3 @@ def _log_excluded(name: str, error: TierfallError) -> None:
     logger.warning(
         "open: goes on without tier %s, for as long as this process runs: %s", name, error
     )
-
-
-def _log_progress(tier: str) -> Callable[[int, int], None]:
-    """Return a function that logs the progress of allocating host memory, every PROGRESS_S seconds."""
-    last = time.monotonic()
-
-    def log(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= PROGRESS_S and done < total:
-            last = now
-            logger.info("%s: allocating host memory: %d of %d MiB", tier, done >> 20, total >> 20)
-
-    return log

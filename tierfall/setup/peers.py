@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -18,9 +18,16 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config, PeerTierConfig
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.runtime.bounded_calls import CallResult
 from tierfall.policies.placement import place_copies
+from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
+
+CallTiers = Callable[
+    [Iterable[StoredTier], Callable[[StoredTier], None]], Mapping[str, CallResult[None]]
+]
+"""Makes a call of several tiers, each within its bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +87,27 @@ class PeerMemory:
         return PeerView(PosixBackend(self._tier.path, direct_io=False), remote)
 
     def close(self) -> None:
+        """Stop serving. What is kept for others stays, for the next start."""
         self._server.close()
+
+    def release(self, stores: Mapping[str, StoredTier], call: CallTiers) -> None:
+        """Delete what this node has written to other nodes' memory, and what it keeps of earlier attempts: all is
+        durable on tiers that are not memory. The leader of a node makes this call."""
+        tiers = [stores[name] for name in (self._tier.name,) if name in stores]
+        for answer in call(tiers, self._delete_all).values():
+            if answer.error is not None:
+                logger.warning("close: tier %s keeps its memory: %s", self._tier.name, answer.error)
+
+    def _delete_all(self, store: StoredTier) -> None:
+        left: Sequence[str] = [found.key for found in store.backend.scan(f"{self._run}/")]
+        while left:
+            left = store.backend.delete_some(left)
+
+
+def close_peers(peers: PeerMemory | None) -> None:
+    """Close the peer memory of a start that has any."""
+    if peers is not None:
+        peers.close()
 
 
 def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemory | None]:
