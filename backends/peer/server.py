@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,6 +38,7 @@ SCAN_PAGE = 1000
 READ_BYTES_MAX = 4 << 20
 STRANGERS_MAX = 64
 """Connections that may be in the handshake at once; one more is closed."""
+ACCEPT_PAUSE_S = 0.5
 
 _servers: weakref.WeakSet[PeerServer] = weakref.WeakSet()
 
@@ -101,38 +103,39 @@ class PeerServer:
         while not self._is_closed():
             try:
                 accepted, address = self._socket.accept()
+                connection = Connection(accepted, timeout_s=HANDSHAKE_S)
             except OSError:
                 if self._is_closed():
                     return
                 logger.warning("peers: a connection could not be accepted", exc_info=True)
+                time.sleep(ACCEPT_PAUSE_S)  # out of descriptors, accept fails again at once
                 continue
             with self._lock:
-                if self._closed or self._strangers >= STRANGERS_MAX:
-                    accepted.close()
-                    continue
-                self._strangers += 1
+                is_accepted = not self._closed and self._strangers < STRANGERS_MAX
+                if is_accepted:
+                    self._strangers += 1
+                    self._connections.add(connection)  # here, so that ``close`` finds it
+            if not is_accepted:
+                connection.close()
+                continue
             threading.Thread(
                 target=self._serve,
-                args=(accepted, f"{address[0]}:{address[1]}"),
+                args=(connection, f"{address[0]}:{address[1]}"),
                 name="tierfall-peer",
                 daemon=True,
             ).start()
 
-    def _serve(self, accepted: socket.socket, place: str) -> None:
+    def _serve(self, connection: Connection, place: str) -> None:
         try:
-            connection = Connection(accepted, timeout_s=HANDSHAKE_S)
-            with self._lock:
-                self._connections.add(connection)
-            try:
-                sender, session = self._greet(connection, place)
-                if sender:
-                    self._serve_sender(connection, sender, session)
-            finally:
-                with self._lock:
-                    self._connections.discard(connection)
-                connection.close()
+            sender, session = self._greet(connection, place)
+            if sender:
+                self._serve_sender(connection, sender, session)
         except (OSError, WireError) as error:
             logger.debug("peers: the connection from %s has ended: %s", place, error)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
 
     def _greet(self, connection: Connection, place: str) -> tuple[str, str]:
         try:
@@ -145,7 +148,14 @@ class PeerServer:
                 self._strangers -= 1
 
     def _serve_sender(self, connection: Connection, sender: str, session: str) -> None:
-        own = self._join(sender, session)
+        try:
+            own = self._join(sender, session)
+        except BackendError as error:
+            logger.warning("peers: the memory for %s could not be opened: %s", sender, error)
+            _, length = connection.receive()
+            if not length:
+                connection.send({"error": _kind(error), "text": str(error)})
+            return
         try:
             _Conversation(connection, own, self._lock, idle_s=self._idle_s).run()
         finally:
@@ -228,10 +238,10 @@ class _Conversation:
             publish=Publish(head["publish"]),
         )
         with self._lock:
-            before = self._session.writers.get(number)
-            self._session.writers[number] = writer
-        if before is not None:  # the answer to the first request was lost
-            before.abort()
+            kept = self._session.writers.setdefault(number, writer)
+        # The answer to an earlier request was lost, or this one is the earlier and was slow: the other may have bytes.
+        if kept is not writer:
+            writer.abort()
 
     def _writer(self, head: Head) -> Writer:
         with self._lock:
