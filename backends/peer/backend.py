@@ -72,6 +72,7 @@ class PeerBackend(BackendBase):
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
+        self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._closed = False
         _backends.add(self)
 
@@ -202,6 +203,7 @@ class PeerBackend(BackendBase):
                 connection, self._secret, run=self._run, sender=self._sender, session=self._session
             )
             connection.socket.settimeout(self._timeout_s)
+            self._open.add(connection)
         except AccessDeniedError as error:
             connection.close()
             raise AccessDeniedError(f"{what}: {error}") from error
@@ -214,11 +216,12 @@ class PeerBackend(BackendBase):
         return connection
 
     def leave_to_parent(self) -> None:
-        """In a forked child: let go of the connections, which are the parent's."""
-        for connection in self._idle:
+        """In a forked child: close its copies of the parent's connections, those in use included. The child has a
+        session of its own, since the server tells writers apart by session and number."""
+        for connection in list(self._open):
             with suppress(OSError):
                 os.close(connection.socket.detach())
-        self._idle = []
+        self._lock, self._idle, self._session = threading.Lock(), [], secrets.token_hex(16)
 
 
 class PeerWriter(WriterBase):

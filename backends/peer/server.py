@@ -1,7 +1,7 @@
 """The server of this node's memory: it keeps the objects that processes of other nodes send.
 
 One thread for each connection carries out its requests on the storage of the sender. Only a process that proves in the
-handshake that it knows the run's secret is heard. The objects outlive the server; what a sender had not published is
+handshake that it knows the run's secret is served. The objects outlive the server; what a sender had not published is
 removed with the last connection of its process.
 """
 
@@ -53,10 +53,10 @@ class _Session:
 
 
 class PeerServer:
-    """Listens from its construction until ``close``. ``address`` is where other nodes reach it.
+    """Listens from its construction until ``close``. Other nodes reach it at ``port``.
 
     ``storage`` returns the backend that keeps the objects of a sender, by its name; it is called once for each sender.
-    ``idle_s``: a connection that is silent for longer in the middle of a message is closed.
+    ``idle_s``: a connection that is silent for longer within a payload or an answer is closed.
     """
 
     def __init__(

@@ -340,11 +340,16 @@ def test_a_create_that_arrives_twice_keeps_what_was_written(serve: Serve) -> Non
     assert get(client(server), "a/b") == b"data"
 
 
-def test_a_forked_child_does_not_keep_connections(serve: Serve, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_a_forked_child_does_not_keep_connections(
+    serve: Serve, tmp_path: Path, is_in_use: bool
+) -> None:
     server = serve()
     sender = client(server)
     writer = sender.create("a/b", length=4)
     writer.write(0, memoryview(b"half"))
+    connection = sender._take_idle() if is_in_use else sender._idle[0]
+    assert connection is not None
     reader, end = os.pipe()
     child = os.fork()
     if not child:
@@ -352,7 +357,7 @@ def test_a_forked_child_does_not_keep_connections(serve: Serve, tmp_path: Path) 
         os.read(reader, 1)
         os._exit(0)
     try:
-        sender.close()
+        connection.socket.close()  # as a kill of the parent: without a shutdown, which would end the child's copy too
         wait_until(lambda: not list((tmp_path / "node-1").rglob("*b*")))
     finally:
         os.close(end)

@@ -77,7 +77,7 @@ class Attached:
             )
             raise
         assert found is not None  # attach found one
-        # ``skip`` would refuse the checkpoint of another number of ranks, which has none.
+        # ``skip=["rng"]`` is an error where another number of ranks saved: that checkpoint has no random state for these.
         random.setstate(drawn[0])
         numpy.random.set_state(drawn[1])
         torch.set_rng_state(drawn[2])
