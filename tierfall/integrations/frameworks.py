@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
-from itertools import dropwhile, islice
 
 from tierfall import Checkpointer, Config, RestoreReport, SaveHandle
 from tierfall.config import RetainSection, StoredTierConfig, load_config
@@ -99,8 +98,9 @@ def newest_first(ckpt: Checkpointer, report: RestoreReport) -> Iterator[dict[str
     run = open_run_of(ckpt)
     request = run.restorer.request(None, None, doing="load")
     known = run.restorer.candidates(run.session.list_now(), request, run.session.new_tally())
-    for id in islice(dropwhile(lambda id: id != at, [each.id for each in known]), 1, None):
-        yield {"step": id.step, "attempt": id.attempt}
+    for each in known:
+        if each.id < at:  # not "after it in the list": it may be gone by now
+            yield {"step": each.id.step, "attempt": each.id.attempt}
 
 
 def begin(ckpt: Checkpointer, call: str) -> None:
