@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import CheckpointIO
 import tierfall
 from tierfall.errors import ConfigError
 from tierfall.integrations import frameworks
-from tierfall.integrations.lightning import files, state
+from tierfall.integrations.lightning import files, progress, state
 
 __all__ = ["TierfallIO"]
 RESUME = 'fit(..., ckpt_path="last"), or "last.ckpt" if the folder of pointers was lost'
@@ -114,12 +114,12 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
         if self._ckpt is None and self._trainer.interrupted:
             return  # see _meet
         loop, step = self._trainer.fit_loop, checkpoint["global_step"]
-        within = state.is_within_batch(loop)
+        within = progress.is_within_batch(loop)
         if not within or self._trainer.interrupted:  # Lightning's barrier after this has no bound
             self._meet()
         if not within:
             state.check_whole(checkpoint, path)
-            if state.is_before_end_of_epoch(loop):
+            if progress.is_before_end_of_epoch(loop):
                 self._late.append(path)  # Lightning resumes a checkpoint of now one epoch too late
                 return
             if step != self._tried:

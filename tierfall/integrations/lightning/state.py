@@ -6,7 +6,6 @@ rank saves its own blocks, and restores into them, also where another number of 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from tierfall.errors import ConfigError
 
 ENTRY = "lightning"
 SHARDED = "sharded"
-logger = logging.getLogger("tierfall")
 Loaded = tuple[RestoreReport, Any]
 
 
@@ -43,21 +41,6 @@ def check_whole(checkpoint: dict[str, Any], path: Any) -> None:
         raise ConfigError(
             f"TierfallIO: {path} has weights alone (save_weights_only): save all, and write weights by tierfall export"
         )
-
-
-def is_within_batch(loop: Any) -> bool:
-    """Return whether a batch is being trained, which Lightning would leave out of a run that resumes from now."""
-    progress = loop.epoch_loop.batch_progress.current
-    if progress.processed >= progress.ready:
-        return False
-    logger.warning("TierfallIO: a save within a batch names the checkpoint before it, if any")
-    return True
-
-
-def is_before_end_of_epoch(loop: Any) -> bool:
-    """Return whether the last batch of an epoch is trained, and the epoch has not ended."""
-    progress, batches = loop.epoch_progress.total, loop.epoch_loop.batch_progress
-    return bool(batches.is_last_batch and progress.processed < progress.started)
 
 
 class WholeState:
