@@ -1,9 +1,9 @@
 """What one node sees of peer memory: what it keeps itself, of earlier starts, and what it writes to another node.
 
-A node that is lost leaves its images with another node, which lists them at the next start: so what an attempt wrote
-is read, at the next one, by the node that keeps it. What this attempt writes is another node's to keep, and is read
+The images of a lost node are in another node's memory, which lists them at the next start. So the files of an earlier
+attempt are read from this node's own memory. The files of this attempt are written to the other node, and read from
 there. Documents that belong to no checkpoint, such as the attempts' records, are written to the other node, and read
-on either.
+from either.
 """
 
 from __future__ import annotations
