@@ -382,7 +382,7 @@ def test_a_dict_has_places_and_no_lines() -> None:
         (config_of(tiers=[7]), r"tiers\[0\]: 7 does not fit; expected a mapping"),
         (
             config_of(tiers=[{"name": "a"}]),
-            r"tiers\[0\].kind: missing; expected one of device, host, file, object",
+            r"tiers\[0\].kind: missing; expected one of device, host, peer, file, object",
         ),
         (
             config_of(tiers=[{"name": "a", "kind": "fil"}]),
@@ -461,7 +461,7 @@ def test_a_dict_has_places_and_no_lines() -> None:
         (config_of(zebra=1), "zebra: unknown key; expected one of run, plugins, interval"),
         (
             host_of(retain={"last": 3}),
-            "retain: unknown key of a host tier; it is a key of a file or an object tier",
+            "retain: unknown key of a host tier; it is a key of a peer, a file or an object tier",
         ),
         (host_of(capacity="16GIB"), r'capacity: unknown unit "GIB" \(did you mean "GiB"\?\)'),
         (host_of(capacity=0), "capacity: 0 is 0 bytes, less than 1KiB; expected a size"),
@@ -914,6 +914,7 @@ def sections() -> dict[str, dict[str, Any]]:
             "BestSection": "`best`",
             "CompressSection": "`compress`",
             "HostTierConfig": "A host tier",
+            "PeerTierConfig": "A peer tier",
             "FileTierConfig": "A file tier",
         },
         **{"ObjectTierConfig": "An object tier", "DeviceTierConfig": "A device tier"},
@@ -955,6 +956,9 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
             return host_of(**{key: value})
         case "A file tier":
             return tier_of(**{key: value})
+        case "A peer tier":
+            peers = {"name": "peers", "kind": "peer"}
+            return config_of(tiers=[HOST, {**peers, key: value}])
         case "An object tier":
             return config_of(tiers=[HOST, {**stored, key: value}])
         case "A device tier":

@@ -33,6 +33,8 @@ from tierfall.tiers.arena.region import Region
 logger = logging.getLogger("tierfall")
 _ARENA = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.arena")
 GROWTH = 2.2
+PROGRESS_S = 2.0
+"""Seconds between two log lines about the allocation of host memory."""
 RENEWAL_WAIT_S = 5.0
 """How long a growth waits while a removed file is recreated: as long as an image may take to be sealed."""
 
@@ -308,3 +310,17 @@ def damaged_arena_error(error: IntegrityError, path: Path) -> ConfigError:
         f"open: the host memory that an earlier start left is damaged: {error}. If nothing in it is needed, remove "
         f"{path} and start again; what was flushed is restored from the other tiers"
     )
+
+
+def log_allocation(tier: str) -> Callable[[int, int], None]:
+    """Return a function that logs the progress of allocating host memory, every PROGRESS_S seconds."""
+    last = time.monotonic()
+
+    def log(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= PROGRESS_S and done < total:
+            last = now
+            logger.info("%s: allocating host memory: %d of %d MiB", tier, done >> 20, total >> 20)
+
+    return log

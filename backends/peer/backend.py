@@ -21,7 +21,7 @@ from tierfall.backends.peer.wire import (
     WireError,
     greet,
 )
-from tierfall.backends.toolkit.base import BackendBase, Extent, WriterBase
+from tierfall.backends.toolkit.base import BackendBase, Extent, WriterBase, WriterState
 from tierfall.backends.toolkit.keys import check_key, check_prefix
 from tierfall.backends.toolkit.views import flat
 from tierfall.core.types.backend import Publish, StoredObject, Traits
@@ -72,6 +72,7 @@ class PeerBackend(BackendBase):
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
+        self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._closed = False
         _backends.add(self)
 
@@ -139,15 +140,16 @@ class PeerBackend(BackendBase):
         payload: memoryview | None = None,
         *,
         into: memoryview | None = None,
+        repeatable: bool = True,
     ) -> Any:
         """Send one request and return the value of its answer; its bytes fill ``into``. A connection that was idle may
-        have been closed meanwhile: then the request is sent once more, on a new one."""
+        have been closed meanwhile: then a ``repeatable`` request is sent once more, on a new one."""
         connection = self._take_idle()
         answer = None if connection is None else self._try(connection, head, payload, into)
-        if not isinstance(answer, dict):
+        if answer is None or (repeatable and not isinstance(answer, dict)):
             answer = self._try(self._connect(what), head, payload, into)
         if isinstance(answer, BaseException):
-            raise UnreachableError(f"{what}: {answer or type(answer).__name__}") from answer
+            raise UnreachableError(f"{what}: {str(answer) or type(answer).__name__}") from answer
         if "error" in answer:
             make = error_class(str(answer["error"]), BackendError)
             raise make(f"{what}: {answer.get('text')}")
@@ -195,12 +197,13 @@ class PeerBackend(BackendBase):
             sock = socket.create_connection(self._address, timeout=self._timeout_s)
             connection = Connection(sock, timeout_s=min(HANDSHAKE_S, self._timeout_s))
         except OSError as error:
-            raise UnreachableError(f"{what}: {error or type(error).__name__}") from error
+            raise UnreachableError(f"{what}: {str(error) or type(error).__name__}") from error
         try:
             greet(
                 connection, self._secret, run=self._run, sender=self._sender, session=self._session
             )
             connection.socket.settimeout(self._timeout_s)
+            self._open.add(connection)
         except AccessDeniedError as error:
             connection.close()
             raise AccessDeniedError(f"{what}: {error}") from error
@@ -213,11 +216,12 @@ class PeerBackend(BackendBase):
         return connection
 
     def leave_to_parent(self) -> None:
-        """In a forked child: let go of the connections, which are the parent's."""
-        for connection in self._idle:
+        """In a forked child: close its copies of the parent's connections, those in use included. The child has a
+        session of its own, since the server tells writers apart by session and number."""
+        for connection in list(self._open):
             with suppress(OSError):
                 os.close(connection.socket.detach())
-        self._idle = []
+        self._lock, self._idle, self._session = threading.Lock(), [], secrets.token_hex(16)
 
 
 class PeerWriter(WriterBase):
@@ -252,12 +256,15 @@ class PeerWriter(WriterBase):
             raise
 
     def _finish(self, what: str) -> None:
-        self._backend.request(what, {"do": "publish", "writer": self._number})
+        # Not repeated: if the answer to the first was lost, the second would fail, and hide that the object is visible.
+        head = {"do": "publish", "writer": self._number}
+        self._backend.request(what, head, repeatable=False)
 
     def _on_published(self) -> None:
         self._let_go("publish")
 
     def _die(self) -> None:
+        self._state = WriterState.DEAD
         self._let_go("abort")
 
     def _let_go(self, operation: str) -> None:

@@ -1,7 +1,7 @@
 """The server of this node's memory: it keeps the objects that processes of other nodes send.
 
 One thread for each connection carries out its requests on the storage of the sender. Only a process that proves in the
-handshake that it knows the run's secret is heard. The objects outlive the server; what a sender had not published is
+handshake that it knows the run's secret is served. The objects outlive the server; what a sender had not published is
 removed with the last connection of its process.
 """
 
@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,8 +36,10 @@ logger = logging.getLogger("tierfall")
 SCAN_PAGE = 1000
 """Objects in one answer to a scan."""
 READ_BYTES_MAX = 4 << 20
+CLOSE_S = 5.0
 STRANGERS_MAX = 64
 """Connections that may be in the handshake at once; one more is closed."""
+ACCEPT_PAUSE_S = 0.5
 
 _servers: weakref.WeakSet[PeerServer] = weakref.WeakSet()
 
@@ -51,10 +54,10 @@ class _Session:
 
 
 class PeerServer:
-    """Listens from its construction until ``close``. ``address`` is where other nodes reach it.
+    """Serves from its construction until ``close``, at the address of the socket ``listener``, which it owns.
 
     ``storage`` returns the backend that keeps the objects of a sender, by its name; it is called once for each sender.
-    ``idle_s``: a connection that is silent for longer in the middle of a message is closed.
+    ``idle_s``: a connection that is silent for longer within a payload or an answer is closed.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class PeerServer:
         secret: bytes,
         run: str,
         storage: Callable[[str], Backend],
-        host: str = "",
+        listener: socket.socket,
         idle_s: float = 60.0,
     ) -> None:
         self._secret = secret
@@ -73,26 +76,29 @@ class PeerServer:
         self._lock = threading.Lock()
         self._stores: dict[str, Backend] = {}
         self._sessions: dict[tuple[str, str], _Session] = {}
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, threading.Thread] = {}
         self._strangers = 0
         self._closed = False
-        self._socket = socket.create_server((host, 0), backlog=128)
+        self._socket = listener
         self.port: int = self._socket.getsockname()[1]
         _servers.add(self)
         self._thread = threading.Thread(target=self._accept, name="tierfall-peers", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, and close every connection. Unpublished objects are removed."""
+        """Stop listening, and close every connection. Unpublished objects are removed, within CLOSE_S seconds of each
+        call that the storage is in."""
         with self._lock:
             self._closed = True
-            connections = list(self._connections)
+            connections = dict(self._connections)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         for connection in connections:
             connection.close()
         self._thread.join()
+        for thread in connections.values():
+            thread.join(CLOSE_S)
 
     def _is_closed(self) -> bool:
         return self._closed
@@ -101,38 +107,44 @@ class PeerServer:
         while not self._is_closed():
             try:
                 accepted, address = self._socket.accept()
+                connection = Connection(accepted, timeout_s=HANDSHAKE_S)
             except OSError:
                 if self._is_closed():
                     return
                 logger.warning("peers: a connection could not be accepted", exc_info=True)
+                time.sleep(ACCEPT_PAUSE_S)  # out of descriptors, accept fails again at once
                 continue
-            with self._lock:
-                if self._closed or self._strangers >= STRANGERS_MAX:
-                    accepted.close()
-                    continue
-                self._strangers += 1
-            threading.Thread(
-                target=self._serve,
-                args=(accepted, f"{address[0]}:{address[1]}"),
-                name="tierfall-peer",
-                daemon=True,
-            ).start()
-
-    def _serve(self, accepted: socket.socket, place: str) -> None:
-        try:
-            connection = Connection(accepted, timeout_s=HANDSHAKE_S)
-            with self._lock:
-                self._connections.add(connection)
-            try:
-                sender, session = self._greet(connection, place)
-                if sender:
-                    self._serve_sender(connection, sender, session)
-            finally:
-                with self._lock:
-                    self._connections.discard(connection)
+            if not self._start(connection, f"{address[0]}:{address[1]}"):
                 connection.close()
+
+    def _start(self, connection: Connection, place: str) -> bool:
+        """Serve a connection on a thread of its own; False where that is not possible now."""
+        thread = threading.Thread(
+            target=self._serve, args=(connection, place), name="tierfall-peer", daemon=True
+        )
+        with self._lock:
+            if self._closed or self._strangers >= STRANGERS_MAX:
+                return False
+            try:
+                thread.start()
+            except RuntimeError as error:  # the limit of threads
+                logger.warning("peers: the connection from %s is not served: %s", place, error)
+                return False
+            self._strangers += 1
+            self._connections[connection] = thread  # here, so that ``close`` finds it
+        return True
+
+    def _serve(self, connection: Connection, place: str) -> None:
+        try:
+            sender, session = self._greet(connection, place)
+            if sender:
+                self._serve_sender(connection, sender, session)
         except (OSError, WireError) as error:
             logger.debug("peers: the connection from %s has ended: %s", place, error)
+        finally:
+            with self._lock:
+                self._connections.pop(connection, None)
+            connection.close()
 
     def _greet(self, connection: Connection, place: str) -> tuple[str, str]:
         try:
@@ -145,7 +157,14 @@ class PeerServer:
                 self._strangers -= 1
 
     def _serve_sender(self, connection: Connection, sender: str, session: str) -> None:
-        own = self._join(sender, session)
+        try:
+            own = self._join(sender, session)
+        except BackendError as error:
+            logger.warning("peers: the memory for %s could not be opened: %s", sender, error)
+            _, length = connection.receive()
+            if not length:
+                connection.send({"error": _kind(error), "text": str(error)})
+            return
         try:
             _Conversation(connection, own, self._lock, idle_s=self._idle_s).run()
         finally:
@@ -228,10 +247,10 @@ class _Conversation:
             publish=Publish(head["publish"]),
         )
         with self._lock:
-            before = self._session.writers.get(number)
-            self._session.writers[number] = writer
-        if before is not None:  # the answer to the first request was lost
-            before.abort()
+            kept = self._session.writers.setdefault(number, writer)
+        # The answer to an earlier request was lost, or this one is the earlier and was slow: the other may have bytes.
+        if kept is not writer:
+            writer.abort()
 
     def _writer(self, head: Head) -> Writer:
         with self._lock:

@@ -1,9 +1,9 @@
 """What one node sees of peer memory: what it keeps itself, of earlier starts, and what it writes to another node.
 
-A node that is lost leaves its images with another node, which lists them at the next start: so what an attempt wrote
-is read, at the next one, by the node that keeps it. What this attempt writes is another node's to keep, and is read
+The images of a lost node are in another node's memory, which lists them at the next start. So the files of an earlier
+attempt are read from this node's own memory. The files of this attempt are written to the other node, and read from
 there. Documents that belong to no checkpoint, such as the attempts' records, are written to the other node, and read
-on either.
+from either.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from tierfall.backends.toolkit.keys import check_key
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
 from tierfall.core.types.errors import KeyNotFoundError
-from tierfall.core.types.keys import parse_step_folder
+from tierfall.core.types.keys import ATTEMPTS_FOLDER, parse_attempt, parse_step_folder
 
 
 class PeerView:
     """A ``Backend`` over two: ``kept`` is in this node's memory, ``remote`` in another's.
 
-    ``attempt`` is the number of the attempt that writes, None before it is taken.
+    ``attempt`` is the number of the attempt that writes: of the last attempt's record that was created here; None
+    before that.
     """
 
     def __init__(self, kept: Backend, remote: Backend) -> None:
@@ -44,6 +45,9 @@ class PeerView:
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
+        folder, _, name = key.rpartition("/")
+        if folder.endswith(f"/{ATTEMPTS_FOLDER}"):
+            self.attempt = parse_attempt(name)
         side = self._side(key) or self._remote
         return side.create(key, length=length, length_max=length_max, publish=publish)
 

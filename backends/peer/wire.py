@@ -46,8 +46,8 @@ class DamagedError(UnreachableError):
 
 
 class Connection:
-    """One side of a connection. Used by one thread at a time; all errors but those of ``take`` are OSError or
-    WireError, after which it must be closed."""
+    """One side of a connection. Used by one thread at a time. After an OSError or a WireError it must be closed; after
+    a DamagedError the next message can be received."""
 
     def __init__(self, sock: socket.socket, *, timeout_s: float) -> None:
         sock.settimeout(timeout_s)
@@ -198,4 +198,4 @@ def _proof(secret: bytes, side: str, transcript: bytes) -> str:
 
 def _is_proof(given: object, secret: bytes, side: str, transcript: bytes) -> bool:
     expected = _proof(secret, side, transcript)
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), expected.encode())
+    return isinstance(given, str) and given.isascii() and hmac.compare_digest(given, expected)

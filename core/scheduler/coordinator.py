@@ -270,7 +270,8 @@ class Coordinator(Components):
         entry = self.ledger.entries.get(id)
         if entry is None or entry.failed or self.fenced is not None:
             return
-        if entry.snapshot is None and not entry.readable_on(self.ledger.host):
+        is_here = entry.awaiting_ranks or entry.readable_on(self.ledger.host)
+        if entry.snapshot is None and not is_here:
             return
         has_copy = entry.states.keys() | entry.damage.keys() | entry.set_aside.keys()
         entry.owed.update(

@@ -33,6 +33,7 @@ class TierKind(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    PEER = "peer"
     FILE = "file"
     OBJECT = "object"
 
@@ -94,6 +95,8 @@ def survives(kind: TierKind, *, shared: bool) -> LossClass:
             return LossClass.NONE
         case TierKind.HOST:
             return LossClass.PROCESS
+        case TierKind.PEER:
+            return LossClass.NODE
         case TierKind.FILE:
             return LossClass.NODE if shared else LossClass.PROCESS
         case TierKind.OBJECT:

@@ -21,11 +21,12 @@ from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.wire import SECRET_BYTES, Connection, greet
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.core.types.backend import Backend
+from tierfall.core.types.backend import Backend, Publish
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     KeyNotFoundError,
+    StorageFullError,
     UnreachableError,
 )
 
@@ -43,7 +44,12 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
     def start(storage: Callable[[str], Backend] | None = None, **more: object) -> PeerServer:
         folders = storage or (lambda sender: PosixBackend(tmp_path / sender, direct_io=False))
-        options = {"secret": SECRET, "run": RUN, "host": "127.0.0.1", **more}
+        options = {
+            "secret": SECRET,
+            "run": RUN,
+            "listener": socket.create_server(("127.0.0.1", 0)),
+            **more,
+        }
         servers.append(PeerServer(storage=folders, **options))  # type: ignore[arg-type]
         return servers[-1]
 
@@ -100,14 +106,15 @@ def test_a_stranger_is_refused_and_named(serve: Serve, caplog: pytest.LogCapture
     assert "is refused" in caplog.text
 
 
+@pytest.mark.parametrize("proof", ["0" * 64, "\ud800"])
 def test_a_rank_that_does_not_prove_itself_is_refused(
-    serve: Serve, caplog: pytest.LogCaptureFixture
+    serve: Serve, caplog: pytest.LogCaptureFixture, proof: str
 ) -> None:
     """It takes the server's word, and has no proof of its own."""
     connection = connect(serve())
     connection.send(hello())
     connection.receive()
-    connection.send({"proof": "0" * 64})
+    connection.send({"proof": proof})
     assert "only ranks of this start" in connection.receive()[0]["error"]
     wait_until(lambda: "does not know the secret" in caplog.text)
 
@@ -171,6 +178,44 @@ def reaches(sender: PeerBackend) -> bool:
     except UnreachableError:
         return False
     return True
+
+
+def test_a_connection_that_was_accepted_as_the_server_closed_is_not_served(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted, closed = threading.Event(), threading.Event()
+    serve_one = PeerServer._serve
+
+    def serve_late(server: PeerServer, *args: object) -> None:
+        accepted.set()
+        closed.wait(10)
+        serve_one(server, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PeerServer, "_serve", serve_late)
+    server = serve()
+    connection = connect(server)
+    assert accepted.wait(10)
+    server.close()
+    closed.set()
+    with pytest.raises((OSError, UnreachableError)):
+        greet(connection, SECRET, run=RUN, sender="node-1", session="s")
+
+
+def test_a_server_without_descriptors_does_not_spin(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve()
+
+    def fail(listening: socket.socket) -> object:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "accept", fail)
+        assert reaches(client(server))  # by the accept that was in progress
+        wait_until(lambda: "could not be accepted" in caplog.text)
+        time.sleep(0.2)
+        assert caplog.text.count("could not be accepted") < 5
+    assert reaches(client(server))
 
 
 # What a lost connection leaves --------------------------------------------------------------------------
@@ -263,11 +308,53 @@ def test_bytes_that_change_on_the_way_are_sent_again(
         get(sender, "a/b")
 
 
-def test_a_forked_child_does_not_keep_connections(serve: Serve, tmp_path: Path) -> None:
+def test_a_publish_whose_answer_is_lost_is_in_doubt(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not sent again: the second would fail as if the object were not there."""
+    publish = peer_server._Conversation._publish
+
+    def lose_answer(conversation: peer_server._Conversation, head: dict[str, object]) -> None:
+        publish(conversation, head)
+        conversation._connection.close()
+
+    monkeypatch.setattr(peer_server._Conversation, "_publish", lose_answer)
+    sender = client(serve())
+    writer = sender.create("a/b", length=4, publish=Publish.IF_ABSENT)
+    writer.write(0, memoryview(b"data"))
+    with pytest.raises(UnreachableError):
+        writer.publish()
+    assert get(sender, "a/b") == b"data"
+
+
+def test_a_create_that_arrives_twice_keeps_what_was_written(serve: Serve) -> None:
+    server = serve()
+    connection = connect(server)
+    greet(connection, SECRET, run=RUN, sender="node-1", session="s")
+    create = {"do": "create", "writer": 0, "key": "a/b", "publish": "replace"}
+    create |= {"length": None, "length_max": 4}
+    write = {"do": "write", "writer": 0, "offset": 0}
+    for head, payload in (
+        (create, None),
+        (write, memoryview(b"data")),
+        (create, None),
+        ({"do": "publish", "writer": 0}, None),
+    ):
+        connection.send(head, payload)
+        assert connection.receive()[0] == {"value": None}
+    assert get(client(server), "a/b") == b"data"
+
+
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_a_forked_child_does_not_keep_connections(
+    serve: Serve, tmp_path: Path, is_in_use: bool
+) -> None:
     server = serve()
     sender = client(server)
     writer = sender.create("a/b", length=4)
     writer.write(0, memoryview(b"half"))
+    connection = sender._take_idle() if is_in_use else sender._idle[0]
+    assert connection is not None
     reader, end = os.pipe()
     child = os.fork()
     if not child:
@@ -275,7 +362,7 @@ def test_a_forked_child_does_not_keep_connections(serve: Serve, tmp_path: Path) 
         os.read(reader, 1)
         os._exit(0)
     try:
-        sender.close()
+        connection.socket.close()  # as a kill of the parent: without a shutdown, which would end the child's copy too
         wait_until(lambda: not list((tmp_path / "node-1").rglob("*b*")))
     finally:
         os.close(end)
@@ -286,6 +373,14 @@ def test_the_error_of_the_storage_is_the_error_here(serve: Serve) -> None:
     sender = client(serve())
     with pytest.raises(KeyNotFoundError, match="stat 'a/b' in the memory of"):
         sender.stat("a/b")
+
+
+def test_the_error_of_a_storage_that_cannot_be_opened_is_the_error_here(serve: Serve) -> None:
+    def full(sender: str) -> Backend:
+        raise StorageFullError("no memory is left for node-1")
+
+    with pytest.raises(StorageFullError, match="no memory is left for node-1"):
+        client(serve(full)).stat("a/b")
 
 
 def hello() -> dict[str, object]:

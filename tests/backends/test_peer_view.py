@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -31,7 +32,7 @@ class Node:
         self.server = PeerServer(
             secret=SECRET,
             run="run",
-            host="127.0.0.1",
+            listener=socket.create_server(("127.0.0.1", 0)),
             storage=lambda sender: PosixBackend(folder, direct_io=False),
         )
 

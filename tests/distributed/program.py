@@ -84,6 +84,14 @@ def save(folder: str, steps: list[int], **changes: Any) -> Any:
         return [[c.step, c.attempt, sorted(c.tiers)] for c in ckpt.checkpoints()]
 
 
+def finish(folder: str, steps: list[int], **changes: Any) -> None:
+    """Train to the end with ``maybe_save``, and close at once."""
+    with tierfall.open(config(folder, interval={"every": 1}, **changes)) as ckpt:
+        for step in steps:
+            ckpt.maybe_save(step, make_state(step))
+            ckpt.wait_captured()
+
+
 def restore(folder: str, **changes: Any) -> Any:
     """Restore the newest, say from where, and whether it is bit for bit what this rank saved."""
     with tierfall.open(config(folder, **changes)) as ckpt:

@@ -135,3 +135,12 @@ def _run_and_kill(job: Job, folder: Path, *, steps: list[int], when: str) -> Non
         assert time.monotonic() < deadline, job.log(0)
         time.sleep(0.05)
     job.kill()
+
+
+def test_close_flushes_the_last_step_to_every_tier_though_it_was_sealed_just_now(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """A rank that does not know yet that all ranks have sealed it owes the tiers no less."""
+    make_job(2, [0, 1]).run("finish", steps=[1, 2], pfs={"flush": {"every": 100}})
+    assert "still owed" not in (tmp_path / "rank-0.log").read_text()
+    assert (tmp_path / "pfs/many/step-00000002-a0001/commit.json").exists()

@@ -21,6 +21,7 @@ from tierfall.config.tiers import (
     FileTierConfig,
     HostTierConfig,
     ObjectTierConfig,
+    PeerTierConfig,
     StoredTierConfig,
     Tier,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "IntervalSection",
     "Mtbf",
     "ObjectTierConfig",
+    "PeerTierConfig",
     "RetainSection",
     "StoredTierConfig",
     "Tier",

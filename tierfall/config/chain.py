@@ -16,7 +16,13 @@ from tierfall.core.types.text import with_article
 from tierfall.core.types.values import TierKind
 
 FOLDER = "file://"
-_RANKS = {TierKind.DEVICE: 0, TierKind.HOST: 1, TierKind.FILE: 2, TierKind.OBJECT: 2}
+_RANKS = {
+    TierKind.DEVICE: 0,
+    TierKind.HOST: 1,
+    TierKind.PEER: 2,
+    TierKind.FILE: 2,
+    TierKind.OBJECT: 2,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +122,7 @@ def _problem(message: str, *place: str | int) -> Problem:
 
 def _kinds(links: Sequence[Link]) -> Iterator[Problem]:
     kinds = [link.kind for link in links]
-    for kind in (TierKind.DEVICE, TierKind.HOST):
+    for kind in (TierKind.DEVICE, TierKind.HOST, TierKind.PEER):
         for index in [i for i, found in enumerate(kinds) if found is kind][1:]:
             expected = "exactly one" if kind is TierKind.HOST else "one at most"
             yield _problem(f"a second {kind} tier; expected {expected}", "tiers", index, "kind")
@@ -135,7 +141,7 @@ def _order(links: Sequence[Link]) -> Iterator[Problem]:
             continue
         if _RANKS[link.kind] < highest:
             yield _problem(
-                f"{with_article(link.kind)} tier must come earlier; expected device, host, then file and object "
+                f"{with_article(link.kind)} tier must come earlier; expected device, host, then peer, file and object "
                 "tiers, fastest first",
                 *("tiers", index, "kind"),
             )

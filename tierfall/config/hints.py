@@ -23,6 +23,7 @@ from tierfall.core.types.values import TierKind
 _KINDS = {
     TierKind.DEVICE: "gpu cuda hbm vram",
     TierKind.HOST: "ram memory cpu dram shm pinned",
+    TierKind.PEER: "peers replica replicas neighbor neighbour nodes remote_memory",
     TierKind.FILE: "disk nvme ssd local folder dir directory posix pfs nfs lustre fs",
     TierKind.OBJECT: "s3 gs gcs az azure abfs minio http https bucket fsspec store",
 }
@@ -89,7 +90,8 @@ def _belongs(key: str, model: type[BaseModel]) -> str:
         )
         if key == "url" and model is FileTierConfig:
             other = ": write kind: object, and no path"
-        return f"; it is a key of {' or '.join(kinds)} tier{other}"
+        named = " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+        return f"; it is a key of {named} tier{other}"
     if key in _OPTIONS and model is ObjectTierConfig:
         return f"; it belongs under options: options: {{{_OPTIONS[key]}: ...}}"
     if kinds:

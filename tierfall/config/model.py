@@ -42,6 +42,7 @@ from tierfall.config.tiers import (
     FileTierConfig,
     HostTierConfig,
     ObjectTierConfig,
+    PeerTierConfig,
     Tier,
 )
 from tierfall.core.types.errors import ConfigError
@@ -207,6 +208,16 @@ class Config(Section):
     def written(self) -> tuple[FileTierConfig | ObjectTierConfig, ...]:
         """The folders and object stores that are written to, fastest first."""
         return tuple(tier for tier in self.stored if not tier.read_only)
+
+    @property
+    def peers(self) -> PeerTierConfig | None:
+        """The memory of other nodes, if the chain has it."""
+        return next((tier for tier in self.tiers if isinstance(tier, PeerTierConfig)), None)
+
+    def without(self, name: str) -> Self:
+        """Return a copy without the tier of this name."""
+        tiers = tuple(tier for tier in self.tiers if tier.name != name)
+        return self.model_copy(update={"tiers": tiers})
 
     def reading_only(self, names: Collection[str]) -> Self:
         """Return a copy in which the tiers of these names are read-only."""

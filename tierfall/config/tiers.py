@@ -28,6 +28,10 @@ from tierfall.config.fields import (
 from tierfall.config.retention import EvictSection, RetainSection
 from tierfall.config.sections import CompressSection, FlushSection, OnClose, Section
 from tierfall.core.types.values import Driver, TierKind, WhenFull
+from tierfall.tiers.arena.folder import default_folder
+
+PEER_FOLDER = ".peers"
+"""No run has such a name."""
 
 
 class _Tier(Section):
@@ -208,6 +212,30 @@ class FileTierConfig(StoredTierConfig):
         return os.path.realpath(self.path)
 
 
+class PeerTierConfig(FileTierConfig):
+    """Memory of other nodes: each node keeps the images of others. With one node the tier is left out."""
+
+    kind: Literal[TierKind.PEER] = Field(  # type: ignore[assignment]
+        description="peer: the memory of other nodes. There is one such tier at most."
+    )
+    path: Annotated[Folder, no_address("a folder of the machine")] = Field(
+        default_factory=lambda: default_folder() / PEER_FOLDER,
+        description="The folder of the images that this node keeps for others; absent: one in the folder of the "
+        "host tier's default.",
+        examples=["/dev/shm/peers"],
+    )
+    shared: Literal[False] = Field(
+        default=False,
+        description="Always false: each node keeps other images.",
+        examples=[False],
+    )
+    retain: RetainSection = Field(
+        default=RetainSection(last=1),
+        description="Which checkpoints are kept there; absent: the newest, since each takes memory.",
+        examples=[{"last": 2}],
+    )
+
+
 class ObjectTierConfig(StoredTierConfig):
     """An object store, or any address that fsspec supports."""
 
@@ -240,12 +268,13 @@ class ObjectTierConfig(StoredTierConfig):
 
 
 Tier = Annotated[
-    DeviceTierConfig | HostTierConfig | FileTierConfig | ObjectTierConfig,
+    DeviceTierConfig | HostTierConfig | PeerTierConfig | FileTierConfig | ObjectTierConfig,
     Field(discriminator="kind"),
 ]
 TIER_MODELS: dict[str, type[_Tier]] = {
     TierKind.DEVICE: DeviceTierConfig,
     TierKind.HOST: HostTierConfig,
+    TierKind.PEER: PeerTierConfig,
     TierKind.FILE: FileTierConfig,
     TierKind.OBJECT: ObjectTierConfig,
 }

@@ -6,11 +6,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
-from itertools import dropwhile, islice
 
 from tierfall import Checkpointer, Config, RestoreReport, SaveHandle
 from tierfall.config import RetainSection, StoredTierConfig, load_config
-from tierfall.core.types.errors import ConfigError, RanksError, StepError, TierfallError
+from tierfall.core.types.errors import ConfigError, RanksError, StepError
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.checkpointer import open_run_of
 from tierfall.setup import pointer
@@ -80,8 +79,8 @@ def check_on_all_ranks(ckpt: Checkpointer, call: str, check: Callable[[], None])
     run, problem = open_run_of(ckpt), ""
     try:
         check()
-    except (OSError, TierfallError) as error:
-        problem = str(error)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait; raised on all
+        problem = str(error) or repr(error)
 
     def decide(found: dict[int, str]) -> None:
         for rank, text in found.items():
@@ -99,8 +98,9 @@ def newest_first(ckpt: Checkpointer, report: RestoreReport) -> Iterator[dict[str
     run = open_run_of(ckpt)
     request = run.restorer.request(None, None, doing="load")
     known = run.restorer.candidates(run.session.list_now(), request, run.session.new_tally())
-    for id in islice(dropwhile(lambda id: id != at, [each.id for each in known]), 1, None):
-        yield {"step": id.step, "attempt": id.attempt}
+    for each in known:
+        if each.id < at:  # not "after it in the list": it may be gone by now
+            yield {"step": each.id.step, "attempt": each.id.attempt}
 
 
 def begin(ckpt: Checkpointer, call: str) -> None:

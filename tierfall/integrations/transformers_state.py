@@ -77,7 +77,7 @@ class Attached:
             )
             raise
         assert found is not None  # attach found one
-        # ``skip`` would refuse the checkpoint of another number of ranks, which has none.
+        # ``skip=["rng"]`` is an error where another number of ranks saved: it has no random state for these.
         random.setstate(drawn[0])
         numpy.random.set_state(drawn[1])
         torch.set_rng_state(drawn[2])
@@ -90,7 +90,7 @@ def problems(trainer: Any, extra: Collection[str]) -> Iterator[str]:
     """Yield what has to be changed before ``attach`` accepts a Trainer, and further entries of these names."""
     args = trainer.args
     if taken := sorted(
-        {"model", "optimizer", "scheduler", "scaler", "trainer"}.intersection(extra)
+        {"model", "optimizer", "scheduler", "scaler", "trainer", "rng"}.intersection(extra)
     ):
         yield f"extra has entries of the Trainer's own names: rename {', '.join(taken)}"
     if trainer.is_deepspeed_enabled:

@@ -43,6 +43,7 @@ from tierfall.session.session import Listener, Session
 from tierfall.session.start import all_ranks_or_none, begin_attempt, opened_by_each
 from tierfall.setup import signal_hub
 from tierfall.setup.lineage import SavingLineage, as_step
+from tierfall.setup.peers import close_peers, meet_peers
 from tierfall.setup.signal_hub import SignalWatch
 from tierfall.telemetry.step_timer import StepClock
 
@@ -79,11 +80,13 @@ class OpenRun:
         ranks = ranks or Ranks.alone()
         with ExitStack() as undo:
             undo.callback(ranks.leave)
+            config, self._peers = meet_peers(config, run, ranks)
+            undo.callback(close_peers, self._peers)
             with opened_by_each(ranks):
                 _check_first(config, run)
                 if config.drain is not None:
                     signal_hub.check_thread(drain_on_signal.WHAT)
-                tiers = OpenedTiers(config, run=run, ranks=ranks, adopts=True)
+                tiers = OpenedTiers(config, run=run, ranks=ranks, adopts=True, peers=self._peers)
             undo.callback(tiers.close, keep=True)
             start = begin_attempt(tiers)
             assert tiers.attempt is not None
@@ -360,6 +363,7 @@ class OpenRun:
                     session.ranks.close(left_s(LAST_S))
                 else:
                     session.ranks.leave()
+                close_peers(self._peers)  # until all have left, they delete what it keeps
         if self.config.on_error is OnError.RAISE:
             self._check_alive()
             self._raise_failures()

@@ -45,6 +45,7 @@ from tierfall.session.leftovers import (
 )
 from tierfall.setup.attempts import next_number
 from tierfall.setup.bounded_tiers import ask_within_bound, bounded_reads, close_stores
+from tierfall.setup.peers import PeerMemory
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
@@ -60,13 +61,11 @@ from tierfall.setup.tiers import (
 )
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
-from tierfall.tiers.host import HostTier, damaged_arena_error
+from tierfall.tiers.host import HostTier, damaged_arena_error, log_allocation
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 T = TypeVar("T")
-PROGRESS_S = 2.0
-"""Seconds between two log lines about the allocation of host memory."""
 
 
 class OpenedTiers:
@@ -88,6 +87,7 @@ class OpenedTiers:
         adopts: bool = False,
         tending: bool = False,
         draining: bool = False,
+        peers: PeerMemory | None = None,
     ) -> None:
         """Open and list all tiers. An error leaves nothing open.
 
@@ -95,6 +95,8 @@ class OpenedTiers:
         ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank. ``draining``: flush the
         memory of any rank, while other machines may do the same; damaged memory is an error.
         """
+        if config.peers is not None and peers is None:  # a command does not meet the other nodes
+            config = config.reading_only([config.peers.name])
         check_written(config)
         self.config = config
         self.run = run
@@ -106,6 +108,7 @@ class OpenedTiers:
         self.stores: dict[str, StoredTier] = {}
         self.adopted: list[AdoptedSlot] = []
         self._closed = False
+        self._peers = peers
         self._calls = BoundedCalls()
         self.folder = prepare_folder(run_folder(config, run))
         self.host = HostTier(
@@ -115,7 +118,7 @@ class OpenedTiers:
             slot=self.ranks.local_index,
             shard=self.ranks.shard,
             capacity_bytes=config.host.capacity_bytes,
-            progress=_log_progress(config.host.name),
+            progress=log_allocation(config.host.name),
         )
         self._lock = RunLock.acquire(self.folder / lock_name(self.ranks.local_index), run=run)
         try:
@@ -123,7 +126,7 @@ class OpenedTiers:
                 adopts=tending or draining or (adopts and self.ranks.topology.is_leader),
                 refuses_damaged=draining,
             )
-            self.stores, self.errors = open_stores(config, run, find_read_only=True)
+            self.stores, self.errors = open_stores(config, run, find_read_only=True, peers=peers)
             self.make_read_only(
                 {name: s.read_only for name, s in self.stores.items() if s.read_only}
             )
@@ -420,6 +423,8 @@ class OpenedTiers:
             return
         self._closed = True
         try:
+            if not keep and self._peers is not None and self.ranks.topology.is_leader:
+                self._peers.release(self.stores, self._call)
             close_stores(self.stores, timeout_s)
             self.host.close(keep=keep)
             for slot in self.adopted:
@@ -432,17 +437,3 @@ def _log_excluded(name: str, error: TierfallError) -> None:
     logger.warning(
         "open: goes on without tier %s, for as long as this process runs: %s", name, error
     )
-
-
-def _log_progress(tier: str) -> Callable[[int, int], None]:
-    """Return a function that logs the progress of allocating host memory, every PROGRESS_S seconds."""
-    last = time.monotonic()
-
-    def log(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= PROGRESS_S and done < total:
-            last = now
-            logger.info("%s: allocating host memory: %d of %d MiB", tier, done >> 20, total >> 20)
-
-    return log

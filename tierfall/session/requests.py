@@ -18,8 +18,10 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.core.types.values import CheckpointId, CopyState, TierKind
 from tierfall.session.session import Session
+
+_IN_MEMORY = (TierKind.DEVICE, TierKind.HOST, TierKind.PEER)
 
 
 class RegionRequest:
@@ -108,7 +110,11 @@ def must_keep_memory(session: Session) -> bool:
         ledger = session.coordinator.ledger
         if any(entry.owed for entry in ledger.entries.values()):
             return True
-        return any(CopyState.COMMITTED not in e.states.values() for e in images_needed(ledger))
+        stored = [rules.name for rules in ledger.rules if rules.kind not in _IN_MEMORY]
+        return not all(
+            any(entry.state(tier) is CopyState.COMMITTED for tier in stored)
+            for entry in images_needed(ledger)
+        )
 
     return session.call(ask)
 

@@ -39,7 +39,8 @@ from tierfall.session.memory_files import MemoryFiles
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.start import Start, begin_attempt
 from tierfall.session.status_writer import StatusWriter
-from tierfall.setup.tiers import bounds_s, is_shared, lane_limits, lane_pools, tier_rules
+from tierfall.setup.lanes import lane_limits, lane_pools
+from tierfall.setup.tiers import bounds_s, is_shared, tier_rules
 from tierfall.telemetry.journal import CLOSE_S, Journal
 from tierfall.telemetry.prometheus import MetricsServer
 from tierfall.telemetry.step_timer import StepTimer

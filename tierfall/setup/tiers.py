@@ -1,12 +1,9 @@
-"""The tiers of a run, from its configuration: their rules for the policies, opening and listing them, and how much is
-written to each at once.
-"""
+"""The tiers of a run, from its configuration: their rules for the policies, opening and listing them."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,15 +15,13 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.wrappers.base import LastAnswer
 from tierfall.backends.wrappers.bounded import Bounded
 from tierfall.backends.wrappers.retry import wrap
-from tierfall.config import Config, FileTierConfig, ObjectTierConfig, Tier
+from tierfall.config import Config, FileTierConfig, ObjectTierConfig, PeerTierConfig, Tier
 from tierfall.config import StoredTierConfig as StoredSection
-from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
+from tierfall.core.compression.frames import LEVEL_MIN
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import BoundedCalls, run_in_parallel
-from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.runtime.rate_limit import RateLimiter
-from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -39,6 +34,8 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.types.view import TierRules
+from tierfall.setup.lanes import packers
+from tierfall.setup.peers import PeerMemory
 from tierfall.tiers.arena.folder import default_folder
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
@@ -48,8 +45,6 @@ logger = logging.getLogger("tierfall")
 
 SHARD = Shard(0, 1)
 SLOT = 0
-BUDGET_BYTES = 64 << 20
-WORKERS_MAX = 4
 SYNCS_AT_ONCE = 64
 """Concurrent flushes of a disk's cache: the disk carries them out as one."""
 READ_BYTES_PER_S_MIN = 1 << 20
@@ -172,6 +167,7 @@ def open_stores(
     read_only: bool = False,
     find_read_only: bool = False,
     is_bounded: bool = False,
+    peers: PeerMemory | None = None,
 ) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
     """Open every stored tier, side by side; return them, and the errors of those that did not answer in time.
 
@@ -184,7 +180,7 @@ def open_stores(
         only = "it is only to be read" if read_only or tier.read_only else ""
         _check_mounted(tier, only)
         try:
-            backend = _open_backend(tier, read_only=bool(only))
+            backend = _open_backend(tier, read_only=bool(only), peers=peers)
         except AccessDeniedError as error:
             found = _open_to_read(tier, config, run, error) if find_read_only else None
             if found is None:
@@ -310,7 +306,11 @@ def _store(
     )
 
 
-def _open_backend(tier: FileTierConfig | ObjectTierConfig, *, read_only: bool) -> Backend:
+def _open_backend(
+    tier: FileTierConfig | ObjectTierConfig, *, read_only: bool, peers: PeerMemory | None = None
+) -> Backend:
+    if peers is not None and isinstance(tier, PeerTierConfig):
+        return peers.open_backend()
     if isinstance(tier, FileTierConfig):
         return PosixBackend(Path(tier.path), read_only=read_only)
     return open_backend(tier.url, options=tier.options, driver=tier.driver, read_only=read_only)
@@ -323,53 +323,8 @@ def _packing(tier: FileTierConfig | ObjectTierConfig, config: Config) -> Packing
         tier.compress.codec,
         level=tier.compress.level or LEVEL_MIN,
         chunk_bytes=config.chunk_bytes,
-        parallel=_packers(),
+        parallel=packers(),
     )
-
-
-def _workers() -> int:
-    """Return how many threads write chunks to a disk: more would use cores that training needs."""
-    return max(1, min(os.cpu_count() or 1, WORKERS_MAX))
-
-
-def _packers() -> int:
-    """Return how many threads pack and send: one more than write, so that one packs while the others send."""
-    return 1 + _workers()
-
-
-def lane_limits(store: StoredTier, config: Config) -> LaneLimits:
-    """Return how much may be in flight to a tier at once. A remote tier has more threads, since they mostly wait."""
-    traits = store.backend.traits
-    threads = _workers()
-    is_remote = any(tier.name == store.name and tier.folder is None for tier in config.stored)
-    if store.is_packed:
-        threads = _packers()
-    elif is_remote:
-        threads = max(WORKERS_MAX, BUDGET_BYTES // config.chunk_bytes)
-    parallel = 1 if traits.ordered_writes else max(1, min(traits.max_parallel, threads))
-    in_order = store.is_packed or traits.ordered_writes
-    return LaneLimits(
-        parallel=parallel,
-        budget_bytes=BUDGET_BYTES,
-        window=parallel + store.is_packed if in_order else 0,
-        run_bytes_min=0 if store.is_packed else traits.part_bytes_min,
-    )
-
-
-def lane_pools(config: Config, lanes: Mapping[str, LaneLimits]) -> dict[str, BufferPool]:
-    """Return the buffers for copies from one stored tier to each other; memory is allocated at first use.
-
-    All have one length, so that tiers that need the same bytes can exchange them.
-    """
-    longest = max((limits.run_bytes_min for limits in lanes.values()), default=0)
-    size_bytes = frame_bytes_max(max(config.chunk_bytes, longest))
-    return {
-        tier: BufferPool(
-            bytes=size_bytes,
-            count=max(1, min(limits.parallel, limits.budget_bytes // size_bytes)),
-        )
-        for tier, limits in lanes.items()
-    }
 
 
 def list_all(

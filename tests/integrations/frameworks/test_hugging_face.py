@@ -230,13 +230,15 @@ def test_an_argument_that_tierfall_cannot_serve_is_refused(
         assert advice in refused(trainer, ckpt)
 
 
-def test_an_extra_entry_that_would_replace_the_model_is_refused(
-    config: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("name", ["model", "rng"])
+def test_an_extra_entry_that_would_replace_the_trainers_is_refused(
+    config: dict[str, Any], tmp_path: Path, name: str
 ) -> None:
+    """tierfall saves the random state as ``rng``, unless the state has such an entry of its own."""
     trainer = made.plain(tmp_path, tmp_path / "losses")
     average = torch.nn.Linear(2, 2)
-    with tierfall.open(config) as ckpt, pytest.raises(ConfigError, match="rename model"):
-        attach(trainer, ckpt, extra={"model": average, "average": average})
+    with tierfall.open(config) as ckpt, pytest.raises(ConfigError, match=f"rename {name}"):
+        attach(trainer, ckpt, extra={name: average, "average": average})
 
 
 def test_every_problem_is_reported_at_once(config: dict[str, Any], tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ pytest.importorskip("torchdata")
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.utils.data import DataLoader
 
 import tierfall
@@ -448,6 +449,20 @@ def test_an_error_before_the_training_is_not_hidden_by_its_save(
         made.fit(Fails(), DataLoader(Data(32), batch_size=8))
 
 
+def test_an_error_before_the_run_is_not_hidden_where_the_strategy_shards(
+    io: TierfallIO, tmp_path: Path
+) -> None:
+    """OnExceptionCheckpoint asks the strategy for its state before it saves; a collective would hang one rank."""
+    made = trainer(io, ModelCheckpoint(dirpath=tmp_path))
+    made.strategy.__class__ = ModelParallelStrategy
+    io.setup(made, Module(), "fit")
+    made.state.status = TrainerStatus.INTERRUPTED
+    assert made.strategy.lightning_module_state_dict() == {}
+    assert made.strategy.optimizer_state(None) == {}
+    made.strategy.save_checkpoint({}, tmp_path / "on_exception.ckpt")
+    assert not (tmp_path / "on_exception.ckpt").exists()
+
+
 def test_weights_alone_are_refused(io: TierfallIO, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"save_weights_only.*tierfall export"):
         fit(io, tmp_path, save_weights_only=True)
@@ -460,7 +475,7 @@ def test_a_strategy_that_shards_loads_lightnings_own_checkpoint_in_a_second_fit_
 
     strategy = Own()
     for _ in range(2):
-        state = lightning_state.state_for(strategy, lambda: None)
+        state = lightning_state.state_for(strategy, lambda: True)
         assert state.load_own("x") == {"own": "x"}
         strategy.load_checkpoint = lambda *_: pytest.fail("the plugin's")  # type: ignore[method-assign]
 

@@ -280,7 +280,9 @@ def test_the_script_of_the_page_goes_on_after_a_kill_of_all_of_it_and_saves_befo
     output, _ = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, (tmp_path / "errors").read_text()[-4000:]
     assert output.splitlines()[-1] == "100 ['model', 'optimizer', 'rng']"
-    found = sorted(tmp_path.glob("ray/first/*/tierfall.json"))
+    # the kill may come while Ray copies a pointer, of a checkpoint that it has not registered then
+    whole = (path for path in tmp_path.glob("ray/first/*/tierfall.json") if path.stat().st_size)
+    found = sorted(whole)
     assert tierfall.read_pointer(found[-1]).attempt > 1
     steps = [tierfall.read_pointer(pointer).step for pointer in found]
     assert [step for step in steps if step > 50] == [55, 60, 70, 80, 90, 100]

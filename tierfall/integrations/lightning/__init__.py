@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import CheckpointIO
 import tierfall
 from tierfall.errors import ConfigError
 from tierfall.integrations import frameworks
-from tierfall.integrations.lightning import files, state
+from tierfall.integrations.lightning import files, progress, state
 
 __all__ = ["TierfallIO"]
 RESUME = 'fit(..., ckpt_path="last"), or "last.ckpt" if the folder of pointers was lost'
@@ -112,14 +112,14 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
     def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save in place of the strategy, on each rank."""
         if self._ckpt is None and self._trainer.interrupted:
-            return  # by OnExceptionCheckpoint: the error came before the run was opened, or after its end
+            return  # see _meet
         loop, step = self._trainer.fit_loop, checkpoint["global_step"]
-        within = state.is_within_batch(loop)
+        within = progress.is_within_batch(loop)
         if not within or self._trainer.interrupted:  # Lightning's barrier after this has no bound
             self._meet()
         if not within:
             state.check_whole(checkpoint, path)
-            if state.is_before_end_of_epoch(loop):
+            if progress.is_before_end_of_epoch(loop):
                 self._late.append(path)  # Lightning resumes a checkpoint of now one epoch too late
                 return
             if step != self._tried:
@@ -131,12 +131,16 @@ class TierfallIO(CheckpointIO, Callback):  # type: ignore[misc]
         if self._step is not None and self._trainer.local_rank == 0:
             self._opened().write_pointer(path, self._step)
 
-    def _meet(self) -> None:
+    def _meet(self) -> bool:
+        """Wait for all ranks. Return False after an error that came before the run was opened, or after its end."""
         if self._ckpt is None:
+            if self._trainer.interrupted:  # by OnExceptionCheckpoint
+                return False
             raise ConfigError(
                 "TierfallIO: a save outside of fit: the run is closed. Save in on_train_end, or by ModelCheckpoint"
             )
         frameworks.meet_all_ranks(self._ckpt, "save_checkpoint", failed=self._trainer.interrupted)
+        return True
 
     def _opened(self) -> tierfall.Checkpointer:
         if self._ckpt is None:

@@ -6,7 +6,6 @@ rank saves its own blocks, and restores into them, also where another number of 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +19,12 @@ from tierfall.errors import ConfigError
 
 ENTRY = "lightning"
 SHARDED = "sharded"
-logger = logging.getLogger("tierfall")
 Loaded = tuple[RestoreReport, Any]
 
 
-def state_for(strategy: Any, meet: Callable[[], None]) -> WholeState | ShardedState:
-    """Return how the state of a strategy is saved; ConfigError where it cannot. ``meet`` waits for all ranks."""
+def state_for(strategy: Any, meet: Callable[[], bool]) -> WholeState | ShardedState:
+    """Return how the state of a strategy is saved; ConfigError where it cannot. ``meet`` waits for all ranks, and
+    returns False where there is no run to save to."""
     if isinstance(strategy, strategies.DeepSpeedStrategy):
         instead = "use tierfall.integrations.deepspeed, without Lightning"
         raise ConfigError(f"TierfallIO does not support DeepSpeedStrategy: {instead}")
@@ -42,21 +41,6 @@ def check_whole(checkpoint: dict[str, Any], path: Any) -> None:
         raise ConfigError(
             f"TierfallIO: {path} has weights alone (save_weights_only): save all, and write weights by tierfall export"
         )
-
-
-def is_within_batch(loop: Any) -> bool:
-    """Return whether a batch is being trained, which Lightning would leave out of a run that resumes from now."""
-    progress = loop.epoch_loop.batch_progress.current
-    if progress.processed >= progress.ready:
-        return False
-    logger.warning("TierfallIO: a save within a batch names the checkpoint before it, if any")
-    return True
-
-
-def is_before_end_of_epoch(loop: Any) -> bool:
-    """Return whether the last batch of an epoch is trained, and the epoch has not ended."""
-    progress, batches = loop.epoch_progress.total, loop.epoch_loop.batch_progress
-    return bool(batches.is_last_batch and progress.processed < progress.started)
 
 
 class WholeState:
@@ -81,12 +65,13 @@ class WholeState:
 class ShardedState:
     """As WholeState, with weights and states of optimizers by rank, restored in place."""
 
-    def __init__(self, strategy: Any, meet: Callable[[], None]) -> None:
+    def __init__(self, strategy: Any, meet: Callable[[], bool]) -> None:
         """Let ``strategy`` return DTensors."""
         self._strategy, self._meet = strategy, meet
+        self._has_run = True
         self.load_own = type(strategy).load_checkpoint.__get__(strategy)  # no earlier fit's
         strategy.lightning_module_state_dict = self._weights_on_all_ranks
-        strategy.optimizer_state = self._of_optimizer
+        strategy.optimizer_state = self._optimizer_state
 
     def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         names = ("state_dict", "optimizer_states")
@@ -117,8 +102,12 @@ class ShardedState:
         return state[ENTRY]
 
     def _weights_on_all_ranks(self) -> dict[str, Any]:
-        self._meet()
-        return self._weights()
+        self._has_run = self._meet()
+        return self._weights() if self._has_run else {}
+
+    def _optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        # Called after the weights. It is collective, and a rank that has failed before the run comes alone.
+        return self._of_optimizer(optimizer) if self._has_run else {}
 
     def _weights(self) -> dict[str, Any]:
         return dcp.get_model_state_dict(self._strategy.model)
