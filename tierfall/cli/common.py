@@ -50,6 +50,7 @@ from tierfall.core.types.text import format_some, members
 from tierfall.core.types.units import format_duration
 from tierfall.ops.commands import find, newest_restorable, unread
 from tierfall.ops.reader import find_runs
+from tierfall.setup.peers import seen_by_one
 
 T = TypeVar("T")
 Part = Table | Text | str
@@ -74,7 +75,7 @@ def load_settings(config: Path | None, run: str | None) -> Config:
     if config is None:
         refuse("no configuration: name a YAML file by --config, or set TIERFALL_CONFIG", Exit.USAGE)
     try:
-        return load_config(config, run=run)
+        return seen_by_one(load_config(config, run=run))
     except ConfigError as error:
         refuse(error, Exit.USAGE)
 

@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
-from pyarrow.fs import FSSpecHandler, PyFileSystem  # type: ignore[import-not-found]
 from ray import train
 
 from tierfall import Checkpointer, SaveHandle
@@ -51,6 +50,8 @@ def report(ckpt: Checkpointer, handle: SaveHandle | None, metrics: Mapping[str, 
 
 def _in_memory(ckpt: Checkpointer, handle: SaveHandle) -> train.Checkpoint:
     """Return a folder with a pointer, in memory: a worker that is killed leaves none on its disk."""
+    from pyarrow.fs import FSSpecHandler, PyFileSystem  # type: ignore[import-not-found] # it comes with ray
+
     files = MemoryFileSystem(skip_instance_cache=True)
     files.store, files.pseudo_dirs = {}, [""]  # its own, not those of the process
     name, content = frameworks.pointer_file(ckpt, handle)

@@ -29,6 +29,7 @@ from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError,
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.session.leftovers import regions_in
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
+from tierfall.setup.peers import seen_by_one
 from tierfall.setup.pointer import Pointer, is_pointer, read_pointer
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
@@ -144,7 +145,7 @@ class RunReader:
     """The tiers of one run, open for reading. Each call to a tier has a bound."""
 
     def __init__(self, config: Config, *, run: str | None = None) -> None:
-        self.config = config
+        self.config = config = seen_by_one(config)
         self.run = run or config.run
         folder = run_folder(config, self.run)
         self._lock_path = folder / lock_name(SLOT)

@@ -45,7 +45,7 @@ from tierfall.session.leftovers import (
 )
 from tierfall.setup.attempts import next_number
 from tierfall.setup.bounded_tiers import ask_within_bound, bounded_reads, close_stores
-from tierfall.setup.peers import PeerMemory
+from tierfall.setup.peers import PeerMemory, seen_by_one
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
@@ -95,8 +95,7 @@ class OpenedTiers:
         ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank. ``draining``: flush the
         memory of any rank, while other machines may do the same; damaged memory is an error.
         """
-        if config.peers is not None and peers is None:  # a command does not meet the other nodes
-            config = config.reading_only([config.peers.name])
+        config = config if peers is not None else seen_by_one(config)
         check_written(config)
         self.config = config
         self.run = run

@@ -104,6 +104,15 @@ class PeerMemory:
             left = store.backend.delete_some(left)
 
 
+def seen_by_one(config: Config) -> Config:
+    """Return the configuration for a process that does not meet the other nodes: of peer memory it reads what this node
+    keeps, if anything."""
+    tier = config.peers
+    if tier is None:
+        return config
+    return config.reading_only([tier.name]) if tier.path.exists() else config.without(tier.name)
+
+
 def close_peers(peers: PeerMemory | None) -> None:
     """Close the peer memory of a start that has any."""
     if peers is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.config import Config, ObjectTierConfig, load_config
+from tierfall.config import Config, ObjectTierConfig, PeerTierConfig, load_config
 from tierfall.core.format import documents
 from tierfall.core.format.documents import JsonFields
 from tierfall.core.types.backend import Publish
@@ -53,6 +53,8 @@ def pointer_to(config: Config, checkpoint: CheckpointId) -> Pointer:
     """Return a pointer to a checkpoint on the tiers of a configuration."""
     tiers = []
     for tier in config.chain:
+        if isinstance(tier, PeerTierConfig):  # another machine has another part of it
+            continue
         place = os.path.abspath(run_folder(config, config.run).parent)
         if tier.kind is not TierKind.HOST:
             place = tier.url if isinstance(tier, ObjectTierConfig) else tier.place

@@ -180,7 +180,7 @@ def open_stores(
         only = "it is only to be read" if read_only or tier.read_only else ""
         _check_mounted(tier, only)
         try:
-            backend = _open_backend(tier, read_only=bool(only), peers=peers)
+            backend = _open_here(tier, peers, read_only=bool(only))
         except AccessDeniedError as error:
             found = _open_to_read(tier, config, run, error) if find_read_only else None
             if found is None:
@@ -306,11 +306,15 @@ def _store(
     )
 
 
-def _open_backend(
-    tier: FileTierConfig | ObjectTierConfig, *, read_only: bool, peers: PeerMemory | None = None
+def _open_here(
+    tier: FileTierConfig | ObjectTierConfig, peers: PeerMemory | None, *, read_only: bool
 ) -> Backend:
     if peers is not None and isinstance(tier, PeerTierConfig):
         return peers.open_backend()
+    return _open_backend(tier, read_only=read_only)
+
+
+def _open_backend(tier: FileTierConfig | ObjectTierConfig, *, read_only: bool) -> Backend:
     if isinstance(tier, FileTierConfig):
         return PosixBackend(Path(tier.path), read_only=read_only)
     return open_backend(tier.url, options=tier.options, driver=tier.driver, read_only=read_only)
