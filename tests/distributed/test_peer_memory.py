@@ -109,6 +109,21 @@ def test_with_one_node_the_tier_is_left_out(make_job: Callable[..., Job], tmp_pa
     assert not (tmp_path / "peers-0").exists()
 
 
+def test_what_a_node_keeps_is_nobody_elses_to_read(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    train(make_job)
+    assert all((tmp_path / f"peers-{node}").stat().st_mode & 0o077 == 0 for node in range(4))
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    (tmp_path / "peers-2").touch()
+    answers = run_again(make_job)
+    assert all("rank 2: tier peers: " in answer["text"] for answer in answers), answers
+
+
 def run_again(make_job: Callable[..., Job]) -> list[Any]:
     return make_job(4, [0, 1, 2, 3], program=PROGRAM).run("resume")
 

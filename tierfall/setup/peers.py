@@ -19,7 +19,9 @@ from tierfall.config import Config, PeerTierConfig
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import CallResult
+from tierfall.core.types.errors import RanksError, TierfallError
 from tierfall.policies.placement import place_copies
+from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -32,11 +34,13 @@ CallTiers = Callable[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress(Message):
-    """Where a rank serves its node's memory, and the failure domain of its node."""
+    """Where a rank serves its node's memory, and the failure domain of its node; or the ``error`` that keeps it from
+    serving."""
 
-    host: str
-    port: int
-    domain: str
+    host: str = ""
+    port: int = 0
+    domain: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +58,14 @@ class PeerMemory:
         """Meet the other ranks; all make this call. Raises RanksError."""
         self._tier, self._run = tier, run
         listener = socket.create_server(("", 0), backlog=128)
-        mine = PeerAddress(
-            host=_own_address(), port=listener.getsockname()[1], domain=_domain(ranks)
-        )
         try:
+            mine = PeerAddress(
+                host=_own_address(), port=listener.getsockname()[1], domain=_domain(ranks)
+            )
+            try:
+                prepare_folder(tier.path)  # what is kept for others is nobody else's to read
+            except TierfallError as error:
+                mine = PeerAddress(error=f"tier {tier.name}: {error}")
             meeting = ranks.agree("open: peer memory", mine, _merge, PeerMeeting)
         except BaseException:
             listener.close()
@@ -132,6 +140,9 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
 
 
 def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
+    for rank, address in found.items():
+        if address.error:
+            raise RanksError(f"open: rank {rank}: {address.error}")
     addresses = tuple(found[rank] for rank in sorted(found))
     return PeerMeeting(addresses=addresses, secret=secrets.token_hex(SECRET_BYTES))
 
