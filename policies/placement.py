@@ -19,7 +19,7 @@ ENUMERATED_MAX = 16
 
 
 @dataclass(frozen=True)
-class Placement:
+class CopyPlacement:
     """``holders``: of each node, in their order, the nodes that have its images: itself first. ``crowded``: those
     nodes whose holders share a failure domain, since there are too few domains, or one is too large."""
 
@@ -76,7 +76,7 @@ class Placement:
         return tuple(found)
 
 
-def place_copies(domains: Sequence[str], copies: int) -> Placement:
+def place_copies(domains: Sequence[str], copies: int) -> CopyPlacement:
     """Place ``copies`` copies of each node's images on other nodes. ``domains`` has the failure domain of each node.
 
     Every node keeps the images of ``copies`` others. No two holders of an image share a domain, unless a domain has
@@ -126,13 +126,13 @@ def _stride(order: list[int], width: int, stride: int) -> list[tuple[int, ...]]:
     return holders
 
 
-def _placement(holders: Sequence[tuple[int, ...]], domains: Sequence[str]) -> Placement:
+def _placement(holders: Sequence[tuple[int, ...]], domains: Sequence[str]) -> CopyPlacement:
     crowded = [
         owner
         for owner, nodes in enumerate(holders)
         if len({domains[node] for node in nodes}) < len(nodes)
     ]
-    return Placement(holders=tuple(holders), crowded=tuple(crowded))
+    return CopyPlacement(holders=tuple(holders), crowded=tuple(crowded))
 
 
 def _dependent(holders: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

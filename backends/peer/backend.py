@@ -16,7 +16,7 @@ from tierfall.backends.peer.server import READ_BYTES_MAX
 from tierfall.backends.peer.wire import (
     HANDSHAKE_S,
     Connection,
-    DamagedError,
+    DamagedPayloadError,
     Head,
     WireError,
     greet,
@@ -170,7 +170,7 @@ class PeerBackend(BackendBase):
                 raise WireError(f"an answer with {length} bytes")
             if length and into is not None:
                 connection.fill(into)
-        except (OSError, WireError, DamagedError) as error:
+        except (OSError, WireError, DamagedPayloadError) as error:
             connection.close()
             return error
         except BaseException:

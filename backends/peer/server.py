@@ -23,7 +23,7 @@ from tierfall.backends.peer.wire import (
     HANDSHAKE_S,
     PIECE_BYTES,
     Connection,
-    DamagedError,
+    DamagedPayloadError,
     Head,
     WireError,
     admit,
@@ -310,7 +310,7 @@ class _Conversation:
 
 
 def _kind(error: BaseException) -> str:
-    if isinstance(error, DamagedError):
+    if isinstance(error, DamagedPayloadError):
         return UnreachableError.__name__
     return type(error).__name__ if isinstance(error, BackendError) else BackendError.__name__
 

@@ -41,13 +41,13 @@ class WireError(UnreachableError):
     """The other side has closed the connection, or has sent what is no message."""
 
 
-class DamagedError(UnreachableError):
+class DamagedPayloadError(UnreachableError):
     """The payload that arrived is not the payload that was sent. All of it was received."""
 
 
 class Connection:
     """One side of a connection. Used by one thread at a time. After an OSError or a WireError it must be closed; after
-    a DamagedError the next message can be received."""
+    a DamagedPayloadError the next message can be received."""
 
     def __init__(self, sock: socket.socket, *, timeout_s: float) -> None:
         sock.settimeout(timeout_s)
@@ -91,7 +91,7 @@ class Connection:
         return head, payload_bytes
 
     def fill(self, target: memoryview) -> None:
-        """Receive a payload of exactly the length of ``target``. Raises DamagedError where its digest differs."""
+        """Receive a payload of exactly the length of ``target``. Raises DamagedPayloadError where its digest differs."""
         digest = xxhash.xxh3_128()
         for start in range(0, target.nbytes, PIECE_BYTES):
             piece = target[start : start + PIECE_BYTES]
@@ -103,7 +103,7 @@ class Connection:
         self, length: int, buffer: memoryview, use: Callable[[int, memoryview], None]
     ) -> BaseException | None:
         """Receive a payload of ``length`` bytes piece by piece through ``buffer``, and pass each with its offset to
-        ``use``. Return the error of ``use``, after which the rest is received and not used. Raises DamagedError."""
+        ``use``. Return the error of ``use``, after which the rest is received and not used. Raises DamagedPayloadError."""
         digest = xxhash.xxh3_128()
         failure: BaseException | None = None
         for start in range(0, length, buffer.nbytes):
@@ -124,7 +124,7 @@ class Connection:
         sent = bytearray(_DIGEST_BYTES)
         self._fill(memoryview(sent))
         if digest.digest() != sent:
-            raise DamagedError(f"{length} bytes arrived damaged")
+            raise DamagedPayloadError(f"{length} bytes arrived damaged")
 
     def _fill(self, view: memoryview) -> None:
         at = 0

@@ -1,4 +1,4 @@
-"""Placement of copies in other nodes' memory: no two in one failure domain, no node with more than its share, and what
+"""CopyPlacement of copies in other nodes' memory: no two in one failure domain, no node with more than its share, and what
 the loss of nodes costs, counted one by one."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.policies.placement import Placement, place_copies
+from tierfall.policies.placement import CopyPlacement, place_copies
 
 
 def alone(nodes: int) -> list[str]:
@@ -104,7 +104,7 @@ def test_published_figures(nodes: int, losses: int, expected: float) -> None:
         place_copies(["a"] * 5 + ["b"] * 5 + ["c"], 1),
     ],
 )
-def test_survival_is_what_counting_every_loss_gives(placed: Placement) -> None:
+def test_survival_is_what_counting_every_loss_gives(placed: CopyPlacement) -> None:
     nodes = len(placed.holders)
     for losses in range(nodes + 1):
         survived = sum(
