@@ -91,7 +91,7 @@ class Connection:
         return head, payload_bytes
 
     def fill(self, target: memoryview) -> None:
-        """Receive a payload of exactly the length of ``target``. Raises DamagedPayloadError where its digest differs."""
+        """Receive a payload of the length of ``target``. Raises DamagedPayloadError where its digest differs."""
         digest = xxhash.xxh3_128()
         for start in range(0, target.nbytes, PIECE_BYTES):
             piece = target[start : start + PIECE_BYTES]
@@ -103,7 +103,7 @@ class Connection:
         self, length: int, buffer: memoryview, use: Callable[[int, memoryview], None]
     ) -> BaseException | None:
         """Receive a payload of ``length`` bytes piece by piece through ``buffer``, and pass each with its offset to
-        ``use``. Return the error of ``use``, after which the rest is received and not used. Raises DamagedPayloadError."""
+        ``use``. Return the error of ``use``, after which the rest is received, not used. Raises DamagedPayloadError."""
         digest = xxhash.xxh3_128()
         failure: BaseException | None = None
         for start in range(0, length, buffer.nbytes):

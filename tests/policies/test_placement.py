@@ -1,4 +1,4 @@
-"""CopyPlacement of copies in other nodes' memory: no two in one failure domain, no node with more than its share, and what
+"""Placement of copies in other nodes' memory: no two in one failure domain, no node with more than its share, and what
 the loss of nodes costs, counted one by one."""
 
 from __future__ import annotations
