@@ -1,4 +1,4 @@
-"""What one node sees of peer memory: what it keeps itself, of earlier starts, and what it writes to another node.
+"""A node's view of peer memory: the images that it keeps for others, and those that it writes to another node.
 
 The images of a lost node are in another node's memory, which lists them at the next start. So the files of an earlier
 attempt are read from this node's own memory. The files of this attempt are written to the other node, and read from
@@ -12,12 +12,13 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
 from tierfall.backends.toolkit.keys import check_key
-from tierfall.core.types.backend import Backend, Publish, StoredObject, Traits, Writer
+from tierfall.backends.wrappers.base import Wrapper
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
 from tierfall.core.types.errors import KeyNotFoundError
 from tierfall.core.types.keys import ATTEMPTS_FOLDER, parse_attempt, parse_step_folder
 
 
-class PeerView:
+class PeerView(Wrapper):
     """A ``Backend`` over two: ``kept`` is in this node's memory, ``remote`` in another's.
 
     ``attempt`` is the number of the attempt that writes: of the last attempt's record that was created here; None
@@ -25,17 +26,10 @@ class PeerView:
     """
 
     def __init__(self, kept: Backend, remote: Backend) -> None:
+        super().__init__(remote)
         self._kept = kept
         self._remote = remote
         self.attempt: int | None = None
-
-    @property
-    def traits(self) -> Traits:
-        return self._remote.traits
-
-    @property
-    def place(self) -> str:
-        return self._remote.place
 
     def create(
         self,

@@ -131,7 +131,7 @@ def error_class(name: str, otherwise: type[TierfallError]) -> type[TierfallError
 
 
 def release_frames(error: BaseException) -> None:
-    """Free what the frames of a caught error hold, such as memory of an image: whoever is told keeps the error.
+    """Free what the frames of a caught error hold, such as memory of an image. A handle may keep the error.
 
     A frame that still runs cannot be cleared, so that the tracebacks of the error and of its causes are dropped. A note
     has the text of the traceback where tierfall did not raise the error, and so it may not say what happened.
