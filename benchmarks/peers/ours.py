@@ -48,11 +48,18 @@ class Tierfall(System):
         self._restore(self._ckpt, HOST)
 
     def begin_cold(self) -> None:
-        """A run has one Checkpointer in a process, so the next start finds the same files in a folder of its own."""
+        """A run has one Checkpointer in a process, so the next start finds the same files in a folder of its own.
+
+        Retention may be deleting an older checkpoint meanwhile: the newest alone is copied."""
         again, memory = self.place.folder / AGAIN, self.place.memory / AGAIN
         for folder in (again, memory):
             shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(self.place.folder / TIER, again, copy_function=os.link)
+        newest = f"step-{self._step:08d}-"
+
+        def older(folder: str, names: list[str]) -> list[str]:
+            return [each for each in names if each.startswith("step-") and not each.startswith(newest)]
+
+        shutil.copytree(self.place.folder / TIER, again, ignore=older, copy_function=os.link)
         super().begin_cold()
 
     def load_cold(self) -> None:
