@@ -40,7 +40,7 @@ class Node:
         remote = PeerBackend(
             ("127.0.0.1", other.server.port), secret=SECRET, run="run", sender=self.folder.name
         )
-        view = PeerView(PosixBackend(self.folder, direct_io=False), remote)
+        view = PeerView([PosixBackend(self.folder, direct_io=False)], [remote])
         view.attempt = attempt
         return view
 
@@ -53,9 +53,13 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
         node.server.close()
 
 
+@pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("name", CHECKS)
-def test_promise(name: str) -> None:
-    check_promise(name, lambda: PeerView(MemoryBackend(), MemoryBackend()))
+def test_promise(name: str, copies: int) -> None:
+    def make() -> PeerView:
+        return PeerView([MemoryBackend()], [MemoryBackend() for _ in range(copies)])
+
+    check_promise(name, make)
 
 
 def test_a_lost_node_has_left_its_images_with_the_other(nodes: list[Node]) -> None:
