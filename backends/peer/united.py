@@ -75,8 +75,8 @@ class UnitedRecords:
 
 
 def _unite(records: Sequence[tuple[str, bytes]], key: str) -> bytes:
-    """Merge records, each with its place. One that is damaged, or of another start than the newest, is left out with a warning; if
-    none is good, the first is returned as it is."""
+    """Merge records, each with its place. One that is damaged, or of another start than the newest, is left out with a
+    warning; if none is good, the first is returned as it is."""
     good: dict[str, Commit] = {}
     for number, (place, data) in enumerate(records, 1):
         try:

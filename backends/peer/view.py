@@ -159,18 +159,16 @@ class PeerView(Wrapper):
         return key.endswith(f"/{COMMIT_NAME}") and self._is_kept(key)
 
     def _ask(self, key: str, call: Callable[[Backend], T]) -> T:
-        """Return the answer of the first side that has the key. Raises KeyNotFoundError only where all have answered."""
-        missing: KeyNotFoundError | None = None
-        silent: UnreachableError | None = None
+        """Return the answer of the first side that has the key. Raises KeyNotFoundError only if all have answered."""
+        failure: KeyNotFoundError | UnreachableError | None = None
         for side in self._sides(check_key(key)):
             try:
                 return call(side)
-            except KeyNotFoundError as error:
-                missing = missing or error
-            except UnreachableError as error:
-                silent = silent or error
-        assert silent or missing
-        raise silent or missing
+            except (KeyNotFoundError, UnreachableError) as error:
+                if failure is None or error.retryable:
+                    failure = error
+        assert failure is not None
+        raise failure
 
     def _scan_remotes(self, prefix: str) -> list[StoredObject]:
         """Return the listing of the first remote that answers. Before this node writes, it has nothing there that the

@@ -147,8 +147,8 @@ def ranks_with_image(commit: Commit, world_size: int) -> frozenset[int]:
 
 
 def unite_records(records: Mapping[str, Commit]) -> Commit:
-    """Merge commit records of one checkpoint, by the names of their places, into one that names the files of all. Raises
-    IntegrityError where two contradict."""
+    """Merge commit records of one checkpoint, by the names of their places, into one that names the files of all.
+    Raises IntegrityError where two contradict."""
     (first_at, first), *_ = records.items()
     files = {file.name: (first_at, file) for file in first.files}
     for where, record in records.items():

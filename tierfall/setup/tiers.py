@@ -35,7 +35,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.types.view import TierRules
 from tierfall.setup.lanes import packers
-from tierfall.setup.peers import PeerMemory
+from tierfall.setup.peers import PeerMemory, view_kept
 from tierfall.tiers.arena.folder import default_folder
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
@@ -315,6 +315,8 @@ def _open_here(
 
 
 def _open_backend(tier: FileTierConfig | ObjectTierConfig, *, read_only: bool) -> Backend:
+    if isinstance(tier, PeerTierConfig):
+        return view_kept(tier.path)
     if isinstance(tier, FileTierConfig):
         return PosixBackend(Path(tier.path), read_only=read_only)
     return open_backend(tier.url, options=tier.options, driver=tier.driver, read_only=read_only)
