@@ -68,7 +68,7 @@ class UnitedRecords:
     def _unite(self, key: str, found: Sequence[tuple[Backend, StoredObject]]) -> bytes:
         versions = _version([stored for _, stored in found])
         known, data = self._united.get(key, ("", b""))
-        if known != versions:
+        if known != versions or not all(stored.version for _, stored in found):
             data = _unite([(side.place, _read(side, stored)) for side, stored in found], key)
             self._united[key] = versions, data
         return data

@@ -32,7 +32,7 @@ def find_domain(labels: Path | None) -> NodeDomain:
     if name := os.environ.get(VARIABLE, "").strip():
         return NodeDomain(name, VARIABLE)
     if labels is not None:
-        return NodeDomain(_labelled(labels, node_name()), f"the file {labels.name}")
+        return NodeDomain(_labelled(labels, node_name()), "domains")
     name = _switch(os.environ.get(_ADDRESS, ""), os.environ.get(_PATTERN, ""))
     return NodeDomain(name, _ADDRESS) if name else NodeDomain()
 

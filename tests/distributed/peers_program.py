@@ -25,7 +25,12 @@ def config(folder: str, **changes: Any) -> dict[str, Any]:
         "interval": {"at_end": changes.pop("at_end", False), "every": 1},
         "tiers": [
             {"name": "host", "kind": "host", "folder": str(root / f"memory-{NODE}")},
-            {"name": "peers", "kind": "peer", "path": str(root / f"peers-{NODE}")},
+            {
+                "name": "peers",
+                "kind": "peer",
+                "path": str(root / f"peers-{NODE}"),
+                **changes.pop("peers", {}),
+            },
             {
                 "name": "pfs",
                 "kind": "file",
@@ -108,6 +113,7 @@ def _resume(
             "step": report.step,
             "good": is_good(state, make_state(report.step)),
             "tiers": {source.tier: source.bytes for source in report.sources},
+            "skipped": [f"{each.what}: {each.reason}" for each in report.fallbacks],
         }
 
 

@@ -259,15 +259,6 @@ class PeerTierConfig(FileTierConfig):
         limit = super().bandwidth_bytes_per_s
         return None if limit is None else max(1, limit // self.copies)
 
-    @model_validator(mode="after")
-    def _domains_are_used(self) -> Self:
-        if self.domains is not None and self.spread == NODE_SPREAD:
-            raise value_error(
-                "domains is set, and spread is node, so that it is not used; expected a spread such as rack beside it",
-                expected="a spread such as rack beside domains",
-            )
-        return self
-
 
 class ObjectTierConfig(StoredTierConfig):
     """An object store, or any address that fsspec supports."""

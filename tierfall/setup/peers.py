@@ -291,10 +291,11 @@ def _place(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> CopyPlacemen
 
 def _warn(tier: PeerTierConfig, leaders: Sequence[PeerAddress], placement: CopyPlacement) -> None:
     """Log what the placement does not give, and where memory is short."""
-    if tier.spread == NODE_SPREAD and os.environ.get(VARIABLE):
+    unused = "domains" if tier.domains is not None else VARIABLE if os.environ.get(VARIABLE) else ""
+    if unused and tier.spread == NODE_SPREAD:
         logger.warning(
             "open: tier %s: %s is set, and spread is node, so that all copies may be in one domain: set spread to what "
-            "it names, such as rack", tier.name, VARIABLE,
+            "it names, such as rack", tier.name, unused,
         )  # fmt: skip
     if placement.crowded:
         largest, count = Counter(leader.domain for leader in leaders).most_common(1)[0]
