@@ -41,7 +41,9 @@ from tierfall.tiers.stored import StoredTier
 logger = logging.getLogger("tierfall")
 
 TIMEOUT_S = 30.0
-TIMEOUT_MIN_S = 2.0
+TIMEOUT_MIN_S = 1.0
+REQUESTS_IN_MAX_WAIT = 4
+"""How often a node that is silent is asked until that is reported: by two tries of each of two calls."""
 CHECKED_BYTES_MIN = 64 << 10
 """Documents are smaller."""
 _HELPS = (
@@ -217,7 +219,8 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
         return config, None
     nodes = len(ranks.topology.nodes)
     if nodes > tier.copies:
-        timeout_s = min(TIMEOUT_S, max(tier.max_wait_s or config.max_wait_s, TIMEOUT_MIN_S))
+        bound_s = (tier.max_wait_s or config.max_wait_s) / REQUESTS_IN_MAX_WAIT
+        timeout_s = min(max(bound_s, TIMEOUT_MIN_S), TIMEOUT_S)
         return config, PeerMemory(tier, run, ranks, timeout_s=timeout_s)
     if nodes > 1:
         raise ConfigError(

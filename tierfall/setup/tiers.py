@@ -51,6 +51,9 @@ READ_BYTES_PER_S_MIN = 1 << 20
 """A call that moves n bytes has n divided by this more seconds to return: it answers only once it is complete."""
 SHARES = 16
 """Reads that share a tier's configured rate at most."""
+STORAGE_TRIES = 5
+PEER_TRIES = 2
+"""How often a call is made before its copy counts as stalled: a node that is silent rarely answers the next moment."""
 ANSWER_S = 5.0
 """Seconds that a tier has to answer at least, also where ``max_wait`` is less."""
 
@@ -288,7 +291,8 @@ def _store(
     limit = tier.bandwidth_bytes_per_s
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
     answering = LastAnswer(backend)
-    wrapped = wrap(answering, bandwidth=limit, writes=pace)
+    tries = PEER_TRIES if isinstance(tier, PeerTierConfig) else STORAGE_TRIES
+    wrapped = wrap(answering, bandwidth=limit, writes=pace, tries=tries)
     if is_bounded:
         wrapped = bounded(wrapped, tier, config, lambda: answering.last_answer_s)
     return StoredTier(
