@@ -67,7 +67,7 @@ def _read_labels(path: Path) -> dict[str, str]:
 
 
 def _switch(address: str, pattern: str) -> str:
-    """Return the switch that a node is connected to: of ``s0.s4.tux1`` by ``switch.switch.node``, ``s4``. Empty where
+    """Return the switch that a node is connected to: of s0.s4.tux1 by switch.switch.node, that is s4. Empty where
     there is none."""
     kinds = pattern.split(".")
     parts = address.split(".", len(kinds) - 1)  # the name of a node may have dots
