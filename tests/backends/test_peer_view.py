@@ -327,6 +327,19 @@ def test_a_stale_record_of_another_start_is_not_mixed_in(caplog: pytest.LogCaptu
         caplog.clear()
 
 
+def test_what_a_remote_keeps_of_earlier_attempts_is_not_this_nodes() -> None:
+    """Its own node reports it; it may be of any sender."""
+    remote = MemoryBackend()
+    put(remote, IMAGE, b"older")
+    for attempt in (None, 2):
+        view = view_of([MemoryBackend()], [remote], attempt=attempt)
+        assert [*view.scan("run/")] == []
+        with pytest.raises(KeyNotFoundError):
+            view.stat(IMAGE)
+        view.delete(IMAGE)
+    assert get(remote, IMAGE) == b"older"
+
+
 def test_files_of_earlier_attempts_are_read_from_whichever_folder_has_them() -> None:
     kept = remotes_of("0", "1", "2")
     view = view_of(kept, [MemoryBackend()], attempt=2)

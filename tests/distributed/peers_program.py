@@ -25,6 +25,9 @@ def config(folder: str, without: str = "", **changes: Any) -> dict[str, Any]:
 
 def _config(folder: str, **changes: Any) -> dict[str, Any]:
     root = Path(folder)
+    peer = changes.pop("peers", {})
+    if "domains" in peer:
+        peer = {**peer, "domains": peer["domains"].format(node=NODE)}
     return {
         "run": "many",
         "max_wait": "10s",
@@ -36,7 +39,7 @@ def _config(folder: str, **changes: Any) -> dict[str, Any]:
                 "name": "peers",
                 "kind": "peer",
                 "path": str(root / f"peers-{NODE}"),
-                **changes.pop("peers", {}),
+                **peer,
             },
             {
                 "name": "pfs",

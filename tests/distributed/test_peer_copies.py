@@ -29,12 +29,16 @@ MakeJob = Callable[..., Job]
 
 
 class RackJob(Job):
-    """Its nodes are in racks, by the variable."""
+    """Its nodes have names, and are in racks by a file of labels, which each has in a place of its own."""
 
-    racks = ("a", "b", "a", "b")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for node in NODES:
+            labels = "".join(f"tux{node} {'ab'[node % 2]}\n" for node in NODES)
+            (self.folder / f"racks-{node}").write_text(labels)
 
     def launcher(self, rank: int) -> dict[str, str]:
-        return {**super().launcher(rank), "TIERFALL_DOMAIN": self.racks[rank]}
+        return {**super().launcher(rank), "SLURMD_NODENAME": f"tux{rank}"}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_any_two_of_four_nodes_are_lost(
 
 def test_a_rack_is_lost(tmp_path: Path) -> None:
     """By nodes alone, its two would keep each other's images."""
-    rack = {"spread": "rack"}
+    rack = {"spread": "rack", "domains": str(tmp_path / "racks-{node}")}
     job = RackJob(tmp_path, 4, NODES, program=PROGRAM)
     try:
         job.start("train", steps=[1, 2, 3], wait="pfs", pfs=STORED, peers=rack).wait_ready()
