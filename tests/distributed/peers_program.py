@@ -86,9 +86,9 @@ def train(folder: str, steps: list[int], wait: str = "", stuck: int = 0, **chang
         time.sleep(600)
 
 
-def finish(folder: str, steps: list[int], at_end: bool = True) -> int:
+def finish(folder: str, steps: list[int], at_end: bool = True, **changes: Any) -> int:
     """Train to the end; return the newest step."""
-    with tierfall.open(config(folder, at_end=at_end)) as ckpt:
+    with tierfall.open(config(folder, at_end=at_end, **changes)) as ckpt:
         ckpt.restore(make_state(0))
         for step in steps:
             ckpt.maybe_save(step, make_state(step))
