@@ -43,7 +43,7 @@ logger = logging.getLogger("tierfall")
 TIMEOUT_S = 30.0
 TIMEOUT_MIN_S = 1.0
 REQUESTS_IN_MAX_WAIT = 4
-"""How often a node that is silent is asked until that is reported: by two tries of each of two calls."""
+"""A request may take this part of ``max_wait``: a silent node is asked several times before that is reported."""
 CHECKED_BYTES_MIN = 64 << 10
 """Documents are smaller."""
 _HELPS = (
