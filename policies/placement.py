@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from math import comb
+from math import comb, nextafter
 
+from tierfall.core.types.view import SurvivalChance
+
+CHANCES_BEYOND = 3
+"""Chances are computed for so many losses more than an image has copies on other nodes."""
 ENUMERATED_MAX = 16
 """Nodes whose images depend on each other, up to which all losses are counted one by one."""
 
@@ -38,6 +42,25 @@ class CopyPlacement:
             for holder in holders[1:]:
                 kept[holder].append(owner)
         return tuple(map(tuple, kept))
+
+    @cached_property
+    def chances(self) -> tuple[SurvivalChance, ...]:
+        """The chances of a checkpoint whose images are in their own nodes' memory and in that of the other holders, of
+        losing 1, 2 and so on nodes."""
+        counts = range(1, min(self.copies + CHANCES_BEYOND, len(self.holders)) + 1)
+        return tuple(self._chance(losses) for losses in counts)
+
+    @cached_property
+    def chances_elsewhere(self) -> tuple[SurvivalChance, ...]:
+        """The chances of a checkpoint whose images have left their own nodes' memory: only the other holders count."""
+        others = tuple(holders[1:] for holders in self.holders)
+        return CopyPlacement(holders=others, crowded=()).chances
+
+    def _chance(self, losses: int) -> SurvivalChance:
+        probability, exact = self.survival(losses)
+        if losses > self.copies:  # a loss that is possible is never rounded away
+            probability = min(probability, nextafter(1.0, 0.0))
+        return SurvivalChance(losses=losses, probability=probability, exact=exact)
 
     def survival(self, losses: int) -> tuple[float, bool]:
         """Return the probability that every image has a holder left after the loss of so many nodes, any with the same
@@ -145,9 +168,9 @@ def _dependent(holders: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
             node = part[node]
         return node
 
-    for nodes in holders:
-        for node in nodes[1:]:
-            part[first_of(node)] = first_of(nodes[0])
+    for owner, nodes in enumerate(holders):
+        for node in nodes:
+            part[first_of(node)] = first_of(owner)
     members: dict[int, list[int]] = {}
     for node in range(len(holders)):
         members.setdefault(first_of(node), []).append(node)

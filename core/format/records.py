@@ -6,7 +6,7 @@ Each is a document (``documents``). Parsing checks every member's type and range
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +15,9 @@ from tierfall.core.format.documents import JsonFields, Spliced
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.lineage import AttemptStart
-from tierfall.core.types.text import float_to_json
+from tierfall.core.types.text import float_to_json, to_json
 from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.view import SurvivalChance
 
 CHUNK_BYTES_MIN = 4 << 10
 CHUNK_BYTES_MAX = 1 << 30
@@ -262,7 +263,10 @@ def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One attempt: its number, its random 128-bit id in hexadecimal, and the process that created it."""
+    """One attempt: its number, its random 128-bit id in hexadecimal, and the process that created it.
+
+    ``node_losses``, with peer memory: the chances that what it saves there survives the loss of 1, 2 and so on nodes.
+    """
 
     run: str
     number: int
@@ -270,6 +274,7 @@ class Attempt:
     node: str
     pid: int
     wall_time_s: float
+    node_losses: tuple[SurvivalChance, ...] = ()
 
     def encode(self) -> bytes:
         return documents.seal(
@@ -280,6 +285,7 @@ class Attempt:
                 "node": self.node,
                 "pid": self.pid,
                 "wall_time_s": self.wall_time_s,
+                **({"node_losses": to_json(self.node_losses)} if self.node_losses else {}),
             }
         )
 
@@ -306,7 +312,21 @@ def parse_attempt_record(data: bytes, *, what: str) -> Attempt:
         node=reader.get("node", str),
         pid=reader.number("pid", 0, 1 << 40),
         wall_time_s=reader.real("wall_time_s"),
+        node_losses=tuple(_chances(reader, what)) if reader.has("node_losses") else (),
     )
+
+
+def _chances(reader: JsonFields, what: str) -> Iterator[SurvivalChance]:
+    for losses, members in enumerate(reader.list_of("node_losses", dict), start=1):
+        fields = JsonFields(members, f"{what}: node_losses")
+        probability = fields.real("probability")
+        if not 0 <= probability <= 1:
+            raise IntegrityError(f"{what}: a probability of {probability}, not within 0 to 1")
+        yield SurvivalChance(
+            losses=fields.number("losses", losses, losses),
+            probability=probability,
+            exact=fields.flag("exact"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,12 @@ The coordinator builds a view from its ledger, a command from the tiers' listing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import takewhile
+from typing import Self
 
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.units import format_size
@@ -271,6 +273,45 @@ class LossBound:
     steps_lost: int | None = None
     seconds_lost: float | None = None
     restore_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurvivalChance:
+    """The ``probability`` that every image of a checkpoint has a holder left after ``losses`` nodes are lost at once,
+    any with the same chance. It is ``exact``, or a lower bound."""
+
+    losses: int
+    probability: float
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSurvival:
+    """Which losses of nodes, at once, the newest checkpoint in peer memory survives in memory; what other tiers hold is
+    not counted.
+
+    It is ``step``, saved by ``attempt``, on ``tier``. The loss of any ``certain`` nodes leaves a holder of every image
+    (0: of no node). ``chances`` has the loss of 1, 2 and so on nodes, up to 3 more than an image has copies on other
+    nodes.
+    """
+
+    tier: str
+    step: int
+    attempt: int
+    certain: int
+    chances: tuple[SurvivalChance, ...]
+
+    @classmethod
+    def of(cls, tier: str, checkpoint: CheckpointId, chances: Sequence[SurvivalChance]) -> Self:
+        """Return what a checkpoint survives, by the ``chances`` of losing 1, 2 and so on nodes."""
+        certain = takewhile(lambda chance: chance.exact and chance.probability == 1, chances)
+        return cls(
+            tier=tier,
+            step=checkpoint.step,
+            attempt=checkpoint.attempt,
+            certain=sum(1 for _ in certain),
+            chances=tuple(chances),
+        )
 
 
 def newest_surviving(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, int | None]:

@@ -3,8 +3,9 @@ tiers; and the two that show no more than that, ``latest`` and ``runs``."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,24 +37,29 @@ from tierfall.core.types.values import (
     LossClass,
     TierKind,
 )
-from tierfall.core.types.view import Decision, LossBound, Verdict, View
+from tierfall.core.types.view import Decision, LossBound, PeerSurvival, Verdict, View
 from tierfall.ops.commands import newest_restorable, unread, view_of
 from tierfall.ops.reader import RunReader, find_runs
 from tierfall.policies.defaults import plan_retention
 from tierfall.policies.forecast import loss_bounds
+from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.tiers import tier_rules
+from tierfall.telemetry.report_text import describe_peer_survival
 from tierfall.telemetry.status import LossStatus, Status
+
+logger = logging.getLogger("tierfall")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """One listing of all tiers of a run. ``safety`` is ``view`` with the read-only tiers, whose copies survive losses
-    too."""
+    too. ``peer_survival`` is of the time at which the newest checkpoint in peer memory was committed."""
 
     listings: tuple[Listing, ...]
     known: tuple[KnownCheckpoint, ...]
     view: View
     safety: View
+    peer_survival: PeerSurvival | None
     owner: LockOwner | None
     wall_time_s: float
 
@@ -68,6 +74,7 @@ class RunFacts:
             safety=to_view(
                 tier_rules(reader.config, read_too=True), known, wall_time_s=time.time()
             ),
+            peer_survival=_peer_survival(reader, listings, known),
             owner=reader.owner(),
             wall_time_s=time.time(),
         )
@@ -143,6 +150,30 @@ class RunFacts:
         return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
 
 
+def _peer_survival(
+    reader: RunReader, listings: Sequence[Listing], known: Sequence[KnownCheckpoint]
+) -> PeerSurvival | None:
+    """Return what the newest checkpoint in peer memory survives, by the record of the attempt that saved it; None where
+    this node has no part of one, as after a restart until the next one is committed, or no tier has the record."""
+    tier, host = reader.config.peers, reader.host.name
+    if tier is None:
+        return None
+    held = [c for c in known if tier.name in c.copies and c.copies[tier.name].damage is None]
+    if not held:
+        return None
+    try:
+        found = newest_attempt(listings, reader.stores)
+    except TierfallError as error:
+        logger.debug("the record of the newest attempt could not be read: %s", error)
+        return None
+    if found is None or not found[0].node_losses:
+        return None
+    newest = next((c for c in reversed(held) if c.id.attempt == found[0].number), None)
+    if newest is None or host not in newest.copies:  # without that it has fewer holders
+        return None
+    return PeerSurvival.of(tier.name, newest.id, found[0].node_losses)
+
+
 # What a failure would cost -------------------------------------------------------------------------
 
 
@@ -198,6 +229,13 @@ def format_bounds(
     parts = [f"of the {lost}, {describe(bound)}" for lost, bound in bounds.items()]
     doubt = f" (not read: {', '.join(unread)})" if unread else ""
     return f"survives the loss {'; '.join(parts)}{doubt}"
+
+
+def format_peer_survival(found: PeerSurvival | None, *, live: bool) -> tuple[str, ...]:
+    """Format the line about peer memory, if there is one. Without a ``live`` trainer, a node may have been lost."""
+    if found is None:
+        return ()
+    return (describe_peer_survival(found) + ("" if live else " (if no node is lost yet)"),)
 
 
 # Commands --------------------------------------------------------------------------------------------
