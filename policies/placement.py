@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import combinations
 from math import comb, nextafter
 
-from tierfall.core.types.view import SurvivalChance
+from tierfall.core.types.view import NodeLosses, SurvivalChance
 
 CHANCES_BEYOND = 3
 """Chances are computed for so many losses more than an image has copies on other nodes."""
@@ -43,18 +43,15 @@ class CopyPlacement:
                 kept[holder].append(owner)
         return tuple(map(tuple, kept))
 
-    @cached_property
-    def chances(self) -> tuple[SurvivalChance, ...]:
-        """The chances of a checkpoint whose images are in their own nodes' memory and in that of the other holders, of
-        losing 1, 2 and so on nodes."""
+    @property
+    def node_losses(self) -> NodeLosses:
+        """The chances that what is saved by this placement survives; each is computed anew."""
+        others = CopyPlacement(holders=tuple(nodes[1:] for nodes in self.holders), crowded=())
+        return NodeLosses(whole=self._chances(), copies=others._chances())
+
+    def _chances(self) -> tuple[SurvivalChance, ...]:
         counts = range(1, min(self.copies + CHANCES_BEYOND, len(self.holders)) + 1)
         return tuple(self._chance(losses) for losses in counts)
-
-    @cached_property
-    def chances_elsewhere(self) -> tuple[SurvivalChance, ...]:
-        """The chances of a checkpoint whose images have left their own nodes' memory: only the other holders count."""
-        others = tuple(holders[1:] for holders in self.holders)
-        return CopyPlacement(holders=others, crowded=()).chances
 
     def _chance(self, losses: int) -> SurvivalChance:
         probability, exact = self.survival(losses)

@@ -6,7 +6,7 @@ Each is a document (``documents``). Parsing checks every member's type and range
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.text import float_to_json, to_json
 from tierfall.core.types.values import CheckpointId, Shard
-from tierfall.core.types.view import SurvivalChance
+from tierfall.core.types.view import NodeLosses, SurvivalChance
 
 CHUNK_BYTES_MIN = 4 << 10
 CHUNK_BYTES_MAX = 1 << 30
@@ -265,7 +265,7 @@ def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
 class Attempt:
     """One attempt: its number, its random 128-bit id in hexadecimal, and the process that created it.
 
-    ``node_losses``, with peer memory: the chances that what it saves there survives the loss of 1, 2 and so on nodes.
+    ``node_losses``, with peer memory: the chances that what it saves there survives the loss of nodes.
     """
 
     run: str
@@ -274,7 +274,7 @@ class Attempt:
     node: str
     pid: int
     wall_time_s: float
-    node_losses: tuple[SurvivalChance, ...] = ()
+    node_losses: NodeLosses | None = None
 
     def encode(self) -> bytes:
         return documents.seal(
@@ -312,21 +312,31 @@ def parse_attempt_record(data: bytes, *, what: str) -> Attempt:
         node=reader.get("node", str),
         pid=reader.number("pid", 0, 1 << 40),
         wall_time_s=reader.real("wall_time_s"),
-        node_losses=tuple(_chances(reader, what)) if reader.has("node_losses") else (),
+        node_losses=_node_losses(reader.get("node_losses", dict), what)
+        if reader.has("node_losses")
+        else None,
     )
 
 
-def _chances(reader: JsonFields, what: str) -> Iterator[SurvivalChance]:
-    for losses, members in enumerate(reader.list_of("node_losses", dict), start=1):
-        fields = JsonFields(members, f"{what}: node_losses")
-        probability = fields.real("probability")
-        if not 0 <= probability <= 1:
-            raise IntegrityError(f"{what}: a probability of {probability}, not within 0 to 1")
-        yield SurvivalChance(
-            losses=fields.number("losses", losses, losses),
-            probability=probability,
-            exact=fields.flag("exact"),
-        )
+def _node_losses(members: dict[str, Any], what: str) -> NodeLosses:
+    reader = JsonFields(members, what)
+
+    def chances(name: str) -> tuple[SurvivalChance, ...]:
+        return tuple(_chance(entry, what) for entry in reader.list_of(name, dict))
+
+    return NodeLosses(whole=chances("whole"), copies=chances("copies"))
+
+
+def _chance(members: dict[str, Any], what: str) -> SurvivalChance:
+    reader = JsonFields(members, what)
+    probability = reader.real("probability")
+    if not 0 <= probability <= 1:
+        raise IntegrityError(f"{what}: 'probability' is {probability}, not within 0 to 1")
+    return SurvivalChance(
+        losses=reader.number("losses", 1, 10**9),
+        probability=probability,
+        exact=reader.flag("exact"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

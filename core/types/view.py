@@ -5,12 +5,10 @@ The coordinator builds a view from its ledger, a command from the tiers' listing
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from itertools import takewhile
-from typing import Self
 
 from tierfall.core.types.policy import Rule
 from tierfall.core.types.units import format_size
@@ -286,6 +284,15 @@ class SurvivalChance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLosses:
+    """The chances that a checkpoint in peer memory survives the loss of 1, 2 and so on nodes: ``whole`` while every
+    node has its own images in memory, too; ``copies`` once they have left it."""
+
+    whole: tuple[SurvivalChance, ...]
+    copies: tuple[SurvivalChance, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSurvival:
     """Which losses of nodes, at once, the newest checkpoint in peer memory survives in memory; what other tiers hold is
     not counted.
@@ -300,18 +307,6 @@ class PeerSurvival:
     attempt: int
     certain: int
     chances: tuple[SurvivalChance, ...]
-
-    @classmethod
-    def of(cls, tier: str, checkpoint: CheckpointId, chances: Sequence[SurvivalChance]) -> Self:
-        """Return what a checkpoint survives, by the ``chances`` of losing 1, 2 and so on nodes."""
-        certain = takewhile(lambda chance: chance.exact and chance.probability == 1, chances)
-        return cls(
-            tier=tier,
-            step=checkpoint.step,
-            attempt=checkpoint.attempt,
-            certain=sum(1 for _ in certain),
-            chances=tuple(chances),
-        )
 
 
 def newest_surviving(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, int | None]:

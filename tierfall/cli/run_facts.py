@@ -41,7 +41,7 @@ from tierfall.core.types.view import Decision, LossBound, PeerSurvival, Verdict,
 from tierfall.ops.commands import newest_restorable, unread, view_of
 from tierfall.ops.reader import RunReader, find_runs
 from tierfall.policies.defaults import plan_retention
-from tierfall.policies.forecast import loss_bounds
+from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.tiers import tier_rules
 from tierfall.telemetry.report_text import describe_peer_survival
@@ -67,14 +67,14 @@ class RunFacts:
     def gather(cls, reader: RunReader) -> Self:
         listings = reader.list()
         known = merge(listings)
+        rules = tier_rules(reader.config, read_too=True)
+        safety = to_view(rules, known, wall_time_s=time.time())
         return cls(
             listings=listings,
             known=known,
             view=view_of(reader.config, known),
-            safety=to_view(
-                tier_rules(reader.config, read_too=True), known, wall_time_s=time.time()
-            ),
-            peer_survival=_peer_survival(reader, listings, known),
+            safety=safety,
+            peer_survival=_peer_survival(reader, listings, safety),
             owner=reader.owner(),
             wall_time_s=time.time(),
         )
@@ -151,27 +151,20 @@ class RunFacts:
 
 
 def _peer_survival(
-    reader: RunReader, listings: Sequence[Listing], known: Sequence[KnownCheckpoint]
+    reader: RunReader, listings: Sequence[Listing], safety: View
 ) -> PeerSurvival | None:
-    """Return what the newest checkpoint in peer memory survives, by the record of the attempt that saved it; None where
-    this node has no part of one, as after a restart until the next one is committed, or no tier has the record."""
-    tier, host = reader.config.peers, reader.host.name
-    if tier is None:
-        return None
-    held = [c for c in known if tier.name in c.copies and c.copies[tier.name].damage is None]
-    if not held:
+    """Return what peer memory survives, by the record of the newest attempt; None where no tier has that record, or
+    this node has nothing in peer memory that it saved."""
+    if reader.config.peers is None:
         return None
     try:
         found = newest_attempt(listings, reader.stores)
     except TierfallError as error:
         logger.debug("the record of the newest attempt could not be read: %s", error)
         return None
-    if found is None or not found[0].node_losses:
+    if found is None or found[0].node_losses is None:
         return None
-    newest = next((c for c in reversed(held) if c.id.attempt == found[0].number), None)
-    if newest is None or host not in newest.copies:  # without that it has fewer holders
-        return None
-    return PeerSurvival.of(tier.name, newest.id, found[0].node_losses)
+    return peer_survival(safety, found[0].number, found[0].node_losses)
 
 
 # What a failure would cost -------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.lineage import Key
 from tierfall.core.types.values import CheckpointId
-from tierfall.policies.placement import CopyPlacement
 from tierfall.session.adopt import check_memory, places_elsewhere
 from tierfall.session.leftovers import (
     AdoptedSlot,
@@ -203,11 +202,6 @@ class OpenedTiers:
         """Return the same slots, each with its lock."""
         return [(self._lock, self.host), *((slot.lock, slot.host) for slot in self.adopted)]
 
-    @property
-    def placement(self) -> CopyPlacement | None:
-        """Which nodes keep the copies of peer memory; None without peer memory."""
-        return None if self._peers is None else self._peers.placement
-
     def finds_nothing(self) -> bool:
         """Return whether every tier was listed and none has a checkpoint of this run."""
         if any(listing.error is not None for listing in self.listings):
@@ -287,7 +281,7 @@ class OpenedTiers:
                 node=self.node,
                 pid=os.getpid(),
                 wall_time_s=time.time(),
-                node_losses=self.placement.chances if self.placement else (),
+                node_losses=self._peers.placement.node_losses if self._peers else None,
             )
             if self.claim(attempt):
                 return attempt

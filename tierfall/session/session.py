@@ -29,10 +29,10 @@ from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import LedgerQuery
 from tierfall.core.scheduler.workers import Workers
 from tierfall.core.types.errors import BackendError, FlushError, TierfallError
-from tierfall.core.types.values import CheckpointId, CopyState, LossClass
+from tierfall.core.types.values import CheckpointId, LossClass
 from tierfall.core.types.view import LossBound, PeerSurvival
 from tierfall.policies import defaults
-from tierfall.policies.forecast import loss_bounds
+from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.session.adopt import adopt_images, note_overtaken
 from tierfall.session.leftovers import Leftovers, images_in
 from tierfall.session.memory_files import MemoryFiles
@@ -239,22 +239,11 @@ class Session:
         return loss_bounds(self.coordinator.ledger.view(), step=timer.last, step_s=timer.step_s)
 
     def peer_survival(self) -> PeerSurvival | None:
-        """Return which losses of nodes the newest checkpoint in peer memory survives, on the coordinator's thread; None
-        while nothing that this attempt saved is committed there. The images of an earlier attempt may have lost holders
-        since, so they do not count. An image that has left this rank's host memory has its copies on other nodes alone.
-        """
-        ledger, attempt, placement = self.coordinator.ledger, self.attempt, self.tiers.placement
-        tier = self.config.peers
-        if tier is None or attempt is None or placement is None:
+        """Return which losses of nodes peer memory survives; on the coordinator's thread."""
+        attempt = self.attempt
+        if attempt is None or attempt.node_losses is None:
             return None
-        for id in ledger.entries.ids(newest_first=True):
-            entry = ledger.entries.peek(id)
-            if id.attempt != attempt.number or entry.state(tier.name) is not CopyState.COMMITTED:
-                continue
-            here = entry.readable_on(ledger.host)
-            chances = attempt.node_losses if here else placement.chances_elsewhere
-            return PeerSurvival.of(tier.name, id, chances)
-        return None
+        return peer_survival(self.coordinator.ledger.view(), attempt.number, attempt.node_losses)
 
     # Reading -----------------------------------------------------------------------------------------
 
