@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli
+from cli_kit import Cli, Trainer
 
 import tierfall
 from tests.steps import state_of
+from tierfall.core.format.records import parse_attempt_record
+from tierfall.policies.placement import place_copies
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -48,3 +52,70 @@ def test_commands_work_on_any_node(
     if keeps:
         (tmp_path / "peers").mkdir()
     Cli(tmp_path, config)(*command.split())
+
+
+def test_ls_says_nothing_of_peers_where_nothing_is_there(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    cli = Cli(tmp_path, config)
+    for command in (["ls"], ["watch", "--once"]):
+        assert "peers" not in cli(*command).out
+        assert cli.json(*command)["peer_survival"] is None
+
+
+@pytest.fixture
+def kept(
+    config: dict[str, Any], tmp_path: Path, train: Callable[[Cli], Trainer]
+) -> tuple[Cli, Path]:
+    """A dead trainer, step 1 in host memory and among what is kept for others, and an attempt of 16 nodes."""
+    cli = Cli(tmp_path, config)
+    trainer = train(cli)
+    trainer.tell("save 1")
+    trainer.kill()
+    record = tmp_path / "disk/run/attempts/a0001.json"
+    attempt = parse_attempt_record(record.read_bytes(), what="attempt")
+    losses = place_copies([f"n{node}" for node in range(16)], 1).node_losses
+    record.write_bytes(replace(attempt, node_losses=losses).encode())
+    shutil.copytree(tmp_path / "disk/run", tmp_path / "peers/run")
+    return cli, record
+
+
+PAIRS = (
+    "peers: 1@1 survives the loss of any 1 node; of 2 with 93.3%, of 3 with 80%, of 4 with 61.5%"
+)
+
+
+@pytest.mark.parametrize("command", [["ls"], ["watch", "--once"]])
+def test_the_losses_that_peers_survive_are_by_the_attempt_that_saved(
+    kept: tuple[Cli, Path], tmp_path: Path, command: list[str]
+) -> None:
+    """Any tier that has its record will do. A later attempt may have begun as a node was lost."""
+    cli, record = kept
+    record.unlink()
+    assert f"{PAIRS} (if no node is lost yet)" in cli(*command).out.splitlines()
+    found = cli.json(*command)["peer_survival"]
+    assert (found["step"], found["attempt"], found["certain"]) == (1, 1, 1)
+    assert found["chances"][1] == {"losses": 2, "probability": 14 / 15, "exact": True}
+    attempt = parse_attempt_record(
+        (tmp_path / "peers/run/attempts/a0001.json").read_bytes(), what="attempt"
+    )
+    record.with_name("a0002.json").write_bytes(replace(attempt, number=2, id="f" * 32).encode())
+    assert cli.json(*command)["peer_survival"] is None
+    assert "survives the loss of any" not in cli(*command).out
+
+
+def test_images_that_have_left_host_memory_have_fewer_holders(
+    kept: tuple[Cli, Path], memory: Path
+) -> None:
+    cli, _ = kept
+    shutil.rmtree(memory / "run")
+    assert "peers: 1@1 survives no loss of a node for certain" in cli("ls").out
+
+
+def test_a_record_that_cannot_be_read_says_nothing(kept: tuple[Cli, Path], tmp_path: Path) -> None:
+    cli, _ = kept
+    for tier in ("disk", "peers"):
+        (tmp_path / tier / "run/attempts/a0001.json").write_bytes(b"{}")
+    assert cli.json("ls")["peer_survival"] is None

@@ -125,7 +125,11 @@ def describe_statistics(found: Statistics) -> str:
 def describe_peer_survival(found: PeerSurvival) -> str:
     """Format which losses of nodes a checkpoint in peer memory survives. A percentage is rounded down."""
     nodes = "node" if found.certain == 1 else "nodes"
-    certain = f"the loss of any {found.certain} {nodes}" if found.certain else "no loss for certain"
+    certain = (
+        f"the loss of any {found.certain} {nodes}"
+        if found.certain
+        else "no loss of a node for certain"
+    )
     others = [
         f"of {chance.losses} with {'' if chance.exact else 'at least '}{_share_below(chance)}"
         for chance in found.chances
