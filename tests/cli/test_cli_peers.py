@@ -119,3 +119,44 @@ def test_a_record_that_cannot_be_read_says_nothing(kept: tuple[Cli, Path], tmp_p
     for tier in ("disk", "peers"):
         (tmp_path / tier / "run/attempts/a0001.json").write_bytes(b"{}")
     assert cli.json("ls")["peer_survival"] is None
+
+
+FORECAST = ("check", "--size", "64KiB", "--image", "1GiB", "--save-every", "10m")
+
+
+def test_check_forecasts_peer_memory_on_as_many_nodes_as_it_is_told(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also where nothing of the tier is on this node: it is in use only while a job runs."""
+    (tmp_path / "disk").mkdir()
+    host, peers, disk = config["tiers"]
+    host = {**host, "capacity": "4GiB"}
+    peers = {**peers, "bandwidth": "16MiB/s"}
+    cli = Cli(tmp_path, {**config, "tiers": [host, peers, disk]})
+    found = cli.json(*FORECAST, "--ranks", "32", "--nodes", "4")["forecast"]
+    forecast = next(tier for tier in found["tiers"] if tier["name"] == "peers")
+    assert (forecast["copy_bytes"] >> 30, forecast["bytes_max"] >> 30) == (8, 16)
+    assert forecast["copy_s"] == 8 * 1024 / 16
+    sizes = {"sent_bytes": 8 << 30, "kept_bytes_max": 16 << 30}
+    assert found["peer_memory"] == {"tier": "peers", **sizes}
+    line = (
+        "peers: each of 4 nodes sends 8 GiB of a checkpoint to another one and receives as much, and keeps 16 GiB at "
+        "most in its memory"
+    )
+    assert line in cli(*FORECAST, "--ranks", "32", "--nodes", "4").out.splitlines()
+
+
+def test_check_says_how_many_nodes_peer_memory_takes(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    for folder in ("disk", "peers"):
+        (tmp_path / folder).mkdir()
+    cli = Cli(tmp_path, config)
+    found = cli.json(*FORECAST)["forecast"]
+    assert [tier["name"] for tier in found["tiers"]] == ["host", "disk"]
+    lines = cli(*FORECAST).out.splitlines()
+    assert "peers: left out, as there is one node; --nodes has the number that train" in lines
+    assert "peers: one node alone cannot measure it" in lines
+    two = cli.json(*FORECAST, "--nodes", "2")["forecast"]
+    assert (two["ranks"], two["nodes"]) == (2, 2)
+    assert two["peer_memory"]["sent_bytes"] == 1 << 30
