@@ -140,8 +140,8 @@ def test_check_forecasts_peer_memory_on_as_many_nodes_as_it_is_told(
     sizes = {"sent_bytes": 8 << 30, "kept_bytes_max": 16 << 30}
     assert found["peer_memory"] == {"tier": "peers", **sizes}
     line = (
-        "peers: each of 4 nodes sends 8 GiB of a checkpoint to another one and receives as much, and keeps 16 GiB at "
-        "most in its memory"
+        "peers: each of 4 nodes sends 8 GiB of a checkpoint to 1 other and receives as much, and keeps 16 GiB at most "
+        "in its memory"
     )
     assert line in cli(*FORECAST, "--ranks", "32", "--nodes", "4").out.splitlines()
 
@@ -155,8 +155,21 @@ def test_check_says_how_many_nodes_peer_memory_takes(
     found = cli.json(*FORECAST)["forecast"]
     assert [tier["name"] for tier in found["tiers"]] == ["host", "disk"]
     lines = cli(*FORECAST).out.splitlines()
-    assert "peers: left out, as there is one node; --nodes has the number that train" in lines
+    assert "peers: left out, with 1 node; --nodes has how many train" in lines
     assert "peers: one node alone cannot measure it" in lines
     two = cli.json(*FORECAST, "--nodes", "2")["forecast"]
     assert (two["ranks"], two["nodes"]) == (2, 2)
     assert two["peer_memory"]["sent_bytes"] == 1 << 30
+
+
+def test_check_counts_every_copy_of_peer_memory(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    host, peers, disk = config["tiers"]
+    peers = {**peers, "copies": 2, "bandwidth": "16MiB/s"}
+    cli = Cli(tmp_path, {**config, "tiers": [host, peers, disk]})
+    too_few = cli(*FORECAST, "--nodes", "2").out.splitlines()
+    assert "peers: left out, with 2 nodes and copies: 2; --nodes has how many train" in too_few
+    found = cli.json(*FORECAST, "--nodes", "3")["forecast"]
+    assert found["peer_memory"]["sent_bytes"] == 2 << 30
+    forecast = next(tier for tier in found["tiers"] if tier["name"] == "peers")
+    assert forecast["copy_s"] == 2 * 1024 / 16

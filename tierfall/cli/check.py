@@ -308,7 +308,7 @@ def report_day(
         answer.show("", NO_FORECAST)
         return
     peers = settings.peers
-    if peers is not None and load.nodes == 1:
+    if peers is not None and load.nodes <= peers.copies:
         settings = settings.without(peers.name)
     rates = _rates(settings, tiers)
     chain = SimulatedChain(
@@ -338,17 +338,19 @@ def _report_peers(
     answer: CommandOutput, tier: PeerTierConfig, load: Workload, made: DayForecast
 ) -> None:
     """Report what a node sends to others for each checkpoint, and how much of its memory it keeps for them."""
+    nodes = counted(load.nodes, "node", "nodes")
     found = next((each for each in made.tiers if each.name == tier.name), None)
     if found is None:
-        answer.show(
-            f"{tier.name}: left out, as there is one node; --nodes has the number that train"
-        )
+        few = f"{nodes} and copies: {tier.copies}" if tier.copies > 1 else nodes
+        answer.show(f"{tier.name}: left out, with {few}; --nodes has how many train")
         return
-    of_node = {"sent_bytes": found.copy_bytes, "kept_bytes_max": found.bytes_max}
+    sent, kept = found.copy_bytes * tier.copies, found.bytes_max * tier.copies
+    of_node = {"sent_bytes": sent, "kept_bytes_max": kept}
     answer.document["forecast"]["peer_memory"] = {"tier": tier.name, **of_node}
     answer.show(
-        f"{tier.name}: each of {load.nodes} nodes sends {format_size(found.copy_bytes)} of a checkpoint to another one "
-        f"and receives as much, and keeps {format_size(found.bytes_max)} at most in its memory"
+        f"{tier.name}: each of {nodes} sends {format_size(sent)} of a checkpoint to "
+        f"{counted(tier.copies, 'other', 'others')} and receives as much, and keeps {format_size(kept)} at most in its "
+        "memory"
     )
 
 
