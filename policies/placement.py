@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from math import comb
+from math import comb, nextafter
 
+from tierfall.core.types.view import NodeLosses, SurvivalChance
+
+CHANCES_BEYOND = 3
+"""Chances are computed for so many losses more than an image has copies on other nodes."""
 ENUMERATED_MAX = 16
 """Nodes whose images depend on each other, up to which all losses are counted one by one."""
 
@@ -38,6 +42,22 @@ class CopyPlacement:
             for holder in holders[1:]:
                 kept[holder].append(owner)
         return tuple(map(tuple, kept))
+
+    @property
+    def node_losses(self) -> NodeLosses:
+        """The chances that what is saved by this placement survives; each is computed anew."""
+        others = CopyPlacement(holders=tuple(nodes[1:] for nodes in self.holders), crowded=())
+        return NodeLosses(whole=self._chances(), copies=others._chances())
+
+    def _chances(self) -> tuple[SurvivalChance, ...]:
+        counts = range(1, min(self.copies + CHANCES_BEYOND, len(self.holders)) + 1)
+        return tuple(self._chance(losses) for losses in counts)
+
+    def _chance(self, losses: int) -> SurvivalChance:
+        probability, exact = self.survival(losses)
+        if losses > self.copies:  # a loss that is possible is never rounded away
+            probability = min(probability, nextafter(1.0, 0.0))
+        return SurvivalChance(losses=losses, probability=probability, exact=exact)
 
     def survival(self, losses: int) -> tuple[float, bool]:
         """Return the probability that every image has a holder left after the loss of so many nodes, any with the same
@@ -145,9 +165,9 @@ def _dependent(holders: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
             node = part[node]
         return node
 
-    for nodes in holders:
-        for node in nodes[1:]:
-            part[first_of(node)] = first_of(nodes[0])
+    for owner, nodes in enumerate(holders):
+        for node in nodes:
+            part[first_of(node)] = first_of(owner)
     members: dict[int, list[int]] = {}
     for node in range(len(holders)):
         members.setdefault(first_of(node), []).append(node)
