@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tierfall.core.types.units import format_rate
-from tierfall.core.types.values import CheckpointId, CopyState, TierKind
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.types.view import (
     CheckpointView,
     Decision,
@@ -104,8 +104,9 @@ def reason_to_leave_memory(
 ) -> str | None:
     """Return why one of the images in memory, ``held``, may be deleted once nothing reads it; None if it may not.
 
-    An older one may be deleted once no slower tier needs it; the newest sealed one only if memory has no second image,
-    and once it is durable, or where no tier is owed it: otherwise no further save would be possible."""
+    An older one may be deleted once no slower tier needs it, and peer memory has a newer checkpoint; the newest sealed
+    one only if memory has no second image, and once it is durable, or where no tier is owed it: otherwise no further
+    save would be possible."""
     live = [c for c in held if c.live]
     if _is_the_only_pinned_copy(view, checkpoint, tier):
         return None
@@ -121,6 +122,8 @@ def reason_to_leave_memory(
             return None
         why = "it is durable below" if durable else "no tier is owed it"
         return f"{why}, and memory has room for one image only"
+    if _completes_peer_memory(view, checkpoint):
+        return None
     if checkpoint.tombstoned or not waiting:
         return "oldest in memory that no lower tier still needs"
     if all(name in view.failing for name in waiting):
@@ -132,6 +135,24 @@ def _is_the_only_pinned_copy(view: View, checkpoint: CheckpointView, tier: TierR
     return checkpoint.pinned and not any(
         checkpoint.readable_on(other.name) for other in view.tiers if other.name != tier.name
     )
+
+
+def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
+    """Whether the image in memory is one of the copies that peer memory counts on: its checkpoint is the newest there,
+    and no tier that outlives this node has it. Not while peer memory fails: that must not stop training."""
+    if any(
+        tier.kind is not TierKind.PEER
+        and tier.survives.covers(LossClass.NODE)
+        and checkpoint.state(tier.name) is CopyState.COMMITTED
+        for tier in view.tiers
+    ):
+        return False
+    for tier in view.tiers:
+        if tier.kind is TierKind.PEER and tier.name not in view.failing:
+            there = [c for c in view.on(tier.name) if c.live and c.readable_on(tier.name)]
+            if there and there[-1].id == checkpoint.id:
+                return True
+    return False
 
 
 @register("evict", "cheapest", words=lambda rules: "the cheapest to lose first")
