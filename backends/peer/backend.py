@@ -92,9 +92,9 @@ class PeerBackend(BackendBase):
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         target, what = flat(view, writable=True), self._what("read", check_key(key))
         for start in range(0, max(target.nbytes, 1), READ_BYTES_MAX):
-            piece = target[start : start + READ_BYTES_MAX]
-            head = {"do": "read", "key": key, "offset": offset + start, "length": piece.nbytes}
-            self.request(what, head, into=piece)
+            part = target[start : start + READ_BYTES_MAX]
+            head = {"do": "read", "key": key, "offset": offset + start, "length": part.nbytes}
+            self.request(what, head, into=part)
 
     def stat(self, key: str) -> StoredObject:
         size, version = self.request(self._what("stat", check_key(key)), {"do": "stat", "key": key})
@@ -215,7 +215,7 @@ class PeerBackend(BackendBase):
             raise
         return connection
 
-    def leave_to_parent(self) -> None:
+    def close_inherited(self) -> None:
         """In a forked child: close its copies of the parent's connections, those in use included. The child has a
         session of its own, since the server tells writers apart by session and number."""
         for connection in list(self._open):
@@ -261,20 +261,20 @@ class PeerWriter(WriterBase):
         self._backend.request(what, head, repeatable=False)
 
     def _on_published(self) -> None:
-        self._let_go("publish")
+        self._release("publish")
 
     def _die(self) -> None:
         self._state = WriterState.DEAD
-        self._let_go("abort")
+        self._release("abort")
 
-    def _let_go(self, operation: str) -> None:
+    def _release(self, operation: str) -> None:
         with suppress(BackendError):  # the server lets go of it with the last connection
             self._backend.request(self._what(operation), {"do": "abort", "writer": self._number})
 
 
-def _leave_all() -> None:
+def _close_inherited() -> None:
     for backend in list(_backends):
-        backend.leave_to_parent()
+        backend.close_inherited()
 
 
-os.register_at_fork(after_in_child=_leave_all)
+os.register_at_fork(after_in_child=_close_inherited)

@@ -20,8 +20,8 @@ from itertools import islice
 from typing import Any
 
 from tierfall.backends.peer.wire import (
+    BUFFER_BYTES,
     HANDSHAKE_S,
-    PIECE_BYTES,
     Connection,
     DamagedPayloadError,
     Head,
@@ -37,7 +37,7 @@ SCAN_PAGE = 1000
 """Objects in one answer to a scan."""
 READ_BYTES_MAX = 4 << 20
 CLOSE_S = 5.0
-STRANGERS_MAX = 64
+UNAUTHENTICATED_MAX = 64
 """Connections that may be in the handshake at once; one more is closed."""
 ACCEPT_PAUSE_S = 0.5
 
@@ -77,7 +77,7 @@ class PeerServer:
         self._stores: dict[str, Backend] = {}
         self._sessions: dict[tuple[str, str], _Session] = {}
         self._connections: dict[Connection, threading.Thread] = {}
-        self._strangers = 0
+        self._unauthenticated = 0
         self._closed = False
         self._socket = listener
         self.port: int = self._socket.getsockname()[1]
@@ -123,14 +123,14 @@ class PeerServer:
             target=self._serve, args=(connection, place), name="tierfall-peer", daemon=True
         )
         with self._lock:
-            if self._closed or self._strangers >= STRANGERS_MAX:
+            if self._closed or self._unauthenticated >= UNAUTHENTICATED_MAX:
                 return False
             try:
                 thread.start()
             except RuntimeError as error:  # the limit of threads
                 logger.warning("peers: the connection from %s is not served: %s", place, error)
                 return False
-            self._strangers += 1
+            self._unauthenticated += 1
             self._connections[connection] = thread  # here, so that ``close`` finds it
         return True
 
@@ -154,7 +154,7 @@ class PeerServer:
             return "", ""
         finally:
             with self._lock:
-                self._strangers -= 1
+                self._unauthenticated -= 1
 
     def _serve_sender(self, connection: Connection, sender: str, session: str) -> None:
         try:
@@ -166,7 +166,7 @@ class PeerServer:
                 connection.send({"error": _kind(error), "text": str(error)})
             return
         try:
-            _Conversation(connection, own, self._lock, idle_s=self._idle_s).run()
+            _RequestHandler(connection, own, self._lock, idle_s=self._idle_s).run()
         finally:
             self._leave(sender, session)
 
@@ -190,7 +190,7 @@ class PeerServer:
                 writer.abort()
 
 
-class _Conversation:
+class _RequestHandler:
     """The requests of one connection."""
 
     def __init__(
@@ -200,7 +200,7 @@ class _Conversation:
         self._session = session
         self._lock = lock
         self._idle_s = idle_s
-        self._buffer = memoryview(bytearray(PIECE_BYTES))
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._operations: dict[str, Callable[[Head], Any]] = {
             "create": self._create,
             "publish": self._publish,
@@ -262,8 +262,8 @@ class _Conversation:
         return writer
 
     def _write(self, head: Head, length: int) -> Head:
-        def use(start: int, piece: memoryview) -> None:
-            self._writer(head).write(int(head["offset"]) + start, piece)
+        def use(start: int, part: memoryview) -> None:
+            self._writer(head).write(int(head["offset"]) + start, part)
 
         failure = self._connection.take(length, self._buffer, use)
         if failure is not None:
@@ -315,7 +315,7 @@ def _kind(error: BaseException) -> str:
     return type(error).__name__ if isinstance(error, BackendError) else BackendError.__name__
 
 
-def _forget_all() -> None:
+def _close_inherited() -> None:
     """A forked child must not hold the connections of its parent open."""
     for server in list(_servers):
         for sock in (server._socket, *(each.socket for each in server._connections)):
@@ -324,4 +324,4 @@ def _forget_all() -> None:
     _servers.clear()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_inherited)

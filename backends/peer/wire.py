@@ -24,8 +24,8 @@ from tierfall.core.types.errors import AccessDeniedError, UnreachableError
 
 VERSION = 1
 SECRET_BYTES = 32
-PIECE_BYTES = 1 << 20
-"""A payload is hashed, sent and received in pieces of this length, which stay in the processor's cache."""
+BUFFER_BYTES = 1 << 20
+"""A payload is hashed, sent and received in parts of this length, which stay in the processor's cache."""
 HEAD_BYTES_MAX = 4 << 20
 HANDSHAKE_BYTES_MAX = 4096
 HANDSHAKE_S = 10.0
@@ -67,10 +67,10 @@ class Connection:
         if payload is None or not length:
             return
         digest = xxhash.xxh3_128()
-        for start in range(0, length, PIECE_BYTES):
-            piece = payload[start : start + PIECE_BYTES]
-            digest.update(piece)
-            self.socket.sendall(piece)
+        for start in range(0, length, BUFFER_BYTES):
+            part = payload[start : start + BUFFER_BYTES]
+            digest.update(part)
+            self.socket.sendall(part)
         self.socket.sendall(digest.digest())
 
     def receive(self, *, head_bytes_max: int = HEAD_BYTES_MAX) -> tuple[Head, int]:
@@ -93,26 +93,26 @@ class Connection:
     def fill(self, target: memoryview) -> None:
         """Receive a payload of the length of ``target``. Raises DamagedPayloadError where its digest differs."""
         digest = xxhash.xxh3_128()
-        for start in range(0, target.nbytes, PIECE_BYTES):
-            piece = target[start : start + PIECE_BYTES]
-            self._fill(piece)
-            digest.update(piece)
+        for start in range(0, target.nbytes, BUFFER_BYTES):
+            part = target[start : start + BUFFER_BYTES]
+            self._fill(part)
+            digest.update(part)
         self._check_digest(digest, target.nbytes)
 
     def take(
         self, length: int, buffer: memoryview, use: Callable[[int, memoryview], None]
     ) -> BaseException | None:
-        """Receive a payload of ``length`` bytes piece by piece through ``buffer``, and pass each with its offset to
+        """Receive a payload of ``length`` bytes in parts through ``buffer``, and pass each with its offset to
         ``use``. Return the error of ``use``, after which the rest is received, not used. Raises DamagedPayloadError."""
         digest = xxhash.xxh3_128()
         failure: BaseException | None = None
         for start in range(0, length, buffer.nbytes):
-            piece = buffer[: min(buffer.nbytes, length - start)]
-            self._fill(piece)
-            digest.update(piece)
+            part = buffer[: min(buffer.nbytes, length - start)]
+            self._fill(part)
+            digest.update(part)
             if failure is None:
                 try:
-                    use(start, piece)
+                    use(start, part)
                 except Exception as error:  # noqa: BLE001 - the rest must be received; returned
                     failure = error
         self._check_digest(digest, length)

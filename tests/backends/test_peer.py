@@ -98,7 +98,9 @@ def test_objects_outlive_the_sender_and_the_server(serve: Serve) -> None:
 # Who may connect ---------------------------------------------------------------------------------------
 
 
-def test_a_stranger_is_refused_and_named(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_does_not_know_the_secret_is_refused_and_named(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
     server = serve()
     with pytest.raises(AccessDeniedError, match="does not know the secret of this run"):
         client(server, secret=b"x" * SECRET_BYTES).stat("a/b")
@@ -151,17 +153,17 @@ def test_another_run_is_refused(serve: Serve) -> None:
 )
 def test_what_is_no_handshake_ends_the_connection(serve: Serve, data: bytes) -> None:
     server = serve()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
-        stranger.sendall(data)
-        stranger.shutdown(socket.SHUT_WR)
-        assert stranger.recv(1000) == b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as other:
+        other.sendall(data)
+        other.shutdown(socket.SHUT_WR)
+        assert other.recv(1000) == b""
     put(client(server), "a/b", b"others are served")
 
 
-def test_silent_strangers_do_not_keep_ranks_out(
+def test_silent_connections_do_not_keep_ranks_out(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_server, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(peer_server, "UNAUTHENTICATED_MAX", 3)
     monkeypatch.setattr(peer_server, "HANDSHAKE_S", 0.2)
     server = serve()
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
@@ -312,13 +314,13 @@ def test_a_publish_whose_answer_is_lost_is_in_doubt(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not sent again: the second would fail as if the object were not there."""
-    publish = peer_server._Conversation._publish
+    publish = peer_server._RequestHandler._publish
 
-    def lose_answer(conversation: peer_server._Conversation, head: dict[str, object]) -> None:
-        publish(conversation, head)
-        conversation._connection.close()
+    def lose_answer(handler: peer_server._RequestHandler, head: dict[str, object]) -> None:
+        publish(handler, head)
+        handler._connection.close()
 
-    monkeypatch.setattr(peer_server._Conversation, "_publish", lose_answer)
+    monkeypatch.setattr(peer_server._RequestHandler, "_publish", lose_answer)
     sender = client(serve())
     writer = sender.create("a/b", length=4, publish=Publish.IF_ABSENT)
     writer.write(0, memoryview(b"data"))
