@@ -27,8 +27,9 @@ from arena_help import (
     sealed_arena,
 )
 
+from tierfall.backends.toolkit import mapping
 from tierfall.core.types.errors import BackendError, CapacityError, ConfigError
-from tierfall.tiers.arena import file, mapping
+from tierfall.tiers.arena import file
 from tierfall.tiers.arena import folder as arena_folder
 from tierfall.tiers.arena.arena import (
     Arena,
