@@ -14,11 +14,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from tierfall.backends.peer.kept import MappedWriter
 from tierfall.backends.peer.wire import (
     BUFFER_BYTES,
     HANDSHAKE_S,
@@ -56,7 +57,8 @@ class _Session:
 class PeerServer:
     """Serves from its construction until ``close``, at the address of the socket ``listener``, which it owns.
 
-    ``storage`` returns the backend that keeps the objects of a sender, by its name; it is called once for each sender.
+    ``storage`` returns the backend that keeps the objects of a sender, by its name; it is called once for each sender,
+    and ``close`` closes it.
     ``idle_s``: a connection that is silent for longer within a payload or an answer is closed.
     """
 
@@ -99,6 +101,8 @@ class PeerServer:
         self._thread.join()
         for thread in connections.values():
             thread.join(CLOSE_S)
+        for store in self._stores.values():
+            store.close()
 
     def _is_closed(self) -> bool:
         return self._closed
@@ -262,9 +266,20 @@ class _RequestHandler:
         return writer
 
     def _write(self, head: Head, length: int) -> Head:
-        def use(start: int, part: memoryview) -> None:
-            self._writer(head).write(int(head["offset"]) + start, part)
+        offset = int(head["offset"])
 
+        def use(start: int, part: memoryview) -> None:
+            self._writer(head).write(offset + start, part)
+
+        with ExitStack() as stack:
+            memory = None
+            with suppress(BackendError):  # ``use`` raises it again, once the payload is received
+                writer = self._writer(head)
+                if isinstance(writer, MappedWriter):
+                    memory = stack.enter_context(writer.receiving(offset, length))
+            if memory is not None:
+                self._connection.fill(memory)
+                return {"value": None}
         failure = self._connection.take(length, self._buffer, use)
         if failure is not None:
             raise failure

@@ -129,7 +129,10 @@ class Connection:
     def _fill(self, view: memoryview) -> None:
         at = 0
         while at < view.nbytes:
-            count = self.socket.recv_into(view[at:])
+            try:
+                count = self.socket.recv_into(view[at:])
+            except OSError as error:
+                raise WireError(str(error) or type(error).__name__) from error
             if not count:
                 raise WireError("the other side has closed the connection")
             at += count

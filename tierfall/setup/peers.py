@@ -9,8 +9,10 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tierfall.backends.peer.backend import PeerBackend
+from tierfall.backends.peer.kept import KeptFiles
 from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.view import PeerView
 from tierfall.backends.peer.wire import SECRET_BYTES
@@ -19,9 +21,10 @@ from tierfall.config import Config, PeerTierConfig
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import CallResult
+from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import RanksError, TierfallError
 from tierfall.policies.placement import place_copies
-from tierfall.tiers.arena.folder import prepare_folder
+from tierfall.tiers.arena.folder import is_in_memory, prepare_folder
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -80,7 +83,7 @@ class PeerMemory:
         self._server = PeerServer(
             secret=self._secret,
             run=run,
-            storage=lambda sender: PosixBackend(tier.path, direct_io=False),
+            storage=lambda sender: _open_kept(tier.path),
             listener=listener,
         )
 
@@ -137,6 +140,12 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
     if ranks.topology.is_root:
         logger.info("open: there is one node, so tier %s is left out", tier.name)
     return config.without(tier.name), None
+
+
+def _open_kept(path: Path) -> Backend:
+    """Open the folder of what is kept for others. Only files in memory are mapped: a read error of a disk would end the
+    process."""
+    return KeptFiles(path) if is_in_memory(path) else PosixBackend(path, direct_io=False)
 
 
 def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
