@@ -204,10 +204,11 @@ class _KeptMemory:
     def _bytes(self) -> int:
         """Return the bytes of the pages that the files have now; a file may have several names."""
         found = {}
-        for path in self._folder.rglob("*"):
-            with suppress(FileNotFoundError):
-                status = path.stat()
-                found[status.st_ino] = status.st_blocks * 512
+        for folder, _, names in os.walk(self._folder):  # leaves out what is removed meanwhile
+            for name in names:
+                with suppress(FileNotFoundError):
+                    status = os.stat(os.path.join(folder, name))
+                    found[status.st_ino] = status.st_blocks * 512
         return sum(found.values())
 
     def _run(self) -> None:

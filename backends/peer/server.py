@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -29,7 +29,7 @@ from tierfall.backends.peer.wire import (
     WireError,
     admit,
 )
-from tierfall.core.types.backend import Backend, Publish, Writer
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
 from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
 
 logger = logging.getLogger("tierfall")
@@ -205,6 +205,8 @@ class _RequestHandler:
         self._lock = lock
         self._idle_s = idle_s
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._listing: tuple[str, str, Iterator[StoredObject]] | None = None
+        """The prefix of a scan, the last key that was sent, and the rest."""
         self._operations: dict[str, Callable[[Head], Any]] = {
             "create": self._create,
             "publish": self._publish,
@@ -218,9 +220,9 @@ class _RequestHandler:
 
     def run(self) -> None:
         while True:
-            self._connection.socket.settimeout(None)  # a sender may have nothing to say for hours
+            self._connection.set_timeout(None)  # a sender may have no request for hours
             head, length = self._connection.receive()
-            self._connection.socket.settimeout(self._idle_s)
+            self._connection.set_timeout(self._idle_s)
             try:
                 answer, payload = self._answer(head, length)
             except WireError:
@@ -261,7 +263,8 @@ class _RequestHandler:
             writer = self._session.writers.get(int(head["writer"]))
         if writer is None:
             raise BackendError(
-                "what was written before the connection was lost is gone; write the object anew"
+                "it was published already, or the connection was lost, and what was written before that is gone; "
+                "write the object anew"
             )
         return writer
 
@@ -287,6 +290,8 @@ class _RequestHandler:
 
     def _publish(self, head: Head) -> None:
         self._writer(head).publish()
+        with self._lock:
+            self._session.writers.pop(int(head["writer"]), None)
 
     def _abort(self, head: Head) -> None:
         with self._lock:
@@ -308,11 +313,19 @@ class _RequestHandler:
         found = self._session.storage.stat(head["key"])
         return [found.bytes, found.version]
 
-    def _scan(self, head: Head) -> list[list[Any]]:
-        after = head["after"]
-        found = self._session.storage.scan(head["prefix"])
-        page = islice((each for each in found if each.key > after), SCAN_PAGE)
-        return [[each.key, each.bytes, each.version] for each in page]
+    def _scan(self, head: Head) -> dict[str, Any]:
+        """List a page. The next one goes on where it ended, if it is asked for on this connection."""
+        prefix, after = head["prefix"], head["after"]
+        listing, self._listing = self._listing, None
+        if listing is not None and listing[:2] == (prefix, after):
+            found = listing[2]
+        else:
+            found = (each for each in self._session.storage.scan(prefix) if each.key > after)
+        page = list(islice(found, SCAN_PAGE))
+        last = page[-1].key if len(page) == SCAN_PAGE else None
+        if last is not None:
+            self._listing = prefix, last, found
+        return {"rows": [[each.key, each.bytes, each.version] for each in page], "last": last}
 
     def _delete(self, head: Head) -> None:
         self._session.storage.delete(head["key"])

@@ -14,6 +14,7 @@ import json
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -29,6 +30,9 @@ BUFFER_BYTES = 1 << 20
 HEAD_BYTES_MAX = 4 << 20
 HANDSHAKE_BYTES_MAX = 4096
 HANDSHAKE_S = 10.0
+"""For all of a handshake."""
+LEAST_TIMEOUT_S = 0.001
+"""A timeout of 0 would make a socket one that never waits."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 """Seconds of silence, seconds between the probes after that, and how many are not answered."""
 _LENGTHS = struct.Struct(">IQ")
@@ -47,10 +51,14 @@ class DamagedPayloadError(UnreachableError):
 
 class Connection:
     """One side of a connection. Used by one thread at a time. After an OSError or a WireError it must be closed; after
-    a DamagedPayloadError the next message can be received."""
+    a DamagedPayloadError the next message can be received.
+
+    All that comes before ``set_timeout``, which is the handshake, has ``timeout_s`` seconds in all.
+    """
 
     def __init__(self, sock: socket.socket, *, timeout_s: float) -> None:
         sock.settimeout(timeout_s)
+        self._deadline_s: float | None = time.monotonic() + timeout_s
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(
             socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
@@ -58,6 +66,11 @@ class Connection:
         for option, value in _KEEPALIVE.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self.socket = sock
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Bound how long the other side may be silent; None: not at all."""
+        self._deadline_s = None
+        self.socket.settimeout(seconds)
 
     def send(self, head: Head, payload: memoryview | None = None) -> None:
         """Send a message. ``payload`` is flat, of bytes; it must not change until this returns."""
@@ -129,6 +142,8 @@ class Connection:
     def _fill(self, view: memoryview) -> None:
         at = 0
         while at < view.nbytes:
+            if self._deadline_s is not None:
+                self.socket.settimeout(max(self._deadline_s - time.monotonic(), LEAST_TIMEOUT_S))
             try:
                 count = self.socket.recv_into(view[at:])
             except OSError as error:

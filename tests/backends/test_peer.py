@@ -21,7 +21,7 @@ from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles
 from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.wire import SECRET_BYTES, Connection, greet
-from tierfall.core.types.backend import Backend, Publish
+from tierfall.core.types.backend import Backend, Publish, StoredObject
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -176,6 +176,18 @@ def test_silent_connections_do_not_keep_ranks_out(
             each.close()
 
 
+def test_a_handshake_has_one_deadline(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that come one by one do not extend it."""
+    monkeypatch.setattr(peer_server, "HANDSHAKE_S", 0.3)
+    server = serve()
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port)) as slow, suppress(ConnectionError):
+        while time.monotonic() - began < 5:
+            slow.sendall(b"\0")
+            time.sleep(0.05)
+    assert time.monotonic() - began < 3
+
+
 def reaches(sender: PeerBackend) -> bool:
     try:
         put(sender, "a/b", b"x")
@@ -263,6 +275,24 @@ def test_a_server_that_is_silent_is_given_up(serve: Serve) -> None:
     assert time.monotonic() - began < 5
 
 
+def test_a_silent_server_costs_the_timeout_once(serve: Serve) -> None:
+    """The request is not sent again on a new connection with a time of its own."""
+    asleep = threading.Event()
+
+    class Silent(MemoryBackend):
+        def stat(self, key: str) -> object:  # type: ignore[override]
+            asleep.wait(10)
+            return super().stat(key)
+
+    sender = client(serve(lambda name: Silent()), timeout_s=1.0)
+    put(sender, "a/b", b"x")  # leaves a connection that is idle
+    began = time.monotonic()
+    with pytest.raises(UnreachableError, match="timed out"):
+        sender.stat("a/b")
+    asleep.set()
+    assert time.monotonic() - began < 1.7
+
+
 def test_an_idle_connection_that_was_closed_is_made_anew(serve: Serve) -> None:
     server = serve()
     sender = client(server)
@@ -329,6 +359,44 @@ def test_a_publish_whose_answer_is_lost_is_in_doubt(
     with pytest.raises(UnreachableError):
         writer.publish()
     assert get(sender, "a/b") == b"data"
+
+
+def test_the_server_forgets_what_is_published(serve: Serve) -> None:
+    server = serve()
+    sender = client(server)
+    requests: list[str] = []
+    request = sender.request
+    sender.request = lambda what, head, *more, **named: (  # type: ignore[method-assign]
+        requests.append(head["do"]),
+        request(what, head, *more, **named),
+    )[1]
+    put(sender, "a/b", b"data")
+    assert requests == ["create", "write", "publish"]
+    assert [own.writers for own in server._sessions.values()] == [{}]
+
+
+def test_a_long_listing_is_made_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(MemoryBackend):
+        scans = 0
+
+        def scan(self, prefix: str) -> Iterator[StoredObject]:
+            Counting.scans += 1
+            return super().scan(prefix)
+
+    monkeypatch.setattr(peer_server, "SCAN_PAGE", 3)
+    server = serve(lambda sender: Counting())
+    sender = client(server)
+    for number in range(9):
+        put(sender, f"a/{number}", b"x")
+    keys = [f"a/{number}" for number in range(9)]
+    assert [each.key for each in sender.scan("a/")] == keys
+    assert Counting.scans == 1
+    found = sender.scan("a/")
+    first = [next(found).key for _ in range(3)]
+    for connection in list(server._connections):
+        connection.close()
+    assert first + [each.key for each in found] == keys
+    assert Counting.scans == 3
 
 
 def test_a_create_that_arrives_twice_keeps_what_was_written(serve: Serve) -> None:
