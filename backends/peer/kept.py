@@ -206,14 +206,15 @@ class MappedWriter(PosixWriter):
         return os.dup(self._pages.file)
 
     def _reserve(self) -> None:
+        """Have exactly the pages of the object before one is touched: one that is missing then ends the process."""
         length, spare = self._extent.length or 0, self._pages
-        os.ftruncate(self._file, length)  # pages of the object before that lie beyond are freed
-        if spare is not None and spare.view.nbytes >= length:
-            return
-        super()._reserve()
-        self._pages = FilePages(self._file, length)
-        if spare is not None:
-            spare.close()
+        if os.fstat(self._file).st_size < length:
+            super()._reserve()
+        os.ftruncate(self._file, length)
+        if spare is None or spare.view.nbytes < length:
+            self._pages = FilePages(self._file, length)
+            if spare is not None:
+                spare.close()
 
     def _finish(self, what: str) -> None:
         super()._finish(what)

@@ -74,6 +74,17 @@ def test_an_object_of_another_length_uses_them_too(files: KeptFiles, second_byte
     assert get(files, "run/3/image") == again
 
 
+def test_every_page_is_there_before_one_is_touched(files: KeptFiles, tmp_path: Path) -> None:
+    """Also where the object before was shorter than the mapping that it had taken over."""
+    for number, size_bytes in enumerate((4 * MIB, MIB, 3 * MIB, 9 * MIB)):
+        writer = files.create(f"run/{number}/image", length=size_bytes)
+        assert pages_bytes(tmp_path) == size_bytes
+        writer.write(0, memoryview(data(number, size_bytes)))
+        writer.publish()
+        assert get(files, f"run/{number}/image") == data(number, size_bytes)
+        files.delete(f"run/{number}/image")
+
+
 def test_an_object_that_is_replaced_gives_its_pages(files: KeptFiles) -> None:
     first = receive(files, "run/1/image", data(1))
     receive(files, "run/1/image", data(2))
