@@ -43,6 +43,7 @@ STEP_TARGET = 1.05
 MEMORY_TARGET_BYTES = 64 * MIB
 BATCH = 16
 """Steps are short, so that many are beside a copy."""
+PAIRS_A_ROUND = 3
 FIRST_SAVES = 8
 """In which the pace is found."""
 SAVES = 4
@@ -159,7 +160,7 @@ def copies(options: argparse.Namespace, rank: int) -> dict[str, Any]:
         for _ in range(FIRST_SAVES):
             saver.save_s()
         gloo_s, copy_s, beyond_bytes = [], [], []
-        for _ in range(options.rounds):
+        for _ in range(PAIRS_A_ROUND * options.rounds):
             gloo_s.append(_gloo_s(weights, received))
             copy_s.append(saver.save_s())
         for _ in range(options.rounds):
