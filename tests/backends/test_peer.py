@@ -182,8 +182,9 @@ def test_a_handshake_has_one_deadline(serve: Serve, monkeypatch: pytest.MonkeyPa
     server = serve()
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.port)) as slow, suppress(ConnectionError):
+        slow.sendall(b"\0\0\x0f\xff" + bytes(8))  # a head of 4095 bytes, and no payload
         while time.monotonic() - began < 5:
-            slow.sendall(b"\0")
+            slow.sendall(b" ")
             time.sleep(0.05)
     assert time.monotonic() - began < 3
 
