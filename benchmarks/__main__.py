@@ -22,6 +22,7 @@ from benchmarks import (
     machine,
     memory,
     objects,
+    peer_memory,
     plots,
     report,
     small,
@@ -46,6 +47,7 @@ PARTS = (
     "small",
     "in_flight",
     "yielding",
+    "peer_memory",
     "adapters",
     "gpu",
 )
@@ -55,6 +57,7 @@ MORE_PARTS = {
     "small": small.measure,
     "in_flight": in_flight.measure,
     "yielding": yielding.measure,
+    "peer_memory": peer_memory.measure,
     "adapters": adapters.measure,
     "gpu": gpu.measure,
 }

@@ -92,6 +92,7 @@ def _bytes_moved(series: str, facts: dict[str, Any]) -> int:
         "throttled": "throttled_state_bytes",
         "small": "small_state_bytes",
         "gpu": "gpu_state_bytes",
+        "peer_memory": "peer_memory_state_bytes",
     }
     return int(facts[kinds.get(series.partition(".")[0], "state_bytes")])
 

@@ -53,7 +53,7 @@ def _one(plan: Plan, yields: bool, number: int) -> Measured:
         retain={"last": 1},
     )
     with tierfall.open(config) as ckpt:
-        training = _Training(ckpt)
+        training = Training(ckpt, FILE, state_bytes=IMAGE_BYTES)
         training.run(FIRST_SAVES)
         idle_s, busy_s, durable_s = training.run(SAVES)
     shutil.rmtree(plan.folder / place, ignore_errors=True)
@@ -63,16 +63,32 @@ def _one(plan: Plan, yields: bool, number: int) -> Measured:
     }
 
 
-class _Training:
+class Training:
     """A loop of real steps, whose state is mostly of bytes that pack badly."""
 
-    def __init__(self, ckpt: tierfall.Checkpointer) -> None:
+    def __init__(
+        self,
+        ckpt: tierfall.Checkpointer,
+        tier: str,
+        *,
+        state_bytes: int,
+        rank: int = 0,
+        batch: int = BATCH,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        """Every rank has the same model, and a state of its own beside it. ``agree`` is called after each step, with
+        whether this process sees the copy done, and returns whether all ranks do."""
+        torch.manual_seed(0)
         self._ckpt = ckpt
+        self._tier = tier
+        self._agree = agree
         self._model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-4)
-        self._batch = torch.randn(BATCH, WIDTH)
-        self._state = {"model": self._model, "rest": torch.randn(IMAGE_BYTES // 4)}
+        self._batch = torch.randn(batch, WIDTH)
+        self._state = {"model": self._model, f"rest-{rank}": torch.randn(state_bytes // 4)}
         self._step = 0
+        self._handle: tierfall.SaveHandle | None = None
+        self._is_done = False
         self._last_s = time.perf_counter()
 
     def run(self, saves: int) -> tuple[list[float], list[float], list[float]]:
@@ -84,15 +100,16 @@ class _Training:
         for _ in range(saves):
             self._train_one()
             idle_s += [self._train_one() for _ in range(IDLE_STEPS)]
-            handle = self._ckpt.save(self._step, self._state)
+            self._handle = handle = self._ckpt.save(self._step, self._state)
             for _ in range(EXCUSED):
                 self._train_one()
-            while not handle.done(FILE):
+            while not self._is_done:
                 took_s = self._train_one()
-                if not handle.done(FILE):
+                if not self._is_done:
                     busy_s.append(took_s)
-            handle.wait(FILE)
-            durable_s.append(handle.stats.durable_s[FILE])
+            handle.wait(self._tier)
+            durable_s.append(handle.stats.durable_s[self._tier])
+            self._handle = None
         return idle_s, busy_s, durable_s
 
     def _train_one(self) -> float:
@@ -101,5 +118,6 @@ class _Training:
         self._model(self._batch).square().mean().backward()
         self._optimizer.step()
         self._step += 1
+        self._is_done = self._agree(self._handle is not None and self._handle.done(self._tier))
         last_s, self._last_s = self._last_s, time.perf_counter()
         return self._last_s - last_s

@@ -17,6 +17,7 @@ from benchmarks import (
     bare,
     figures,
     machine,
+    peer_memory,
     plots,
     report,
     side_by_side,
@@ -328,3 +329,24 @@ def test_tensor_that_is_there_already_is_not_copied() -> None:
     assert [t.tolist() for t in state.values()] == [[1.0, 1.0], [0.0, 0.0]]
     with pytest.raises(KeyError):
         system.fill(state, {"a": torch.ones(2)})
+
+
+def test_peer_memory_is_measured_between_two_processes(tmp_path: Path) -> None:
+    plan = tiny_plan(tmp_path, "peer_memory", size_bytes=48 << 20)
+    found = Results()
+    peer_memory.measure(plan, lambda line: None, found)
+    assert [(each.name, each.unit, each.target) for each in found.findings] == [
+        ("peer memory: a copy, over gloo", "", 1.25),
+        ("peer memory: beyond images and copies", "MiB", 64.0),
+        ("peer memory, without yield: steps beside a copy", "x", None),
+        ("peer memory, without yield: a copy", "s", None),
+        ("peer memory, with yield: steps beside a copy", "x", 1.05),
+        ("peer memory, with yield: a copy", "s", None),
+    ]
+    assert all(each.value > 0 for each in found.findings if each.unit != "MiB")
+    assert found.findings[1].met, "a node takes a copy more than it may"
+    assert {name: len(values) for name, values in found.samples.items()} == {
+        peer_memory.GLOO: peer_memory.PAIRS_A_ROUND,
+        peer_memory.COPY: peer_memory.PAIRS_A_ROUND,
+    }
+    assert list(plan.memory.iterdir()) == []

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from tests.core.ranks.threads import network, on_all
+from tierfall.backends.peer.kept import KeptFiles
 from tierfall.config import Config
 from tierfall.core.ranks.domains import node_name
+from tierfall.core.types.errors import StorageFullError
 from tierfall.setup import peers
-from tierfall.setup.peers import PeerMemory, close_peers, meet_peers
+from tierfall.setup.peers import PeerMemory, RoomCheck, close_peers, meet_peers
 from tierfall.tiers.arena.folder import RoomReport
 
 
@@ -182,3 +184,26 @@ def test_memory_that_the_capacity_exceeds_is_said(
     assert f"node 1 ({node_name()}) lacks memory" in said
     assert "needs 4 MiB (4194304 bytes) there (copies: 2)" in said
     assert "2 MiB (2097152 bytes) are not free" in said
+
+
+def test_memory_that_is_used_again_need_not_be_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path) -> RoomReport:
+        return RoomReport(
+            folder=folder, file_system_free_bytes=0, memory_free_bytes=None, in_memory=True
+        )
+
+    kept = RoomCheck(KeptFiles(tmp_path))
+    image = memoryview(bytes(2 << 20))
+    with kept.create("run/1/image", length=image.nbytes) as writer:
+        writer.write(0, image)
+        writer.publish()
+    monkeypatch.setattr(peers, "room_for_arena", full)
+    with pytest.raises(StorageFullError):
+        kept.create("run/2/image", length=image.nbytes)
+    kept.delete("run/1/image")
+    with pytest.raises(StorageFullError):
+        kept.create("run/2/image", length=image.nbytes + 1)
+    kept.create("run/2/image", length=image.nbytes).abort()
+    kept.close()

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any
 from tierfall.backends.peer.server import READ_BYTES_MAX
 from tierfall.backends.peer.wire import (
     HANDSHAKE_S,
+    LEAST_TIMEOUT_S,
     Connection,
     DamagedPayloadError,
     Head,
@@ -92,9 +94,9 @@ class PeerBackend(BackendBase):
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         target, what = flat(view, writable=True), self._what("read", check_key(key))
         for start in range(0, max(target.nbytes, 1), READ_BYTES_MAX):
-            piece = target[start : start + READ_BYTES_MAX]
-            head = {"do": "read", "key": key, "offset": offset + start, "length": piece.nbytes}
-            self.request(what, head, into=piece)
+            part = target[start : start + READ_BYTES_MAX]
+            head = {"do": "read", "key": key, "offset": offset + start, "length": part.nbytes}
+            self.request(what, head, into=part)
 
     def stat(self, key: str) -> StoredObject:
         size, version = self.request(self._what("stat", check_key(key)), {"do": "stat", "key": key})
@@ -104,11 +106,13 @@ class PeerBackend(BackendBase):
         return self._scan(check_prefix(prefix))
 
     def _scan(self, prefix: str) -> Iterator[StoredObject]:
-        what, after = self._what("list", prefix), ""
-        while page := self.request(what, {"do": "scan", "prefix": prefix, "after": after}):
-            for key, size, version in page:
+        what = self._what("list", prefix)
+        after: str | None = ""
+        while after is not None:
+            page = self.request(what, {"do": "scan", "prefix": prefix, "after": after})
+            for key, size, version in page["rows"]:
                 yield StoredObject(key=key, bytes=size, version=version)
-                after = key
+            after = page["last"]
 
     def delete(self, key: str) -> None:
         self.request(self._what("delete", check_key(key)), {"do": "delete", "key": key})
@@ -143,11 +147,16 @@ class PeerBackend(BackendBase):
         repeatable: bool = True,
     ) -> Any:
         """Send one request and return the value of its answer; its bytes fill ``into``. A connection that was idle may
-        have been closed meanwhile: then a ``repeatable`` request is sent once more, on a new one."""
+        have been closed meanwhile: then a ``repeatable`` request is sent once more, on a new one, in the time that is
+        left."""
+        deadline_s = time.monotonic() + self._timeout_s
         connection = self._take_idle()
-        answer = None if connection is None else self._try(connection, head, payload, into)
-        if answer is None or (repeatable and not isinstance(answer, dict)):
-            answer = self._try(self._connect(what), head, payload, into)
+        answer = None
+        if connection is not None:
+            answer = self._try(connection, deadline_s, head, payload, into)
+        is_late = time.monotonic() >= deadline_s
+        if answer is None or (repeatable and not isinstance(answer, dict) and not is_late):
+            answer = self._try(self._connect(what, deadline_s), deadline_s, head, payload, into)
         if isinstance(answer, BaseException):
             raise UnreachableError(f"{what}: {str(answer) or type(answer).__name__}") from answer
         if "error" in answer:
@@ -158,12 +167,15 @@ class PeerBackend(BackendBase):
     def _try(
         self,
         connection: Connection,
+        deadline_s: float,
         head: Head,
         payload: memoryview | None,
         into: memoryview | None,
     ) -> Head | OSError | UnreachableError:
-        """Return the answer, or the error that has ended the connection."""
+        """Return the answer, or the error that has ended the connection. The other side may be silent until the
+        deadline."""
         try:
+            connection.set_timeout(_left_s(deadline_s))
             connection.send(head, payload)
             answer, length = connection.receive()
             if "error" not in answer and length != (0 if into is None else into.nbytes):
@@ -190,19 +202,18 @@ class PeerBackend(BackendBase):
                 return
         connection.close()
 
-    def _connect(self, what: str) -> Connection:
+    def _connect(self, what: str, deadline_s: float) -> Connection:
         if self._closed:
             raise BackendError(f"{what}: the backend is closed")
         try:
-            sock = socket.create_connection(self._address, timeout=self._timeout_s)
-            connection = Connection(sock, timeout_s=min(HANDSHAKE_S, self._timeout_s))
+            sock = socket.create_connection(self._address, timeout=_left_s(deadline_s))
+            connection = Connection(sock, timeout_s=min(HANDSHAKE_S, _left_s(deadline_s)))
         except OSError as error:
             raise UnreachableError(f"{what}: {str(error) or type(error).__name__}") from error
         try:
             greet(
                 connection, self._secret, run=self._run, sender=self._sender, session=self._session
             )
-            connection.socket.settimeout(self._timeout_s)
             self._open.add(connection)
         except AccessDeniedError as error:
             connection.close()
@@ -215,7 +226,7 @@ class PeerBackend(BackendBase):
             raise
         return connection
 
-    def leave_to_parent(self) -> None:
+    def close_inherited(self) -> None:
         """In a forked child: close its copies of the parent's connections, those in use included. The child has a
         session of its own, since the server tells writers apart by session and number."""
         for connection in list(self._open):
@@ -261,20 +272,21 @@ class PeerWriter(WriterBase):
         self._backend.request(what, head, repeatable=False)
 
     def _on_published(self) -> None:
-        self._let_go("publish")
+        """Nothing to free: the server forgets what it has published."""
 
     def _die(self) -> None:
         self._state = WriterState.DEAD
-        self._let_go("abort")
-
-    def _let_go(self, operation: str) -> None:
-        with suppress(BackendError):  # the server lets go of it with the last connection
-            self._backend.request(self._what(operation), {"do": "abort", "writer": self._number})
+        with suppress(BackendError):  # the server removes it with the last connection
+            self._backend.request(self._what("abort"), {"do": "abort", "writer": self._number})
 
 
-def _leave_all() -> None:
+def _left_s(deadline_s: float) -> float:
+    return max(deadline_s - time.monotonic(), LEAST_TIMEOUT_S)
+
+
+def _close_inherited() -> None:
     for backend in list(_backends):
-        backend.leave_to_parent()
+        backend.close_inherited()
 
 
-os.register_at_fork(after_in_child=_leave_all)
+os.register_at_fork(after_in_child=_close_inherited)

@@ -13,22 +13,23 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from tierfall.backends.peer.kept import MappedWriter
 from tierfall.backends.peer.wire import (
+    BUFFER_BYTES,
     HANDSHAKE_S,
-    PIECE_BYTES,
     Connection,
     DamagedPayloadError,
     Head,
     WireError,
     admit,
 )
-from tierfall.core.types.backend import Backend, Publish, Writer
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
 from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
 
 logger = logging.getLogger("tierfall")
@@ -37,7 +38,7 @@ SCAN_PAGE = 1000
 """Objects in one answer to a scan."""
 READ_BYTES_MAX = 4 << 20
 CLOSE_S = 5.0
-STRANGERS_MAX = 64
+UNAUTHENTICATED_MAX = 64
 """Connections that may be in the handshake at once; one more is closed."""
 ACCEPT_PAUSE_S = 0.5
 
@@ -56,7 +57,8 @@ class _Session:
 class PeerServer:
     """Serves from its construction until ``close``, at the address of the socket ``listener``, which it owns.
 
-    ``storage`` returns the backend that keeps the objects of a sender, by its name; it is called once for each sender.
+    ``storage`` returns the backend that keeps the objects of a sender, by its name; it is called once for each sender,
+    and ``close`` closes it.
     ``idle_s``: a connection that is silent for longer within a payload or an answer is closed.
     """
 
@@ -77,7 +79,7 @@ class PeerServer:
         self._stores: dict[str, Backend] = {}
         self._sessions: dict[tuple[str, str], _Session] = {}
         self._connections: dict[Connection, threading.Thread] = {}
-        self._strangers = 0
+        self._unauthenticated = 0
         self._closed = False
         self._socket = listener
         self.port: int = self._socket.getsockname()[1]
@@ -99,6 +101,8 @@ class PeerServer:
         self._thread.join()
         for thread in connections.values():
             thread.join(CLOSE_S)
+        for store in self._stores.values():
+            store.close()
 
     def _is_closed(self) -> bool:
         return self._closed
@@ -123,14 +127,14 @@ class PeerServer:
             target=self._serve, args=(connection, place), name="tierfall-peer", daemon=True
         )
         with self._lock:
-            if self._closed or self._strangers >= STRANGERS_MAX:
+            if self._closed or self._unauthenticated >= UNAUTHENTICATED_MAX:
                 return False
             try:
                 thread.start()
             except RuntimeError as error:  # the limit of threads
                 logger.warning("peers: the connection from %s is not served: %s", place, error)
                 return False
-            self._strangers += 1
+            self._unauthenticated += 1
             self._connections[connection] = thread  # here, so that ``close`` finds it
         return True
 
@@ -154,7 +158,7 @@ class PeerServer:
             return "", ""
         finally:
             with self._lock:
-                self._strangers -= 1
+                self._unauthenticated -= 1
 
     def _serve_sender(self, connection: Connection, sender: str, session: str) -> None:
         try:
@@ -166,7 +170,7 @@ class PeerServer:
                 connection.send({"error": _kind(error), "text": str(error)})
             return
         try:
-            _Conversation(connection, own, self._lock, idle_s=self._idle_s).run()
+            _RequestHandler(connection, own, self._lock, idle_s=self._idle_s).run()
         finally:
             self._leave(sender, session)
 
@@ -190,7 +194,7 @@ class PeerServer:
                 writer.abort()
 
 
-class _Conversation:
+class _RequestHandler:
     """The requests of one connection."""
 
     def __init__(
@@ -200,7 +204,9 @@ class _Conversation:
         self._session = session
         self._lock = lock
         self._idle_s = idle_s
-        self._buffer = memoryview(bytearray(PIECE_BYTES))
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._listing: tuple[str, str, Iterator[StoredObject]] | None = None
+        """The prefix of a scan, the last key that was sent, and the rest."""
         self._operations: dict[str, Callable[[Head], Any]] = {
             "create": self._create,
             "publish": self._publish,
@@ -214,9 +220,9 @@ class _Conversation:
 
     def run(self) -> None:
         while True:
-            self._connection.socket.settimeout(None)  # a sender may have nothing to say for hours
+            self._connection.set_timeout(None)  # a sender may have no request for hours
             head, length = self._connection.receive()
-            self._connection.socket.settimeout(self._idle_s)
+            self._connection.set_timeout(self._idle_s)
             try:
                 answer, payload = self._answer(head, length)
             except WireError:
@@ -257,14 +263,26 @@ class _Conversation:
             writer = self._session.writers.get(int(head["writer"]))
         if writer is None:
             raise BackendError(
-                "what was written before the connection was lost is gone; write the object anew"
+                "it was published already, or the connection was lost, and what was written before that is gone; "
+                "write the object anew"
             )
         return writer
 
     def _write(self, head: Head, length: int) -> Head:
-        def use(start: int, piece: memoryview) -> None:
-            self._writer(head).write(int(head["offset"]) + start, piece)
+        offset = int(head["offset"])
 
+        def use(start: int, part: memoryview) -> None:
+            self._writer(head).write(offset + start, part)
+
+        with ExitStack() as stack:
+            memory = None
+            with suppress(BackendError):  # ``use`` raises it again, once the payload is received
+                writer = self._writer(head)
+                if isinstance(writer, MappedWriter):
+                    memory = stack.enter_context(writer.receiving(offset, length))
+            if memory is not None:
+                self._connection.fill(memory)
+                return {"value": None}
         failure = self._connection.take(length, self._buffer, use)
         if failure is not None:
             raise failure
@@ -272,6 +290,8 @@ class _Conversation:
 
     def _publish(self, head: Head) -> None:
         self._writer(head).publish()
+        with self._lock:
+            self._session.writers.pop(int(head["writer"]), None)
 
     def _abort(self, head: Head) -> None:
         with self._lock:
@@ -293,11 +313,19 @@ class _Conversation:
         found = self._session.storage.stat(head["key"])
         return [found.bytes, found.version]
 
-    def _scan(self, head: Head) -> list[list[Any]]:
-        after = head["after"]
-        found = self._session.storage.scan(head["prefix"])
-        page = islice((each for each in found if each.key > after), SCAN_PAGE)
-        return [[each.key, each.bytes, each.version] for each in page]
+    def _scan(self, head: Head) -> dict[str, Any]:
+        """List a page. The next one goes on where it ended, if it is asked for on this connection."""
+        prefix, after = head["prefix"], head["after"]
+        listing, self._listing = self._listing, None
+        if listing is not None and listing[:2] == (prefix, after):
+            found = listing[2]
+        else:
+            found = (each for each in self._session.storage.scan(prefix) if each.key > after)
+        page = list(islice(found, SCAN_PAGE))
+        last = page[-1].key if len(page) == SCAN_PAGE else None
+        if last is not None:
+            self._listing = prefix, last, found
+        return {"rows": [[each.key, each.bytes, each.version] for each in page], "last": last}
 
     def _delete(self, head: Head) -> None:
         self._session.storage.delete(head["key"])
@@ -315,7 +343,7 @@ def _kind(error: BaseException) -> str:
     return type(error).__name__ if isinstance(error, BackendError) else BackendError.__name__
 
 
-def _forget_all() -> None:
+def _close_inherited() -> None:
     """A forked child must not hold the connections of its parent open."""
     for server in list(_servers):
         for sock in (server._socket, *(each.socket for each in server._connections)):
@@ -324,4 +352,4 @@ def _forget_all() -> None:
     _servers.clear()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_inherited)

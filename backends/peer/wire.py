@@ -14,6 +14,7 @@ import json
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -24,11 +25,14 @@ from tierfall.core.types.errors import AccessDeniedError, UnreachableError
 
 VERSION = 1
 SECRET_BYTES = 32
-PIECE_BYTES = 1 << 20
-"""A payload is hashed, sent and received in pieces of this length, which stay in the processor's cache."""
+BUFFER_BYTES = 1 << 20
+"""A payload is hashed, sent and received in parts of this length, which stay in the processor's cache."""
 HEAD_BYTES_MAX = 4 << 20
 HANDSHAKE_BYTES_MAX = 4096
 HANDSHAKE_S = 10.0
+"""For all of a handshake."""
+LEAST_TIMEOUT_S = 0.001
+"""A timeout of 0 would make a socket one that never waits."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 """Seconds of silence, seconds between the probes after that, and how many are not answered."""
 _LENGTHS = struct.Struct(">IQ")
@@ -47,10 +51,14 @@ class DamagedPayloadError(UnreachableError):
 
 class Connection:
     """One side of a connection. Used by one thread at a time. After an OSError or a WireError it must be closed; after
-    a DamagedPayloadError the next message can be received."""
+    a DamagedPayloadError the next message can be received.
+
+    All that comes before ``set_timeout``, which is the handshake, has ``timeout_s`` seconds in all.
+    """
 
     def __init__(self, sock: socket.socket, *, timeout_s: float) -> None:
         sock.settimeout(timeout_s)
+        self._deadline_s: float | None = time.monotonic() + timeout_s
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(
             socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
@@ -58,6 +66,11 @@ class Connection:
         for option, value in _KEEPALIVE.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self.socket = sock
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Bound how long the other side may be silent; None: not at all."""
+        self._deadline_s = None
+        self.socket.settimeout(seconds)
 
     def send(self, head: Head, payload: memoryview | None = None) -> None:
         """Send a message. ``payload`` is flat, of bytes; it must not change until this returns."""
@@ -67,10 +80,10 @@ class Connection:
         if payload is None or not length:
             return
         digest = xxhash.xxh3_128()
-        for start in range(0, length, PIECE_BYTES):
-            piece = payload[start : start + PIECE_BYTES]
-            digest.update(piece)
-            self.socket.sendall(piece)
+        for start in range(0, length, BUFFER_BYTES):
+            part = payload[start : start + BUFFER_BYTES]
+            digest.update(part)
+            self.socket.sendall(part)
         self.socket.sendall(digest.digest())
 
     def receive(self, *, head_bytes_max: int = HEAD_BYTES_MAX) -> tuple[Head, int]:
@@ -93,26 +106,26 @@ class Connection:
     def fill(self, target: memoryview) -> None:
         """Receive a payload of the length of ``target``. Raises DamagedPayloadError where its digest differs."""
         digest = xxhash.xxh3_128()
-        for start in range(0, target.nbytes, PIECE_BYTES):
-            piece = target[start : start + PIECE_BYTES]
-            self._fill(piece)
-            digest.update(piece)
+        for start in range(0, target.nbytes, BUFFER_BYTES):
+            part = target[start : start + BUFFER_BYTES]
+            self._fill(part)
+            digest.update(part)
         self._check_digest(digest, target.nbytes)
 
     def take(
         self, length: int, buffer: memoryview, use: Callable[[int, memoryview], None]
     ) -> BaseException | None:
-        """Receive a payload of ``length`` bytes piece by piece through ``buffer``, and pass each with its offset to
+        """Receive a payload of ``length`` bytes in parts through ``buffer``, and pass each with its offset to
         ``use``. Return the error of ``use``, after which the rest is received, not used. Raises DamagedPayloadError."""
         digest = xxhash.xxh3_128()
         failure: BaseException | None = None
         for start in range(0, length, buffer.nbytes):
-            piece = buffer[: min(buffer.nbytes, length - start)]
-            self._fill(piece)
-            digest.update(piece)
+            part = buffer[: min(buffer.nbytes, length - start)]
+            self._fill(part)
+            digest.update(part)
             if failure is None:
                 try:
-                    use(start, piece)
+                    use(start, part)
                 except Exception as error:  # noqa: BLE001 - the rest must be received; returned
                     failure = error
         self._check_digest(digest, length)
@@ -129,7 +142,12 @@ class Connection:
     def _fill(self, view: memoryview) -> None:
         at = 0
         while at < view.nbytes:
-            count = self.socket.recv_into(view[at:])
+            if self._deadline_s is not None:
+                self.socket.settimeout(max(self._deadline_s - time.monotonic(), LEAST_TIMEOUT_S))
+            try:
+                count = self.socket.recv_into(view[at:])
+            except OSError as error:
+                raise WireError(str(error) or type(error).__name__) from error
             if not count:
                 raise WireError("the other side has closed the connection")
             at += count

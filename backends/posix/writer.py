@@ -29,7 +29,7 @@ from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import BackendError, KeyExistsError, UnreachableError
 
 _CREATE_TRIES = 16
-_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class PosixWriter(WriterBase):
                 except FileNotFoundError:
                     continue
                 try:
-                    return folder, os.open(self._name, _CREATE_FLAGS, 0o666, dir_fd=folder)
+                    return folder, self._open_file(folder)
                 except FileNotFoundError:
                     os.close(folder)
                 except BaseException:
@@ -120,6 +120,9 @@ class PosixWriter(WriterBase):
         except BaseException:
             self._context.active.discard(self._name)
             raise
+
+    def _open_file(self, folder: int) -> int:
+        return os.open(self._name, os.O_WRONLY | NEW_FILE, 0o666, dir_fd=folder)
 
     def _reserve(self) -> None:
         length = self._extent.length

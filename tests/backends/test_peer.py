@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,10 @@ from tierfall.backends.conformance import CHECKS, check_promise
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.peer import server as peer_server
 from tierfall.backends.peer.backend import PeerBackend
+from tierfall.backends.peer.kept import KeptFiles
 from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.wire import SECRET_BYTES, Connection, greet
-from tierfall.backends.posix.backend import PosixBackend
-from tierfall.core.types.backend import Backend, Publish
+from tierfall.core.types.backend import Backend, Publish, StoredObject
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
@@ -43,7 +43,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     servers: list[PeerServer] = []
 
     def start(storage: Callable[[str], Backend] | None = None, **more: object) -> PeerServer:
-        folders = storage or (lambda sender: PosixBackend(tmp_path / sender, direct_io=False))
+        folders = storage or (lambda sender: KeptFiles(tmp_path / sender))
         options = {
             "secret": SECRET,
             "run": RUN,
@@ -98,7 +98,9 @@ def test_objects_outlive_the_sender_and_the_server(serve: Serve) -> None:
 # Who may connect ---------------------------------------------------------------------------------------
 
 
-def test_a_stranger_is_refused_and_named(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_does_not_know_the_secret_is_refused_and_named(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
     server = serve()
     with pytest.raises(AccessDeniedError, match="does not know the secret of this run"):
         client(server, secret=b"x" * SECRET_BYTES).stat("a/b")
@@ -151,17 +153,19 @@ def test_another_run_is_refused(serve: Serve) -> None:
 )
 def test_what_is_no_handshake_ends_the_connection(serve: Serve, data: bytes) -> None:
     server = serve()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
-        stranger.sendall(data)
-        stranger.shutdown(socket.SHUT_WR)
-        assert stranger.recv(1000) == b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as other:
+        other.sendall(data)
+        with suppress(OSError):  # the server may have closed it already
+            other.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionError):
+            assert other.recv(1000) == b""
     put(client(server), "a/b", b"others are served")
 
 
-def test_silent_strangers_do_not_keep_ranks_out(
+def test_silent_connections_do_not_keep_ranks_out(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_server, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(peer_server, "UNAUTHENTICATED_MAX", 3)
     monkeypatch.setattr(peer_server, "HANDSHAKE_S", 0.2)
     server = serve()
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
@@ -170,6 +174,19 @@ def test_silent_strangers_do_not_keep_ranks_out(
     finally:
         for each in silent:
             each.close()
+
+
+def test_a_handshake_has_one_deadline(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that come one by one do not extend it."""
+    monkeypatch.setattr(peer_server, "HANDSHAKE_S", 0.3)
+    server = serve()
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port)) as slow, suppress(ConnectionError):
+        slow.sendall(b"\0\0\x0f\xff" + bytes(8))  # a head of 4095 bytes, and no payload
+        while time.monotonic() - began < 5:
+            slow.sendall(b" ")
+            time.sleep(0.05)
+    assert time.monotonic() - began < 3
 
 
 def reaches(sender: PeerBackend) -> bool:
@@ -259,6 +276,24 @@ def test_a_server_that_is_silent_is_given_up(serve: Serve) -> None:
     assert time.monotonic() - began < 5
 
 
+def test_a_silent_server_costs_the_timeout_once(serve: Serve) -> None:
+    """The request is not sent again on a new connection with a time of its own."""
+    asleep = threading.Event()
+
+    class Silent(MemoryBackend):
+        def stat(self, key: str) -> object:  # type: ignore[override]
+            asleep.wait(10)
+            return super().stat(key)
+
+    sender = client(serve(lambda name: Silent()), timeout_s=1.0)
+    put(sender, "a/b", b"x")  # leaves a connection that is idle
+    began = time.monotonic()
+    with pytest.raises(UnreachableError, match="timed out"):
+        sender.stat("a/b")
+    asleep.set()
+    assert time.monotonic() - began < 1.7
+
+
 def test_an_idle_connection_that_was_closed_is_made_anew(serve: Serve) -> None:
     server = serve()
     sender = client(server)
@@ -312,19 +347,57 @@ def test_a_publish_whose_answer_is_lost_is_in_doubt(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not sent again: the second would fail as if the object were not there."""
-    publish = peer_server._Conversation._publish
+    publish = peer_server._RequestHandler._publish
 
-    def lose_answer(conversation: peer_server._Conversation, head: dict[str, object]) -> None:
-        publish(conversation, head)
-        conversation._connection.close()
+    def lose_answer(handler: peer_server._RequestHandler, head: dict[str, object]) -> None:
+        publish(handler, head)
+        handler._connection.close()
 
-    monkeypatch.setattr(peer_server._Conversation, "_publish", lose_answer)
+    monkeypatch.setattr(peer_server._RequestHandler, "_publish", lose_answer)
     sender = client(serve())
     writer = sender.create("a/b", length=4, publish=Publish.IF_ABSENT)
     writer.write(0, memoryview(b"data"))
     with pytest.raises(UnreachableError):
         writer.publish()
     assert get(sender, "a/b") == b"data"
+
+
+def test_the_server_forgets_what_is_published(serve: Serve) -> None:
+    server = serve()
+    sender = client(server)
+    requests: list[str] = []
+    request = sender.request
+    sender.request = lambda what, head, *more, **named: (  # type: ignore[method-assign]
+        requests.append(head["do"]),
+        request(what, head, *more, **named),
+    )[1]
+    put(sender, "a/b", b"data")
+    assert requests == ["create", "write", "publish"]
+    assert [own.writers for own in server._sessions.values()] == [{}]
+
+
+def test_a_long_listing_is_made_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(MemoryBackend):
+        scans = 0
+
+        def scan(self, prefix: str) -> Iterator[StoredObject]:
+            Counting.scans += 1
+            return super().scan(prefix)
+
+    monkeypatch.setattr(peer_server, "SCAN_PAGE", 3)
+    server = serve(lambda sender: Counting())
+    sender = client(server)
+    for number in range(9):
+        put(sender, f"a/{number}", b"x")
+    keys = [f"a/{number}" for number in range(9)]
+    assert [each.key for each in sender.scan("a/")] == keys
+    assert Counting.scans == 1
+    found = sender.scan("a/")
+    first = [next(found).key for _ in range(3)]
+    for connection in list(server._connections):
+        connection.close()
+    assert first + [each.key for each in found] == keys
+    assert Counting.scans == 3
 
 
 def test_a_create_that_arrives_twice_keeps_what_was_written(serve: Serve) -> None:

@@ -282,7 +282,7 @@ def test_a_folder_on_a_disk_does_not_take_the_place_of_memory(
     """The file system in memory was unmounted: its mount point is a folder on the root disk."""
     if os.stat(tmp_path).st_dev == os.stat(path.parent).st_dev:
         pytest.skip("there is one file system only")
-    monkeypatch.setattr("tierfall.tiers.arena.folder._is_in_memory", lambda place: False)
+    monkeypatch.setattr("tierfall.tiers.arena.folder.is_in_memory", lambda place: False)
     arena = create(path, CAPACITY)
     shutil.rmtree(path.parent)
     path.parent.symlink_to(tmp_path)

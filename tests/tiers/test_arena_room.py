@@ -27,8 +27,9 @@ from arena_help import (
     sealed_arena,
 )
 
+from tierfall.backends.toolkit import mapping
 from tierfall.core.types.errors import BackendError, CapacityError, ConfigError
-from tierfall.tiers.arena import file, mapping
+from tierfall.tiers.arena import file
 from tierfall.tiers.arena import folder as arena_folder
 from tierfall.tiers.arena.arena import (
     Arena,
@@ -107,11 +108,11 @@ def test_arena_that_does_not_fit_is_refused_with_both_numbers(
 def test_memory_that_does_not_suffice_is_noticed_before_the_kernel_kills(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena_folder, "_is_in_memory", lambda folder: True)
+    monkeypatch.setattr(arena_folder, "is_in_memory", lambda folder: True)
     monkeypatch.setattr(arena_folder, "_memory_free_bytes", lambda: 2 * MIB)
     with pytest.raises(CapacityError, match=r"available 2 MiB .*memory: 2 MiB"):
         create(path, MIB)
-    monkeypatch.setattr(arena_folder, "_is_in_memory", lambda folder: False)
+    monkeypatch.setattr(arena_folder, "is_in_memory", lambda folder: False)
     create(path, MIB).close(keep=False)
 
 

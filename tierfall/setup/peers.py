@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierfall.backends.peer.backend import PeerBackend
+from tierfall.backends.peer.kept import KeptFiles
 from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.view import PeerView
 from tierfall.backends.peer.wire import SECRET_BYTES
@@ -35,7 +36,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.text import format_some
 from tierfall.policies.placement import CopyPlacement, place_copies
-from tierfall.tiers.arena.folder import prepare_folder, room_for_arena, sized
+from tierfall.tiers.arena.folder import is_in_memory, prepare_folder, room_for_arena, sized
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -122,7 +123,7 @@ class PeerMemory:
         copy = self._copy_of.get(sender)
         if copy is None:
             raise BackendError(f"no copy of what {sender} saves is placed here")
-        return RoomCheck(PosixBackend(self._kept[copy], direct_io=False))
+        return RoomCheck(_open_kept(self._kept[copy]))
 
     def open_backend(self) -> PeerView:
         """Open what this node sees of the tier."""
@@ -170,7 +171,8 @@ class RoomCheck(Wrapper):
     ) -> Writer:
         if length is not None and length >= CHECKED_BYTES_MIN:
             room = room_for_arena(Path(self.place))
-            if length > room.free_bytes:
+            reused_bytes = self._inner.spare_bytes if isinstance(self._inner, KeptFiles) else 0
+            if length > room.free_bytes + reused_bytes:
                 raise StorageFullError(
                     f"{describe('create', key, self.place)}: it needs {sized(length)}, and {sized(room.free_bytes)} "
                     f"are free for it on {node_name()}: {_HELPS}"
@@ -253,9 +255,18 @@ def _lacking_bytes(tier: PeerTierConfig) -> int:
     """Return how many bytes of the tier's capacity would not fit; 0 where it has none."""
     if tier.capacity_bytes is None:
         return 0
-    files = [path for path in tier.path.rglob("*") if path.is_file()]
-    there = room_for_arena(tier.path).free_bytes + sum(path.stat().st_size for path in files)
+    files = [path.stat() for path in tier.path.rglob("*") if path.is_file()]
+    kept = {
+        status.st_ino: status.st_size for status in files
+    }  # after a kill a file may have two names
+    there = room_for_arena(tier.path).free_bytes + sum(kept.values())
     return max(0, tier.capacity_bytes * tier.copies - there)
+
+
+def _open_kept(path: Path) -> Backend:
+    """Open the folder of what is kept for others. Only files in memory are mapped: a read error of a disk would end the
+    process."""
+    return KeptFiles(path) if is_in_memory(path) else PosixBackend(path, direct_io=False)
 
 
 def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:

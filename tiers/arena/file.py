@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tierfall.backends.toolkit.mapping import fork_safe_mapping, populate
 from tierfall.core.runtime import pinned
 from tierfall.core.runtime.pinned import PageLock
 from tierfall.core.types.errors import (
@@ -39,7 +40,7 @@ from tierfall.core.types.values import ByteRange
 from tierfall.tiers.arena import layout
 from tierfall.tiers.arena.folder import MORE_ROOM, WHAT_HELPS, room_for_arena, sized
 from tierfall.tiers.arena.layout import EXTENTS_START, PAGE_BYTES, ArenaHeader, EntryList
-from tierfall.tiers.arena.mapping import ArenaRenewal, fork_safe_mapping, populate, reserve
+from tierfall.tiers.arena.mapping import ArenaRenewal, reserve
 
 if TYPE_CHECKING:
     import torch

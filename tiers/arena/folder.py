@@ -192,7 +192,7 @@ def room_for_arena(folder: Path, *, fd: int | None = None) -> RoomReport:
     place = folder if fd is None else fd
     try:
         status = os.statvfs(place)
-        in_memory = _is_in_memory(place)
+        in_memory = is_in_memory(place)
     except OSError as error:
         raise BackendError(f"folder {folder}: asking for its free space failed: {error}") from error
     return RoomReport(
@@ -203,7 +203,8 @@ def room_for_arena(folder: Path, *, fd: int | None = None) -> RoomReport:
     )
 
 
-def _is_in_memory(place: Path | int) -> bool:
+def is_in_memory(place: Path | int) -> bool:
+    """Whether a folder or open file is on a file system in memory. Raises OSError."""
     return file_system_of(place) in _MEMORY_FILE_SYSTEMS
 
 

@@ -1,7 +1,4 @@
-"""Mappings of an arena's file, and moving them to a new file after the old one was removed.
-
-A mapping is shared, writable and faulted in. The kernel leaves it out of a forked child, so that the child cannot
-change an image.
+"""Moving the mappings of an arena's file to a new file, after the old one was removed.
 
 A removed file cannot get a name again. So its bytes are moved to a new file, range by range: each range is copied, the
 new file's pages are mapped at the addresses of the old ones, and those are freed, so that little more memory is used.
@@ -15,88 +12,19 @@ import errno
 import logging
 import mmap
 import os
-import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tierfall.backends.toolkit.mapping import remap
 from tierfall.core.types.errors import CapacityError, ConfigError
 from tierfall.core.types.values import ByteRange
 from tierfall.tiers.arena.folder import MORE_ROOM, sized
 
 logger = logging.getLogger(__name__)
 
-# Python's madvise holds the interpreter lock: 32 MiB take about 10 ms.
-_FAULT_BYTES = 32 << 20
-# MADV_POPULATE_WRITE of Linux 5.14; the mmap module does not name it.
-_MADV_POPULATE_WRITE = 23
-# Linux on x86, Arm, RISC-V and POWER; the mmap module does not name it.
-_MAP_FIXED = 0x10
-
 _MOVE_BYTES = 4 << 20
 # FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of Linux.
 _PUNCH_HOLE = 0x01 | 0x02
-
-_mappings: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
-"""The writable mappings of this process, with their addresses."""
-
-
-def fork_safe_mapping(fd: int, length_bytes: int) -> mmap.mmap:
-    """Map a file, shared and writable, in this process only.
-
-    The kernel leaves the range out of a forked child. A child of ``os.fork`` gets read-only zeros at the same
-    addresses.
-    """
-    mapping = mmap.mmap(fd, length_bytes, flags=mmap.MAP_SHARED)
-    mapping.madvise(mmap.MADV_DONTFORK)
-    _mappings[mapping] = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    return mapping
-
-
-def remap(mapping: mmap.mmap, fd: int, start: int, end: int) -> None:
-    """Replace the pages ``start`` to ``end`` of a mapping with those of another file, which has the same bytes. Raises
-    OSError."""
-    prot = mmap.PROT_READ | mmap.PROT_WRITE
-    _map_fixed(_mappings[mapping] + start, end - start, prot, mmap.MAP_SHARED, fd, start)
-    mapping.madvise(mmap.MADV_DONTFORK, start, end - start)
-    populate(mapping, start, end)
-
-
-def _map_fixed(address: int, length: int, prot: int, flags: int, fd: int, offset: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    target = (ctypes.c_void_p(address), ctypes.c_size_t(length))
-    found = libc.mmap(*target, prot, flags | _MAP_FIXED, fd, ctypes.c_long(offset))
-    if found != address:
-        number = ctypes.get_errno()
-        raise OSError(number, f"mapping {length} bytes: {os.strerror(number)}")
-
-
-def _cover_in_child() -> None:
-    """Map read-only zeros over the ranges of the parent's mappings. Left free, a range could be used by another mapping
-    of the child, which the deallocation of the inherited mapping object would then unmap. Read-only memory does not
-    count as committed."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    for mapping, address in list(_mappings.items()):
-        try:
-            _map_fixed(address, len(mapping), mmap.PROT_READ, flags, -1, 0)
-        except OSError as error:
-            logger.debug("fork: the arena's range was not covered: %s", error)
-
-
-os.register_at_fork(after_in_child=_cover_in_child)
-
-
-def populate(mapping: mmap.mmap, start: int, end: int) -> None:
-    """Allocate every page of the range and enter it in the page table: a first touch costs ten times the copy."""
-    for low in range(start, end, _FAULT_BYTES):
-        high = min(low + _FAULT_BYTES, end)
-        try:
-            mapping.madvise(_MADV_POPULATE_WRITE, low, high - low)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # A kernel before 5.14: read one byte of each page.
-            memoryview(mapping)[low : high : mmap.PAGESIZE].tobytes()
 
 
 class ArenaRenewal:
