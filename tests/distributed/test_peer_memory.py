@@ -85,6 +85,26 @@ def test_a_node_that_is_lost_while_training_goes_on(
     check_resumed(run_again(make_job), step=5)
 
 
+def test_the_first_step_after_a_loss_makes_the_copies_again(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Without it, the loss of the node that is left would cost all steps since the last one on storage."""
+    pair: dict[str, Any] = {"interval": {"every": 1000, "at_end": False}}
+    job = make_job(2, [0, 1], program=PROGRAM).start("train", steps=[1, 2, 3])
+    job.wait_ready()
+    job.kill()
+    for kept in ("memory", "peers"):
+        shutil.rmtree(tmp_path / f"{kept}-1")
+    job = make_job(2, [0, 1], program=PROGRAM).start("go_on", saved="saved", **pair)
+    job.wait_ready()
+    job.kill()
+    step = int((tmp_path / "saved").read_text())
+    assert 3 < step < 40
+    for kept in ("memory", "peers"):
+        shutil.rmtree(tmp_path / f"{kept}-0")
+    check_resumed(make_job(2, [0, 1], program=PROGRAM).run("resume"), step=step)
+
+
 def test_a_kill_in_mid_transfer_leaves_the_checkpoint_before(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:

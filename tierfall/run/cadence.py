@@ -119,12 +119,14 @@ class CadenceClock:
             self._others.on_saved(handle.step)
         self.meter.on_save(handle)
 
-    def continue_from(self, step: int | None) -> None:
-        """Discard what is planned: the lineage continues from ``step`` (None: from nothing)."""
+    def continue_from(self, step: int | None, due: str | None = None) -> None:
+        """Discard what is planned: the lineage continues from ``step`` (None: from nothing). ``due`` is why the next
+        step is to be saved, if it is."""
         self._planned.clear()
         if self._others is not None:
             self._others.reset()
         self._last_step, self._last_planned = None, step
+        self._signal = due or self._signal
         self._due_s = self._clock() + (self._rules.every_s or 0.0)
         self.meter.rewind(step)
 

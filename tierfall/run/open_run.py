@@ -271,9 +271,9 @@ class OpenRun:
             except (TierfallError, TimeoutError):
                 logger.debug("the last save was not captured", exc_info=True)
 
-    def _on_continued(self, step: int) -> None:
+    def _on_continued(self, step: int, due: str | None) -> None:
         self.forget_last()
-        self.cadence.continue_from(step)
+        self.cadence.continue_from(step, due)
 
     # Checks ------------------------------------------------------------------------------------------
 

@@ -56,10 +56,10 @@ class Restorer:
         lineage: SavingLineage,
         *,
         connect: Connect | None,
-        on_continued: Callable[[int], None],
+        on_continued: Callable[[int, str | None], None],
     ) -> None:
         """``connect`` makes what ranks exchange bytes over; without it each rank reads for itself. ``on_continued`` is
-        called with the step that the lineage continues from."""
+        called with the step that the lineage continues from, and why the next step is to be saved, if it is."""
         self._config = config
         self._session = session
         self._lineage = lineage
@@ -242,7 +242,9 @@ class Restorer:
             coordinator.ledger.continue_from(id, attempt=attempt.number)
 
         self._session.call(continue_ledger)
-        self._on_continued(id.step)
+        # A node was lost or moved: the next save makes its image and the copies that it kept for others again.
+        lost = self._config.peers is not None and self._session.host.name not in verified
+        self._on_continued(id.step, "peer memory has lost copies" if lost else None)
 
 
 def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:
