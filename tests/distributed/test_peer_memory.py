@@ -105,6 +105,22 @@ def test_the_first_step_after_a_loss_makes_the_copies_again(
     check_resumed(make_job(2, [0, 1], program=PROGRAM).run("resume"), step=step)
 
 
+def test_the_node_that_is_left_flushes_what_it_keeps_of_a_lost_one(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """No trainer starts again: a command drains the memory of the other node to storage."""
+    job = make_job(2, [0, 1], program=PROGRAM).start("train", steps=[1])
+    job.wait_ready()
+    job.kill()
+    for kept in ("memory", "peers"):
+        shutil.rmtree(tmp_path / f"{kept}-1")
+    assert "flushed 1@1 to pfs" in shown(tmp_path, "drain", "--deadline", "20s")
+    for kept in ("memory", "peers"):
+        shutil.rmtree(tmp_path / f"{kept}-0")
+    answers = make_job(2, [0, 1], program=PROGRAM).run("resume")
+    check_resumed(answers, step=1, reads="pfs")
+
+
 def test_a_kill_in_mid_transfer_leaves_the_checkpoint_before(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:

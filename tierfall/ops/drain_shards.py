@@ -19,7 +19,7 @@ from tierfall.core.format.records import Commit, Manifest, NamedFile, parse_mani
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, TierfallError
-from tierfall.core.types.values import CheckpointId, Codec, Shard
+from tierfall.core.types.values import CheckpointId, Codec, CopyState, Shard
 from tierfall.ops.commands import unread
 from tierfall.session.leftovers import images_in
 from tierfall.session.opened_tiers import OpenedTiers
@@ -142,7 +142,10 @@ class MachineShards:
                 except TierfallError as error:
                     self.problems.append(f"{entry.id} on {tier}: {error}")
                     continue
-                yield entry.from_other_rank(shard, None, manifest)
+                part = entry.from_other_rank(shard, None, manifest)
+                # Peer memory of this node has other ranks' images, and not its own.
+                part.states = {**part.states, tier: CopyState.COMMITTED}
+                yield part
                 here.add(shard)
 
     def _is_on(self, part: LedgerEntry, tier: str) -> bool:

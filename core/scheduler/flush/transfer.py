@@ -57,7 +57,7 @@ class Transfer:
 
 class CopySources:
     """The sources of copies to ``tier``: the fastest that has the bytes and has not returned wrong ones. ``order`` are
-    all tiers, fastest first."""
+    the tiers that are written to, fastest first; those that are only read come after them."""
 
     def __init__(self, tier: str, *, order: Sequence[str], host: str) -> None:
         self._tier = tier
@@ -71,7 +71,8 @@ class CopySources:
         """Return the fastest source of a chunk or, without ``chunk``, of the whole image. With ``spare_memory``, use
         host memory only if no stored tier has it."""
         bad = self._bad.get(entry.id, ())
-        for tier in self._order:
+        only_read = (tier for tier in entry.states if tier not in self._order)
+        for tier in (*self._order, *only_read):
             if tier == self._tier or tier in bad:
                 continue
             if tier == self._host:
