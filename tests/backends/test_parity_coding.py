@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.backends.peer.coding import add_product, coefficient, rebuild_factors
-from tierfall.policies.parity import ParityGeometry
+from tierfall.backends.parity.coding import add_product, coefficient, rebuild_factors
+from tierfall.backends.parity.stripes import ParityGeometry
 
 
 def product(one: int, other: int) -> int:

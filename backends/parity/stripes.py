@@ -1,19 +1,16 @@
-"""Where the parity of images is in other nodes' memory, and which losses of nodes it survives.
+"""Stripes: which member of a group keeps the parity of which bytes of the members' images. Pure.
 
-Nodes form groups. Each node is a *member* of one group. The bytes of the members' images are coded in *stripes*: one
-block of each of the stripe's data members, and ``losses`` blocks of parity, on the other members. Which members these
-are rotates from stripe to stripe, so that each keeps the same share (RAID 5 and 6, SCR's XOR sets). A member's image
-fills its blocks in order, so that its length need not be known before. Images that are shorter count as followed by
-zeros. Any ``losses`` members can be rebuilt from the others. Pure.
+A stripe has one block of each of its data members, and ``losses`` blocks of parity, on the other members. Which members
+these are rotates from stripe to stripe, so that each keeps the same share (RAID 5 and 6, SCR's XOR sets). A member's
+image fills its blocks in order, so that its length need not be known before. Images that are shorter count as followed
+by zeros. Any ``losses`` members can be rebuilt from the others.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import comb
 from typing import NamedTuple
 
 SYMBOLS = 256
@@ -116,59 +113,3 @@ class ParityGeometry:
 class _Turns(NamedTuple):
     data: tuple[int, ...]
     parity: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ParityPlacement:
-    """``groups``: the nodes of each group, each of which survives ``losses`` of its nodes. ``crowded``: the groups that
-    do not survive the loss of one failure domain, since there are too few domains, or one is too large."""
-
-    groups: tuple[tuple[int, ...], ...]
-    losses: int
-    crowded: tuple[int, ...]
-
-    def survival(self, losses: int) -> tuple[float, bool]:
-        """Return the probability that every image can be read or rebuilt after the loss of so many nodes, any with the
-        same chance; and whether that is exact, which it always is."""
-        nodes = sum(map(len, self.groups))
-        if losses <= self.losses:
-            return 1.0, True
-        if losses > self.losses * len(self.groups):
-            return 0.0, True
-        survived = [1] + [0] * losses  # losses that cost nothing, by their number
-        for group in self.groups:
-            ways = [comb(len(group), lost) for lost in range(self.losses + 1)]
-            survived = [
-                sum(way * survived[total - lost] for lost, way in enumerate(ways[: total + 1]))
-                for total in range(losses + 1)
-            ]
-        return survived[losses] / comb(nodes, losses), True
-
-
-def place_parity(domains: Sequence[str], group: int, losses: int) -> ParityPlacement:
-    """Divide the nodes into groups of ``group``, or more where that does not divide them: sizes differ by one at most.
-    ``domains`` has the failure domain of each node.
-
-    A group has as few nodes of one domain as any division allows: one, where no domain has more nodes than there are
-    groups. Raises ValueError where ``group`` is larger than the number of nodes, or ``losses`` is not between 1 and
-    ``group`` less one.
-    """
-    nodes = len(domains)
-    if not 1 <= losses < group:
-        raise ValueError(
-            f"parity for {losses} losses in groups of {group}; expected 1 to {group - 1} losses"
-        )
-    if group > nodes:
-        raise ValueError(
-            f"parity in groups of {group}, and {nodes} nodes; expected groups of {nodes} at most"
-        )
-    sizes = Counter(domains)
-    order = sorted(range(nodes), key=lambda node: (-sizes[domains[node]], domains[node], node))
-    count = nodes // group
-    groups = tuple(tuple(order[first::count]) for first in range(count))
-    crowded = tuple(
-        at
-        for at, members in enumerate(groups)
-        if max(Counter(domains[node] for node in members).values()) > losses
-    )
-    return ParityPlacement(groups=groups, losses=losses, crowded=crowded)

@@ -1,0 +1,369 @@
+"""Peer memory with parity: in place of a copy of each image, the nodes of a group keep the parity of their images.
+
+The documents of a checkpoint are stored as on any tier of peer memory. Of an image nothing but its parity is stored: it
+is read from the memory of its own node, or rebuilt from the others'. The images of one checkpoint of the ranks with the
+same place on each node of the group are one set.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tierfall.backends.parity.rebuild import NodeMemory, SetReader
+from tierfall.backends.parity.sets import (
+    RECORD_SUFFIX,
+    ParitySet,
+    parity_key,
+    parse_parity_set,
+    record_key,
+)
+from tierfall.backends.parity.stripes import ParityGeometry
+from tierfall.backends.peer.backend import PeerBackend
+from tierfall.backends.peer.wire import PIECE_BYTES
+from tierfall.backends.toolkit.base import Extent, WriterBase, WriterState, describe
+from tierfall.backends.toolkit.keys import check_key, check_prefix
+from tierfall.backends.toolkit.views import flat
+from tierfall.backends.wrappers.base import Wrapper
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
+from tierfall.core.types.errors import (
+    BackendError,
+    IntegrityError,
+    KeyNotFoundError,
+    NotSupportedError,
+    UnreachableError,
+)
+from tierfall.core.types.keys import (
+    ATTEMPTS_FOLDER,
+    parse_attempt,
+    parse_shard,
+    parse_step_folder,
+    shard_name,
+)
+
+logger = logging.getLogger("tierfall")
+
+BLOCK_BYTES = PIECE_BYTES
+"""One request carries one block, or a part of one."""
+
+
+class GroupMember(NamedTuple):
+    """A node of this start's group: its id, the id of the ``ParityStore`` that is expected there, and its parity."""
+
+    node: str
+    store: str
+    parity: PeerBackend
+
+
+@dataclass(frozen=True)
+class ParityGroup:
+    """The nodes that keep the parity of each other's images. ``at`` is this node's number among the ``members``, which
+    include it; ``name`` that of the sets, in the folder of a checkpoint: it differs between the ranks of a node."""
+
+    members: tuple[GroupMember, ...]
+    at: int
+    name: str
+    geometry: ParityGeometry
+
+    def __post_init__(self) -> None:
+        if self.geometry.members != len(self.members):
+            raise ValueError(f"stripes of {self.geometry.members} for {len(self.members)} members")
+        if self.geometry.block_bytes > BLOCK_BYTES:
+            raise ValueError(
+                f"blocks of {self.geometry.block_bytes} bytes; expected {BLOCK_BYTES} at most"
+            )
+
+    @property
+    def others(self) -> tuple[GroupMember, ...]:
+        """The other members. The first ``losses`` keep the documents of this one."""
+        return (*self.members[self.at + 1 :], *self.members[: self.at])
+
+
+class ParityBackend(Wrapper):
+    """A ``Backend`` over ``documents``, which has all but images: on ``losses`` other members of the group.
+
+    As in ``PeerView``, the images of this attempt are this node's own, and those of earlier attempts are the ones of
+    the members whose documents this node keeps. ``kept`` has the parity in this node's memory. ``nodes`` are all nodes
+    of this start, by id.
+    """
+
+    def __init__(
+        self,
+        documents: Backend,
+        group: ParityGroup,
+        *,
+        kept: Backend,
+        nodes: Mapping[str, NodeMemory],
+    ) -> None:
+        super().__init__(documents)
+        self._group = group
+        self._kept = kept
+        self._nodes = nodes
+        self._attempt: int | None = None
+        self._sent: dict[str, int] = {}
+        """The lengths of the images that this backend has published, by key."""
+        self._readers: dict[str, _ImageReader] = {}
+
+    def create(
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
+    ) -> Writer:
+        folder, _, name = key.rpartition("/")
+        if folder.endswith(f"/{ATTEMPTS_FOLDER}"):
+            self._attempt = parse_attempt(name)
+        if not _is_image(key):
+            return self._inner.create(key, length=length, length_max=length_max, publish=publish)
+        extent = Extent(length=length, length_max=length_max)
+        extent.check(what := describe("create", check_key(key), self.place))
+        if publish is not Publish.REPLACE:
+            raise BackendError(f"{what}: an image is not created conditionally")
+        checkpoint = parse_step_folder(folder.rpartition("/")[2])
+        self._attempt = checkpoint.attempt if checkpoint else self._attempt
+        return ParityWriter(
+            self._group, key, self.place, extent=extent, on_published=self._note_sent
+        )
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        if not _is_image(key):
+            self._inner.read_into(key, offset, view)
+            return
+        target, reader = flat(view, writable=True), self._reader(key)
+        size = reader.found.images[reader.member].bytes
+        if offset < 0 or offset + target.nbytes > size:
+            raise BackendError(
+                f"{describe('read', key, self.place)}: bytes {offset} to {offset + target.nbytes} were asked for, but "
+                f"it ends at {size}"
+            )
+        reader.sources.read_into(reader.member, offset, target)
+
+    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
+        return not _is_image(key) and self._inner.read_cached(key, offset, end, views)
+
+    def stat(self, key: str) -> StoredObject:
+        if not _is_image(key):
+            return self._inner.stat(key)
+        if key in self._sent:
+            return StoredObject(key=key, bytes=self._sent[key])
+        found, member = self._find_kept(key)
+        return StoredObject(key=key, bytes=found.images[member].bytes)
+
+    def scan(self, prefix: str) -> Iterator[StoredObject]:
+        images = sorted(self._images(check_prefix(prefix)), key=_key_of)
+        return heapq.merge(self._inner.scan(prefix), images, key=_key_of)
+
+    def delete(self, key: str) -> None:
+        if not _is_image(key):
+            self._inner.delete(key)
+            return
+        self._readers.pop(key, None)
+        if key in self._sent:
+            head = {"do": "parity_delete", "set": self._set_key(key)}
+            for member in self._group.members:
+                place = member.parity.place
+                member.parity.request(describe("delete", key, place), head)
+            del self._sent[key]
+            return
+        with suppress(KeyNotFoundError):
+            found, _ = self._find_kept(key)
+            self._kept.delete(record_key(found.key))
+            self._kept.delete(parity_key(found.key))
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        for key in filter(_is_image, keys):
+            self.delete(key)
+        others = [key for key in keys if not _is_image(key)]
+        return self._inner.delete_some(others) if others else []
+
+    def discard_unfinished(self, prefix: str) -> int:
+        return self._inner.discard_unfinished(prefix) + self._kept.discard_unfinished(prefix)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._kept.close()
+
+    # Sets ------------------------------------------------------------------------------------------
+
+    def _note_sent(self, key: str, bytes: int) -> None:
+        self._sent[key] = bytes
+
+    def _set_key(self, key: str) -> str:
+        return f"{key.rpartition('/')[0]}/{self._group.name}"
+
+    def _images(self, prefix: str) -> Iterator[StoredObject]:
+        for key, size in list(self._sent.items()):
+            if key.startswith(prefix):
+                yield StoredObject(key=key, bytes=size)
+        for found in self._kept_sets(prefix):
+            for member, image in enumerate(found.images):
+                if 0 < (found.at - member) % len(found.images) <= found.geometry.losses:
+                    yield StoredObject(key=found.image_key(member), bytes=image.bytes)
+
+    def _kept_sets(self, prefix: str) -> Iterator[ParitySet]:
+        """Yield the sets of earlier attempts whose parity is in this node's memory."""
+        for stored in self._kept.scan(prefix):
+            key = stored.key.removesuffix(RECORD_SUFFIX)
+            checkpoint = parse_step_folder(key.rpartition("/")[0].rpartition("/")[2])
+            if key == stored.key or checkpoint is None or checkpoint.attempt == self._attempt:
+                continue
+            try:
+                yield _read_set(self._kept, key)
+            except (IntegrityError, NotSupportedError) as error:
+                logger.warning("peers: parity that this node keeps is not used: %s", error)
+
+    def _find_kept(self, key: str) -> tuple[ParitySet, int]:
+        """Return the set of an image, and the number of its member."""
+        folder, _, name = check_key(key).rpartition("/")
+        for found in self._kept_sets(f"{folder}/"):
+            for member, image in enumerate(found.images):
+                if image.file == name:
+                    return found, member
+        raise KeyNotFoundError(f"{describe('stat', key, self.place)}: no parity of it is kept here")
+
+    def _sent_set(self, key: str) -> ParitySet:
+        """Read the record of the set of an image of this node, from the first member that has it. Raises
+        KeyNotFoundError only where all have answered."""
+        failure: BackendError | None = None
+        for other in self._group.others:
+            try:
+                return _read_set(other.parity, self._set_key(key))
+            except (KeyNotFoundError, UnreachableError) as error:
+                if failure is None or error.retryable:
+                    failure = error
+        assert failure is not None
+        raise failure
+
+    def _reader(self, key: str) -> _ImageReader:
+        """Return the reader of an image. What this node has sent is not read from its own memory: that is no copy."""
+        if key not in self._readers:
+            lost: tuple[int, ...] = ()
+            if key in self._sent:
+                found, member = self._sent_set(key), self._group.at
+                lost = (member,)
+            else:
+                found, member = self._find_kept(key)
+            sources = SetReader(found, self._nodes, lost=lost)
+            self._readers[key] = _ImageReader(found, member, sources)
+        return self._readers[key]
+
+
+class _ImageReader(NamedTuple):
+    found: ParitySet
+    member: int
+    sources: SetReader
+
+
+class ParityWriter(WriterBase):
+    """Sends an image to the members that keep its parity. An image that is given up ends the set, unless nothing of it
+    was sent."""
+
+    def __init__(
+        self,
+        group: ParityGroup,
+        key: str,
+        place: str,
+        *,
+        extent: Extent,
+        on_published: Callable[[str, int], None],
+    ) -> None:
+        super().__init__(key, place, extent=extent, publish=Publish.REPLACE)
+        self._group = group
+        self._set = f"{key.rpartition('/')[0]}/{group.name}"
+        self._writer = secrets.token_hex(16)
+        self._note_published = on_published
+        self._end = 0
+        self._has_sent = False
+        try:
+            for at, member in enumerate(group.members):
+                self._request("create", member, "parity_join", **self._description(at, member))
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, offset: int, view: memoryview) -> None:
+        self._check_open("write")
+        data = flat(view)
+        self._extent.check_range(self._what("write"), offset, data.nbytes)
+        self._has_sent = self._has_sent or data.nbytes > 0
+        try:
+            for piece in self._group.geometry.pieces(self._group.at, offset, offset + data.nbytes):
+                block = data[piece.start - offset : piece.end - offset]
+                for holder in self._group.geometry.holders(piece.stripe):
+                    member = self._group.members[holder]
+                    self._request("write", member, "parity_fold", block, offset=piece.start)
+        except BackendError as error:
+            if not error.retryable:
+                self.abort()
+            raise
+        with self._lock:
+            self._end = max(self._end, offset + data.nbytes)
+
+    def _finish(self, what: str) -> None:
+        if self._extent.length is not None and self._end != self._extent.length:
+            raise BackendError(
+                f"{what}: {self._end} bytes were written, {self._extent.length} expected"
+            )
+        file = self._key.rpartition("/")[2]
+        for member in self._group.members:
+            self._request("publish", member, "parity_finish", file=file, bytes=self._end)
+
+    def _on_published(self) -> None:
+        self._note_published(self._key, self._end)
+
+    def _die(self) -> None:
+        self._state = WriterState.DEAD
+        for member in self._group.members:
+            with suppress(BackendError):  # the set is never complete without this image
+                own: dict[str, Any] = {"writer": self._writer, "sent": self._has_sent}
+                self._request("abort", member, "parity_give_up", **own)
+
+    def _description(self, at: int, member: GroupMember) -> dict[str, Any]:
+        return {
+            "at": at,
+            "store": member.store,
+            "writer": self._writer,
+            "nodes": [each.node for each in self._group.members],
+            "losses": self._group.geometry.losses,
+            "block_bytes": self._group.geometry.block_bytes,
+        }
+
+    def _request(
+        self,
+        operation: str,
+        member: GroupMember,
+        do: str,
+        block: memoryview | None = None,
+        **more: Any,
+    ) -> None:
+        head = {"do": do, "set": self._set, "member": self._group.at, **more}
+        member.parity.request(f"{self._what(operation)}: {member.parity.place}", head, block)
+
+
+def _is_image(key: str) -> bool:
+    name = key.rpartition("/")[2]
+    shard = parse_shard(name)
+    return shard is not None and name == shard_name(shard)
+
+
+def _read_set(backend: Backend, key: str) -> ParitySet:
+    data = bytearray(backend.stat(record_key(key)).bytes)
+    backend.read_into(record_key(key), 0, memoryview(data))
+    what = f"{backend.place}: {record_key(key)}"
+    found = parse_parity_set(bytes(data), what=what)
+    if found.key != key:
+        raise IntegrityError(f"{what}: it is the record of {found.key}")
+    return found
+
+
+def _key_of(stored: StoredObject) -> str:
+    return stored.key
