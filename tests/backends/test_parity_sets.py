@@ -194,6 +194,17 @@ def test_parity_is_used_of_those_that_have_it(make: MakeCluster) -> None:
     assert get(cluster.view(2), image_key(0, 4)) == images[image_key(0, 4)]
 
 
+def test_an_image_that_turns_out_to_be_lost_is_left_out(make: MakeCluster) -> None:
+    """What was summed up before that is dropped."""
+    cluster = make(4, 2)
+    images = save_all(cluster, views_of(cluster), SIZES)
+    cluster.restart(0)
+    cluster.nodes[2].originals = MemoryBackend()
+    target = bytearray(b"x" * len(images[image_key(0, 4)]))
+    cluster.view(1).read_into(image_key(0, 4), 0, memoryview(target))
+    assert target == images[image_key(0, 4)]
+
+
 # Requests and connections -----------------------------------------------------------------------------
 
 
@@ -345,6 +356,8 @@ def test_an_image_that_is_given_up_ends_the_set_for_all(cluster: Cluster) -> Non
     assert all(node.files() == [] for node in cluster.nodes)
     with pytest.raises(BackendError, match="id-1 has given its image up"):
         late.write(0, memoryview(b"3" * 10))
+    with pytest.raises(BackendError, match="this writer is dead"):
+        late.write(0, memoryview(b"3" * 10))
     with pytest.raises(BackendError, match="id-1 has given its image up"):
         views[1].create(image_key(1, 4), length=9000)
 
@@ -490,7 +503,12 @@ def test_an_earlier_attempts_image_is_deleted_where_its_parity_is_kept(cluster: 
     save_all(cluster, views_of(cluster), SIZES)
     cluster.restart()
     view = cluster.view(1)
+    assert get(view, image_key(0, 4))
     view.delete(image_key(0, 4))
+    with pytest.raises(KeyNotFoundError):
+        get(view, image_key(0, 4))
+    with pytest.raises(KeyNotFoundError):
+        view.read_into(image_key(0, 4), 0, memoryview(bytearray(1)))
     assert list(view.scan(f"{RUN}/")) == []
     assert cluster.nodes[1].files() == []
     assert len(cluster.nodes[2].files()) == 2
