@@ -77,6 +77,11 @@ def host_of(**members: Any) -> dict[str, Any]:
     return config_of(tiers=[{"name": "host", "kind": "host", **members}])
 
 
+def peer_of(**members: Any) -> dict[str, Any]:
+    tiers = [{"name": "host", "kind": "host"}, {"name": "peers", "kind": "peer", **members}]
+    return config_of(tiers=tiers)
+
+
 def problems(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
     lines = str(error.value).splitlines()
     return [line.strip() for line in lines[1:]] if len(lines) > 1 else lines
@@ -462,6 +467,18 @@ def test_a_dict_has_places_and_no_lines() -> None:
         (
             host_of(retain={"last": 3}),
             "retain: unknown key of a host tier; it is a key of a peer, a file or an object tier",
+        ),
+        (
+            peer_of(copies=0),
+            r"tiers\[1\].copies: 0 does not fit; expected a whole number, 1 or more",
+        ),
+        (peer_of(copies=-1), r"copies: -1 does not fit; expected a whole number, 1 or more"),
+        (peer_of(copies="two"), 'copies: "two" does not fit; expected a whole number, 1 or more'),
+        (peer_of(copies=1.5), "copies: 1.5 does not fit; expected a whole number, 1 or more"),
+        (peer_of(spread=""), 'spread: "" is not a name|spread: .* is not a usable name'),
+        (
+            peer_of(spread="rack", domains="s3://b/racks"),
+            r"domains: s3://... is an address; expected a file",
         ),
         (host_of(capacity="16GIB"), r'capacity: unknown unit "GIB" \(did you mean "GiB"\?\)'),
         (host_of(capacity=0), "capacity: 0 is 0 bytes, less than 1KiB; expected a size"),

@@ -1,35 +1,60 @@
-"""A node's view of peer memory: the images that it keeps for others, and those that it writes to another node.
+"""A node's view of peer memory: the images that it keeps for others, and those that it writes to other nodes.
 
-The images of a lost node are in another node's memory, which lists them at the next start. So the files of an earlier
-attempt are read from this node's own memory. The files of this attempt are written to the other node, and read from
-there. Documents that belong to no checkpoint, such as the attempts' records, are written to the other node, and read
-from either.
+The images of a lost node are in other nodes' memory, which list them at the next start. So the files of an earlier
+attempt are read from this node's own memory. The files of this attempt are written to each of the nodes that keep a
+copy, and read from the first of them that answers. Documents that belong to no checkpoint, such as the attempts'
+records, are written to these nodes, too, and read from any of them, or from this node's memory.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from typing import TypeVar
 
-from tierfall.backends.toolkit.keys import check_key
+from tierfall.backends.peer.copies import create_on_all
+from tierfall.backends.peer.united import UnitedRecords
+from tierfall.backends.toolkit.base import describe
+from tierfall.backends.toolkit.keys import check_key, check_prefix
 from tierfall.backends.wrappers.base import Wrapper
-from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
-from tierfall.core.types.errors import KeyNotFoundError
-from tierfall.core.types.keys import ATTEMPTS_FOLDER, parse_attempt, parse_step_folder
+from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer, delete_all
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    KeyNotFoundError,
+    UnreachableError,
+)
+from tierfall.core.types.keys import ATTEMPTS_FOLDER, COMMIT_NAME, parse_attempt, parse_step_folder
+
+logger = logging.getLogger("tierfall")
+T = TypeVar("T")
 
 
 class PeerView(Wrapper):
-    """A ``Backend`` over two: ``kept`` is in this node's memory, ``remote`` in another's.
+    """A ``Backend`` over several: ``kept`` are in this node's memory, each with what one other node has sent in a
+    start; ``remotes`` are in other nodes' memory, one for each copy. Without ``remotes`` it is only read.
 
-    ``attempt`` is the number of the attempt that writes: of the last attempt's record that was created here; None
-    before that.
+    What this node writes of earlier attempts goes to the first of ``kept``. ``attempt`` is the number of the attempt
+    that writes: of the last attempt's record that was created here; None before that.
     """
 
-    def __init__(self, kept: Backend, remote: Backend) -> None:
-        super().__init__(remote)
-        self._kept = kept
-        self._remote = remote
+    def __init__(
+        self, kept: Sequence[Backend], remotes: Sequence[Backend], *, place: str = ""
+    ) -> None:
+        super().__init__((*remotes, *kept)[0])
+        self._kept = tuple(kept)
+        self._remotes = tuple(remotes)
+        self._place = place or " and ".join(remote.place for remote in remotes)
+        self._records = UnitedRecords(self._kept)
+        self._has_warned = False
         self.attempt: int | None = None
+
+    @property
+    def place(self) -> str:
+        return self._place
 
     def create(
         self,
@@ -39,82 +64,146 @@ class PeerView(Wrapper):
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
+        if not self._remotes:
+            raise AccessDeniedError(
+                f"{describe('create', key, self.place)}: only the ranks of a start write to other nodes' memory"
+            )
         folder, _, name = key.rpartition("/")
         if folder.endswith(f"/{ATTEMPTS_FOLDER}"):
             self.attempt = parse_attempt(name)
-        side = self._side(key) or self._remote
-        return side.create(key, length=length, length_max=length_max, publish=publish)
+        sides = self._kept[:1] if self._is_kept(key) else self._remotes
+        return create_on_all(sides, key, length=length, length_max=length_max, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        self._holder(key).read_into(key, offset, view)
+        if self._is_kept_record(key):
+            self._records.read_into(key, offset, view)
+        else:
+            self._ask(key, lambda side: side.read_into(key, offset, view))
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        side = self._side(key)
-        return side is not None and side.read_cached(key, offset, end, views)
+        if not self._is_kept(key) or self._is_kept_record(key):
+            check_key(key)
+            return False
+        return self._ask(key, lambda side: side.read_cached(key, offset, end, views))
 
     def stat(self, key: str) -> StoredObject:
-        if (side := self._side(key)) is not None:
-            return side.stat(key)
-        try:
-            return self._remote.stat(key)
-        except KeyNotFoundError:
-            return self._kept.stat(key)
+        if self._is_kept_record(key):
+            return self._records.stat(key)
+        return self._ask(key, lambda side: side.stat(key))
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
-        if (side := self._side(prefix)) is not None:
-            yield from side.scan(prefix)
-            return
-        last = ""
-        sides = (self._of(self._remote, prefix), self._of(self._kept, prefix))
-        for found in heapq.merge(*sides, key=lambda each: each.key):
-            if found.key != last:  # both have such a document
-                yield found
-            last = found.key
+        check_prefix(prefix)
+        sides = self._sides(prefix)
+        listings: list[Iterable[StoredObject]] = []
+        if self._remotes and sides[0] is self._remotes[0]:
+            found = self._scan_remotes(prefix)
+            listings.append(each for each in found if not self._is_kept(each.key))
+        listings += (
+            (each for each in side.scan(prefix) if not self._is_sent(each.key))
+            for side in self._kept
+            if side in sides
+        )
+        for key, group in groupby(heapq.merge(*listings, key=_key_of), key=_key_of):
+            first, *others = group
+            if not others or not self._is_kept_record(key):
+                yield first  # several may have such a document
+            elif (united := self._records.find(key)) is not None:
+                yield united
 
     def delete(self, key: str) -> None:
-        for side in self._sides(key):
-            side.delete(key)
+        check_key(key)
+        _call_all(self._sides(key), lambda side: side.delete(key))
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
         keys = [check_key(key) for key in keys]
         sides = self._sides(keys[0])
         selected = [key for key in keys if self._sides(key) == sides]
-        if len(sides) == 1:
-            left = sides[0].delete_some(selected)
-        else:
-            self.delete(selected[0])
-            left = selected[1:]
-        return [*left, *(key for key in keys if self._sides(key) != sides)]
+        _call_all(sides, lambda side: delete_all(side, selected))
+        return [key for key in keys if self._sides(key) != sides]
 
     def discard_unfinished(self, prefix: str) -> int:
-        return sum(side.discard_unfinished(prefix) for side in self._sides(prefix))
+        count = 0
+        sides = self._sides(check_prefix(prefix))
+        for side in sides:
+            try:
+                count += side.discard_unfinished(prefix)
+            except UnreachableError:
+                if sides == self._remotes or side in self._kept:
+                    raise
+                logger.debug("what is unfinished in %s is left to its node", side.place)
+        return count
 
     def close(self) -> None:
-        try:
-            self._remote.close()
-        finally:
-            self._kept.close()
+        with ExitStack() as closing:
+            for side in (*self._kept, *self._remotes):
+                closing.callback(side.close)
 
-    def _side(self, key: str) -> Backend | None:
-        """Return who has the files of a checkpoint; None for what belongs to none."""
-        found = (parse_step_folder(part) for part in key.split("/"))
-        checkpoint = next((each for each in found if each is not None), None)
-        if checkpoint is None:
-            return None
-        return self._remote if checkpoint.attempt == self.attempt else self._kept
+    # Sides -----------------------------------------------------------------------------------------
 
     def _sides(self, key: str) -> tuple[Backend, ...]:
-        side = self._side(key)
-        return (self._remote, self._kept) if side is None else (side,)
+        """Return who may have an object, or what is below a prefix."""
+        attempt = _attempt_of(key)
+        if attempt is None:
+            return (*self._remotes, *self._kept)
+        return self._remotes if attempt == self.attempt else self._kept
 
-    def _of(self, side: Backend, prefix: str) -> Iterator[StoredObject]:
-        return (each for each in side.scan(prefix) if self._side(each.key) in (None, side))
+    def _is_kept(self, key: str) -> bool:
+        """Whether a key is of a checkpoint of an earlier attempt."""
+        return _attempt_of(key) not in (None, self.attempt)
 
-    def _holder(self, key: str) -> Backend:
-        if (side := self._side(key)) is not None:
-            return side
+    def _is_sent(self, key: str) -> bool:
+        """Whether a key is of a checkpoint of this attempt."""
+        return self.attempt is not None and _attempt_of(key) == self.attempt
+
+    def _is_kept_record(self, key: str) -> bool:
+        return key.endswith(f"/{COMMIT_NAME}") and self._is_kept(key)
+
+    def _ask(self, key: str, call: Callable[[Backend], T]) -> T:
+        """Return the answer of the first side that has the key. Raises KeyNotFoundError only if all have answered."""
+        failure: KeyNotFoundError | UnreachableError | None = None
+        for side in self._sides(check_key(key)):
+            try:
+                return call(side)
+            except (KeyNotFoundError, UnreachableError) as error:
+                if failure is None or error.retryable:
+                    failure = error
+        assert failure is not None
+        raise failure
+
+    def _scan_remotes(self, prefix: str) -> list[StoredObject]:
+        """Return the listing of the first remote that answers. Before this node writes, it has nothing there that the
+        nodes there do not report themselves, so that none needs to answer."""
+        silent: UnreachableError | None = None
+        for remote in self._remotes:
+            try:
+                return list(remote.scan(prefix))
+            except UnreachableError as error:
+                silent = silent or error
+        if silent is not None and self.attempt is not None:
+            raise silent
+        if silent is not None and not self._has_warned:
+            self._has_warned = True
+            logger.warning("peers: what this node keeps for others is used, but: %s", silent)
+        return []
+
+
+def _attempt_of(key: str) -> int | None:
+    """Return the number of the attempt that saved the checkpoint that a key belongs to; None if it belongs to none."""
+    found = (parse_step_folder(part) for part in key.split("/"))
+    return next((each.attempt for each in found if each is not None), None)
+
+
+def _key_of(stored: StoredObject) -> str:
+    return stored.key
+
+
+def _call_all(sides: Iterable[Backend], call: Callable[[Backend], object]) -> None:
+    """Call all sides, and raise the first error then: one that fails does not keep what is on the others."""
+    failure: BackendError | None = None
+    for side in sides:
         try:
-            self._remote.stat(key)
-        except KeyNotFoundError:
-            return self._kept
-        return self._remote
+            call(side)
+        except BackendError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure

@@ -57,7 +57,9 @@ class Tierfall(System):
         newest = f"step-{self._step:08d}-"
 
         def older(folder: str, names: list[str]) -> list[str]:
-            return [each for each in names if each.startswith("step-") and not each.startswith(newest)]
+            return [
+                each for each in names if each.startswith("step-") and not each.startswith(newest)
+            ]
 
         shutil.copytree(self.place.folder / TIER, again, ignore=older, copy_function=os.link)
         super().begin_cold()

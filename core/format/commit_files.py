@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Commit, Lineage, NamedFile
 from tierfall.core.types import keys
+from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.values import Codec, Shard
 
 
@@ -143,3 +144,20 @@ def ranks_with_image(commit: Commit, world_size: int) -> frozenset[int]:
         and shard.rank < world_size
         and keys.manifest_name(shard) in named
     )
+
+
+def unite_records(records: Mapping[str, Commit]) -> Commit:
+    """Merge commit records of one checkpoint, by the names of their places, into one that names the files of all.
+    Raises IntegrityError where two contradict."""
+    (first_at, first), *_ = records.items()
+    files = {file.name: (first_at, file) for file in first.files}
+    for where, record in records.items():
+        of = f"{where}: commit record of {record.lineage.checkpoint}"
+        if (record.lineage, record.world_size) != (first.lineage, first.world_size):
+            raise IntegrityError(f"{of}: it contradicts that on {first_at}")
+        for file in record.files:
+            named_at, named = files.setdefault(file.name, (where, file))
+            if named != file:
+                raise IntegrityError(f"{of}: its {file.name} is another than that on {named_at}")
+    owed = {id for record in records.values() for id in record.owed}
+    return replace(first, files=tuple(file for _, file in files.values()), owed=tuple(sorted(owed)))

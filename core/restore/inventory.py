@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing, of_one_lineage
+from tierfall.core.format.commit_files import unite_records
 from tierfall.core.format.records import Commit, parse_commit
 from tierfall.core.ranks.messages import ErrorMessage, Message
 from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
@@ -145,23 +146,7 @@ def unite_copies(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[Tierfa
     damages = [damage for damage in damages if damage is not lacks]
     one = replace(first, bytes=sum(sizes.values()), damage=lacks)
     try:
-        commit = _unite_records({where: copy.commit for where, copy in good.items() if copy.commit})
+        commit = unite_records({where: copy.commit for where, copy in good.items() if copy.commit})
     except IntegrityError as error:
         return replace(one, commit=None, damage=error), damages
     return replace(one, commit=commit), damages
-
-
-def _unite_records(records: Mapping[str, Commit]) -> Commit:
-    """Merge commit records into one that names the files of all. Raises IntegrityError where two contradict."""
-    (first_at, first), *_ = records.items()
-    files = {file.name: (first_at, file) for file in first.files}
-    for where, record in records.items():
-        of = f"{where}: commit record of {record.lineage.checkpoint}"
-        if (record.lineage, record.world_size) != (first.lineage, first.world_size):
-            raise IntegrityError(f"{of}: it contradicts that on {first_at}")
-        for file in record.files:
-            named_at, named = files.setdefault(file.name, (where, file))
-            if named != file:
-                raise IntegrityError(f"{of}: its {file.name} is another than that on {named_at}")
-    owed = {id for record in records.values() for id in record.owed}
-    return replace(first, files=tuple(file for _, file in files.values()), owed=tuple(sorted(owed)))

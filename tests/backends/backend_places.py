@@ -18,7 +18,7 @@ from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.views import aligned_block
 from tierfall.backends.wrappers.limit import Limited
 from tierfall.backends.wrappers.retry import Retrying, wrap
-from tierfall.core.types.backend import Backend
+from tierfall.core.types.backend import Backend, Publish
 
 CHUNK_BYTES = 1024 * 1024
 
@@ -92,8 +92,8 @@ def files_below(root: Path) -> list[str]:
     )
 
 
-def put(backend: Backend, key: str, data: bytes) -> None:
-    with backend.create(key, length=len(data)) as writer:
+def put(backend: Backend, key: str, data: bytes, *, publish: Publish = Publish.REPLACE) -> None:
+    with backend.create(key, length=len(data), publish=publish) as writer:
         writer.write(0, memoryview(data))
         writer.publish()
 

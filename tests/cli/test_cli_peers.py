@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,3 +49,15 @@ def test_commands_work_on_any_node(
     if keeps:
         (tmp_path / "peers").mkdir()
     Cli(tmp_path, config)(*command.split())
+
+
+def test_a_command_shows_what_this_node_keeps(config: dict[str, Any], tmp_path: Path) -> None:
+    """What was sent to it is in a folder for each number of a copy, which is no run."""
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    shutil.copytree(config["tiers"][2]["path"], tmp_path / "peers" / "2")
+    (tmp_path / "peers" / "0").mkdir()
+    assert "peers" in Cli(tmp_path, config)("ls").out
+    Cli(tmp_path, config)("verify", "1", "--tier", "peers")
+    known = Cli(tmp_path, {**config, "run": "another"})("ls", code=-1)
+    assert f"the tiers have the runs {config['run']}" in known.out + known.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,19 @@ import tierfall
 from tests.distributed import program
 from tests.distributed.program import NODE, RANK, main, same
 from tierfall.backends.peer.backend import PeerWriter
+from tierfall.setup import peers
 
 
-def config(folder: str, **changes: Any) -> dict[str, Any]:
+def config(folder: str, without: str = "", **changes: Any) -> dict[str, Any]:
+    made = _config(folder, **changes)
+    return {**made, "tiers": [tier for tier in made["tiers"] if tier["name"] != without]}
+
+
+def _config(folder: str, **changes: Any) -> dict[str, Any]:
     root = Path(folder)
+    peer = changes.pop("peers", {})
+    if "domains" in peer:
+        peer = {**peer, "domains": peer["domains"].format(node=NODE)}
     return {
         "run": "many",
         "max_wait": "10s",
@@ -25,7 +35,12 @@ def config(folder: str, **changes: Any) -> dict[str, Any]:
         "interval": {"at_end": changes.pop("at_end", False), "every": 1},
         "tiers": [
             {"name": "host", "kind": "host", "folder": str(root / f"memory-{NODE}")},
-            {"name": "peers", "kind": "peer", "path": str(root / f"peers-{NODE}")},
+            {
+                "name": "peers",
+                "kind": "peer",
+                "path": str(root / f"peers-{NODE}"),
+                **peer,
+            },
             {
                 "name": "pfs",
                 "kind": "file",
@@ -71,14 +86,73 @@ def train(folder: str, steps: list[int], wait: str = "", stuck: int = 0, **chang
         time.sleep(600)
 
 
-def finish(folder: str, steps: list[int], at_end: bool = True) -> int:
+def finish(folder: str, steps: list[int], at_end: bool = True, **changes: Any) -> int:
     """Train to the end; return the newest step."""
-    with tierfall.open(config(folder, at_end=at_end)) as ckpt:
+    with tierfall.open(config(folder, at_end=at_end, **changes)) as ckpt:
         ckpt.restore(make_state(0))
         for step in steps:
             ckpt.maybe_save(step, make_state(step))
             ckpt.wait_captured()
     return steps[-1]
+
+
+def outlast(folder: str, **changes: Any) -> dict[str, Any]:
+    """Save step 1, and steps 2 and 3 while the other node does not answer to rank 0, which is in the middle of sending
+    step 2; then wait until peer memory has step 3."""
+    write = PeerWriter.write
+    sending, behind = Path(folder, "sending"), Path(folder, "behind")
+
+    def hold_up(writer: PeerWriter, offset: int, view: memoryview) -> None:
+        if "step-00000002" in writer._key and offset and RANK == 0 and not sending.exists():
+            sending.touch()
+            time.sleep(1.0)  # the other node is stopped meanwhile
+        write(writer, offset, view)
+
+    PeerWriter.write = hold_up  # type: ignore[method-assign]
+    with tierfall.open(config(folder, **changes)) as ckpt:
+        ckpt.save(1, make_state(1)).wait("peers", 30)
+        handle = ckpt.save(2, make_state(2))
+        ckpt.wait_captured()
+        wait_until(sending.exists)
+        if RANK:
+            wait_until(behind.exists)  # it is stopped meanwhile
+        began_s = time.monotonic()
+        ckpt.save(3, make_state(3))
+        ckpt.wait_captured()
+        blocked_s = time.monotonic() - began_s
+        if not RANK:
+            wait_until(handle.exception)
+            behind.touch()
+        why = str(handle.exception())
+        wait_until(lambda: any(c.step == 3 and "peers" in c.tiers for c in ckpt.checkpoints()))
+    return {"blocked_s": blocked_s, "why": why}
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError("it does not come about")
+        time.sleep(0.02)
+
+
+def short_of_memory(folder: str, on: int, free: int) -> dict[str, Any]:
+    """Save two steps, while the memory that is free on rank ``on`` is ``free`` bytes."""
+    if on == RANK:
+        measure = peers.room_for_arena
+
+        def little(place: Path) -> Any:
+            return replace(measure(place), file_system_free_bytes=free)
+
+        peers.room_for_arena = little  # type: ignore[assignment]
+    with tierfall.open(config(folder, pfs={"flush": {"every": 1}}, max_wait="3s")) as ckpt:
+        why = ""
+        for step in (1, 2):
+            handle = ckpt.save(step, make_state(step))
+            handle.wait("pfs", 30)
+            why = why or str(handle.exception() or "")
+        stored = [c.step for c in ckpt.checkpoints() if "pfs" in c.tiers]
+    return {"why": why, "stored": stored}
 
 
 def resume(folder: str, **changes: Any) -> dict[str, Any] | None:
@@ -108,6 +182,7 @@ def _resume(
             "step": report.step,
             "good": is_good(state, make_state(report.step)),
             "tiers": {source.tier: source.bytes for source in report.sources},
+            "skipped": [f"{each.what}: {each.reason}" for each in report.fallbacks],
         }
 
 

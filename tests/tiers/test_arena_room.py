@@ -449,6 +449,12 @@ def test_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(arena_folder, "_OWN_GROUP", tmp_path / "cgroup")
     monkeypatch.setattr(arena_folder, "_MEMINFO", tmp_path / "meminfo")
     assert room_for_arena(tmp_path).memory_free_bytes == 4000
+    (inner.parent / "memory.stat").write_text(
+        "anon 400\nfile 600\nshmem 250\ninactive_file 300\nactive_file 50\n"
+    )
+    assert (
+        room_for_arena(tmp_path).memory_free_bytes == 4350
+    )  # the page cache, without files in memory
     (inner.parent / "memory.max").write_text("max\n")
     assert room_for_arena(tmp_path).memory_free_bytes == 8 << 10
     (tmp_path / "meminfo").unlink()

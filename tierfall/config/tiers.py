@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from tierfall.config.chain import FOLDER
 from tierfall.config.fields import (
     Bandwidth,
+    Count,
     Flag,
     Folder,
     Name,
@@ -32,6 +33,7 @@ from tierfall.tiers.arena.folder import default_folder
 
 PEER_FOLDER = ".peers"
 """No run has such a name."""
+NODE_SPREAD = "node"
 
 
 class _Tier(Section):
@@ -224,6 +226,22 @@ class PeerTierConfig(FileTierConfig):
         "host tier's default.",
         examples=["/dev/shm/peers"],
     )
+    copies: Count = Field(
+        default=1,
+        description="How many other nodes keep each image. There must be more nodes than that.",
+        examples=[2],
+    )
+    spread: Name = Field(
+        default=NODE_SPREAD,
+        description="What no two copies of an image share, its own node's included. node: the node. Another word, such "
+        "as rack, names failure domains: of each node by the variable TIERFALL_DOMAIN, or by domains, or by Slurm.",
+        examples=["rack"],
+    )
+    domains: Annotated[Folder, no_address("a file")] | None = Field(
+        default=None,
+        description="A file with the failure domain of each node, in lines 'HOSTNAME DOMAIN'; absent: none.",
+        examples=["./racks.txt"],
+    )
     shared: Literal[False] = Field(
         default=False,
         description="Always false: each node keeps other images.",
@@ -234,6 +252,12 @@ class PeerTierConfig(FileTierConfig):
         description="Which checkpoints are kept there; absent: the newest, since each takes memory.",
         examples=[{"last": 2}],
     )
+
+    @property
+    def bandwidth_bytes_per_s(self) -> int | None:
+        """The most of an image that may be sent per second: each byte is sent to every node that keeps a copy."""
+        limit = super().bandwidth_bytes_per_s
+        return None if limit is None else max(1, limit // self.copies)
 
 
 class ObjectTierConfig(StoredTierConfig):

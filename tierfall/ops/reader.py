@@ -18,7 +18,7 @@ from typing import Self, TypeVar
 from tierfall.backends.posix.backend import NoFolderError, PosixBackend
 from tierfall.backends.wrappers.base import LastAnswer
 from tierfall.backends.wrappers.bounded import Bounded
-from tierfall.config import Config
+from tierfall.config import Config, PeerTierConfig
 from tierfall.core.copies.shard_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Lineage, parse_commit
@@ -92,7 +92,10 @@ def find_runs(config: Config) -> tuple[list[str], dict[str, TierfallError]]:
     """Return the names of all runs on the tiers and in host memory, and the errors of the tiers that could not be
     read."""
     stores, errors = open_stores(config, config.run, read_only=True)
-    folders = {tier.name: tier.folder for tier in config.stored}
+    folders = {
+        tier.name: None if isinstance(tier, PeerTierConfig) else tier.folder
+        for tier in config.stored
+    }
     names = set[str]()
     try:
         names = _runs_in_memory(run_folder(config, config.run).parent)

@@ -18,6 +18,9 @@ from tierfall.core.restore.exchange.gloo import Connect, GlooTransport
 from tierfall.core.types.errors import ConfigError, RanksError
 from tierfall.core.types.text import with_article
 
+_OF_A_NODE = {"path", "url", "options", "folder", "domains"}
+"""Keys of a tier that may differ between nodes."""
+
 
 def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
     """Connect to the other ranks of this job; a process without others is a job of one rank.
@@ -118,14 +121,13 @@ def _address(rank: int) -> str:
 
 def _settings(config: Config) -> dict[str, str]:
     """Return the settings that must be equal on all ranks. Folders, addresses and secrets may differ between nodes."""
-    chain = [
-        tier.model_dump(mode="json", exclude={"path", "url", "options", "folder"})
-        for tier in config.chain
-    ]
-    return {
-        "the chain of tiers": json.dumps(chain, sort_keys=True, default=str),
-        "chunk": str(config.chunk_bytes),
-    }
+    chain = ", ".join(f"{tier.name} ({tier.kind})" for tier in config.chain)
+    settings = {"the chain of tiers": chain, "chunk": str(config.chunk_bytes)}
+    for tier in config.chain:
+        values = tier.model_dump(mode="json", by_alias=True, exclude=_OF_A_NODE)
+        for key, value in values.items():
+            settings[f"{key} of tier {tier.name}"] = json.dumps(value, sort_keys=True, default=str)
+    return settings
 
 
 def _bootstrap() -> Store:

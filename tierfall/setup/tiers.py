@@ -35,7 +35,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.types.view import TierRules
 from tierfall.setup.lanes import packers
-from tierfall.setup.peers import PeerMemory
+from tierfall.setup.peers import PeerMemory, view_kept
 from tierfall.tiers.arena.folder import default_folder
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
@@ -51,6 +51,9 @@ READ_BYTES_PER_S_MIN = 1 << 20
 """A call that moves n bytes has n divided by this more seconds to return: it answers only once it is complete."""
 SHARES = 16
 """Reads that share a tier's configured rate at most."""
+STORAGE_TRIES = 5
+PEER_TRIES = 2
+"""How often a call is made before its copy counts as stalled: a node that is silent rarely answers the next moment."""
 ANSWER_S = 5.0
 """Seconds that a tier has to answer at least, also where ``max_wait`` is less."""
 
@@ -288,7 +291,8 @@ def _store(
     limit = tier.bandwidth_bytes_per_s
     pace = RateLimiter(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
     answering = LastAnswer(backend)
-    wrapped = wrap(answering, bandwidth=limit, writes=pace)
+    tries = PEER_TRIES if isinstance(tier, PeerTierConfig) else STORAGE_TRIES
+    wrapped = wrap(answering, bandwidth=limit, writes=pace, tries=tries)
     if is_bounded:
         wrapped = bounded(wrapped, tier, config, lambda: answering.last_answer_s)
     return StoredTier(
@@ -315,6 +319,8 @@ def _open_here(
 
 
 def _open_backend(tier: FileTierConfig | ObjectTierConfig, *, read_only: bool) -> Backend:
+    if isinstance(tier, PeerTierConfig):
+        return view_kept(tier.path)
     if isinstance(tier, FileTierConfig):
         return PosixBackend(Path(tier.path), read_only=read_only)
     return open_backend(tier.url, options=tier.options, driver=tier.driver, read_only=read_only)

@@ -232,8 +232,8 @@ def _machine_free_bytes() -> int | None:
 
 
 def _container_free_bytes() -> int | None:
-    """Return the free bytes under the tightest limit of this process's control groups (version 2); None without a
-    limit."""
+    """Return the free bytes under the tightest limit of this process's control groups (version 2), page cache included;
+    None without a limit."""
     group = next(
         (line[3:] for line in _read(_OWN_GROUP).splitlines() if line.startswith("0::")), "/"
     )
@@ -244,8 +244,15 @@ def _container_free_bytes() -> int | None:
             break
         limit, used = _read(level / "memory.max").strip(), _read(level / "memory.current").strip()
         if limit.isdigit() and used.isdigit():
-            free.append(max(0, int(limit) - int(used)))
+            free.append(max(0, int(limit) - int(used) + _cached_bytes(level)))
     return min(free, default=None)
+
+
+def _cached_bytes(group: Path) -> int:
+    """Return the bytes of files that a control group has in the page cache: it counts them as used, and the kernel
+    drops them before it refuses memory. Files in memory are not among them."""
+    rows = (line.split() for line in _read(group / "memory.stat").splitlines())
+    return sum(int(row[1]) for row in rows if row[:1] in (["active_file"], ["inactive_file"]))
 
 
 def _read(path: Path) -> str:

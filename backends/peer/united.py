@@ -1,0 +1,106 @@
+"""The commit records that a node keeps for others: each names the images of one node. Where several nodes have sent one
+of the same checkpoint, they are read as one record, which names the images of all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from tierfall.backends.toolkit.base import describe
+from tierfall.core.format.commit_files import unite_records
+from tierfall.core.format.records import Commit, parse_commit
+from tierfall.core.types.backend import Backend, StoredObject
+from tierfall.core.types.errors import (
+    BackendError,
+    IntegrityError,
+    KeyNotFoundError,
+    NotSupportedError,
+)
+
+logger = logging.getLogger("tierfall")
+
+
+class UnitedRecords:
+    """Reads the commit records of ``kept``. May be used by several threads."""
+
+    def __init__(self, kept: Sequence[Backend]) -> None:
+        self._kept = kept
+        self._united: dict[str, tuple[str, bytes]] = {}
+        """By key: the versions of what was merged, and the record."""
+
+    def find(self, key: str) -> StoredObject | None:
+        """Describe the record of a key; None where there is none."""
+        found = self._found(key)
+        if len(found) < 2:
+            return found[0][1] if found else None
+        version = _version([stored for _, stored in found])
+        return StoredObject(key=key, bytes=len(self._unite(key, found)), version=version)
+
+    def stat(self, key: str) -> StoredObject:
+        found = self.find(key)
+        if found is None:
+            raise KeyNotFoundError(f"stat {key!r} in {self._kept[0].place}: it is not kept here")
+        return found
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        found = self._found(key)
+        if len(found) < 2:
+            side = found[0][0] if found else self._kept[0]
+            side.read_into(key, offset, view)
+            return
+        data = self._unite(key, found)
+        if not 0 <= offset <= offset + view.nbytes <= len(data):
+            what = describe("read", key, found[0][0].place)
+            raise BackendError(
+                f"{what}: bytes {offset} to {offset + view.nbytes} were asked for, but it ends at {len(data)}"
+            )
+        view.cast("B")[:] = data[offset : offset + view.nbytes]
+
+    def _found(self, key: str) -> list[tuple[Backend, StoredObject]]:
+        found = []
+        for side in self._kept:
+            try:
+                found.append((side, side.stat(key)))
+            except KeyNotFoundError:
+                continue
+        return found
+
+    def _unite(self, key: str, found: Sequence[tuple[Backend, StoredObject]]) -> bytes:
+        versions = _version([stored for _, stored in found])
+        known, data = self._united.get(key, ("", b""))
+        if known != versions or not all(stored.version for _, stored in found):
+            data = _unite([(side.place, _read(side, stored)) for side, stored in found], key)
+            self._united[key] = versions, data
+        return data
+
+
+def _unite(records: Sequence[tuple[str, bytes]], key: str) -> bytes:
+    """Merge records, each with its place. One that is damaged, or of another start than the newest, is left out with a
+    warning; if none is good, the first is returned as it is."""
+    good: dict[str, Commit] = {}
+    for number, (place, data) in enumerate(records, 1):
+        try:
+            good[f"{place} ({number})"] = parse_commit(data, what=f"{place}: {key}")
+        except (IntegrityError, NotSupportedError) as error:
+            logger.warning("peers: what one node has sent of a checkpoint is not used: %s", error)
+    if not good:
+        return records[0][1]
+    newest = max(good.values(), key=lambda commit: commit.wall_time_s)
+    same = {place: one for place, one in good.items() if one.lineage == newest.lineage}
+    for place in good.keys() - same.keys():
+        logger.warning("peers: %s: %s is of another start, and is not used", place, key)
+    try:
+        return unite_records(same).encode()
+    except IntegrityError as error:
+        logger.warning("peers: %s; the newest record is used alone", error)
+        return newest.encode()
+
+
+def _read(side: Backend, stored: StoredObject) -> bytes:
+    data = bytearray(stored.bytes)
+    side.read_into(stored.key, 0, memoryview(data))
+    return bytes(data)
+
+
+def _version(found: Sequence[StoredObject]) -> str:
+    return "+".join(f"{stored.version}.{stored.bytes}" for stored in found)

@@ -1,0 +1,215 @@
+"""Jobs with peer memory of several copies: as many nodes as that may be lost, and no more is read from storage."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.distributed.job import ROOT, Job
+
+PROGRAM = ROOT / "tests/distributed/peers_program.py"
+NODES = [0, 1, 2, 3]
+PAIRS = list(combinations(NODES, 2))
+SEED = 21
+QUICK = Random(SEED).sample(PAIRS, 2)
+TWO = {"copies": 2}
+STORED = {"flush": {"every": 2}}
+"""Step 2 is on storage, too, and step 3 in memory alone."""
+
+MakeJob = Callable[..., Job]
+
+
+class RackJob(Job):
+    """Its nodes have names, and are in racks by a file of labels, which each has in a place of its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for node in NODES:
+            labels = "".join(f"tux{node} {'ab'[node % 2]}\n" for node in NODES)
+            (self.folder / f"racks-{node}").write_text(labels)
+
+    def launcher(self, rank: int) -> dict[str, str]:
+        return {**super().launcher(rank), "SLURMD_NODENAME": f"tux{rank}"}
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [pair if pair in QUICK else pytest.param(pair, marks=pytest.mark.torture) for pair in PAIRS],
+)
+def test_any_two_of_four_nodes_are_lost(
+    make_job: MakeJob, tmp_path: Path, lost: tuple[int, int]
+) -> None:
+    train(make_job, peers=TWO)
+    for node in lost:
+        lose(tmp_path, node)
+    fewer = (
+        {"copies": 1} if lost == QUICK[0] else TWO
+    )  # what is kept from before is found all the same
+    check_resumed(run_again(make_job, peers=fewer), step=3)
+
+
+def test_a_rack_is_lost(tmp_path: Path) -> None:
+    """By nodes alone, its two would keep each other's images."""
+    rack = {"spread": "rack", "domains": str(tmp_path / "racks-{node}")}
+    job = RackJob(tmp_path, 4, NODES, program=PROGRAM)
+    try:
+        job.start("train", steps=[1, 2, 3], wait="pfs", pfs=STORED, peers=rack).wait_ready()
+    finally:
+        job.kill()
+    for node in (0, 2):
+        lose(tmp_path, node)
+    again = RackJob(tmp_path, 4, NODES, program=PROGRAM)
+    check_resumed(again.run("resume", peers=rack), step=3)
+
+
+def test_a_copy_with_flipped_bytes_is_not_used(make_job: MakeJob, tmp_path: Path) -> None:
+    """The other one is, and the report says so. If both are damaged, the step before is restored."""
+    train(make_job, peers=TWO)
+    lose(tmp_path, 0)
+    shutil.copytree(tmp_path, tmp_path.with_name("aside"))
+    first, second = copies_of(tmp_path, rank=0)
+    flip(first)
+    answers = run_again(make_job, peers=TWO)
+    check_resumed(answers, step=3)
+    assert "digest" in skipped(answers)
+
+    shutil.rmtree(tmp_path)
+    shutil.move(tmp_path.with_name("aside"), tmp_path)
+    for each in (first, second):
+        flip(each)
+    answers = run_again(make_job, peers=TWO)
+    check_resumed(answers, step=2, reads="pfs")
+    assert "step 3" in skipped(answers)
+    assert "digest" in skipped(answers)
+
+
+def test_memory_of_an_older_start_is_not_taken_for_the_newer(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    """A node is lost, and comes back with what it had: the steps after that are restored from the others."""
+    train(make_job, peers=TWO)
+    for kept in ("memory", "peers"):
+        shutil.copytree(tmp_path / f"{kept}-1", tmp_path / f"older-{kept}")
+    lose(tmp_path, 1)
+    job = make_job(4, NODES, program=PROGRAM).start("train", steps=[4], peers=TWO)
+    job.wait_ready()
+    job.kill()
+    for kept in ("memory", "peers"):
+        shutil.rmtree(tmp_path / f"{kept}-1")
+        (tmp_path / f"older-{kept}").rename(tmp_path / f"{kept}-1")
+    lose(tmp_path, 2)
+    check_resumed(run_again(make_job, peers=TWO), step=4)
+
+
+def test_a_node_that_stands_still_in_a_transfer_is_waited_for_by_its_copies_alone(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    """Training goes on, the handle says why, and the tier catches up once the node goes on."""
+    job = make_job(2, [0, 1], program=PROGRAM).start(
+        "outlast", max_wait="30s", peers={"max_wait": "4s"}
+    )
+    wait_for(job, tmp_path / "sending")
+    with stopped(job, 1):
+        wait_for(job, tmp_path / "behind")
+    answers = job.wait()
+    assert answers[0]["blocked_s"] < 5, answers
+    assert "flush of 2@1 to peers failed and is still being tried" in answers[0]["why"]
+    assert "timed out" in answers[0]["why"]
+
+
+def test_a_copy_that_does_not_fit_says_how_much_is_lacking(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    answers = make_job(2, [0, 1], program=PROGRAM).run("short_of_memory", on=1, free=50_000)
+    assert "it needs 142 KiB (145540 bytes)" in answers[0]["why"], answers
+    assert "48.8 KiB (50000 bytes) are free for it on" in answers[0]["why"]
+    assert [answer["stored"] for answer in answers] == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("differs", "says"),
+    [
+        ({"peers": TWO}, "copies of tier peers differs: rank 0 has '1', rank 2 has '2'"),
+        (
+            {"without": "peers"},
+            "the chain of tiers differs: rank 0 has 'host (host), peers (peer),",
+        ),
+    ],
+)
+def test_nodes_whose_tiers_differ_are_named(
+    make_job: MakeJob, differs: dict[str, Any], says: str
+) -> None:
+    job = make_job(3, [0, 1, 2], program=PROGRAM)
+    for rank in range(3):
+        job.start_rank(rank, "resume", **(differs if rank == 2 else {}))
+    answers = job.wait()
+    assert all(says in answer["text"] for answer in answers), answers
+
+
+def train(make_job: MakeJob, **given: Any) -> None:
+    """Save steps 1 to 3 on four nodes, step 2 to storage, too, and kill all."""
+    job = make_job(4, NODES, program=PROGRAM)
+    job.start("train", steps=[1, 2, 3], wait="pfs", pfs=STORED, **given).wait_ready()
+    job.kill()
+
+
+def lose(folder: Path, node: int) -> None:
+    for kept in ("memory", "peers"):
+        shutil.rmtree(folder / f"{kept}-{node}")
+
+
+def run_again(make_job: MakeJob, **given: Any) -> list[Any]:
+    return make_job(4, NODES, program=PROGRAM).run("resume", pfs=STORED, **given)
+
+
+def check_resumed(answers: list[Any], *, step: int, reads: str = "") -> None:
+    """All ranks restored that step, bit for bit, and from storage only where that is said."""
+    assert [answer.get("step") for answer in answers] == [step] * len(answers), answers
+    assert all(answer["good"] for answer in answers)
+    read = set().union(*(answer["tiers"] for answer in answers))
+    assert ("pfs" in read) == bool(reads)
+
+
+def skipped(answers: list[Any]) -> str:
+    return "\n".join(text for answer in answers for text in answer["skipped"])
+
+
+def copies_of(folder: Path, *, rank: int) -> list[Path]:
+    """The files of the newest image of a rank in other nodes' memory."""
+    found = sorted(folder.glob(f"peers-*/*/many/step-*/rank-{rank:05d}-*.safetensors"))
+    newest = max(path.parent.name for path in found)
+    return [path for path in found if path.parent.name == newest]
+
+
+def flip(path: Path) -> None:
+    """Change a byte in the middle of each quarter, so that each chunk but the header is damaged."""
+    data = bytearray(path.read_bytes())
+    for part in range(8):
+        data[len(data) * (2 * part + 1) // 16] ^= 1
+    path.write_bytes(data)
+
+
+@contextmanager
+def stopped(job: Job, rank: int) -> Iterator[None]:
+    process = job.processes[rank]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def wait_for(job: Job, path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, job.log(0)
+        time.sleep(0.02)

@@ -1,0 +1,184 @@
+"""Which nodes keep the copies of a node's images: as many as ``copies``, apart by ``spread``; what cannot be placed so
+is an error on all ranks. Each rank is a thread of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.core.ranks.threads import network, on_all
+from tierfall.config import Config
+from tierfall.core.ranks.domains import node_name
+from tierfall.setup import peers
+from tierfall.setup.peers import PeerMemory, close_peers, meet_peers
+from tierfall.tiers.arena.folder import RoomReport
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TIERFALL_DOMAIN", "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def config_of(folder: Path, rank: int, **peer: Any) -> Config:
+    tiers = [
+        {"name": "host", "kind": "host", "folder": str(folder / f"memory-{rank}")},
+        {"name": "peers", "kind": "peer", "path": str(folder / f"peers-{rank}"), **peer},
+        {"name": "pfs", "kind": "file", "path": str(folder / "pfs"), "shared": True},
+    ]
+    return Config.model_validate({"run": "run", "tiers": tiers})
+
+
+@contextmanager
+def met(
+    folder: Path, nodes: int, domains: Sequence[str] = (), **peer: Any
+) -> Iterator[list[PeerMemory | BaseException | None]]:
+    """Let the nodes meet, one rank on each; ``domains``: by a file of labels, one for each node."""
+    configs = []
+    for rank in range(nodes):
+        if domains:
+            labels = folder / f"labels-{rank}"
+            labels.write_text(f"{node_name() if domains[rank] else 'other'} {domains[rank]}r\n")
+            peer["domains"] = str(labels)
+        configs.append(config_of(folder, rank, **peer))
+    with network(range(nodes)) as ranks:
+        calls = [
+            lambda c=config, r=rank: meet_peers(c, "run", r)[1]  # type: ignore[misc]
+            for config, rank in zip(configs, ranks, strict=True)
+        ]
+        found = on_all(calls)
+        try:
+            yield found
+        finally:
+            for one in found:
+                if isinstance(one, PeerMemory):
+                    close_peers(one)
+
+
+def refusals(folder: Path, nodes: int, domains: Sequence[str] = (), **peer: Any) -> set[str]:
+    """What each rank raises; all must."""
+    with met(folder, nodes, domains, **peer) as found:
+        assert all(isinstance(one, BaseException) for one in found), found
+        return {str(one) for one in found}
+
+
+def placed(folder: Path, nodes: int, domains: Sequence[str] = (), **peer: Any) -> Any:
+    with met(folder, nodes, domains, **peer) as found:
+        assert all(isinstance(one, PeerMemory) for one in found), found
+        placements = [one.placement for one in found if isinstance(one, PeerMemory)]
+        assert all(one == placements[0] for one in placements)
+        return placements[0]
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_as_many_nodes_keep_an_image_as_copies(tmp_path: Path, copies: int) -> None:
+    placement = placed(tmp_path, 4, copies=copies)
+    assert [len(holders) for holders in placement.holders] == [copies + 1] * 4
+    assert placement.crowded == ()
+
+
+def test_copies_are_in_other_domains(tmp_path: Path) -> None:
+    """By nodes alone, 0 and 2 would keep each other's."""
+    domains = ["a", "b", "a", "b"]
+    placement = placed(tmp_path, 4, domains, spread="rack")
+    for holders in placement.holders:
+        assert len({domains[node] for node in holders}) == 2
+    assert placed(tmp_path, 4).holders[0] == (0, 2)
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_more_copies_than_other_nodes_are_refused(tmp_path: Path, nodes: int) -> None:
+    (text,) = refusals(tmp_path, nodes, copies=3)
+    assert f"copies is 3, and there are {nodes} nodes" in text
+    assert f"Start on at least 4 nodes, or set copies to {nodes - 1} or less" in text
+
+
+def test_one_node_alone_leaves_the_tier_out(tmp_path: Path) -> None:
+    with met(tmp_path, 1, copies=3) as found:
+        assert found == [None]
+
+
+def test_domains_that_nobody_knows_are_refused(tmp_path: Path) -> None:
+    (text,) = refusals(tmp_path, 2, spread="rack")
+    assert f"the rack of node 0 ({node_name()}), node 1 ({node_name()}) is not known" in text
+    assert "set TIERFALL_DOMAIN on each node, or domains to a file" in text
+
+
+def test_a_node_that_the_labels_lack_is_named_on_all_ranks(tmp_path: Path) -> None:
+    (text,) = refusals(tmp_path, 3, ["a", "b", ""], spread="rack")
+    assert f"rank 2: tier peers: {tmp_path / 'labels-2'}: has no line for this node" in text
+
+
+def test_domains_from_several_sources_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "s1.tux1")
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.node")
+    (tmp_path / "labels").write_text(f"{node_name()} r1\n")
+    configs = [
+        config_of(tmp_path, rank, spread="rack", **more)
+        for rank, more in enumerate(({}, {"domains": str(tmp_path / "labels")}))
+    ]
+    with network(range(2)) as ranks:
+        pairs = zip(configs, ranks, strict=True)
+        found = on_all([lambda c=c, r=r: meet_peers(c, "run", r) for c, r in pairs])  # type: ignore[misc]
+    (text,) = {str(one) for one in found}
+    assert "given by SLURM_TOPOLOGY_ADDR on node 0" in text
+    assert "and domains on node 1" in text
+
+
+def test_fewer_domains_than_holders_are_refused(tmp_path: Path) -> None:
+    (text,) = refusals(tmp_path, 4, ["a", "a", "b", "b"], spread="rack", copies=2)
+    assert "spread is rack, copies is 2, and 4 nodes are in 2 (ar, br)" in text
+
+
+def test_a_domain_that_is_too_large_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    placement = placed(tmp_path, 4, ["a", "a", "a", "b"], spread="rack")
+    assert placement.crowded
+    (said,) = [text for text in caplog.messages if "share a rack" in text]
+    for node in range(4):
+        assert (f"node {node} " in said) == (node in placement.crowded)
+    assert "3 of 4 nodes are in ar" in said
+    assert "no rack may have more than 2" in said
+
+
+@pytest.mark.parametrize("name", ["TIERFALL_DOMAIN", "domains"])
+def test_domains_that_are_not_used_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    if name == "domains":
+        placed(tmp_path, 2, ["a", "b"])
+    else:
+        monkeypatch.setenv(name, "r1")
+        placed(tmp_path, 2)
+    (said,) = [text for text in caplog.messages if f"{name} is set" in text]
+    assert "set spread to what it names" in said
+
+
+def test_memory_that_the_capacity_exceeds_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is kept there already is part of the capacity."""
+    (tmp_path / "peers-1").mkdir(mode=0o700)
+    (tmp_path / "peers-1/kept").write_bytes(bytes(1 << 20))
+
+    def room(folder: Path) -> RoomReport:
+        free = 1 << 20 if folder.name == "peers-1" else 1 << 30
+        return RoomReport(
+            folder=folder, file_system_free_bytes=free, memory_free_bytes=None, in_memory=True
+        )
+
+    monkeypatch.setattr(peers, "room_for_arena", room)
+    placed(tmp_path, 3, capacity="1MiB", copies=2)
+    assert not [text for text in caplog.messages if "lacks memory" in text]
+    placed(tmp_path, 3, capacity="2MiB", copies=2)
+    (said,) = [text for text in caplog.messages if "lacks memory" in text]
+    assert f"node 1 ({node_name()}) lacks memory" in said
+    assert "needs 4 MiB (4194304 bytes) there (copies: 2)" in said
+    assert "2 MiB (2097152 bytes) are not free" in said
