@@ -175,6 +175,20 @@ class ParityPlacement:
     losses: int
     crowded: tuple[int, ...]
 
+    def of(self, node: int) -> tuple[int, ...]:
+        """Return the group of a node."""
+        return next(group for group in self.groups if node in group)
+
+    @property
+    def documents(self) -> CopyPlacement:
+        """Who keeps copies of the documents of each node: as many members of its group, after it, as may be lost."""
+        holders: dict[int, tuple[int, ...]] = {}
+        for group in self.groups:
+            for at, node in enumerate(group):
+                steps = range(self.losses + 1)
+                holders[node] = tuple(group[(at + step) % len(group)] for step in steps)
+        return CopyPlacement(holders=tuple(holders[node] for node in sorted(holders)), crowded=())
+
     def survival(self, losses: int) -> tuple[float, bool]:
         """Return the probability that every image can be read or rebuilt after the loss of so many nodes, any with the
         same chance; and whether that is exact, which it always is."""

@@ -52,6 +52,7 @@ FOLDERS = (
     "tierfall.tiers.arena",
     "tierfall.tiers",
     "tierfall.config",
+    "tierfall.setup.nodes",
     "tierfall.setup",
     "tierfall.telemetry",
     "tierfall.session",

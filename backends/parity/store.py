@@ -129,7 +129,11 @@ class ParityStore:
     payload; the names of their arguments are those of the methods.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, *, check_room: Callable[[int], None] = lambda size: None
+    ) -> None:
+        """``check_room`` raises StorageFullError where so many bytes do not fit into memory."""
+        self._check_room = check_room
         self.id = secrets.token_hex(16)
         self.backend = PosixBackend(folder, direct_io=False)
         self.operations: Mapping[str, Callable[[dict[str, Any]], None]] = {
@@ -176,7 +180,8 @@ class ParityStore:
 
     def _join(self, head: dict[str, Any]) -> None:
         """Begin the image of ``member`` in a set; ``nodes`` are the ids of all members, ``at`` is this one's number,
-        ``store`` is the id of the store that is expected here, and ``writer`` a random name of the writer."""
+        ``store`` is the id of the store that is expected here, ``writer`` a random name of the writer, and ``bytes``
+        the image's length, 0 where it is not known."""
         key, member, writer = check_key(head["set"]), int(head["member"]), str(head["writer"])
         if head["store"] != self.id:
             raise BackendError(
@@ -191,6 +196,7 @@ class ParityStore:
             raise BackendError(
                 f"parity of {key}: members {member} and {at} of a group of {len(nodes)}"
             )
+        self._check_room(-(-int(head["bytes"]) * cut.losses // cut.data))
         plan = _SetPlan(key, nodes, at, cut)
         while not self._try_join(plan, member, _Contribution(writer)):
             logger.debug("parity of %s: it was removed before anything of it arrived", key)

@@ -11,7 +11,7 @@ import heapq
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,7 +89,7 @@ class ParityBackend(Wrapper):
 
     As in ``PeerView``, the images of this attempt are this node's own, and those of earlier attempts are the ones of
     the members whose documents this node keeps. ``kept`` has the parity in this node's memory. ``nodes`` are all nodes
-    of this start, by id.
+    of this start, by id. ``close`` closes all of these.
     """
 
     def __init__(
@@ -187,10 +187,14 @@ class ParityBackend(Wrapper):
         return self._inner.discard_unfinished(prefix) + self._kept.discard_unfinished(prefix)
 
     def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self._kept.close()
+        with ExitStack() as closing:
+            closing.callback(super().close)
+            closing.callback(self._kept.close)
+            for member in self._group.members:
+                closing.callback(member.parity.close)
+            for node in self._nodes.values():
+                closing.callback(node.parity.close)
+                closing.callback(node.originals.close)
 
     # Sets ------------------------------------------------------------------------------------------
 
@@ -331,6 +335,7 @@ class ParityWriter(WriterBase):
         return {
             "at": at,
             "store": member.store,
+            "bytes": self._extent.most_bytes or 0,
             "writer": self._writer,
             "nodes": [each.node for each in self._group.members],
             "losses": self._group.geometry.losses,

@@ -29,7 +29,14 @@ def call(kept: ParityStore, operation: str, member: int, **more: Any) -> None:
 
 
 def join(kept: ParityStore, member: int, writer: str = "w", **more: Any) -> None:
-    plan = {"nodes": ["a", "b"], "at": 0, "losses": 1, "block_bytes": 4, "store": kept.id}
+    plan = {
+        "nodes": ["a", "b"],
+        "at": 0,
+        "losses": 1,
+        "block_bytes": 4,
+        "store": kept.id,
+        "bytes": 4,
+    }
     call(kept, "join", member, writer=writer, **plan | more)
 
 

@@ -15,7 +15,12 @@ import tierfall
 from tests.distributed import program
 from tests.distributed.program import NODE, RANK, main, same
 from tierfall.backends.peer.backend import PeerWriter
+from tierfall.backends.peer.parity import ParityWriter
+from tierfall.backends.toolkit.base import WriterBase
 from tierfall.setup import peers
+
+BLOCK_BYTES = 4 << 10
+"""Of parity: so small that an image has blocks in many stripes."""
 
 
 def config(folder: str, without: str = "", **changes: Any) -> dict[str, Any]:
@@ -24,6 +29,7 @@ def config(folder: str, without: str = "", **changes: Any) -> dict[str, Any]:
 
 
 def _config(folder: str, **changes: Any) -> dict[str, Any]:
+    peers.BLOCK_BYTES = BLOCK_BYTES
     root = Path(folder)
     peer = changes.pop("peers", {})
     if "domains" in peer:
@@ -63,14 +69,14 @@ def train(folder: str, steps: list[int], wait: str = "", stuck: int = 0, **chang
     """Go on from where the run is, and save these steps to peer memory; then wait to be killed. The copies of step
     ``stuck`` to peer memory do not end on rank 0; step 2 is on the tier ``wait``, too."""
     dist.init_process_group("gloo")
-    publish = PeerWriter.publish
+    publish = WriterBase.publish
 
-    def stick(writer: PeerWriter) -> None:
+    def stick(writer: WriterBase) -> None:
         if f"step-{stuck:08d}" in writer._key and RANK == 0:
             time.sleep(600)
         publish(writer)
 
-    PeerWriter.publish = stick  # type: ignore[method-assign]
+    PeerWriter.publish = ParityWriter.publish = stick  # type: ignore[method-assign, assignment]
     with tierfall.open(config(folder, **changes)) as ckpt:
         ckpt.restore(make_state(0))
         for step in steps:
@@ -136,7 +142,7 @@ def wait_until(holds: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def short_of_memory(folder: str, on: int, free: int) -> dict[str, Any]:
+def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str, Any]:
     """Save two steps, while the memory that is free on rank ``on`` is ``free`` bytes."""
     if on == RANK:
         measure = peers.room_for_arena
@@ -145,7 +151,8 @@ def short_of_memory(folder: str, on: int, free: int) -> dict[str, Any]:
             return replace(measure(place), file_system_free_bytes=free)
 
         peers.room_for_arena = little  # type: ignore[assignment]
-    with tierfall.open(config(folder, pfs={"flush": {"every": 1}}, max_wait="3s")) as ckpt:
+    stored = {"flush": {"every": 1}}
+    with tierfall.open(config(folder, pfs=stored, max_wait="3s", **changes)) as ckpt:
         why = ""
         for step in (1, 2):
             handle = ckpt.save(step, make_state(step))
@@ -160,10 +167,10 @@ def resume(folder: str, **changes: Any) -> dict[str, Any] | None:
     return _resume(folder, make_state(0), same, **changes)
 
 
-def resume_any(folder: str) -> dict[str, Any] | None:
+def resume_any(folder: str, **changes: Any) -> dict[str, Any] | None:
     """Restore, of what another number of ranks saved, a tensor that each rank had a part of."""
     state = {"step": torch.zeros(1)}
-    return _resume(folder, state, lambda one, other: one["step"].item() == 3, only=["step"])
+    return _resume(folder, state, lambda one, other: one["step"].item() == 3, ["step"], **changes)
 
 
 def _resume(

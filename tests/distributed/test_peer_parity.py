@@ -1,0 +1,145 @@
+"""Jobs with parity in peer memory: as many nodes of a group may be lost as it is for, without a read from storage."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.job import ROOT, Job
+
+PROGRAM = ROOT / "tests/distributed/peers_program.py"
+NODES = [0, 1, 2, 3]
+ONE = {"parity": {"group": 4, "losses": 1}}
+TWO = {"parity": {"group": 4, "losses": 2}}
+SELDOM = {"flush": {"every": 100}}
+STORED = {"flush": {"every": 2}}
+"""Step 2 is on storage, too, and step 3 in memory alone."""
+
+MakeJob = Callable[..., Job]
+
+
+@pytest.mark.parametrize("lost", NODES)
+def test_any_node_is_lost(make_job: MakeJob, tmp_path: Path, lost: int) -> None:
+    train(make_job, peers=ONE)
+    lose(tmp_path, lost)
+    answers = run_again(make_job, peers=ONE)
+    check_resumed(answers, step=3)
+    assert answers[lost]["tiers"].keys() == {"peers"}, answers
+
+
+@pytest.mark.parametrize("lost", [(0, 1), (1, 3)])
+def test_any_two_nodes_are_lost(make_job: MakeJob, tmp_path: Path, lost: tuple[int, int]) -> None:
+    train(make_job, peers=TWO)
+    for node in lost:
+        lose(tmp_path, node)
+    check_resumed(run_again(make_job, peers=TWO), step=3)
+
+
+def test_more_nodes_than_that_cost_the_steps_since_storage(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    train(make_job, peers=ONE)
+    for node in (1, 2):
+        lose(tmp_path, node)
+    answers = run_again(make_job, peers=ONE)
+    check_resumed(answers, step=2, reads="pfs")
+
+
+def test_parity_takes_its_share_of_an_image(make_job: MakeJob, tmp_path: Path) -> None:
+    """No copy of an image is in any node's memory but its own's. Parity of 1 / 3 of the image is on each."""
+    train(make_job, peers=ONE)
+    assert not list(tmp_path.glob("peers-*/**/*.safetensors"))
+    for node in NODES:
+        newest = max(tmp_path.glob(f"peers-{node}/parity/many/step-*/*.parity"))
+        image = next(tmp_path.glob("pfs/many/step-*/rank-00000-*.safetensors")).stat().st_size
+        assert abs(newest.stat().st_size - image / 3) <= 4096  # a block of the program
+
+
+def test_a_node_that_is_lost_while_training_goes_on(make_job: MakeJob, tmp_path: Path) -> None:
+    """Its images are restored, also where the next start saves and is killed again, with another node lost."""
+    train(make_job, peers=ONE)
+    lose(tmp_path, 1)
+    job = make_job(4, NODES, program=PROGRAM).start("train", steps=[4, 5], pfs=STORED, peers=ONE)
+    job.wait_ready()
+    job.kill()
+    lose(tmp_path, 2)
+    check_resumed(run_again(make_job, peers=ONE), step=5)
+
+
+def test_a_kill_in_mid_transfer_leaves_the_checkpoint_before(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    """Its images are still in memory, too, though newer ones are there: the parity of all is of no use without them."""
+    job = make_job(4, NODES, program=PROGRAM)
+    job.start("train", steps=[1, 2, 3], stuck=3, pfs=SELDOM, peers=ONE).wait_ready()
+    job.kill()
+    lose(tmp_path, 1)
+    check_resumed(run_again(make_job, peers=ONE), step=2)
+
+
+def test_fewer_nodes_go_on(make_job: MakeJob, tmp_path: Path) -> None:
+    """The groups of the next start are other ones; what the earlier ones keep is rebuilt by theirs."""
+    train(make_job, peers=ONE)
+    lose(tmp_path, 3)
+    job = make_job(3, [0, 1, 2], program=PROGRAM)
+    smaller = {"parity": {"group": 3, "losses": 1}}
+    answers = job.run("resume_any", pfs=STORED, peers=smaller)
+    assert [answer.get("step") for answer in answers] == [3] * 3, answers
+    assert all(answer["good"] and "pfs" not in answer["tiers"] for answer in answers)
+
+
+def test_the_memory_of_two_machines_is_exchanged(make_job: MakeJob, tmp_path: Path) -> None:
+    """The ranks come to other machines than before, and one machine is lost."""
+    train(make_job, peers=ONE)
+    for kept in ("memory", "peers"):
+        (tmp_path / f"{kept}-1").rename(tmp_path / "aside")
+        (tmp_path / f"{kept}-2").rename(tmp_path / f"{kept}-1")
+        (tmp_path / "aside").rename(tmp_path / f"{kept}-2")
+    lose(tmp_path, 1)
+    check_resumed(run_again(make_job, peers=ONE), step=3)
+
+
+def test_a_clean_close_frees_the_memory_of_all_nodes(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job(4, NODES, program=PROGRAM)
+    assert job.run("finish", steps=[1, 2], pfs=STORED, peers=ONE) == [2] * 4
+    left = [path for path in tmp_path.glob("peers-*/**/*") if "step-" in str(path)]
+    assert left == []
+    check_resumed(run_again(make_job, peers=ONE), step=2, reads="pfs")
+
+
+def test_parity_that_does_not_fit_says_how_much_is_lacking(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    two = {"parity": {"group": 2, "losses": 1}}
+    job = make_job(2, [0, 1], program=PROGRAM)
+    answers = job.run("short_of_memory", on=1, free=50_000, peers=two)
+    assert "it needs 142 KiB (145540 bytes)" in answers[0]["why"], answers
+    assert [answer["stored"] for answer in answers] == [[1, 2], [1, 2]]
+
+
+def train(make_job: MakeJob, **given: Any) -> None:
+    """Save steps 1 to 3 on four nodes, step 2 to storage, too, and kill all."""
+    job = make_job(4, NODES, program=PROGRAM)
+    job.start("train", steps=[1, 2, 3], wait="pfs", pfs=STORED, **given).wait_ready()
+    job.kill()
+
+
+def lose(folder: Path, node: int) -> None:
+    for kept in ("memory", "peers"):
+        shutil.rmtree(folder / f"{kept}-{node}")
+
+
+def run_again(make_job: MakeJob, **given: Any) -> list[Any]:
+    return make_job(4, NODES, program=PROGRAM).run("resume", pfs=STORED, **given)
+
+
+def check_resumed(answers: list[Any], *, step: int, reads: str = "") -> None:
+    """All ranks restored that step, bit for bit, and from storage only where that is said."""
+    assert [answer.get("step") for answer in answers] == [step] * len(answers), answers
+    assert all(answer["good"] for answer in answers)
+    read = set().union(*(answer["tiers"] for answer in answers))
+    assert ("pfs" in read) == bool(reads)
