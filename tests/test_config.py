@@ -988,12 +988,9 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
             return host_of(**{key: value})
         case "A file tier":
             return tier_of(**{key: value})
-        case "A peer tier":
-            peers = {"name": "peers", "kind": "peer"}
-            return config_of(tiers=[HOST, {**peers, key: value}])
-        case "`parity`":
-            peers = {"name": "peers", "kind": "peer", "parity": {"group": 4, key: value}}
-            return config_of(tiers=[HOST, peers])
+        case "A peer tier" | "`parity`":
+            parity = {"parity": {"group": 4, key: value}}
+            return peer_of(**(parity if heading == "`parity`" else {key: value}))
         case "An object tier":
             return config_of(tiers=[HOST, {**stored, key: value}])
         case "A device tier":

@@ -136,10 +136,11 @@ class ParityStore:
         self._check_room = check_room
         self.id = secrets.token_hex(16)
         self.backend = PosixBackend(folder, direct_io=False)
-        self.operations: Mapping[str, Callable[[dict[str, Any]], None]] = {
+        self.operations: Mapping[str, Callable[[dict[str, Any]], Any]] = {
             "parity_join": self._join,
             "parity_finish": self._finish,
             "parity_give_up": self._give_up,
+            "parity_is_open": lambda head: isinstance(self._sets.get(head["set"]), _OpenSet),
             "parity_delete": lambda head: self._remove(head["set"], "it was deleted"),
         }
         self._folder = folder

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tierfall.backends.parity.rebuild import NodeMemory, SetReader
 from tierfall.backends.parity.sets import (
@@ -47,6 +47,7 @@ from tierfall.core.types.keys import (
 )
 
 logger = logging.getLogger("tierfall")
+T = TypeVar("T")
 
 BLOCK_BYTES = PIECE_BYTES
 """One request carries one block, or a part of one."""
@@ -151,9 +152,11 @@ class ParityBackend(Wrapper):
     def stat(self, key: str) -> StoredObject:
         if not _is_image(key):
             return self._inner.stat(key)
-        if key in self._sent:
-            return StoredObject(key=key, bytes=self._sent[key])
-        found, member = self._find_kept(key)
+        if self._is_of_this_attempt(key):
+            sent = self._sent_images(f"{key.rpartition('/')[0]}/")
+            if key in sent:
+                return StoredObject(key=key, bytes=sent[key].bytes)
+        found, member = self._find(key)
         return StoredObject(key=key, bytes=found.images[member].bytes)
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
@@ -165,15 +168,16 @@ class ParityBackend(Wrapper):
             self._inner.delete(key)
             return
         self._readers.pop(key, None)
-        if key in self._sent:
-            head = {"do": "parity_delete", "set": self._set_key(key)}
-            for member in self._group.members:
-                place = member.parity.place
-                member.parity.request(describe("delete", key, place), head)
-            del self._sent[key]
+        if self._is_of_this_attempt(key):
+            sent = self._sent_images(f"{key.rpartition('/')[0]}/")
+            if key in sent:
+                head = {"do": "parity_delete", "set": sent[key].key}
+                for member in self._group.members:
+                    member.parity.request(describe("delete", key, member.parity.place), head)
+                self._sent.pop(key, None)
             return
         with suppress(KeyNotFoundError):
-            found, _ = self._find_kept(key)
+            found, _ = self._find(key)
             self._kept.delete(record_key(found.key))
             self._kept.delete(parity_key(found.key))
 
@@ -201,64 +205,81 @@ class ParityBackend(Wrapper):
     def _note_sent(self, key: str, bytes: int) -> None:
         self._sent[key] = bytes
 
-    def _set_key(self, key: str) -> str:
-        return f"{key.rpartition('/')[0]}/{self._group.name}"
-
     def _images(self, prefix: str) -> Iterator[StoredObject]:
-        for key, size in list(self._sent.items()):
-            if key.startswith(prefix):
-                yield StoredObject(key=key, bytes=size)
+        for key, sent in self._sent_images(prefix).items():
+            yield StoredObject(key=key, bytes=sent.bytes)
         for found in self._kept_sets(prefix):
             for member, image in enumerate(found.images):
                 if 0 < (found.at - member) % len(found.images) <= found.geometry.losses:
                     yield StoredObject(key=found.image_key(member), bytes=image.bytes)
 
-    def _kept_sets(self, prefix: str) -> Iterator[ParitySet]:
-        """Yield the sets of earlier attempts whose parity is in this node's memory."""
-        for stored in self._kept.scan(prefix):
-            key = stored.key.removesuffix(RECORD_SUFFIX)
-            checkpoint = parse_step_folder(key.rpartition("/")[0].rpartition("/")[2])
-            if key == stored.key or checkpoint is None or checkpoint.attempt == self._attempt:
-                continue
-            try:
-                yield _read_set(self._kept, key)
-            except (IntegrityError, NotSupportedError) as error:
-                logger.warning("peers: parity that this node keeps is not used: %s", error)
+    def _sent_images(self, prefix: str) -> dict[str, _SentImage]:
+        """Return the images of this node in this attempt, of all its ranks, by key; of this rank also those that are
+        published before their set is complete."""
+        images = {}
+        for found in self._sent_sets(prefix):
+            image = found.images[self._group.at]
+            images[found.image_key(self._group.at)] = _SentImage(image.bytes, found.key)
+        for key, size in list(self._sent.items()):
+            if key.startswith(prefix) and key not in images:
+                name = f"{key.rpartition('/')[0]}/{self._group.name}"
+                if self._ask(lambda other, name=name: _is_open(other, name)):  # type: ignore[misc]
+                    images[key] = _SentImage(size, name)
+                else:
+                    self._sent.pop(key, None)  # another rank has deleted it
+        return images
 
-    def _find_kept(self, key: str) -> tuple[ParitySet, int]:
-        """Return the set of an image, and the number of its member."""
+    def _sent_sets(self, prefix: str) -> list[ParitySet]:
+        """Return the complete sets of this attempt that this node has images in, as another member keeps them."""
+        if self._attempt is None or _attempt_of(prefix) not in (None, self._attempt):
+            return []
+        found = self._ask(lambda other: list(_read_sets(other.parity, prefix)))
+        return [each for each in found if _attempt_of(each.key) == self._attempt]
+
+    def _kept_sets(self, prefix: str) -> list[ParitySet]:
+        """Return the sets of earlier attempts whose parity is in this node's memory."""
+        found = _read_sets(self._kept, prefix)
+        return [each for each in found if not self._is_of_this_attempt(each.key)]
+
+    def _is_of_this_attempt(self, key: str) -> bool:
+        return self._attempt is not None and _attempt_of(check_key(key)) == self._attempt
+
+    def _find(self, key: str) -> tuple[ParitySet, int]:
+        """Return the set of an image, and the number of its member. Raises KeyNotFoundError."""
         folder, _, name = check_key(key).rpartition("/")
-        for found in self._kept_sets(f"{folder}/"):
+        sets = self._sent_sets if self._is_of_this_attempt(key) else self._kept_sets
+        for found in sets(f"{folder}/"):
             for member, image in enumerate(found.images):
                 if image.file == name:
                     return found, member
         raise KeyNotFoundError(f"{describe('stat', key, self.place)}: no parity of it is kept here")
 
-    def _sent_set(self, key: str) -> ParitySet:
-        """Read the record of the set of an image of this node, from the first member that has it. Raises
-        KeyNotFoundError only where all have answered."""
-        failure: BackendError | None = None
+    def _ask(self, call: Callable[[GroupMember], T]) -> T:
+        """Return the answer of the first other member that gives one."""
+        silent: UnreachableError | None = None
         for other in self._group.others:
             try:
-                return _read_set(other.parity, self._set_key(key))
-            except (KeyNotFoundError, UnreachableError) as error:
-                if failure is None or error.retryable:
-                    failure = error
-        assert failure is not None
-        raise failure
+                return call(other)
+            except UnreachableError as error:
+                silent = silent or error
+        assert silent is not None
+        raise silent
 
     def _reader(self, key: str) -> _ImageReader:
         """Return the reader of an image. What this node has sent is not read from its own memory: that is no copy."""
         if key not in self._readers:
-            lost: tuple[int, ...] = ()
-            if key in self._sent:
-                found, member = self._sent_set(key), self._group.at
-                lost = (member,)
-            else:
-                found, member = self._find_kept(key)
+            found, member = self._find(key)
+            lost = (member,) if self._is_of_this_attempt(key) else ()
             sources = SetReader(found, self._nodes, lost=lost)
             self._readers[key] = _ImageReader(found, member, sources)
         return self._readers[key]
+
+
+class _SentImage(NamedTuple):
+    """The length of an image in bytes, and the key of its set."""
+
+    bytes: int
+    key: str
 
 
 class _ImageReader(NamedTuple):
@@ -358,6 +379,32 @@ def _is_image(key: str) -> bool:
     name = key.rpartition("/")[2]
     shard = parse_shard(name)
     return shard is not None and name == shard_name(shard)
+
+
+def _attempt_of(key: str) -> int | None:
+    """Return the number of the attempt that saved the checkpoint that a key belongs to; None if it belongs to none."""
+    found = (parse_step_folder(part) for part in key.split("/"))
+    return next((each.attempt for each in found if each is not None), None)
+
+
+def _is_open(member: GroupMember, key: str) -> bool:
+    """Ask a member whether a set is begun there, and neither complete nor given up."""
+    head = {"do": "parity_is_open", "set": key}
+    return bool(member.parity.request(describe("look for", key, member.parity.place), head))
+
+
+def _read_sets(backend: Backend, prefix: str) -> Iterator[ParitySet]:
+    """Yield the sets whose records are below a prefix. One that is damaged is logged, and left out."""
+    for stored in backend.scan(prefix):
+        key = stored.key.removesuffix(RECORD_SUFFIX)
+        if key == stored.key:
+            continue
+        try:
+            yield _read_set(backend, key)
+        except KeyNotFoundError:
+            continue  # it was deleted meanwhile
+        except (IntegrityError, NotSupportedError) as error:
+            logger.warning("peers: parity is not used: %s", error)
 
 
 def _read_set(backend: Backend, key: str) -> ParitySet:

@@ -85,8 +85,10 @@ class Cluster:
         self.nodes = [Node(folder / f"node-{number}", number) for number in range(members)]
         self.opened: list[Backend] = []
 
-    def view(self, at: int, *, documents: Backend | None = None) -> ParityBackend:
-        """Open what a node sees of the tier."""
+    def view(
+        self, at: int, *, documents: Backend | None = None, name: str = "00000"
+    ) -> ParityBackend:
+        """Open what a node sees of the tier; ``name`` is that of the sets of one of its ranks."""
         members, nodes = [], {}
         for node in self.nodes:
             parity, originals = node.client("parity"), node.client("originals")
@@ -95,7 +97,7 @@ class Cluster:
             self.opened += [parity, originals]
         view = ParityBackend(
             documents or MemoryBackend(),
-            ParityGroup(tuple(members), at, "00000", self.geometry),
+            ParityGroup(tuple(members), at, name, self.geometry),
             kept=self.nodes[at].kept(),
             nodes=nodes,
         )

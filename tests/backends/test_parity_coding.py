@@ -6,11 +6,13 @@ from itertools import combinations
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.backends.parity.coding import add_product, coefficient, rebuild_factors
 from tierfall.backends.parity.stripes import ParityGeometry
+
+UNHURRIED = settings(deadline=None)
 
 
 def product(one: int, other: int) -> int:
@@ -25,6 +27,7 @@ def product(one: int, other: int) -> int:
     return total
 
 
+@UNHURRIED
 @given(st.integers(0, 255), st.binary(max_size=9), st.randoms(use_true_random=False))
 def test_a_product_is_added_to_each_byte(factor: int, block: bytes, random: Random) -> None:
     before = random.randbytes(len(block))

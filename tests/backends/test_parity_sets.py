@@ -490,6 +490,41 @@ def test_a_deleted_image_leaves_no_parity(cluster: Cluster) -> None:
     assert list(views[1].scan(f"{RUN}/")) == []
 
 
+def test_one_rank_of_a_node_sees_and_deletes_the_images_of_all(cluster: Cluster) -> None:
+    """As the leader of a node does, once they are complete."""
+    ranks = [[cluster.view(at, name=f"0000{rank}") for at in range(4)] for rank in range(2)]
+    keys = [image_key(at, 8) for at in range(4)]
+    others = [image_key(at + 4, 8) for at in range(4)]
+    for at in range(4):
+        send(ranks[0][at], keys[at], b"first" * 900)
+    for at in range(4):
+        assert others[0] not in [each.key for each in ranks[0][0].scan(f"{RUN}/")]
+        send(ranks[1][at], others[at], b"second" * 900)
+        cluster.nodes[at].originals.store.put(others[at], memoryview(b"second" * 900), False)
+    leader, other = ranks[0][0], ranks[1][0]
+    assert [each.key for each in leader.scan(f"{RUN}/")] == [keys[0], others[0]]
+    assert leader.stat(others[0]).bytes == 5400
+    assert get(leader, others[0]) == b"second" * 900
+    for key in (keys[0], others[0]):
+        leader.delete(key)
+    assert all(node.files() == [] for node in cluster.nodes)
+    for view in (leader, other):
+        assert list(view.scan(f"{RUN}/")) == []
+        with pytest.raises(KeyNotFoundError):
+            view.stat(others[0])
+
+
+def test_a_lost_receiver_is_not_taken_for_an_empty_one(cluster: Cluster) -> None:
+    views = views_of(cluster)
+    save_all(cluster, views, SIZES)
+    for node in cluster.nodes[1:]:
+        node.server.close()
+    with pytest.raises(UnreachableError):
+        list(views[0].scan(f"{RUN}/"))
+    with pytest.raises(UnreachableError):
+        views[0].stat(image_key(0, 4))
+
+
 def test_an_image_that_others_never_completed_is_deleted(cluster: Cluster) -> None:
     view = cluster.view(0)
     send(view, image_key(0, 4), b"0" * 9000)
@@ -523,7 +558,7 @@ def test_a_damaged_record_is_left_out_and_named(
     place.write_bytes(place.read_bytes().replace(b"id-0", b"id-9"))
     view = cluster.view(1)
     assert list(view.scan(f"{RUN}/")) == []
-    assert "parity that this node keeps is not used" in caplog.text
+    assert "parity is not used" in caplog.text
     assert "its digest does not match" in caplog.text
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.backends.parity.stripes import ParityGeometry
+
+UNHURRIED = settings(deadline=None)
 
 
 @st.composite
@@ -16,6 +18,7 @@ def geometries(draw: st.DrawFn) -> ParityGeometry:
     return ParityGeometry(members, losses, draw(st.integers(1, 7)))
 
 
+@UNHURRIED
 @given(geometries(), st.data())
 def test_every_byte_has_its_parity_on_other_members(
     geometry: ParityGeometry, data: st.DataObject
@@ -37,6 +40,7 @@ def test_every_byte_has_its_parity_on_other_members(
     assert at == end
 
 
+@UNHURRIED
 @given(geometries(), st.integers(1, 5))
 def test_each_member_keeps_the_same_share(geometry: ParityGeometry, periods: int) -> None:
     """Blocks of parity do not overlap, leave no gaps, and are ``losses`` / (``members`` - ``losses``) of an image."""
@@ -51,6 +55,7 @@ def test_each_member_keeps_the_same_share(geometry: ParityGeometry, periods: int
     assert all(offsets == expected for offsets in kept.values())
 
 
+@UNHURRIED
 @given(geometries(), st.integers(0, 300))
 def test_two_members_never_have_the_same_block_of_a_stripe(
     geometry: ParityGeometry, image: int
@@ -61,6 +66,7 @@ def test_two_members_never_have_the_same_block_of_a_stripe(
         assert all(geometry.row(stripe, member) is None for stripe in stripes)
 
 
+@UNHURRIED
 @given(geometries(), st.data())
 def test_the_share_of_an_image_in_a_holders_parity_is_what_its_pieces_sum_to(
     geometry: ParityGeometry, data: st.DataObject

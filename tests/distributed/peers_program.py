@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,17 @@ def make_state(step: int) -> dict[str, Any]:
     return {**program.make_state(step), "step": torch.full((1,), float(step))}
 
 
-def train(folder: str, steps: list[int], wait: str = "", stuck: int = 0, **changes: Any) -> None:
+def train(
+    folder: str,
+    steps: list[int],
+    wait: str = "",
+    stuck: int = 0,
+    after: Sequence[int] = (),
+    **changes: Any,
+) -> None:
     """Go on from where the run is, and save these steps to peer memory; then wait to be killed. The copies of step
-    ``stuck`` to peer memory do not end on rank 0; step 2 is on the tier ``wait``, too."""
+    ``stuck`` to peer memory do not end on rank 0, and the steps ``after`` are saved meanwhile; step 2 is on the tier
+    ``wait``, too."""
     dist.init_process_group("gloo")
     publish = WriterBase.publish
 
@@ -84,6 +92,9 @@ def train(folder: str, steps: list[int], wait: str = "", stuck: int = 0, **chang
             ckpt.wait_captured()
             if step == stuck:
                 time.sleep(1.0)  # the other ranks' copies arrive
+                for later in after:
+                    ckpt.save(later, make_state(later))
+                    ckpt.wait_captured()
                 break
             handle.wait("peers", 30)
             if wait and step == 2:

@@ -73,12 +73,25 @@ def test_a_node_that_is_lost_while_training_goes_on(make_job: MakeJob, tmp_path:
 def test_a_kill_in_mid_transfer_leaves_the_checkpoint_before(
     make_job: MakeJob, tmp_path: Path
 ) -> None:
-    """Its images are still in memory, too, though newer ones are there: the parity of all is of no use without them."""
+    """Its images are still in memory, too, though newer ones need room there: its parity is of no use without them."""
     job = make_job(4, NODES, program=PROGRAM)
-    job.start("train", steps=[1, 2, 3], stuck=3, pfs=SELDOM, peers=ONE).wait_ready()
+    more = {"pfs": SELDOM, "peers": ONE, "max_wait": "1s"}
+    job.start("train", steps=[1, 2, 3], stuck=3, after=[4, 5], **more).wait_ready()
     job.kill()
     lose(tmp_path, 1)
     check_resumed(run_again(make_job, peers=ONE), step=2)
+
+
+def test_several_ranks_of_a_node(make_job: MakeJob, tmp_path: Path) -> None:
+    """Ranks with the same place on their nodes keep the parity of each other's images."""
+    two = {"parity": {"group": 2, "losses": 1}}
+    job = make_job(4, [0, 0, 1, 1], program=PROGRAM)
+    job.start("train", steps=[1, 2, 3], wait="pfs", pfs=STORED, peers=two).wait_ready()
+    job.kill()
+    lose(tmp_path, 0)
+    answers = make_job(4, [0, 0, 1, 1], program=PROGRAM).run("resume", pfs=STORED, peers=two)
+    check_resumed(answers, step=3)
+    assert [set(answer["tiers"]) for answer in answers[:2]] == [{"peers"}] * 2
 
 
 def test_fewer_nodes_go_on(make_job: MakeJob, tmp_path: Path) -> None:
@@ -103,12 +116,31 @@ def test_the_memory_of_two_machines_is_exchanged(make_job: MakeJob, tmp_path: Pa
     check_resumed(run_again(make_job, peers=ONE), step=3)
 
 
-def test_a_clean_close_frees_the_memory_of_all_nodes(make_job: MakeJob, tmp_path: Path) -> None:
-    job = make_job(4, NODES, program=PROGRAM)
-    assert job.run("finish", steps=[1, 2], pfs=STORED, peers=ONE) == [2] * 4
+@pytest.mark.parametrize("nodes", [NODES, [0, 0, 1, 1]])
+def test_a_clean_close_frees_the_memory_of_all_nodes(
+    make_job: MakeJob, tmp_path: Path, nodes: list[int]
+) -> None:
+    parity = {"parity": {"group": len(set(nodes)), "losses": 1}}
+    job = make_job(4, nodes, program=PROGRAM)
+    assert job.run("finish", steps=[1, 2, 3, 4], pfs=STORED, peers=parity) == [4] * 4
     left = [path for path in tmp_path.glob("peers-*/**/*") if "step-" in str(path)]
     assert left == []
-    check_resumed(run_again(make_job, peers=ONE), step=2, reads="pfs")
+    job = make_job(4, nodes, program=PROGRAM)
+    check_resumed(job.run("resume", pfs=STORED, peers=parity), step=4, reads="pfs")
+
+
+@pytest.mark.parametrize("nodes", [NODES, [0, 0, 1, 1]])
+def test_the_parity_of_older_checkpoints_is_deleted(
+    make_job: MakeJob, tmp_path: Path, nodes: list[int]
+) -> None:
+    parity = {"parity": {"group": len(set(nodes)), "losses": 1}}
+    job = make_job(4, nodes, program=PROGRAM)
+    job.start("train", steps=[1, 2, 3, 4, 5], pfs=SELDOM, peers=parity).wait_ready()
+    job.kill()
+    for node in set(nodes):
+        steps = {path.parent.name for path in tmp_path.glob(f"peers-{node}/parity/**/*.parity")}
+        assert "step-00000005-a0001" in steps
+        assert len(steps) <= 2, "the one before may be in deletion"
 
 
 def test_parity_that_does_not_fit_says_how_much_is_lacking(

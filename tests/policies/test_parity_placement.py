@@ -8,10 +8,12 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.policies.placement import place_parity
+
+UNHURRIED = settings(deadline=None)
 
 
 @st.composite
@@ -21,6 +23,7 @@ def placements(draw: st.DrawFn) -> tuple[list[str], int, int]:
     return domains, group, draw(st.integers(1, group - 1))
 
 
+@UNHURRIED
 @given(placements())
 def test_every_node_is_in_one_group_that_is_large_enough(
     drawn: tuple[list[str], int, int],
@@ -33,6 +36,7 @@ def test_every_node_is_in_one_group_that_is_large_enough(
     assert max(sizes) - min(sizes) <= 1
 
 
+@UNHURRIED
 @given(placements())
 def test_a_group_has_as_few_nodes_of_a_domain_as_can_be(drawn: tuple[list[str], int, int]) -> None:
     domains, group, losses = drawn

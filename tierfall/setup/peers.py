@@ -86,7 +86,7 @@ class PeerMemory:
         ``timeout_s``: how long another node may be silent in a request. Raises RanksError, and ConfigError where the
         copies cannot be placed."""
         self._tier, self._run, self._timeout_s = tier, run, timeout_s
-        self._originals = originals
+        self._originals = HostOriginals(originals, run)
         self._parity: ParityStore | None = None
         listener = socket.create_server(("", 0), backlog=128)
         try:
@@ -141,7 +141,7 @@ class PeerMemory:
         if self._parity is not None and sender == PARITY:
             return PosixBackend(_parity_folder(self._tier), direct_io=False)
         if self._parity is not None and sender == ORIGINALS:
-            return HostOriginals(self._originals, self._run)
+            return self._originals
         copy = self._copy_of.get(sender)
         if copy is None:
             raise BackendError(f"no copy of what {sender} saves is placed here")
@@ -188,6 +188,7 @@ class PeerMemory:
     def close(self) -> None:
         """Stop serving. What is kept for others stays, for the next start."""
         self._server.close()
+        self._originals.close()  # or memory that is given back would stay mapped
         if self._parity is not None:
             self._parity.close()
 
