@@ -75,6 +75,13 @@ def test_nodes_that_share_a_folder_are_refused(tmp_path: Path) -> None:
     assert f"node 0 ({node_name()}), node 1 ({node_name()}) have one folder" in text
 
 
+def test_a_folder_of_parity_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "peers-1").mkdir(mode=0o700)
+    (tmp_path / "peers-1/parity").touch()
+    (text,) = refusals(tmp_path, 2, parity=group_of(2))
+    assert "rank 1: tier peers: folder" in text
+
+
 def test_the_id_of_a_nodes_memory_stays(tmp_path: Path) -> None:
     ids: list[Any] = []
     for _ in range(2):

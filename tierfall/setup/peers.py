@@ -92,9 +92,7 @@ class PeerMemory:
         try:
             mine = _describe_self(tier, listener.getsockname()[1])
             if tier.parity is not None and not mine.error:
-                folder = prepare_folder(_parity_folder(tier))
-                self._parity = ParityStore(folder, check_room=partial(_check_room, folder))
-                mine = replace(mine, store=self._parity.id, memory_id=_memory_id(tier.path))
+                mine, self._parity = _begin_parity(tier, mine)
             meeting = ranks.agree("open: peer memory", mine, _merge, PeerMeeting)
             topology, addresses = ranks.topology, meeting.addresses
             leaders = [addresses[node[0]] for node in topology.nodes]
@@ -329,6 +327,19 @@ def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
             raise RanksError(f"open: rank {rank}: {address.error}")
     addresses = tuple(found[rank] for rank in sorted(found))
     return PeerMeeting(addresses=addresses, secret=secrets.token_hex(SECRET_BYTES))
+
+
+def _begin_parity(
+    tier: PeerTierConfig, mine: PeerAddress
+) -> tuple[PeerAddress, ParityStore | None]:
+    """Begin to keep parity; return the address with its ids, or with the error that prevents it."""
+    try:
+        folder = prepare_folder(_parity_folder(tier))
+        memory_id = _memory_id(tier.path)
+        store = ParityStore(folder, check_room=partial(_check_room, folder))
+    except TierfallError as error:
+        return PeerAddress(error=f"tier {tier.name}: {error}"), None
+    return replace(mine, store=store.id, memory_id=memory_id), store
 
 
 def _parity_folder(tier: PeerTierConfig) -> Path:
