@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from tierfall.core.types.units import format_duration, format_rate, format_size
-from tierfall.core.types.values import LOSS_CLASSES, LossClass
-from tierfall.core.types.view import CheckpointView, LossBound, TierRules, View
+from tierfall.core.types.values import LOSS_CLASSES, LossClass, TierKind
+from tierfall.core.types.view import (
+    CheckpointView,
+    LossBound,
+    NodeLosses,
+    PeerSurvival,
+    TierRules,
+    View,
+)
 
 HOUR_S = 3600.0
 SAVES_MIN = 8
@@ -77,6 +85,30 @@ def loss_bounds(
     ``step`` is the current one of training (None: unknown), ``step_s`` its duration in seconds.
     """
     return {lost: _bound(view, lost, step, step_s) for lost in LOSS_CLASSES}
+
+
+def peer_survival(view: View, attempt: int, losses: NodeLosses) -> PeerSurvival | None:
+    """Return which losses of nodes the newest checkpoint in peer memory survives; None while nothing that ``attempt``
+    saved is committed there. Images of an earlier attempt may have lost holders since, so they do not count.
+
+    ``losses`` are the chances by the placement of its copies. Whether an image has left host memory is known of the
+    view's own node, and taken to be so on all.
+    """
+    kinds = {tier.kind: tier.name for tier in view.tiers}
+    peers, host = kinds.get(TierKind.PEER, ""), kinds.get(TierKind.HOST, "")
+    saved = [c for c in view.checkpoints if c.id.attempt == attempt and c.readable_on(peers)]
+    newest = max(saved, key=lambda checkpoint: checkpoint.id, default=None)
+    if newest is None:
+        return None
+    chances = losses.whole if newest.readable_on(host) else losses.copies
+    certain = takewhile(lambda chance: chance.exact and chance.probability == 1, chances)
+    return PeerSurvival(
+        tier=peers,
+        step=newest.id.step,
+        attempt=attempt,
+        certain=len(tuple(certain)),
+        chances=chances,
+    )
 
 
 def _bound(view: View, lost: LossClass, step: int | None, step_s: float | None) -> LossBound:

@@ -9,12 +9,16 @@ rebuilds the images of any ``losses`` of them (SCR's XOR sets). Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from math import comb
+from math import comb, nextafter
 
+from tierfall.core.types.view import NodeLosses, SurvivalChance
+
+CHANCES_BEYOND = 3
+"""Chances are computed for so many losses more than an image has copies on other nodes."""
 ENUMERATED_MAX = 16
 """Nodes whose images depend on each other, up to which all losses are counted one by one."""
 
@@ -39,6 +43,15 @@ class CopyPlacement:
             for holder in holders[1:]:
                 kept[holder].append(owner)
         return tuple(map(tuple, kept))
+
+    @property
+    def node_losses(self) -> NodeLosses:
+        """The chances that what is saved by this placement survives; each is computed anew."""
+        others = CopyPlacement(holders=tuple(nodes[1:] for nodes in self.holders), crowded=())
+        return NodeLosses(whole=self._chances(), copies=others._chances())
+
+    def _chances(self) -> tuple[SurvivalChance, ...]:
+        return _chances(self.survival, certain=self.copies, nodes=len(self.holders))
 
     def survival(self, losses: int) -> tuple[float, bool]:
         """Return the probability that every image has a holder left after the loss of so many nodes, any with the same
@@ -75,6 +88,19 @@ class CopyPlacement:
                 mask = sum(1 << bit for bit in lost)
                 found[count] += all(mask & held != held for held in sets)
         return tuple(found)
+
+
+def _chances(
+    survival: Callable[[int], tuple[float, bool]], *, certain: int, nodes: int
+) -> tuple[SurvivalChance, ...]:
+    """Return the chances of the loss of 1, 2 and so on nodes, of which any ``certain`` cost nothing."""
+    found = []
+    for losses in range(1, min(certain + CHANCES_BEYOND, nodes) + 1):
+        probability, exact = survival(losses)
+        if losses > certain:  # a loss that is possible is never rounded away
+            probability = min(probability, nextafter(1.0, 0.0))
+        found.append(SurvivalChance(losses=losses, probability=probability, exact=exact))
+    return tuple(found)
 
 
 def place_copies(domains: Sequence[str], copies: int) -> CopyPlacement:
@@ -146,9 +172,9 @@ def _dependent(holders: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
             node = part[node]
         return node
 
-    for nodes in holders:
-        for node in nodes[1:]:
-            part[first_of(node)] = first_of(nodes[0])
+    for owner, nodes in enumerate(holders):
+        for node in nodes:
+            part[first_of(node)] = first_of(owner)
     members: dict[int, list[int]] = {}
     for node in range(len(holders)):
         members.setdefault(first_of(node), []).append(node)
@@ -174,6 +200,14 @@ class ParityPlacement:
     groups: tuple[tuple[int, ...], ...]
     losses: int
     crowded: tuple[int, ...]
+
+    @property
+    def node_losses(self) -> NodeLosses:
+        """The chances that what is saved with this parity survives; without the images in memory it does not."""
+        nodes = sum(map(len, self.groups))
+        whole = _chances(self.survival, certain=self.losses, nodes=nodes)
+        gone = tuple(replace(chance, probability=0.0, exact=True) for chance in whole)
+        return NodeLosses(whole=whole, copies=gone)
 
     def of(self, node: int) -> tuple[int, ...]:
         """Return the group of a node."""

@@ -20,7 +20,7 @@ from benchmarks.plan import Plan
 from tests.core.fake_device import FakePlaces, FakeStream
 from tests.tiny_plan import tiny_plan
 from tierfall.config import Config
-from tierfall.core.capture.device_copies import Slab
+from tierfall.core.capture.spill import Slab
 from tierfall.core.sampling.image_check import ImageCheck
 from tierfall.core.types.errors import CapacityError
 from tierfall.run import saver

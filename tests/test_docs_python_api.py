@@ -55,6 +55,8 @@ REPORTS = (
     tierfall.DrainReport,
     tierfall.DrainForecast,
     tierfall.LossBound,
+    tierfall.PeerSurvival,
+    tierfall.SurvivalChance,
     tierfall.Fallback,
     tierfall.Pointer,
     tierfall.RestoreReport,

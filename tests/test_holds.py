@@ -66,7 +66,7 @@ def test_an_update_that_waits_for_a_capture_says_so(
     gate = threading.Event()
     real = ImageCopier.copy_next
 
-    def late(copier: ImageCopier) -> bool:
+    def late(copier: ImageCopier, *words: Any) -> bool:
         gate.wait(60)
         return real(copier)
 

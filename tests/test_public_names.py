@@ -67,6 +67,8 @@ VALUES = {
     "DrainForecast": {"step", "attempt", "tier", "arrives", "left_bytes", "reason"},
     "DrainReport": set(),
     "LossBound": {"survives", "tier", "steps_lost", "seconds_lost", "restore_s"},
+    "PeerSurvival": {"tier", "step", "attempt", "certain", "chances"},
+    "SurvivalChance": {"losses", "probability", "exact"},
     "Statistics": set(),
     "Compression": set(),
     "CadenceReport": set(),

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 import tierfall
-from tierfall.telemetry.reports import DrainReport, Fallback
+from tierfall.telemetry.report_text import describe_peer_survival
+from tierfall.telemetry.reports import DrainReport, Fallback, PeerSurvival, SurvivalChance
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -63,6 +65,42 @@ def test_a_drain_names_what_is_left() -> None:
     assert (
         repr(report) == "drained in 1.5 s\n  durable: 1@1 to disk\n  left: 2@1 to disk, 2@1 to far"
     )
+
+
+def chance(losses: int, probability: float, *, exact: bool = True) -> SurvivalChance:
+    return SurvivalChance(losses=losses, probability=probability, exact=exact)
+
+
+@pytest.mark.parametrize(
+    ("certain", "chances", "text"),
+    [
+        (1, [chance(1, 1), chance(2, 14 / 15), chance(3, 0.8)],
+         "the loss of any 1 node; of 2 with 93.3%, of 3 with 80%"),
+        (2, [chance(1, 1), chance(2, 1), chance(3, 1 - 1e-15)],
+         "the loss of any 2 nodes; of 3 with 99.9%"),
+        (1, [chance(1, 1), chance(2, 0.61, exact=False), chance(3, 0, exact=False)],
+         "the loss of any 1 node; of 2 with at least 61%"),
+        (1, [chance(1, 1), chance(2, 0)], "the loss of any 1 node"),
+        (0, [chance(1, 0)], "no loss of a node for certain"),
+    ],
+)  # fmt: skip
+def test_losses_of_nodes_are_never_rounded_up(
+    certain: int, chances: list[SurvivalChance], text: str
+) -> None:
+    found = PeerSurvival(
+        tier="peers", step=1200, attempt=3, certain=certain, chances=tuple(chances)
+    )
+    assert describe_peer_survival(found) == f"peers: 1200@3 survives {text}"
+
+
+def test_statistics_have_a_line_about_peer_memory(make_config: MakeConfig) -> None:
+    found = PeerSurvival(tier="peers", step=7, attempt=1, certain=1, chances=(chance(1, 1),))
+    with tierfall.open(make_config()) as ckpt:
+        statistics = ckpt.statistics()
+    assert statistics.peer_survival is None
+    assert "peer memory" not in str(statistics)
+    shown = str(replace(statistics, peer_survival=found))
+    assert "  peer memory   peers: 7@1 survives the loss of any 1 node\n" in shown
 
 
 def test_dir_of_a_handle_has_the_public_names(make_config: MakeConfig) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tierfall.core.capture.device_copies import ALIGNMENT_BYTES
+from tierfall.core.capture.spill import ALIGNMENT_BYTES
 from tierfall.core.types.units import format_size
 
 logger = logging.getLogger("tierfall")

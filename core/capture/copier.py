@@ -19,16 +19,11 @@ from collections.abc import Callable, Mapping
 import torch
 import xxhash
 
-from tierfall.core.capture.device_copies import (
-    CopiesInFlight,
-    CopyInFlight,
-    Slab,
-    SpillBuffer,
-    size_of,
-)
+from tierfall.core.capture.device_copies import CopiesInFlight, CopyInFlight
+from tierfall.core.capture.spill import Slab, SpillBuffer
 from tierfall.core.format.records import DIGEST_PREFIX
 from tierfall.core.image.segments import HOST, Segment, Segmentation, SegmentPart
-from tierfall.core.image.sources import TensorSources, pieces_in
+from tierfall.core.image.sources import TensorSources
 from tierfall.core.image.targets import RegionTargets
 from tierfall.core.runtime.rate_limit import RateLimiter
 from tierfall.core.runtime.streams import CopyStream
@@ -40,6 +35,10 @@ logger = logging.getLogger("tierfall")
 
 POLL_S = 0.2
 DEVICE_POLL_S = 0.0005
+LAUNCH_BYTES = 64 << 20
+"""Of segments on a device that one call copies: each call costs the host a fraction of a millisecond."""
+BARRIER_LAUNCH_BYTES = 2 << 30
+"""The same at the barrier, where training waits until all calls are made."""
 
 
 def chunk_digest(view: memoryview) -> str:
@@ -79,6 +78,7 @@ class ImageCopier:
         self._segments = deque(cutting.segments)
         self._copies = CopiesInFlight(streams or {})
         self._slab = slab
+        self._spill: SpillBuffer | None = None
         self._pace = pace
         self._lock = threading.Lock()
         self._copying: set[int] = set()
@@ -107,9 +107,9 @@ class ImageCopier:
         """Copy what is not captured lazily: into the image, or to a clone on its own device, in the order of the
         caller's work."""
         for segment in self._segmentation.eager:
-            if segment[0].place == HOST:
+            if segment.place == HOST:
                 self._copy(segment)
-            elif rest := tuple(piece for piece in segment if not self._clone_on_device(piece)):
+            elif rest := Segment(piece for piece in segment if not self._clone_on_device(piece)):
                 self._copy(rest)
         self._copies.wait_for_callers()
 
@@ -123,25 +123,28 @@ class ImageCopier:
         except torch.OutOfMemoryError:
             return False
         self._sources.replace(piece, copies[0])
-        self._segments.appendleft((piece,))
+        self._segments.appendleft(Segment((piece,)))
         self.copied = False
         return True
 
     # Copying ---------------------------------------------------------------------------------------
 
-    def copy_next(self) -> bool:
-        """Claim the next segment and copy it, or launch its copy; False if none is left. Raises the copy's error."""
+    def copy_next(self, launch_bytes: int | None = None) -> bool:
+        """Claim the next segment and copy it, or launch its copy; False if none is left. Of a device's segments,
+        ``launch_bytes`` (None: LAUNCH_BYTES) are copied by one call. Raises the copy's error."""
         thread = threading.get_ident()
         try:
             with self._lock:
-                if self.failure is not None or not self._segments:
+                if self.failure is not None:
                     return False
                 self._copying.add(thread)
-                segment = self._segments.popleft()
-            if segment[0].place == HOST:
+                segment, spill = self._claim(LAUNCH_BYTES if launch_bytes is None else launch_bytes)
+            if not segment:
+                return False
+            if segment.place == HOST:
                 self._copy(segment)
             else:
-                self._launch(segment)
+                self._launch(segment, spill)
             return True
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
@@ -151,6 +154,22 @@ class ImageCopier:
             # Not in a Python function: an interrupt could arrive before its first line.
             self._copying.discard(thread)
             self._after_copy()
+
+    def _claim(self, launch_bytes: int) -> tuple[Segment, SpillBuffer | None]:
+        """Take the next segment out of its queue, and more of the same device as one; an empty one if none is left.
+        The caller holds the lock."""
+        spill = None if self._segments else self._spill
+        queue = self._segments if spill is None else spill.segments
+        if not queue:
+            return Segment(), None
+        segment, more = queue.popleft(), list[Segment]()
+        left = launch_bytes - segment.size_bytes
+        while segment.place != HOST and queue and queue[0].place == segment.place:
+            left -= queue[0].size_bytes
+            if left < 0:
+                break
+            more.append(queue.popleft())
+        return segment.joined(more), spill
 
     def _after_copy(self) -> None:
         with self._lock:
@@ -165,6 +184,8 @@ class ImageCopier:
             if self.failure is None and (even_if_hashed or not self.hashed):
                 self.failure = error
             self._segments.clear()
+            if self._spill is not None:
+                self._spill.discard()
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no thread is inside a copy, so that the memory may be released or the sources changed; False after
@@ -200,13 +221,16 @@ class ImageCopier:
 
     # Devices ---------------------------------------------------------------------------------------
 
-    def _launch(self, segment: Segment) -> None:
-        self._copies.launch(
-            segment,
-            lambda: self._sources.copy(segment, self._targets, non_blocking=True),
-            shelter=None,
-            lock=self._lock,
-        )
+    def _launch(self, segment: Segment, spill: SpillBuffer | None = None) -> None:
+        stream = self._copies.streams[segment.place]
+
+        def copy() -> None:
+            if spill is None:
+                self._sources.copy(segment, self._targets, stream=stream)
+            else:
+                spill.copy_to(self._targets, segment, stream)
+
+        self._copies.launch(segment, copy, spill=spill, lock=self._lock)
 
     def pass_barrier(self, deadline: float | None) -> bool:
         """Let the caller change the sources next: host copies are complete, and the caller's next work on a device
@@ -215,71 +239,46 @@ class ImageCopier:
         Later callers, on other threads or streams, are delayed the same way while sources are still being read.
         """
         spill: SpillBuffer | None = None
-        pending: list[tuple[Segment, torch.Tensor]] = []
         try:
             self._exclusive = InterruptibleEvent()
-            spill = self._spill()
-            pending = list(spill.targets) if spill is not None else []
-            self._copy_to(pending)
-            while self.copy_next():
+            if self._slab is not None and self._spill is None:
+                place, slab = self._slab
+                with self._lock:
+                    spill = SpillBuffer.take_last(slab, place, self._segments)
+            while self._segments and self.copy_next(BARRIER_LAUNCH_BYTES):
                 continue
             if not self.wait_idle(_remaining_s(deadline)):
                 return False
             self._copies.make_callers_wait()
             if spill is not None:
-                self._copies.wait_for_callers()
-                self._launch_from(spill, pending)
+                self._fill(spill)
             return True
         finally:
             # Before any call: an interrupt could arrive before a function's first line.
             exclusive, self._exclusive = self._exclusive, None
+            if spill is not None and self._spill is not spill:
+                spill.discard()
             if exclusive is not None:
                 exclusive.set()
-            if spill is not None and pending:
-                spill.release(len(pending))
 
-    def _spill(self) -> SpillBuffer | None:
-        """Allocate spare memory of a device for its unclaimed segments, as far as available. They are captured from
-        there, and no update has to wait for them."""
-        if self._slab is None:
-            return None
-        place, slab = self._slab
+    def _fill(self, spill: SpillBuffer) -> None:
+        """Copy sources to spare memory of their device; the capture thread copies them on, to host memory."""
+        stream = self._copies.streams[spill.place]
+        stream.run_in_turn(lambda: spill.fill(self._sources, stream))
         with self._lock:
-            unclaimed = [segment for segment in self._segments if segment[0].place == place]
-            spill = SpillBuffer.for_last(slab, unclaimed)
-            if spill is not None:
-                moved = {id(segment) for segment, _ in spill.targets}
-                self._segments = deque(s for s in self._segments if id(s) not in moved)
-        return spill
-
-    def _copy_to(self, rooms: list[tuple[Segment, torch.Tensor]]) -> None:
-        """Copy sources to the spill buffer, on the caller's stream."""
-        if not rooms:
-            return
-
-        def copy_all() -> None:
-            for segment, room in rooms:
-                self._sources.copy_into(room, segment)
-
-        self._copies.streams[rooms[0][0][0].place].run_on_caller_stream(copy_all)
-
-    def _launch_from(self, spill: SpillBuffer, pending: list[tuple[Segment, torch.Tensor]]) -> None:
-        """Launch the copies from the spill buffer, removing each from ``pending``."""
-        while pending and self.failure is None:
-            segment, room = pending[0]
-
-            def move(segment: Segment = segment, room: torch.Tensor = room) -> None:
-                for piece, source in pieces_in(room, segment):
-                    self._targets.flat(piece.start, piece.end).copy_(source, non_blocking=True)
-
-            self._copies.launch(segment, move, shelter=spill, lock=self._lock)
-            del pending[0]
+            if self.failure is None:
+                self._spill = spill
 
     @property
     def is_read(self) -> bool:
         """Whether nothing reads the state itself, now or later."""
         with self._lock:
             return not (self._segments or self._copies.segments)
+
+    @property
+    def _spilled(self) -> deque[Segment]:
+        """The segments that are in spare memory, and not launched yet."""
+        return deque() if self._spill is None else self._spill.segments
 
     @property
     def left_bytes(self) -> int:
@@ -377,7 +376,7 @@ class ImageCopier:
                 continue
             self.wait_idle()
             self._wait_for_exclusive()
-            if self.failure is not None or not (self._segments or self._copies):
+            if self.failure is not None or not (self._segments or self._spilled or self._copies):
                 break
         while self.hash_ready():
             continue
@@ -392,7 +391,7 @@ class ImageCopier:
         its copies have all cores and the whole memory bandwidth."""
         self._wait_for_exclusive()
         self._throttle()
-        claimed = not self._copies.is_full and self.copy_next()
+        claimed = not self._copies.is_full and self.copy_next(0 if self._pace else None)
         while (copy := self._copies.first) is not None and copy.event.is_done():
             self._complete(copy)
         if (claimed and self._copies) or self.hash_ready() or claimed:
@@ -406,9 +405,10 @@ class ImageCopier:
         if self._pace is None or self._copies.is_full:
             return
         with self._lock:
-            segment = self._segments[0] if self._segments else None
-        if segment is not None:
-            self._pace.acquire(size_of(segment))
+            queue = self._segments or self._spilled
+            size_bytes = queue[0].size_bytes if queue else 0
+        if size_bytes:
+            self._pace.acquire(size_bytes)
 
     # Changes -----------------------------------------------------------------------------------------
 

@@ -8,96 +8,28 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 
+from tierfall.core.capture.spill import Slab, SpillBuffer
 from tierfall.core.image.segments import HOST, Segment
+from tierfall.core.runtime.memory_copies import can_copy
 from tierfall.core.runtime.streams import CopyStream, StreamEvent, Streams
+from tierfall.core.sampling import sum_kernel
 
 _IS_CPU = attrgetter("is_cpu")
 FLYING_BYTES_MAX = 256 << 20
 """Bytes in flight for the capture thread: enough to keep the bus busy while it hashes a chunk."""
-ALIGNMENT_BYTES = 512
-"""Alignment at which device kernels copy at full speed."""
-
-
-class SpareBlock(Protocol):
-    """A block of a slab, in use until ``release``."""
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """Its bytes, flat uint8."""
-        ...
-
-    def release(self) -> None: ...
-
-
-class Slab(Protocol):
-    """Spare memory of one device."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def largest_free_bytes(self) -> int:
-        """The size of the largest free block."""
-        ...
-
-    def reserve(self, size_bytes: int) -> SpareBlock | None:
-        """Allocate a block; None if no free block is large enough."""
-        ...
-
-
-class SpillBuffer:
-    """A block with the copies of several segments; released with the last of them."""
-
-    def __init__(self, block: SpareBlock, segments: Sequence[Segment]) -> None:
-        self._block = block
-        self._remaining = len(segments)
-        self._lock = threading.Lock()
-        self.targets: list[tuple[Segment, torch.Tensor]] = []
-        at = 0
-        for segment in segments:
-            self.targets.append((segment, block.tensor[at : at + size_of(segment)]))
-            at += _aligned(size_of(segment))
-
-    @classmethod
-    def for_last(cls, slab: Slab, segments: Sequence[Segment]) -> SpillBuffer | None:
-        """Allocate a buffer for as many of the last segments as a slab has room for; None if there is no room."""
-        room, needed, first = slab.largest_free_bytes, 0, len(segments)
-        while first > 0 and needed + (size := _aligned(size_of(segments[first - 1]))) <= room:
-            needed, first = needed + size, first - 1
-        block = slab.reserve(needed) if needed else None
-        return None if block is None else cls(block, segments[first:])
-
-    def release(self, count: int = 1) -> None:
-        """Release the room of ``count`` segments."""
-        with self._lock:
-            self._remaining -= count
-            if self._remaining == 0:
-                self._block.release()
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(slots=True, eq=False)
 class CopyInFlight:
-    """One segment being copied; ``spill_buffer`` is the buffer that it is read from (None: the state itself)."""
+    """One segment being copied, or several as one; ``spill_buffer`` is the buffer that is read (None: the state
+    itself)."""
 
     segment: Segment
     event: StreamEvent
     spill_buffer: SpillBuffer | None
-
-    @property
-    def size_bytes(self) -> int:
-        return size_of(self.segment)
-
-
-def size_of(segment: Segment) -> int:
-    return sum(piece.end - piece.start for piece in segment)
 
 
 class CopiesInFlight:
@@ -133,21 +65,23 @@ class CopiesInFlight:
         segment: Segment,
         work: Callable[[], None],
         *,
-        shelter: SpillBuffer | None,
+        spill: SpillBuffer | None,
         lock: threading.Lock,
     ) -> None:
         """Enqueue the copies of a segment on the stream of its device; acquires the lock itself.
 
         If that fails or is interrupted, no copy of the segment is in flight when it raises.
         """
-        stream = self.streams[segment[0].place]
+        stream = self.streams[segment.place]
         try:
-            copy = CopyInFlight(segment, stream.enqueue(work), shelter)
+            copy = CopyInFlight(segment, stream.enqueue(work), spill)
             with lock:
                 self._in_flight.append(copy)
-                self._bytes += copy.size_bytes
+                self._bytes += copy.segment.size_bytes
         except BaseException:
             stream.finish()  # some copies may be enqueued, and nothing else would wait for them
+            if spill is not None:
+                spill.release(segment)
             raise
 
     def has(self, copy: CopyInFlight) -> bool:
@@ -156,9 +90,9 @@ class CopiesInFlight:
     def remove(self, copy: CopyInFlight) -> None:
         """Remove a completed copy."""
         self._in_flight.remove(copy)
-        self._bytes -= copy.size_bytes
+        self._bytes -= copy.segment.size_bytes
         if copy.spill_buffer is not None:
-            copy.spill_buffer.release()
+            copy.spill_buffer.release(copy.segment)
 
     def wait_for_callers(self) -> None:
         """Run everything that is launched from now on after the caller's work on its device; needs no lock."""
@@ -217,4 +151,7 @@ class CaptureDevices:
             return HOST
         number = self._numbers[device] = len(self._numbers)
         self.streams[number] = stream
+        # In the first save of a run, which makes host memory ready for seconds.
+        sum_kernel.prepare(device)
+        can_copy(device, on_device=True)
         return number

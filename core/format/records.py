@@ -15,8 +15,9 @@ from tierfall.core.format.documents import JsonFields, Spliced
 from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.lineage import AttemptStart
-from tierfall.core.types.text import float_to_json
+from tierfall.core.types.text import float_to_json, to_json
 from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.view import NodeLosses, SurvivalChance
 
 CHUNK_BYTES_MIN = 4 << 10
 CHUNK_BYTES_MAX = 1 << 30
@@ -262,7 +263,10 @@ def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One attempt: its number, its random 128-bit id in hexadecimal, and the process that created it."""
+    """One attempt: its number, its random 128-bit id in hexadecimal, and the process that created it.
+
+    ``node_losses``, with peer memory: the chances that what it saves there survives the loss of nodes.
+    """
 
     run: str
     number: int
@@ -270,6 +274,7 @@ class Attempt:
     node: str
     pid: int
     wall_time_s: float
+    node_losses: NodeLosses | None = None
 
     def encode(self) -> bytes:
         return documents.seal(
@@ -280,6 +285,7 @@ class Attempt:
                 "node": self.node,
                 "pid": self.pid,
                 "wall_time_s": self.wall_time_s,
+                **({"node_losses": to_json(self.node_losses)} if self.node_losses else {}),
             }
         )
 
@@ -306,6 +312,30 @@ def parse_attempt_record(data: bytes, *, what: str) -> Attempt:
         node=reader.get("node", str),
         pid=reader.number("pid", 0, 1 << 40),
         wall_time_s=reader.real("wall_time_s"),
+        node_losses=_node_losses(reader.get("node_losses", dict), what)
+        if reader.has("node_losses")
+        else None,
+    )
+
+
+def _node_losses(members: dict[str, Any], what: str) -> NodeLosses:
+    reader = JsonFields(members, what)
+
+    def chances(name: str) -> tuple[SurvivalChance, ...]:
+        return tuple(_chance(entry, what) for entry in reader.list_of(name, dict))
+
+    return NodeLosses(whole=chances("whole"), copies=chances("copies"))
+
+
+def _chance(members: dict[str, Any], what: str) -> SurvivalChance:
+    reader = JsonFields(members, what)
+    probability = reader.real("probability")
+    if not 0 <= probability <= 1:
+        raise IntegrityError(f"{what}: 'probability' is {probability}, not within 0 to 1")
+    return SurvivalChance(
+        losses=reader.number("losses", 1, 10**9),
+        probability=probability,
+        exact=reader.flag("exact"),
     )
 
 

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tierfall.core.format.records import chunk_count, chunk_range
 from tierfall.core.image.layout import Layout
@@ -16,6 +21,7 @@ from tierfall.core.types.values import Changes
 
 SEGMENT_BYTES = 16 << 20
 BATCH_BYTES = 1 << 20
+Columns = NDArray[np.uint64]
 HOST = -1
 """The place of host memory, and of memory that is read like host memory."""
 
@@ -37,7 +43,32 @@ class SegmentPart:
     place: int
 
 
-Segment = tuple[SegmentPart, ...]
+class Segment(tuple[SegmentPart, ...]):
+    """Parts that one call copies, all on one device."""
+
+    @property
+    def place(self) -> int:
+        return self[0].place
+
+    @cached_property
+    def size_bytes(self) -> int:
+        return sum(part.end - part.start for part in self)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Of each part: tensor number, start in the image's data, bytes, start in the tensor."""
+        rows = [(p.index, p.start, p.end - p.start, p.source_start) for p in self]
+        return np.array(rows, dtype=np.uint64).reshape(-1, 4).T.copy()
+
+    def joined(self, others: Sequence[Segment]) -> Segment:
+        """This segment and others as one."""
+        if not others:
+            return self
+        all_segments = (self, *others)
+        found = Segment(chain.from_iterable(all_segments))
+        found.size_bytes = sum(each.size_bytes for each in all_segments)
+        found.columns = np.concatenate([each.columns for each in all_segments], axis=1)
+        return found
 
 
 class Segmentation:
@@ -101,12 +132,12 @@ class Segmentation:
             for piece in self._pieces(number, index, start, end, plain=plain):
                 size, batch = piece.end - piece.start, (lazy[index], place)
                 if batched.get(batch, 0) + size > BATCH_BYTES and batch in batches:
-                    kinds[batch[0]].append(tuple(batches.pop(batch)))
+                    kinds[batch[0]].append(Segment(batches.pop(batch)))
                     batched[batch] = 0
                 batches.setdefault(batch, []).append(piece)
                 batched[batch] = batched.get(batch, 0) + size
         for (is_lazy, _), pieces in batches.items():
-            kinds[is_lazy].append(tuple(pieces))
+            kinds[is_lazy].append(Segment(pieces))
         for segments in kinds.values():
             segments.sort(key=lambda segment: segment[0].start)
 

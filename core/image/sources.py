@@ -7,14 +7,19 @@ again, when no operation is in progress.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import compress
 from operator import attrgetter
 from typing import NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tierfall.core.image.segments import Segment, SegmentPart
 from tierfall.core.image.targets import RegionTargets
+from tierfall.core.runtime.memory_copies import MemoryCopies
+from tierfall.core.runtime.streams import CopyStream
 from tierfall.core.state.view import StateView
 from tierfall.core.tensors import names
 from tierfall.core.tensors.tensors import as_bytes, copy_whole
@@ -22,6 +27,8 @@ from tierfall.core.types.errors import StateChangedError
 
 _NO_VERSION = -1
 _VERSION = attrgetter("_version")
+_ADDRESS = torch.Tensor.data_ptr
+Offsets = NDArray[np.uint64]
 
 
 class TensorSources:
@@ -36,6 +43,7 @@ class TensorSources:
         self.pointers = view.pointers
         self._lazy = lazy
         self._replaced: set[int] = set()
+        self._by_address = np.array(view.plain, dtype=np.bool_)
         self.lazy_tensors = [self._tensors[index] for index in lazy]
         """The lazily captured tensors; empty after ``release``."""
         self._versions = _versions(self.lazy_tensors)
@@ -47,15 +55,21 @@ class TensorSources:
         """Read a private copy of a tensor from now on."""
         self._tensors[piece.index] = copy
         self._replaced.add(piece.index)
+        self._by_address[piece.index] = False
 
     def release(self) -> None:
         self._tensors, self.lazy_tensors = [], []
 
     # Reading ---------------------------------------------------------------------------------------
 
-    def copy(self, segment: Segment, targets: RegionTargets, *, non_blocking: bool = False) -> None:
-        """Copy a segment to its position in the region."""
-        to, of = [], []
+    def copy(
+        self, segment: Segment, targets: RegionTargets, *, stream: CopyStream | None = None
+    ) -> None:
+        """Copy a segment to its position in the region. ``stream``: of its device; this is called in its work, and
+        does not wait for the copies."""
+        to, of, non_blocking = [], [], stream is not None
+        if stream is not None:
+            segment = self._copy_memory(segment, targets.data, segment.columns[1], stream)
         with torch.inference_mode(False), torch.no_grad():
             for piece in segment:
                 source = self._held(piece.index)
@@ -75,11 +89,42 @@ class TensorSources:
             elif to:
                 torch._foreach_copy_(to, of, non_blocking=non_blocking)
 
-    def copy_into(self, memory: torch.Tensor, segment: Segment) -> None:
-        """Copy a segment to flat memory, one part after the other."""
+    def copy_within(
+        self, segment: Segment, memory: torch.Tensor, offsets: Offsets, stream: CopyStream
+    ) -> None:
+        """Copy parts to flat memory of their own device; called in the work of the stream."""
+        to = dict(zip((part.start for part in segment), offsets.tolist(), strict=True))
         with torch.inference_mode(False), torch.no_grad():
-            for piece, target in pieces_in(memory, segment):
-                self._read(piece, target)
+            for part in self._copy_memory(segment, memory, offsets, stream):
+                at = to[part.start]
+                self._read(part, memory[at : at + part.end - part.start])
+
+    def _copy_memory(
+        self, segment: Segment, memory: torch.Tensor, offsets: Offsets, stream: CopyStream
+    ) -> Segment:
+        """Enqueue the copies of plain tensors in one call, where that is possible; return the other parts."""
+        numbers, _, sizes, starts = segment.columns
+        chosen = self._by_address[numbers]
+        if not chosen.any() or not stream.copies_memory(memory):
+            return segment
+        numbers = numbers[chosen]
+        self._check_addresses(np.unique(numbers))
+        copies = MemoryCopies(
+            targets=offsets[chosen] + np.uint64(memory.data_ptr()),
+            sources=np.frombuffer(self.pointers, dtype=np.uint64)[numbers] + starts[chosen],
+            sizes=sizes[chosen],
+            on_device=memory.is_cuda,
+        )
+        stream.copy_memory(copies)
+        return Segment(compress(segment, ~chosen))
+
+    def _check_addresses(self, numbers: Offsets) -> None:
+        """Raise StateChangedError where memory was replaced: it may not be there any more."""
+        tensors = [self._tensors[index] for index in numbers.tolist()]
+        now = np.fromiter(map(_ADDRESS, tensors), dtype=np.uint64, count=len(tensors))
+        changed = now != np.frombuffer(self.pointers, dtype=np.uint64)[numbers]
+        if changed.any():
+            self.raise_changed(numbers[changed].tolist())
 
     def _held(self, index: int) -> torch.Tensor:
         """An alias that keeps a tensor's memory alive while it is read: an optimizer may replace ``.data`` of its state
@@ -127,15 +172,6 @@ class TensorSources:
             "blocking",
             tuple(self._names[index] for index in changed),
         )
-
-
-def pieces_in(memory: torch.Tensor, segment: Segment) -> Iterator[tuple[SegmentPart, torch.Tensor]]:
-    """Each part of a segment, and its memory where ``memory`` has one after the other."""
-    at = 0
-    for piece in segment:
-        end = at + piece.end - piece.start
-        yield piece, memory[at:end]
-        at = end
 
 
 def _bytes_of(source: torch.Tensor, piece: SegmentPart) -> torch.Tensor:

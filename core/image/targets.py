@@ -23,6 +23,11 @@ class RegionTargets:
         self._layout = layout
         self._views: list[torch.Tensor | None] = [None] * len(layout.placements)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """All bytes of the data."""
+        return self._memory[self._layout.data_start :]
+
     def flat(self, start: int, end: int) -> torch.Tensor:
         """Bytes ``start`` to ``end`` of the data."""
         data = self._layout.data_start

@@ -7,33 +7,42 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
+from tierfall.core.image.sources import TensorSources
 from tierfall.core.runtime.streams import CopyStream
+from tierfall.core.sampling.sum_kernel import WordSums
 from tierfall.core.tensors.tensors import INTEGERS, as_bytes, as_integers
 
 logger = logging.getLogger("tierfall")
+
+WORD_BYTES = 8
+
+
+def sums_of(integers: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Enqueue the sum of each tensor of integers (int64); None without any."""
+    sums = [tensor.sum(dtype=torch.int64) for tensor in integers]
+    return torch.stack(sums) if sums else None
 
 
 class PendingSums:
     """Sums of integer tensors modulo 2**64, on one device."""
 
     def __init__(
-        self, stream: CopyStream, integers: Callable[[], Iterable[torch.Tensor]], purpose: str
+        self, stream: CopyStream, add_up: Callable[[], torch.Tensor | None], purpose: str
     ) -> None:
-        """``integers`` returns the tensors to sum; it is called with the device current. ``purpose`` is for the log
+        """``add_up`` enqueues the sums (int64); it is called with the device current. ``purpose`` is for the log
         message if the device has no memory left; there are no sums then."""
         self._stream = stream
         self._sums: torch.Tensor | None = None
 
-        def add_up() -> None:
-            sums = [tensor.sum(dtype=torch.int64) for tensor in integers()]
-            if sums:
-                self._sums = torch.stack(sums)
+        def keep() -> None:
+            self._sums = add_up()
 
         try:
-            stream.run_on_caller_stream(add_up)
+            stream.run_on_caller_stream(keep)
         except torch.OutOfMemoryError:
             logger.warning("save: the device has no memory left to compare %s", purpose)
 
@@ -47,6 +56,16 @@ class PendingSums:
         return values[0]
 
 
+class DeviceRange(NamedTuple):
+    """Tensor ``number`` on a device, at ``start`` of the image's data. ``plain``: its memory is its bytes in the
+    image."""
+
+    number: int
+    start: int
+    size_bytes: int
+    plain: bool
+
+
 class DeviceSums:
     """Sums over the lazily captured tensors on one device, to compare with an image.
 
@@ -55,18 +74,39 @@ class DeviceSums:
     """
 
     def __init__(
-        self, stream: CopyStream, tensors: Sequence[tuple[int, int, torch.Tensor]]
+        self,
+        stream: CopyStream,
+        ranges: Sequence[DeviceRange],
+        sources: TensorSources,
+        words: WordSums,
     ) -> None:
-        """``tensors`` are (number, offset in the image's data, tensor)."""
+        """``words`` adds up what it can at once."""
         self._summed: list[tuple[int, int, int, int]] = []
+        pointers = sources.pointers
 
-        def integers() -> Iterator[torch.Tensor]:
-            for index, start, tensor in tensors:
-                for at, part in _integers(tensor):
-                    self._summed.append((index, start + at, part.numel(), part.element_size()))
-                    yield part
+        def add_up() -> torch.Tensor | None:
+            whole = [
+                (each.number, each.start, each.size_bytes // WORD_BYTES, WORD_BYTES)
+                for each in ranges
+                if each.plain
+                and each.size_bytes >= WORD_BYTES
+                and not pointers[each.number] % WORD_BYTES
+            ]
+            first = words.add_up([pointers[row[0]] for row in whole], [row[2] for row in whole])
+            self._summed = [] if first is None else whole
+            rest = sums_of(integers({row[0] for row in self._summed}))
+            return torch.cat([sums for sums in (first, rest) if sums is not None])
 
-        self._sums = PendingSums(stream, integers, "the image with the state")
+        def integers(done: set[int]) -> Iterator[torch.Tensor]:
+            for index, start, size_bytes, _ in ranges:
+                if index in done and not size_bytes % WORD_BYTES:
+                    continue
+                for at, part in _integers(sources.tensor(index)):
+                    if index not in done or at:
+                        self._summed.append((index, start + at, part.numel(), part.element_size()))
+                        yield part
+
+        self._sums = PendingSums(stream, add_up, "the image with the state")
 
     def changed_in(self, data: memoryview) -> list[int]:
         """The numbers of the tensors that differ from an image's ``data``."""
@@ -87,7 +127,7 @@ def _integers(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     if flat is None:
         yield 0, as_integers(tensor.detach())
         return
-    whole = 0 if flat.data_ptr() % 8 else len(flat) // 8 * 8
+    whole = 0 if flat.data_ptr() % WORD_BYTES else len(flat) // WORD_BYTES * WORD_BYTES
     if whole:
         yield 0, flat[:whole].view(torch.int64)
     if whole < len(flat):

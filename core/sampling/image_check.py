@@ -21,7 +21,7 @@ import torch
 from tierfall.core.image.segments import HOST, Segmentation
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.runtime.streams import CopyStream
-from tierfall.core.sampling.device_sums import DeviceSums
+from tierfall.core.sampling.device_sums import DeviceRange, DeviceSums
 from tierfall.core.sampling.lines import SamplePlan, Samples, lines_max
 from tierfall.core.sampling.ranges import (
     WHOLE_BYTES,
@@ -30,6 +30,7 @@ from tierfall.core.sampling.ranges import (
     SampledRange,
     WholeDigests,
 )
+from tierfall.core.sampling.sum_kernel import WordSums
 from tierfall.core.state.view import StateView
 
 
@@ -46,11 +47,13 @@ class CheckPlan:
         self.whole = WholeDigests([piece for piece in on_host if piece.bytes <= WHOLE_BYTES])
         self.samples = SamplePlan(on_host, lines_max(on_host))
         self.ranges = RotatingDigests([piece for piece in on_host if piece.bytes > WHOLE_BYTES])
-        self.on_devices: dict[int, dict[int, int]] = {}
-        """By device: tensor numbers, and their offsets in the image's data."""
+        self._on_devices: dict[int, list[DeviceRange]] = {}
         for p in pieces:
-            if p.place != HOST:
-                self.on_devices.setdefault(p.place, {})[p.index] = p.start - p.source_start
+            if p.place != HOST and not p.source_start:
+                size, plain = view.sources[p.index].nbytes, view.plain[p.index]
+                ranges = self._on_devices.setdefault(p.place, [])
+                ranges.append(DeviceRange(p.index, p.start, size, plain))
+        self._words: dict[int, WordSums] = {}
 
     def begin(
         self,
@@ -66,12 +69,15 @@ class CheckPlan:
             samples=self.samples.read(sources.pointers),
             digests=self.ranges.digest(sources.pointers, budget_s),
             sums=tuple(
-                DeviceSums(
-                    streams[place], [(n, start, sources.tensor(n)) for n, start in starts.items()]
-                )
-                for place, starts in self.on_devices.items()
+                DeviceSums(streams[place], ranges, sources, self._words_of(place, sources))
+                for place, ranges in self._on_devices.items()
             ),
         )
+
+    def _words_of(self, place: int, sources: TensorSources) -> WordSums:
+        if place not in self._words:
+            self._words[place] = WordSums(sources.tensor(self._on_devices[place][0].number).device)
+        return self._words[place]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

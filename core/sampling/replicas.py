@@ -35,7 +35,7 @@ from tierfall.core.image.dedup import (
     ReplicatedTensors,
 )
 from tierfall.core.runtime.streams import CopyStream
-from tierfall.core.sampling.device_sums import PendingSums
+from tierfall.core.sampling.device_sums import PendingSums, sums_of
 from tierfall.core.sampling.lines import enumerate_groups
 from tierfall.core.sampling.ranges import LINE_BYTES, Integers, ProcessMemory, addresses_of
 from tierfall.core.state.view import StateView
@@ -278,7 +278,7 @@ class _ReplicaSums:
                 tensor = view.sources[number].detach()
                 yield tensor.view(INTEGERS[tensor.element_size()])
 
-        return cls(entries, PendingSums(stream, integers, "the ranks"))
+        return cls(entries, PendingSums(stream, lambda: sums_of(integers()), "the ranks"))
 
     def digests(self) -> ReplicaDigests | None:
         """None if the device had no memory left."""

@@ -275,6 +275,42 @@ class LossBound:
     restore_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurvivalChance:
+    """The ``probability`` that every image of a checkpoint has a holder left after ``losses`` nodes are lost at once,
+    any with the same chance. It is ``exact``, or a lower bound."""
+
+    losses: int
+    probability: float
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLosses:
+    """The chances that a checkpoint in peer memory survives the loss of 1, 2 and so on nodes: ``whole`` while every
+    node has its own images in memory, too; ``copies`` once they have left it."""
+
+    whole: tuple[SurvivalChance, ...]
+    copies: tuple[SurvivalChance, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSurvival:
+    """Which losses of nodes, at once, the newest checkpoint in peer memory survives in memory; what other tiers hold is
+    not counted.
+
+    It is ``step``, saved by ``attempt``, on ``tier``. The loss of any ``certain`` nodes leaves a holder of every image
+    (0: of no node). ``chances`` has the loss of 1, 2 and so on nodes, up to 3 more than an image has copies on other
+    nodes.
+    """
+
+    tier: str
+    step: int
+    attempt: int
+    certain: int
+    chances: tuple[SurvivalChance, ...]
+
+
 def newest_surviving(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, int | None]:
     """Return the newest step that survives each loss."""
     return {lost: b.survives.step if b.survives else None for lost, b in bounds.items()}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli
+from cli_kit import Cli, Trainer
 
 import tierfall
 from tests.steps import state_of
+from tierfall.core.format.records import parse_attempt_record
+from tierfall.policies.placement import place_copies
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -61,3 +64,124 @@ def test_a_command_shows_what_this_node_keeps(config: dict[str, Any], tmp_path: 
     Cli(tmp_path, config)("verify", "1", "--tier", "peers")
     known = Cli(tmp_path, {**config, "run": "another"})("ls", code=-1)
     assert f"the tiers have the runs {config['run']}" in known.out + known.err
+
+
+def test_ls_says_nothing_of_peers_where_nothing_is_there(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    cli = Cli(tmp_path, config)
+    for command in (["ls"], ["watch", "--once"]):
+        assert "peers" not in cli(*command).out
+        assert cli.json(*command)["peer_survival"] is None
+
+
+@pytest.fixture
+def kept(
+    config: dict[str, Any], tmp_path: Path, train: Callable[[Cli], Trainer]
+) -> tuple[Cli, Path]:
+    """A dead trainer, step 1 in host memory and among what is kept for others, and an attempt of 16 nodes."""
+    cli = Cli(tmp_path, config)
+    trainer = train(cli)
+    trainer.tell("save 1")
+    trainer.kill()
+    record = tmp_path / "disk/run/attempts/a0001.json"
+    attempt = parse_attempt_record(record.read_bytes(), what="attempt")
+    losses = place_copies([f"n{node}" for node in range(16)], 1).node_losses
+    record.write_bytes(replace(attempt, node_losses=losses).encode())
+    shutil.copytree(tmp_path / "disk/run", tmp_path / "peers/run")
+    return cli, record
+
+
+PAIRS = (
+    "peers: 1@1 survives the loss of any 1 node; of 2 with 93.3%, of 3 with 80%, of 4 with 61.5%"
+)
+
+
+@pytest.mark.parametrize("command", [["ls"], ["watch", "--once"]])
+def test_the_losses_that_peers_survive_are_by_the_attempt_that_saved(
+    kept: tuple[Cli, Path], tmp_path: Path, command: list[str]
+) -> None:
+    """Any tier that has its record will do. A later attempt may have begun as a node was lost."""
+    cli, record = kept
+    record.unlink()
+    assert f"{PAIRS} (if no node is lost yet)" in cli(*command).out.splitlines()
+    found = cli.json(*command)["peer_survival"]
+    assert (found["step"], found["attempt"], found["certain"]) == (1, 1, 1)
+    assert found["chances"][1] == {"losses": 2, "probability": 14 / 15, "exact": True}
+    attempt = parse_attempt_record(
+        (tmp_path / "peers/run/attempts/a0001.json").read_bytes(), what="attempt"
+    )
+    record.with_name("a0002.json").write_bytes(replace(attempt, number=2, id="f" * 32).encode())
+    assert cli.json(*command)["peer_survival"] is None
+    assert "survives the loss of any" not in cli(*command).out
+
+
+def test_images_that_have_left_host_memory_have_fewer_holders(
+    kept: tuple[Cli, Path], memory: Path
+) -> None:
+    cli, _ = kept
+    shutil.rmtree(memory / "run")
+    assert "peers: 1@1 survives no loss of a node for certain" in cli("ls").out
+
+
+def test_a_record_that_cannot_be_read_says_nothing(kept: tuple[Cli, Path], tmp_path: Path) -> None:
+    cli, _ = kept
+    for tier in ("disk", "peers"):
+        (tmp_path / tier / "run/attempts/a0001.json").write_bytes(b"{}")
+    assert cli.json("ls")["peer_survival"] is None
+
+
+FORECAST = ("check", "--size", "64KiB", "--image", "1GiB", "--save-every", "10m")
+
+
+def test_check_forecasts_peer_memory_on_as_many_nodes_as_it_is_told(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also where nothing of the tier is on this node: it is in use only while a job runs."""
+    (tmp_path / "disk").mkdir()
+    host, peers, disk = config["tiers"]
+    host = {**host, "capacity": "4GiB"}
+    peers = {**peers, "bandwidth": "16MiB/s"}
+    cli = Cli(tmp_path, {**config, "tiers": [host, peers, disk]})
+    found = cli.json(*FORECAST, "--ranks", "32", "--nodes", "4")["forecast"]
+    forecast = next(tier for tier in found["tiers"] if tier["name"] == "peers")
+    assert (forecast["copy_bytes"] >> 30, forecast["bytes_max"] >> 30) == (8, 16)
+    assert forecast["copy_s"] == 8 * 1024 / 16
+    sizes = {"sent_bytes": 8 << 30, "kept_bytes_max": 16 << 30}
+    assert found["peer_memory"] == {"tier": "peers", **sizes}
+    line = (
+        "peers: each of 4 nodes sends 8 GiB of a checkpoint to 1 other and receives as much, and keeps 16 GiB at most "
+        "in its memory"
+    )
+    assert line in cli(*FORECAST, "--ranks", "32", "--nodes", "4").out.splitlines()
+
+
+def test_check_says_how_many_nodes_peer_memory_takes(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    for folder in ("disk", "peers"):
+        (tmp_path / folder).mkdir()
+    cli = Cli(tmp_path, config)
+    found = cli.json(*FORECAST)["forecast"]
+    assert [tier["name"] for tier in found["tiers"]] == ["host", "disk"]
+    lines = cli(*FORECAST).out.splitlines()
+    assert "peers: left out, with 1 node; --nodes has how many train" in lines
+    assert "peers: one node alone cannot measure it" in lines
+    two = cli.json(*FORECAST, "--nodes", "2")["forecast"]
+    assert (two["ranks"], two["nodes"]) == (2, 2)
+    assert two["peer_memory"]["sent_bytes"] == 1 << 30
+
+
+def test_check_counts_every_copy_of_peer_memory(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    host, peers, disk = config["tiers"]
+    peers = {**peers, "copies": 2, "bandwidth": "16MiB/s"}
+    cli = Cli(tmp_path, {**config, "tiers": [host, peers, disk]})
+    too_few = cli(*FORECAST, "--nodes", "2").out.splitlines()
+    assert "peers: left out, with 2 nodes and copies: 2; --nodes has how many train" in too_few
+    found = cli.json(*FORECAST, "--nodes", "3")["forecast"]
+    assert found["peer_memory"]["sent_bytes"] == 2 << 30
+    forecast = next(tier for tier in found["tiers"] if tier["name"] == "peers")
+    assert forecast["copy_s"] == 2 * 1024 / 16

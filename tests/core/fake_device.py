@@ -6,6 +6,7 @@ The caller's own work runs at once, so that letting it wait means to block.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import queue
 import threading
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from tierfall.core.capture.device_copies import Slab
+from tierfall.core.capture.spill import Slab
 from tierfall.core.image.segments import HOST
 from tierfall.core.runtime import pinned as device_module
+from tierfall.core.runtime.memory_copies import MemoryCopies
 from tierfall.core.runtime.pinned import PageLock
 from tierfall.tiers.device import DeviceSlab
 
@@ -45,12 +47,14 @@ class FakeMark:
 
 class FakeStream:
     """See ``CopyStream``. ``free`` lets copies run; ``fails`` is what the next of them reports, ``refuses`` what
-    comes of launching one; ``blocks`` says whether the caller waits for real."""
+    comes of launching one; ``blocks`` says whether the caller waits for real, ``batches`` whether it copies by
+    address."""
 
     def __init__(self) -> None:
         self.free = threading.Event()
         self.free.set()
         self.blocks = True
+        self.batches = True
         self.fails: BaseException | None = None
         self.no_room = False
         self.refuses: BaseException | None = None
@@ -70,7 +74,10 @@ class FakeStream:
             if self.fails is not None:
                 mark.error, self.fails = self.fails, None
             else:
-                work()
+                try:
+                    work()
+                except Exception as error:  # noqa: BLE001 - reported to who waits, as a device does
+                    mark.error = error
             mark.done.set()
 
     def wait_for_caller(self) -> None:
@@ -88,6 +95,18 @@ class FakeStream:
         if self.no_room:
             raise torch.OutOfMemoryError("no room")
         work()
+
+    def run_in_turn(self, work: Callable[[], None]) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        work()
+
+    def copies_memory(self, memory: torch.Tensor) -> bool:
+        return self.batches
+
+    def copy_memory(self, copies: MemoryCopies) -> None:
+        for to, of, size in zip(*(column.tolist() for column in copies[:3]), strict=True):
+            ctypes.memmove(to, of, size)
 
     def finish(self) -> None:
         self.finishes += 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def train(
 ) -> None:
     """Go on from where the run is, and save these steps to peer memory; then wait to be killed. The copies of step
     ``stuck`` to peer memory do not end on rank 0, and the steps ``after`` are saved meanwhile; step 2 is on the tier
-    ``wait``, too."""
+    ``wait``, too. ``survives-RANK`` has what peer memory survives, before the first save and at the end."""
     dist.init_process_group("gloo")
     publish = WriterBase.publish
 
@@ -87,6 +88,7 @@ def train(
     PeerWriter.publish = ParityWriter.publish = stick  # type: ignore[method-assign, assignment]
     with tierfall.open(config(folder, **changes)) as ckpt:
         ckpt.restore(make_state(0))
+        first = ckpt.statistics().peer_survival
         for step in steps:
             handle = ckpt.save(step, make_state(step))
             ckpt.wait_captured()
@@ -99,6 +101,8 @@ def train(
             handle.wait("peers", 30)
             if wait and step == 2:
                 handle.wait(wait, 30)
+        found = (first, ckpt.statistics().peer_survival)
+        Path(folder, f"survives-{RANK}").write_text(json.dumps([x and asdict(x) for x in found]))
         Path(folder, f"ready-{RANK}").touch()
         time.sleep(600)
 

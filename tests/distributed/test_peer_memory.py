@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.distributed.job import ROOT, Job
+from tests.steps import wait_until
+from tierfall.cli import app
 
 PROGRAM = ROOT / "tests/distributed/peers_program.py"
 
@@ -58,13 +62,24 @@ def test_a_pair_that_is_lost_costs_the_steps_since_storage(
 def test_a_node_that_is_lost_while_training_goes_on(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """Its images are restored, also where the next start saves and is killed again, with another node lost."""
+    """Its images are restored, also where the next start saves and is killed again, with another node lost. What is
+    said of the loss of nodes is of checkpoints that this start has committed in peer memory."""
     train(make_job)
+    check_survival(tmp_path, step=3, attempt=1)
     for kept in ("memory", "peers"):
         shutil.rmtree(tmp_path / f"{kept}-1")
     job = make_job(4, [0, 1, 2, 3], program=PROGRAM).start("train", steps=[4, 5])
     job.wait_ready()
+    wait_until(lambda: "peers: 5@2" in shown(tmp_path, "watch", "--once"), "the status has step 5")
+    pairs = "peers: 5@2 survives the loss of any 1 node; of 2 with 66.6%"
+    for command in (["ls"], ["watch", "--once"]):
+        assert pairs in shown(tmp_path, *command).splitlines()
     job.kill()
+    check_survival(tmp_path, step=5, attempt=2)
+    for command in (["ls"], ["watch", "--once"]):
+        assert f"{pairs} (if no node is lost yet)" in shown(tmp_path, *command).splitlines()
+        document = json.loads(shown(tmp_path, *command, "--json"))
+        assert document["peer_survival"] == survival(step=5, attempt=2)
     for kept in ("memory", "peers"):
         shutil.rmtree(tmp_path / f"{kept}-2")
     check_resumed(run_again(make_job), step=5)
@@ -122,6 +137,35 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(
     (tmp_path / "peers-2").touch()
     answers = run_again(make_job)
     assert all("rank 2: tier peers: " in answer["text"] for answer in answers), answers
+
+
+def survival(*, step: int, attempt: int) -> dict[str, Any]:
+    """What two pairs of nodes survive: 2 of the 6 losses of two nodes are of a pair."""
+    chances = [
+        {"losses": losses, "probability": probability, "exact": True}
+        for losses, probability in enumerate([1.0, 4 / 6, 0.0, 0.0], start=1)
+    ]
+    return {"tier": "peers", "step": step, "attempt": attempt, "certain": 1, "chances": chances}
+
+
+def check_survival(folder: Path, *, step: int, attempt: int) -> None:
+    """``statistics`` said nothing before the first save of a start, and at its end that each pair may lose one."""
+    found = [json.loads((folder / f"survives-{rank}").read_text()) for rank in range(4)]
+    assert found == [[None, survival(step=step, attempt=attempt)]] * 4
+
+
+def shown(folder: Path, *words: str) -> str:
+    """What a command prints on the first node."""
+    tiers = [
+        {"name": "host", "kind": "host", "folder": str(folder / "memory-0")},
+        {"name": "peers", "kind": "peer", "path": str(folder / "peers-0")},
+        {"name": "pfs", "kind": "file", "path": str(folder / "pfs"), "shared": True},
+    ]
+    (folder / "tiers.json").write_text(json.dumps({"run": "many", "tiers": tiers}))
+    command, *rest = words
+    answer = CliRunner().invoke(app, [command, "--config", str(folder / "tiers.json"), *rest])
+    assert answer.exit_code == 0, answer.output
+    return answer.stdout
 
 
 def run_again(make_job: Callable[..., Job]) -> list[Any]:

@@ -78,6 +78,15 @@ def test_the_survival_is_what_all_losses_counted_one_by_one_give(
         assert placed.survival(lost) == (pytest.approx(survived / len(sets)), True)
 
 
+def test_the_chances_are_those_of_losses_beyond_what_is_certain() -> None:
+    found = place_parity([f"n{node}" for node in range(8)], 4, 1).node_losses
+    assert [chance.losses for chance in found.whole] == [1, 2, 3, 4]
+    assert [chance.probability == 1 for chance in found.whole] == [True, False, False, False]
+    assert found.whole[1].probability == pytest.approx(16 / 28)
+    assert all(chance.exact for chance in found.whole)
+    assert {chance.probability for chance in found.copies} == {0.0}
+
+
 def test_ten_thousand_nodes_are_placed_within_a_second() -> None:
     domains = [f"rack{node // 32}" for node in range(10_000)]
     began = time.perf_counter()

@@ -114,6 +114,36 @@ def test_survival_is_what_counting_every_loss_gives(placed: CopyPlacement) -> No
         assert placed.survival(losses) == (survived / comb(nodes, losses), True)
 
 
+def test_chances_have_three_losses_more_than_copies() -> None:
+    whole = place_copies(alone(16), 1).node_losses.whole
+    assert [chance.losses for chance in whole] == [1, 2, 3, 4]
+    assert [chance.probability for chance in whole] == pytest.approx([1, 14 / 15, 0.8, 8 / 13])
+    assert all(chance.exact for chance in whole)
+
+
+def test_chances_end_with_the_last_node() -> None:
+    assert [x.probability for x in place_copies(alone(2), 1).node_losses.whole] == [1, 0]
+
+
+@given(st.integers(2, 8), st.data())
+def test_chances_without_the_own_node_are_what_counting_every_loss_gives(
+    nodes: int, data: st.DataObject
+) -> None:
+    placed = place_copies(alone(nodes), data.draw(st.integers(1, nodes - 1)))
+    for chance in placed.node_losses.copies:
+        survived = sum(
+            all(set(holders[1:]) - set(lost) for holders in placed.holders)
+            for lost in combinations(range(nodes), chance.losses)
+        )
+        assert chance.probability == pytest.approx(survived / comb(nodes, chance.losses))
+        assert chance.exact
+
+
+def test_a_loss_that_is_possible_is_not_rounded_away() -> None:
+    chances = place_copies(alone(10_000), 6).node_losses.whole
+    assert [chance.probability == 1 for chance in chances] == [True] * 6 + [False] * 3
+
+
 def test_a_large_ring_has_a_lower_bound() -> None:
     racks = ["a"] * 7 + ["b"] * 7 + ["c"] * 7 + ["d"] * 2
     placed = place_copies(racks, 2)

@@ -20,7 +20,7 @@ from tierfall.cli.common import (
     CommandOutput,
     cell,
     counted,
-    load_settings,
+    load_settings_of_all,
     parse_option,
     table,
     watched,
@@ -28,7 +28,7 @@ from tierfall.cli.common import (
 )
 from tierfall.cli.run_facts import RunFacts, format_bounds, known_bounds
 from tierfall.cli.usage import Exit, refuse
-from tierfall.config import Config
+from tierfall.config import Config, PeerTierConfig
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.format.records import Commit
 from tierfall.core.types.text import members, to_json
@@ -41,12 +41,13 @@ from tierfall.core.types.units import (
     parse_size,
     parse_size_with_unit,
 )
-from tierfall.core.types.values import Codec
+from tierfall.core.types.values import Codec, TierKind
 from tierfall.ops.commands import notes_on_metrics
 from tierfall.ops.measure import SIZE_MAX_BYTES, TierMeasurement, measure
 from tierfall.ops.reader import RunReader
 from tierfall.plan.day import DayForecast, forecast_day
 from tierfall.plan.simulate import SimulatedChain, Workload
+from tierfall.setup.peers import seen_by_one
 from tierfall.setup.tiers import is_shared, tier_rules
 
 
@@ -54,7 +55,8 @@ def check(
     size: str, inputs: ForecastInputs, config: Path | None, run: str | None, as_json: bool
 ) -> None:
     """Check the configuration, measure every tier, and forecast a day."""
-    settings = load_settings(config, run)
+    of_all = load_settings_of_all(config, run)
+    settings = seen_by_one(of_all)
     size_bytes = _size(size)
     answer = CommandOutput(as_json)
     console = Console(stderr=False)
@@ -66,7 +68,7 @@ def check(
         "tiers": [members(tier) for tier in tiers],
     }
     _show(answer, tiers, size_bytes)
-    report_day(answer, settings, tiers, inputs)
+    report_day(answer, of_all, tiers, inputs)
     _report_loss_bounds(answer, settings, tiers)
     answer.finish()
 
@@ -128,7 +130,9 @@ def _show(answer: CommandOutput, tiers: tuple[TierMeasurement, ...], size_bytes:
     for tier in tiers:
         if tier.durable is not None:
             answer.show(f"{tier.name}: {', '.join(_guarantees(tier))}")
-        if tier.read_only:
+        if tier.kind is TierKind.PEER:
+            answer.show(f"{tier.name}: one node alone cannot measure it")
+        elif tier.read_only:
             answer.show(
                 f"{tier.name}: read-only: it is restored from, and nothing is flushed to it"
             )
@@ -273,7 +277,7 @@ def workload(settings: Config, inputs: ForecastInputs, run: MeasuredRun) -> Work
     save_every_s = inputs.save_every_s or by_rule or run.save_every_s
     if image is None or save_every_s is None:
         return None
-    ranks = inputs.ranks or (run.ranks if inputs.image_bytes is None else None) or 1
+    ranks = inputs.ranks or (run.ranks if inputs.image_bytes is None else None) or inputs.nodes or 1
     nodes = inputs.nodes or (run.nodes if ranks == run.ranks else None) or 1
     return Workload(
         image_bytes=image,
@@ -290,7 +294,7 @@ def report_day(
     tiers: Sequence[TierMeasurement],
     inputs: ForecastInputs,
 ) -> None:
-    """Report the forecast of a day, or the options that it needs."""
+    """Report the forecast of a day, or the options that it needs. ``settings`` are those of all nodes."""
     load = workload(settings, inputs, MeasuredRun())
     source = "by the options"
     if load is None:
@@ -303,6 +307,9 @@ def report_day(
         answer.document["forecast"] = None
         answer.show("", NO_FORECAST)
         return
+    peers = settings.peers
+    if peers is not None and load.nodes <= peers.copies:
+        settings = settings.without(peers.name)
     rates = _rates(settings, tiers)
     chain = SimulatedChain(
         rules=tier_rules(settings),
@@ -320,22 +327,42 @@ def report_day(
     of_load = members(load, "image_bytes", "save_every_s", "ranks", "nodes")
     answer.document["forecast"] = of_load | members(made)
     answer.show("", *_shown(made, load, source))
+    if peers is not None:
+        _report_peers(answer, peers, load, made)
     packed = [t.name for t in settings.stored if t.compress.codec is not Codec.NONE]
     if packed:
         answer.show(f"{', '.join(packed)}: the forecast counts packed copies with their raw size")
 
 
+def _report_peers(
+    answer: CommandOutput, tier: PeerTierConfig, load: Workload, made: DayForecast
+) -> None:
+    """Report what a node sends to others for each checkpoint, and how much of its memory it keeps for them."""
+    nodes = counted(load.nodes, "node", "nodes")
+    found = next((each for each in made.tiers if each.name == tier.name), None)
+    if found is None:
+        few = f"{nodes} and copies: {tier.copies}" if tier.copies > 1 else nodes
+        answer.show(f"{tier.name}: left out, with {few}; --nodes has how many train")
+        return
+    sent, kept = found.copy_bytes * tier.copies, found.bytes_max * tier.copies
+    of_node = {"sent_bytes": sent, "kept_bytes_max": kept}
+    answer.document["forecast"]["peer_memory"] = {"tier": tier.name, **of_node}
+    answer.show(
+        f"{tier.name}: each of {nodes} sends {format_size(sent)} of a checkpoint to "
+        f"{counted(tier.copies, 'other', 'others')} and receives as much, and keeps {format_size(kept)} at most in its "
+        "memory"
+    )
+
+
 def _rates(settings: Config, tiers: Sequence[TierMeasurement]) -> dict[str, float]:
     """Return the write rates: as measured, and at most what ``bandwidth`` allows, which a short measurement may
     exceed."""
-    rules = {tier.name: tier for tier in settings.stored}
+    measured = {tier.name: tier.write_bytes_per_s or 0.0 for tier in tiers}
     found: dict[str, float] = {}
-    for tier in tiers:
-        file = rules.get(tier.name)
-        allowed = None if file is None else file.bandwidth_bytes_per_s
-        share = 1.0 if file is None else file.bandwidth_share or 1.0
-        known = [r for r in ((tier.write_bytes_per_s or 0.0) * share, allowed) if r]
-        if known:
+    for tier in settings.stored:
+        share = tier.bandwidth_share or 1.0
+        possible = measured.get(tier.name, 0.0) * share
+        if known := [rate for rate in (possible, tier.bandwidth_bytes_per_s) if rate]:
             found[tier.name] = min(known)
     return found
 

@@ -71,11 +71,17 @@ _STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?!\S)")
 
 
 def load_settings(config: Path | None, run: str | None) -> Config:
-    """Read the configuration, with ``run`` in place of its run if given; ends the command where it is invalid."""
+    """Read the configuration as this node sees it, with ``run`` in place of its run if given; ends the command where it
+    is invalid."""
+    return seen_by_one(load_settings_of_all(config, run))
+
+
+def load_settings_of_all(config: Path | None, run: str | None) -> Config:
+    """Read the configuration as a job on several nodes sees it, with their memory."""
     if config is None:
         refuse("no configuration: name a YAML file by --config, or set TIERFALL_CONFIG", Exit.USAGE)
     try:
-        return seen_by_one(load_config(config, run=run))
+        return load_config(config, run=run)
     except ConfigError as error:
         refuse(error, Exit.USAGE)
 

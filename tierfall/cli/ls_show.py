@@ -31,6 +31,7 @@ from tierfall.cli.run_facts import (
     RunFacts,
     format_bounds,
     format_loss,
+    format_peer_survival,
     known_bounds,
     reported_bounds,
 )
@@ -78,6 +79,7 @@ def ls(
             "loss_bound": to_json(
                 reported_bounds(trainer) if trainer else known_bounds(facts.safety)
             ),
+            "peer_survival": to_json((trainer or facts).peer_survival),
         }
         if listed:
             answer.show(_steps(facts, listed, metrics=metrics))
@@ -227,6 +229,7 @@ def _summary(facts: RunFacts, settings: Config, trainer: Status | None) -> Itera
         yield format_bounds(reported_bounds(trainer), describe=format_loss)
     elif facts.known:
         yield format_bounds(known_bounds(facts.safety), tuple(facts.unread))
+    yield from format_peer_survival((trainer or facts).peer_survival, live=trainer is not None)
     if facts.owner is not None:
         yield f"a trainer owns it: {facts.owner}"
 

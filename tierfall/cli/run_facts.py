@@ -3,8 +3,9 @@ tiers; and the two that show no more than that, ``latest`` and ``runs``."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,24 +37,29 @@ from tierfall.core.types.values import (
     LossClass,
     TierKind,
 )
-from tierfall.core.types.view import Decision, LossBound, Verdict, View
+from tierfall.core.types.view import Decision, LossBound, PeerSurvival, Verdict, View
 from tierfall.ops.commands import newest_restorable, unread, view_of
 from tierfall.ops.reader import RunReader, find_runs
 from tierfall.policies.defaults import plan_retention
-from tierfall.policies.forecast import loss_bounds
+from tierfall.policies.forecast import loss_bounds, peer_survival
+from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.tiers import tier_rules
+from tierfall.telemetry.report_text import describe_peer_survival
 from tierfall.telemetry.status import LossStatus, Status
+
+logger = logging.getLogger("tierfall")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """One listing of all tiers of a run. ``safety`` is ``view`` with the read-only tiers, whose copies survive losses
-    too."""
+    too. ``peer_survival`` is of the time at which the newest checkpoint in peer memory was committed."""
 
     listings: tuple[Listing, ...]
     known: tuple[KnownCheckpoint, ...]
     view: View
     safety: View
+    peer_survival: PeerSurvival | None
     owner: LockOwner | None
     wall_time_s: float
 
@@ -61,13 +67,14 @@ class RunFacts:
     def gather(cls, reader: RunReader) -> Self:
         listings = reader.list()
         known = merge(listings)
+        rules = tier_rules(reader.config, read_too=True)
+        safety = to_view(rules, known, wall_time_s=time.time())
         return cls(
             listings=listings,
             known=known,
             view=view_of(reader.config, known),
-            safety=to_view(
-                tier_rules(reader.config, read_too=True), known, wall_time_s=time.time()
-            ),
+            safety=safety,
+            peer_survival=_peer_survival(reader, listings, safety),
             owner=reader.owner(),
             wall_time_s=time.time(),
         )
@@ -143,6 +150,23 @@ class RunFacts:
         return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
 
 
+def _peer_survival(
+    reader: RunReader, listings: Sequence[Listing], safety: View
+) -> PeerSurvival | None:
+    """Return what peer memory survives, by the record of the newest attempt; None where no tier has that record, or
+    this node has nothing in peer memory that it saved."""
+    if reader.config.peers is None:
+        return None
+    try:
+        found = newest_attempt(listings, reader.stores)
+    except TierfallError as error:
+        logger.debug("the record of the newest attempt could not be read: %s", error)
+        return None
+    if found is None or found[0].node_losses is None:
+        return None
+    return peer_survival(safety, found[0].number, found[0].node_losses)
+
+
 # What a failure would cost -------------------------------------------------------------------------
 
 
@@ -198,6 +222,13 @@ def format_bounds(
     parts = [f"of the {lost}, {describe(bound)}" for lost, bound in bounds.items()]
     doubt = f" (not read: {', '.join(unread)})" if unread else ""
     return f"survives the loss {'; '.join(parts)}{doubt}"
+
+
+def format_peer_survival(found: PeerSurvival | None, *, live: bool) -> tuple[str, ...]:
+    """Format the line about peer memory, if there is one. Without a ``live`` trainer, a node may have been lost."""
+    if found is None:
+        return ()
+    return (describe_peer_survival(found) + ("" if live else " (if no node is lost yet)"),)
 
 
 # Commands --------------------------------------------------------------------------------------------

@@ -21,11 +21,17 @@ from tierfall.cli.common import (
     table,
     with_tier,
 )
-from tierfall.cli.run_facts import RunFacts, format_bounds, format_loss, reported_bounds
+from tierfall.cli.run_facts import (
+    RunFacts,
+    format_bounds,
+    format_loss,
+    format_peer_survival,
+    reported_bounds,
+)
 from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_rate, format_share, format_size
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass
-from tierfall.core.types.view import LossBound
+from tierfall.core.types.view import LossBound, PeerSurvival
 from tierfall.ops.watch import RankProcess, RunSnapshot
 from tierfall.policies.forecast import loss_bounds
 from tierfall.telemetry.health import HANGS_AFTER_S
@@ -53,6 +59,7 @@ class RunView:
     snapshot: RunSnapshot
     status: RunStatus
     bounds: dict[LossClass, LossBound]
+    peer_survival: PeerSurvival | None
     unread: tuple[str, ...] = ()
     damaged: frozenset[tuple[str, CheckpointId]] = frozenset()
     problems: tuple[str, ...]
@@ -70,6 +77,7 @@ class RunView:
                 for lost, bound in self.bounds.items()
             },
             "loss_bound": to_json(self.bounds),
+            "peer_survival": to_json(self.peer_survival),
             "events": list(self.snapshot.events),
         }
 
@@ -97,6 +105,7 @@ class RunView:
             yield f"and {counted(more, 'older one', 'older ones')}"
         yield ""
         yield format_bounds(self.bounds, self.unread, describe=format_loss)
+        yield from format_peer_survival(self.peer_survival, live=self.snapshot.live is not None)
         if len(self.snapshot.slots) > 1:
             yield ""
             yield _slot_table(self.snapshot)
@@ -111,6 +120,7 @@ def view_of_status(status: Status, snapshot: RunSnapshot) -> RunView:
         snapshot=snapshot,
         status=status,
         bounds=reported_bounds(status),
+        peer_survival=status.peer_survival,
         problems=snapshot.problems,
     )
 
@@ -128,6 +138,7 @@ def view_of_facts(run: str, facts: RunFacts, snapshot: RunSnapshot) -> RunView:
             checkpoints_known=len(facts.rows()),
         ),
         bounds=loss_bounds(facts.safety),
+        peer_survival=facts.peer_survival,
         unread=tuple(facts.unread),
         damaged=frozenset(
             (listing.tier, copy.id)

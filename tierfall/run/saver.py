@@ -22,7 +22,7 @@ import torch
 from tierfall.config import Config, StoredTierConfig
 from tierfall.core.capture.capturer import Capturer, as_capture_error
 from tierfall.core.capture.copier import ImageCopier
-from tierfall.core.capture.device_copies import CaptureDevices, Slab
+from tierfall.core.capture.device_copies import CaptureDevices
 from tierfall.core.capture.events import CaptureAdvanced, CaptureBegun, SaveGivenUp
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import HostRegion, ReplicaShare, Snapshot
@@ -438,7 +438,7 @@ class _LazyMode:
         self._last = None
 
 
-def _open_slab(config: Config) -> Slab | None:
+def _open_slab(config: Config) -> DeviceSlab | None:
     """Allocate the device tier's memory on the current GPU; None, with a log line, where that fails."""
     if config.device is None:
         return None

@@ -30,9 +30,9 @@ from tierfall.core.scheduler.ledger.tasks import LedgerQuery
 from tierfall.core.scheduler.workers import Workers
 from tierfall.core.types.errors import BackendError, FlushError, TierfallError
 from tierfall.core.types.values import CheckpointId, LossClass
-from tierfall.core.types.view import LossBound
+from tierfall.core.types.view import LossBound, PeerSurvival
 from tierfall.policies import defaults
-from tierfall.policies.forecast import loss_bounds
+from tierfall.policies.forecast import loss_bounds, peer_survival
 from tierfall.session.adopt import adopt_images, note_overtaken
 from tierfall.session.leftovers import Leftovers, images_in
 from tierfall.session.memory_files import MemoryFiles
@@ -124,6 +124,7 @@ class Session:
             self.journal,
             call=self.call,
             loss_bounds=self.loss_bounds,
+            peer_survival=self.peer_survival,
             step_timer=self.step_timer,
             holds=self.holds,
         )
@@ -236,6 +237,13 @@ class Session:
         """Return what each loss would cost now; on the coordinator's thread."""
         timer = self.step_timer
         return loss_bounds(self.coordinator.ledger.view(), step=timer.last, step_s=timer.step_s)
+
+    def peer_survival(self) -> PeerSurvival | None:
+        """Return which losses of nodes peer memory survives; on the coordinator's thread."""
+        attempt = self.attempt
+        if attempt is None or attempt.node_losses is None:
+            return None
+        return peer_survival(self.coordinator.ledger.view(), attempt.number, attempt.node_losses)
 
     # Reading -----------------------------------------------------------------------------------------
 

@@ -132,6 +132,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
             for source, count in lane.edge_bytes.items()
         }
         flow = _flow(coordinator, time.monotonic())
+        flow["peer_survival"] = session.peer_survival()
         return edges, session.loss_bounds(), flow
 
     edges, bounds, flow = session.call(read)

@@ -27,7 +27,7 @@ from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types import events
 from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.values import CopyState, LossClass
-from tierfall.core.types.view import LossBound, newest_surviving
+from tierfall.core.types.view import LossBound, PeerSurvival, newest_surviving
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.telemetry import metrics
 from tierfall.telemetry.event_log import wall_time
@@ -69,11 +69,12 @@ class StatusWriter:
         *,
         call: Callable[[Callable[[], Status]], Status],
         loss_bounds: Callable[[], Mapping[LossClass, LossBound]],
+        peer_survival: Callable[[], PeerSurvival | None],
         step_timer: StepTimer,
         holds: Holds,
     ) -> None:
-        """``call`` runs a function on the coordinator's thread: see ``Session``. ``loss_bounds`` is called there. What
-        ``holds`` training is logged while it lasts."""
+        """``call`` runs a function on the coordinator's thread: see ``Session``. ``loss_bounds`` and
+        ``peer_survival`` are called there. What ``holds`` training is logged while it lasts."""
         self._step_timer = step_timer
         self._began_s = time.monotonic()
         self._space = BoundedCalls()
@@ -86,6 +87,7 @@ class StatusWriter:
         self._journal = journal
         self._call = call
         self._loss_bounds = loss_bounds
+        self._peer_survival = peer_survival
         self._holds = holds
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -204,6 +206,7 @@ class StatusWriter:
             ),
             newest=newest_surviving(bounds),
             loss_bound=to_loss_status(bounds),
+            peer_survival=self._peer_survival(),
             events=self._events(),
             lost_events=self._journal.lost,
             metrics=self.metrics(bounds),

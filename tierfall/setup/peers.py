@@ -37,6 +37,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
     TierfallError,
 )
+from tierfall.core.types.view import NodeLosses
 from tierfall.policies.placement import CopyPlacement
 from tierfall.setup.nodes.placement import (
     HELPS,
@@ -56,7 +57,7 @@ logger = logging.getLogger("tierfall")
 TIMEOUT_S = 30.0
 TIMEOUT_MIN_S = 1.0
 REQUESTS_IN_MAX_WAIT = 4
-"""How often a node that is silent is asked until that is reported: by two tries of each of two calls."""
+"""A request may take this part of ``max_wait``: a silent node is asked several times before that is reported."""
 CHECKED_BYTES_MIN = 64 << 10
 """Documents are smaller."""
 PARITY, ORIGINALS = "parity", "originals"
@@ -127,6 +128,11 @@ class PeerMemory:
             listener=listener,
             parity=self._parity,
         )
+
+    @property
+    def node_losses(self) -> NodeLosses:
+        """The chances that what is saved in this start survives the loss of nodes."""
+        return (self.groups or self.placement).node_losses
 
     def _rank_of(self, node: int) -> PeerAddress:
         """Return the rank of a node that has this rank's place there."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import floor
 from typing import TYPE_CHECKING
 
 from tierfall.core.types.text import format_some
 from tierfall.core.types.units import format_duration, format_rate, format_share, format_size
 from tierfall.core.types.values import CopyState
-from tierfall.core.types.view import LossBound
+from tierfall.core.types.view import LossBound, PeerSurvival, SurvivalChance
 
 if TYPE_CHECKING:
     from tierfall.telemetry.reports import (
@@ -94,6 +95,9 @@ def describe_statistics(found: Statistics) -> str:
             for lost, bound in found.loss_bound.items()
             if (text := _lost(bound))
         ),
+        "peer memory": ""
+        if found.peer_survival is None
+        else describe_peer_survival(found.peer_survival),
         "write rate": _pairs({t: format_rate(rate) for t, rate in found.write_bytes_per_s.items()}),
         "read rate": _pairs({t: format_rate(rate) for t, rate in found.read_bytes_per_s.items()}),
         "falls behind": _pairs(
@@ -116,6 +120,27 @@ def describe_statistics(found: Statistics) -> str:
     }
     lines = (f"  {name:<{_WIDTH}}  {text}" for name, text in rows.items() if text)
     return "\n".join(["since open:", *lines])
+
+
+def describe_peer_survival(found: PeerSurvival) -> str:
+    """Format which losses of nodes a checkpoint in peer memory survives. A percentage is rounded down."""
+    nodes = "node" if found.certain == 1 else "nodes"
+    certain = (
+        f"the loss of any {found.certain} {nodes}"
+        if found.certain
+        else "no loss of a node for certain"
+    )
+    others = [
+        f"of {chance.losses} with {'' if chance.exact else 'at least '}{_share_below(chance)}"
+        for chance in found.chances
+        if chance.losses > found.certain and chance.probability
+    ]
+    where = f"{found.tier}: {found.step}@{found.attempt} survives {certain}"
+    return "; ".join([where, ", ".join(others)]) if others else where
+
+
+def _share_below(chance: SurvivalChance) -> str:
+    return f"{min(999, floor(round(chance.probability * 1000, 6))) / 10:g}%"
 
 
 def _lazy(found: Statistics) -> str:

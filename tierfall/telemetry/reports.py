@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tierfall.core.copies.chunk_reader import Fallback
 from tierfall.core.types.values import CopyState, LossClass
-from tierfall.core.types.view import LossBound
+from tierfall.core.types.view import LossBound, PeerSurvival, SurvivalChance
 from tierfall.policies.cadence import TierCadence
 from tierfall.telemetry.report_text import (
     describe_checkpoint,
@@ -24,9 +24,11 @@ __all__ = [
     "DrainReport",
     "Fallback",
     "LossBound",
+    "PeerSurvival",
     "RestoreReport",
     "ShardSource",
     "Statistics",
+    "SurvivalChance",
     "TierCadence",
 ]
 
@@ -174,6 +176,8 @@ class Statistics:
     * ``edge_bytes`` counts copied bytes, by "source->target". ``compression`` has an entry for each tier that packs.
     * ``newest`` is, per loss class, the newest step that survives such a loss now (None: none); ``loss_bound`` what
       such a failure would cost now.
+    * ``peer_survival`` is which losses of nodes the newest checkpoint in peer memory survives. None without a peer
+      tier, and after a start until it has committed a checkpoint there: nodes that kept older ones may be lost.
     * ``capture`` is how the last save in mode auto was captured, and why. ``cadence`` is when ``maybe_save`` saves.
     * ``ettr`` is the share of the time since open that made progress which is kept, by the calls of ``maybe_save``. The
       cost of saves, restores and steps that were trained again are no such progress; failures that ended an earlier
@@ -215,6 +219,7 @@ class Statistics:
     behind_s: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, int] = field(default_factory=dict)
     flush_shares: Mapping[str, float] = field(default_factory=dict)
+    peer_survival: PeerSurvival | None = None
     lost_events: int = 0
     set_aside_copies: int = 0
     bytes: int = 0

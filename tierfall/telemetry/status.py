@@ -21,7 +21,7 @@ from tierfall.core.types.errors import BackendError, IntegrityError
 from tierfall.core.types.text import members
 from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CopyState, LossClass, TierKind
-from tierfall.core.types.view import LossBound
+from tierfall.core.types.view import LossBound, PeerSurvival
 
 logger = logging.getLogger("tierfall")
 
@@ -104,7 +104,8 @@ class RunStatus(_StatusPart):
 
 class Status(RunStatus):
     """The run by one rank's process. ``newest`` is the newest step that survives each loss (None: none), ``loss_bound``
-    what each loss would cost; ``metrics`` are those of ``telemetry.metrics``, by key."""
+    what each loss would cost, ``peer_survival`` which losses of nodes peer memory survives; ``metrics`` are those of
+    ``telemetry.metrics``, by key."""
 
     wall_time_s: float
     pid: int
@@ -116,6 +117,7 @@ class Status(RunStatus):
     attempt: int | None
     newest: dict[LossClass, int | None]
     loss_bound: dict[LossClass, LossStatus | None] = {}
+    peer_survival: PeerSurvival | None = None
     events: tuple[dict[str, Any], ...] = ()
     lost_events: int = 0
     metrics: dict[str, float] = {}

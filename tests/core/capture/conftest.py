@@ -10,6 +10,7 @@ import torch.distributed as dist
 from loop_help import PATHS, Still
 
 from tests.core.capture.lazy_help import Held
+from tierfall.core.capture import copier
 from tierfall.core.image import segments as module
 
 
@@ -17,6 +18,8 @@ from tierfall.core.image import segments as module
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BATCH_BYTES", 4096)
     monkeypatch.setattr(module, "SEGMENT_BYTES", 8192)
+    monkeypatch.setattr(copier, "LAUNCH_BYTES", 4096)
+    monkeypatch.setattr(copier, "BARRIER_LAUNCH_BYTES", 16384)
 
 
 @pytest.fixture

@@ -68,10 +68,12 @@ def bytes_of_state(trainer: Trainer) -> int:
 # Without a slab --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("batches", [True, False], ids=["by address", "by tensor"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_values_before_the_step_are_captured(
-    kind: str, make_config: MakeConfig, tmp_path: Path, places: FakePlaces
+    kind: str, batches: bool, make_config: MakeConfig, tmp_path: Path, places: FakePlaces
 ) -> None:
+    places.stream.batches = batches
     trainer = Trainer(**OPTIMIZERS[kind])
     with tierfall.open(make_config(chunk="4KiB")) as ckpt:
         warmed_up(ckpt, trainer)
@@ -145,7 +147,7 @@ def test_so_many_bytes_are_under_way_and_no_bound_holds_at_the_barrier(
         )
         assert 3 <= len(stream.enqueued) - before <= 5
         ckpt._capturer._at_barrier()
-        assert len(stream.enqueued) - before > 20
+        assert len(stream.enqueued) - before > 8
         stream.free.set()
         handle.wait(timeout=PATIENCE_S)
 
@@ -431,14 +433,14 @@ def test_an_interrupt_at_the_barrier_leaves_captures_going(
 ) -> None:
     trainer = Trainer()
 
-    def interrupted(filling: ImageCopier) -> None:
+    def interrupted(filling: ImageCopier, spill: object) -> None:
         raise KeyboardInterrupt
 
     with tierfall.open(make_config(chunk="4KiB")) as ckpt:
         warmed_up(ckpt, trainer)
         held.hold()
         with monkeypatch.context() as patch:
-            patch.setattr(ImageCopier, "_spill", interrupted)
+            patch.setattr(ImageCopier, "_fill", interrupted)
             handle = lazy_save(ckpt, trainer, 2)
             with pytest.raises(KeyboardInterrupt):
                 trainer.step()
@@ -535,9 +537,11 @@ def test_a_slab_that_takes_a_part_shortens_the_wait_and_loses_nothing(
     assert_same(saved(tmp_path / "disk", 2), before)
 
 
+@pytest.mark.parametrize("batches", [True, False], ids=["by address", "by tensor"])
 def test_many_steps_through_a_slab_keep_their_own_values(
-    make_config: MakeConfig, tmp_path: Path, places: FakePlaces, slab: DeviceSlab
+    batches: bool, make_config: MakeConfig, tmp_path: Path, places: FakePlaces, slab: DeviceSlab
 ) -> None:
+    places.stream.batches = batches
     trainer = Trainer(fused=True)
     wanted = {}
     with tierfall.open(make_config(chunk="4KiB")) as ckpt:

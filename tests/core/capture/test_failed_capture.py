@@ -451,7 +451,7 @@ def test_a_blocking_capture_that_fails_raises_in_save_and_the_next_one_works(
     trainer = Trainer()
     copy = ImageCopier.copy_next
 
-    def fail(filling: ImageCopier) -> bool:
+    def fail(filling: ImageCopier, *words: Any) -> bool:
         raise RuntimeError("broken")
 
     with tierfall.open(make_config()) as ckpt:
@@ -518,7 +518,7 @@ def test_sources_off_the_host_that_cannot_be_read_fail_the_save_and_wedge_nothin
     def elsewhere(capturer: Capturer, snapshot: Snapshot, **words: Any) -> None:
         begin(capturer, snapshot, **{**words, "here": True})
 
-    def broken(filling: ImageCopier) -> None:
+    def broken(filling: ImageCopier, *words: Any) -> None:
         raise RuntimeError("the device is gone")
 
     with tierfall.open(make_config()) as ckpt:
@@ -545,7 +545,7 @@ def test_a_check_that_breaks_down_fails_the_save_whole_or_not(
 ) -> None:
     trainer = Trainer()
 
-    def broken(filling: ImageCopier) -> None:
+    def broken(filling: ImageCopier, *words: Any) -> None:
         raise error
 
     with tierfall.open(make_config()) as ckpt:
@@ -630,7 +630,7 @@ def test_a_failed_capture_keeps_no_tensor_alive(
     trainer = Trainer()
     copy = ImageCopier.copy_next
 
-    def broken(filling: ImageCopier) -> bool:
+    def broken(filling: ImageCopier, *words: Any) -> bool:
         sources = list(filling._sources._tensors)
         copy(filling)
         raise RuntimeError(f"broken after {len(sources)} tensors")

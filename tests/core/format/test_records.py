@@ -32,6 +32,7 @@ from tierfall.core.format.records import (
 )
 from tierfall.core.types.errors import IntegrityError, NotSupportedError
 from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.view import NodeLosses, SurvivalChance
 
 LINE = Lineage(
     run="gpt",
@@ -263,6 +264,40 @@ def test_a_commit_names_what_its_tier_is_still_owed_and_nothing_where_that_is_no
 def test_a_hostile_debt_is_damage(value: Any) -> None:
     with pytest.raises(IntegrityError, match="owed"):
         parse_commit(sealed({**members_of("commit"), "owed": value}), what="x")
+
+
+CHANCE = SurvivalChance(losses=2, probability=14 / 15, exact=True)
+LOSSES = NodeLosses(whole=(CHANCE,), copies=(replace(CHANCE, exact=False),))
+
+
+def test_an_attempt_with_peer_memory_has_what_it_survives() -> None:
+    assert b"node_losses" not in ATTEMPT.encode()
+    attempt = replace(ATTEMPT, node_losses=LOSSES)
+    assert parse_attempt_record(attempt.encode(), what="x") == attempt
+
+
+@pytest.mark.parametrize(
+    ("member", "values"),
+    [
+        ("losses", [*NO_NUMBER, 0]),
+        ("probability", [None, "1", True, [], {}, -0.1, 1.1, HUGE]),
+        ("exact", ["true", 1, [], {}]),
+    ],
+)
+def test_a_hostile_chance_is_damage(member: str, values: list[Any]) -> None:
+    chance = {"losses": 2, "probability": 0.5, "exact": True}
+    for value in values:
+        losses = {"whole": [{**chance, member: value}], "copies": []}
+        with pytest.raises(IntegrityError, match="disk: gpt"):
+            parse_attempt_record(
+                sealed({**members_of("attempt"), "node_losses": losses}), what="disk: gpt"
+            )
+
+
+@pytest.mark.parametrize("value", [None, [], 7, {}, {"whole": []}, {"whole": [3], "copies": []}])
+def test_hostile_chances_are_damage(value: Any) -> None:
+    with pytest.raises(IntegrityError, match=r"whole|copies|node_losses"):
+        parse_attempt_record(sealed({**members_of("attempt"), "node_losses": value}), what="x")
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 0.1, -0.0, 5e-324])

@@ -1,0 +1,67 @@
+"""One kernel that adds up many tensors on a CUDA device: torch would launch a kernel for each.
+
+A launch takes the host some 15 microseconds, with the views that it needs: for a thousand tensors, ten milliseconds of
+every save.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from tierfall.core.runtime.memory_copies import ROWS_MAX, THREADS, compile_kernel
+
+BLOCK_WORDS = 1 << 17
+"""Words of 8 bytes that one block of threads adds up."""
+_SOURCE = """
+extern "C" __global__ void add_up(
+    const unsigned long long* addresses, const long long* counts, unsigned long long* sums)
+{
+    const long long first = (long long)blockIdx.x * BLOCK_WORDS;
+    const long long count = counts[blockIdx.y];
+    if (first >= count) return;
+    const long long end = min(count, first + BLOCK_WORDS);
+    const unsigned long long* words = (const unsigned long long*)addresses[blockIdx.y];
+    unsigned long long sum = 0;
+    #pragma unroll 4
+    for (long long at = first + threadIdx.x; at < end; at += blockDim.x) sum += words[at];
+    for (int step = 16; step; step >>= 1) sum += __shfl_down_sync(0xffffffffu, sum, step);
+    if (threadIdx.x % 32 == 0) atomicAdd(sums + blockIdx.y, sum);
+}
+""".replace("BLOCK_WORDS", f"{BLOCK_WORDS}ll")
+
+
+class WordSums:
+    """The sums of ranges of device memory, as 64-bit words, modulo 2**64. The table of the ranges is sent to the device
+    when it changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ranges: tuple[list[int], list[int]] = ([], [])
+        self._table: torch.Tensor | None = None
+
+    def add_up(self, addresses: list[int], counts: list[int]) -> torch.Tensor | None:
+        """Enqueue the sums on the current stream of the device, and return them (int64); None if there are none, or
+        the device has no such kernel. ``addresses`` are multiples of 8; ``counts`` are in words."""
+        kernel = _kernel(self._device) if 0 < len(counts) <= ROWS_MAX else None
+        if kernel is None:
+            return None
+        if self._table is None or self._ranges != (addresses, counts):
+            self._table = torch.tensor([addresses, counts], dtype=torch.int64, device=self._device)
+            self._ranges = (addresses, counts)
+        sums = torch.zeros(len(counts), dtype=torch.int64, device=self._device)
+        blocks = -(-max(counts) // BLOCK_WORDS)
+        kernel((blocks, len(counts), 1), (THREADS, 1, 1), [*self._table, sums])
+        return sums
+
+
+def prepare(device: torch.device) -> None:
+    """Compile the kernel, which takes a fraction of a second."""
+    _kernel(device)
+
+
+@cache
+def _kernel(device: torch.device) -> Any:
+    return compile_kernel(_SOURCE, "add_up", device)

@@ -1,0 +1,82 @@
+"""Many copies, and many sums, in one call each: on a CUDA device; and what adds them up without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tierfall.core.runtime.memory_copies import MemoryCopies
+from tierfall.core.runtime.streams import CudaStream
+from tierfall.core.sampling import sum_kernel
+from tierfall.core.sampling.sum_kernel import WordSums
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+SIZES = (1, 7, 8, 16, 4096, (1 << 20) - 1, 1 << 20, (3 << 20) + 5)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("to", ["host", "device"])
+@pytest.mark.parametrize("shift", [0, 1, 8])
+def test_all_bytes_arrive_and_no_others(to: str, shift: int) -> None:
+    device = torch.device("cuda", 0)
+    sources = [torch.randint(1, 255, (size + shift,), dtype=torch.uint8) for size in SIZES]
+    there = [source.to(device)[shift:] for source in sources]
+    room = sum(SIZES) + 64 * len(SIZES)
+    memory = torch.zeros(room, dtype=torch.uint8, device=device if to == "device" else "cpu")
+    memory = memory if to == "device" else memory.pin_memory()
+    starts = np.cumsum([0, *(size + 64 for size in SIZES)])[:-1].astype(np.uint64)
+    stream = CudaStream(device)
+    if not stream.copies_memory(memory):
+        pytest.skip("the driver has no such call")
+    copies = MemoryCopies(
+        targets=starts + np.uint64(memory.data_ptr()),
+        sources=np.array([each.data_ptr() for each in there], dtype=np.uint64),
+        sizes=np.array(SIZES, dtype=np.uint64),
+        on_device=to == "device",
+    )
+    stream.enqueue(lambda: stream.copy_memory(copies)).wait()
+    wanted = torch.zeros(room, dtype=torch.uint8)
+    for start, source in zip(starts.tolist(), sources, strict=True):
+        wanted[start : start + len(source) - shift] = source[shift:]
+    assert torch.equal(memory.cpu(), wanted)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_the_sums_of_one_kernel_are_those_of_torch() -> None:
+    device = torch.device("cuda", 0)
+    tensors = [
+        torch.randint(-(1 << 62), 1 << 62, (count,), device=device)
+        for count in (1, 31, 33, sum_kernel.BLOCK_WORDS, 3 * sum_kernel.BLOCK_WORDS + 1)
+    ]
+    sums = WordSums(device).add_up([*map(torch.Tensor.data_ptr, tensors)], [*map(len, tensors)])
+    assert sums is not None
+    assert sums.tolist() == [int(tensor.sum()) for tensor in tensors]
+
+
+def test_the_table_of_ranges_is_sent_again_only_where_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tables: list[Any] = []
+
+    def kernel(grid: Any, block: Any, arguments: list[torch.Tensor]) -> None:
+        addresses, counts, sums = arguments
+        tables.append(addresses.data_ptr())
+        sums.copy_(addresses + counts)
+
+    monkeypatch.setattr(sum_kernel, "_kernel", lambda device: kernel)
+    words = WordSums(torch.device("cpu"))
+    for _ in range(2):
+        found = words.add_up([8, 16], [1, 2])
+        assert found is not None
+        assert found.tolist() == [9, 18]
+    again = words.add_up([8, 24], [1, 2])
+    assert again is not None
+    assert again.tolist() == [9, 26]
+    assert tables[0] == tables[1]
+    assert words.add_up([], []) is None

@@ -1,0 +1,70 @@
+"""What peer memory survives: the newest checkpoint that is committed there, and who holds its images."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierfall.core.types.values import CheckpointId, CopyState, TierKind, survives
+from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
+from tierfall.policies.forecast import peer_survival
+from tierfall.policies.placement import place_copies
+
+PLACED = place_copies([f"n{node}" for node in range(4)], 2)
+
+
+def view_of(**checkpoints: dict[str, str]) -> View:
+    """A view of checkpoints, each by its step, and what host memory, peers and a disk have of it."""
+    kinds = {"host": TierKind.HOST, "peers": TierKind.PEER, "disk": TierKind.FILE}
+    return View(
+        tiers=tuple(
+            TierRules(name=name, kind=kind, survives=survives(kind, shared=False))
+            for name, kind in kinds.items()
+        ),
+        checkpoints=tuple(
+            CheckpointView(
+                id=CheckpointId(*map(int, name.removeprefix("at_").split("_"))),
+                ordinal=1,
+                started_from=None,
+                copies={t: CopyView(state=CopyState(s), bytes=1) for t, s in copies.items()},
+            )
+            for name, copies in checkpoints.items()
+        ),
+    )
+
+
+WHOLE = {"host": "sealed", "peers": "committed"}
+
+
+@pytest.mark.parametrize(
+    ("view", "step", "certain"),
+    [
+        (view_of(at_100_2=WHOLE, at_200_2=WHOLE), 200, 2),
+        (view_of(at_100_2=WHOLE, at_200_2={"host": "sealed", "peers": "arriving"}), 100, 2),
+        (view_of(at_100_2=WHOLE, at_200_2={"host": "sealed", "disk": "committed"}), 100, 2),
+        (view_of(at_100_2=WHOLE, at_300_1=WHOLE), 100, 2),
+        (view_of(at_100_2={"peers": "committed"}, at_200_2={"host": "sealed"}), 100, 1),
+    ],
+)
+def test_the_newest_that_this_attempt_committed_there_counts(
+    view: View, step: int, certain: int
+) -> None:
+    found = peer_survival(view, 2, PLACED.node_losses)
+    assert found is not None
+    assert (found.tier, found.step, found.attempt) == ("peers", step, 2)
+    assert found.certain == certain
+    assert found.chances == (
+        PLACED.node_losses.whole if certain == 2 else PLACED.node_losses.copies
+    )
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        view_of(),
+        view_of(at_100_1=WHOLE),
+        view_of(at_100_2={"host": "sealed", "peers": "arriving"}),
+        view_of(at_100_2={"host": "sealed", "disk": "committed"}),
+    ],
+)
+def test_nothing_counts_before_the_first_commit_of_this_attempt(view: View) -> None:
+    assert peer_survival(view, 2, PLACED.node_losses) is None
