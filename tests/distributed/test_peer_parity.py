@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ MakeJob = Callable[..., Job]
 @pytest.mark.parametrize("lost", NODES)
 def test_any_node_is_lost(make_job: MakeJob, tmp_path: Path, lost: int) -> None:
     train(make_job, peers=ONE)
+    _, survives = json.loads((tmp_path / f"survives-{lost}").read_text())
+    assert (survives["step"], survives["certain"]) == (3, 1)
     lose(tmp_path, lost)
     answers = run_again(make_job, peers=ONE)
     check_resumed(answers, step=3)
