@@ -41,7 +41,12 @@ def _config(folder: str, **changes: Any) -> dict[str, Any]:
         "chunk": "64KiB",
         "interval": {"at_end": changes.pop("at_end", False), "every": 1},
         "tiers": [
-            {"name": "host", "kind": "host", "folder": str(root / f"memory-{NODE}")},
+            {
+                "name": "host",
+                "kind": "host",
+                "folder": str(root / f"memory-{NODE}"),
+                **changes.pop("host", {}),
+            },
             {
                 "name": "peers",
                 "kind": "peer",
@@ -120,16 +125,17 @@ def finish(folder: str, steps: list[int], at_end: bool = True, **changes: Any) -
 def outlast(folder: str, **changes: Any) -> dict[str, Any]:
     """Save step 1, and steps 2 and 3 while the other node does not answer to rank 0, which is in the middle of sending
     step 2; then wait until peer memory has step 3."""
-    write = PeerWriter.write
+    own = ParityWriter if "parity" in changes.get("peers", {}) else PeerWriter
+    write: Any = own.write
     sending, behind = Path(folder, "sending"), Path(folder, "behind")
 
-    def hold_up(writer: PeerWriter, offset: int, view: memoryview) -> None:
+    def hold_up(writer: Any, offset: int, view: memoryview) -> None:
         if "step-00000002" in writer._key and offset and RANK == 0 and not sending.exists():
             sending.touch()
             time.sleep(1.0)  # the other node is stopped meanwhile
         write(writer, offset, view)
 
-    PeerWriter.write = hold_up  # type: ignore[method-assign]
+    own.write = hold_up  # type: ignore[method-assign]
     with tierfall.open(config(folder, **changes)) as ckpt:
         ckpt.save(1, make_state(1)).wait("peers", 30)
         handle = ckpt.save(2, make_state(2))

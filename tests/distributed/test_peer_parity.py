@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.job import ROOT, Job
+from tests.distributed.test_peer_copies import stopped, wait_for
 
 PROGRAM = ROOT / "tests/distributed/peers_program.py"
 NODES = [0, 1, 2, 3]
@@ -144,6 +145,22 @@ def test_the_parity_of_older_checkpoints_is_deleted(
         steps = {path.parent.name for path in tmp_path.glob(f"peers-{node}/parity/**/*.parity")}
         assert "step-00000005-a0001" in steps
         assert len(steps) <= 2, "the one before may be in deletion"
+
+
+def test_a_node_that_stands_still_in_a_transfer_is_waited_for(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    """Training goes on, the handle says why, and the tier catches up once the node goes on. Memory has three images."""
+    two = {"parity": {"group": 2, "losses": 1}, "max_wait": "4s"}
+    job = make_job(2, [0, 1], program=PROGRAM)
+    job.start("outlast", max_wait="30s", peers=two, host={"capacity": "600KiB"})
+    wait_for(job, tmp_path / "sending")
+    with stopped(job, 1):
+        wait_for(job, tmp_path / "behind")
+    answers = job.wait()
+    assert answers[0]["blocked_s"] < 5, answers
+    assert "flush of 2@1 to peers failed and is still being tried" in answers[0]["why"]
+    assert "timed out" in answers[0]["why"]
 
 
 def test_parity_that_does_not_fit_says_how_much_is_lacking(
