@@ -271,6 +271,17 @@ class PeerTierConfig(FileTierConfig):
         return self.copies if self.parity is None else self.parity.losses
 
     @property
+    def nodes_min(self) -> int:
+        """With fewer nodes it cannot be."""
+        return self.copies + 1 if self.parity is None else self.parity.group
+
+    def kept_bytes(self, saved: int) -> int:
+        """How much a node keeps for others where each node saves so many bytes."""
+        if self.parity is None:
+            return saved * self.copies
+        return saved * self.losses // (self.parity.group - self.losses)
+
+    @property
     def bandwidth_bytes_per_s(self) -> int | None:
         """The most of an image that may be sent per second: each byte is sent to every node that keeps a copy."""
         limit = super().bandwidth_bytes_per_s

@@ -44,7 +44,6 @@ from tierfall.setup.nodes.placement import (
     PeerAddress,
     PeerMeeting,
     group_nodes,
-    needed_bytes,
     place_on_nodes,
     warn_of_placement,
 )
@@ -280,7 +279,7 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
     if tier is None:
         return config, None
     nodes = len(ranks.topology.nodes)
-    if nodes >= (tier.copies + 1 if tier.parity is None else tier.parity.group):
+    if nodes >= tier.nodes_min:
         bound_s = (tier.max_wait_s or config.max_wait_s) / REQUESTS_IN_MAX_WAIT
         timeout_s = min(max(bound_s, TIMEOUT_MIN_S), TIMEOUT_S)
         folder = (config.host.folder or default_folder()) / run
@@ -324,7 +323,7 @@ def _lacking_bytes(tier: PeerTierConfig) -> int:
         return 0
     files = [path for path in tier.path.rglob("*") if path.is_file()]
     there = room_for_arena(tier.path).free_bytes + sum(path.stat().st_size for path in files)
-    return max(0, needed_bytes(tier) - there)
+    return max(0, tier.kept_bytes(tier.capacity_bytes) - there)
 
 
 def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:

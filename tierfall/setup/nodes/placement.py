@@ -144,21 +144,14 @@ def warn_of_placement(
         )  # fmt: skip
     kept = f"copies: {tier.copies}" if tier.parity is None else "parity"
     for node, leader in enumerate(leaders):
-        if leader.lacks_bytes:
+        if leader.lacks_bytes and tier.capacity_bytes is not None:
             logger.warning(
                 "open: tier %s: %s lacks memory: its capacity needs %s there (%s), of which %s are not free: "
                 "saves go on, but copies may be refused: %s",
-                tier.name, _named([node], leaders), sized(needed_bytes(tier)), kept, sized(leader.lacks_bytes), HELPS,
+                tier.name, _named([node], leaders), sized(tier.kept_bytes(tier.capacity_bytes)), kept,
+                sized(leader.lacks_bytes), HELPS,
             )  # fmt: skip
 
 
 def _named(nodes: Sequence[int], leaders: Sequence[PeerAddress]) -> str:
     return format_some([f"node {node} ({leaders[node].node})" for node in nodes])
-
-
-def needed_bytes(tier: PeerTierConfig) -> int:
-    """Return what a node keeps for others, where each node saves the tier's capacity."""
-    assert tier.capacity_bytes is not None
-    if tier.parity is None:
-        return tier.capacity_bytes * tier.copies
-    return tier.capacity_bytes * tier.losses // (tier.parity.group - tier.losses)
