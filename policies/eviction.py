@@ -122,13 +122,24 @@ def reason_to_leave_memory(
             return None
         why = "it is durable below" if durable else "no tier is owed it"
         return f"{why}, and memory has room for one image only"
-    if _completes_peer_memory(view, checkpoint):
+    if _is_needed_by_a_copy(view, checkpoint) or _completes_peer_memory(view, checkpoint):
         return None
     if checkpoint.tombstoned or not waiting:
         return "oldest in memory that no lower tier still needs"
     if all(name in view.failing for name in waiting):
         return f"memory is full, and {', '.join(waiting)} does not accept copies at present"
     return None
+
+
+def _is_needed_by_a_copy(view: View, checkpoint: CheckpointView) -> bool:
+    """Return whether it is the newest live one, or pinned, on a tier whose copies are of no use without the images in
+    memory."""
+    for tier in view.tiers:
+        if tier.needs_memory and checkpoint.state(tier.name) is CopyState.COMMITTED:
+            there = [c.id for c in view.live if c.state(tier.name) is CopyState.COMMITTED]
+            if checkpoint.pinned or checkpoint.id == max(there, default=None):
+                return True
+    return False
 
 
 def _is_the_only_pinned_copy(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
@@ -148,7 +159,7 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
     ):
         return False
     for tier in view.tiers:
-        if tier.kind is TierKind.PEER and tier.name not in view.failing:
+        if tier.kind is TierKind.PEER and not tier.needs_memory and tier.name not in view.failing:
             there = [c for c in view.on(tier.name) if c.live and c.readable_on(tier.name)]
             if there and there[-1].id == checkpoint.id:
                 return True

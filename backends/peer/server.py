@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from tierfall.backends.parity.store import ParityStore
 from tierfall.backends.peer.kept import MappedWriter
 from tierfall.backends.peer.wire import (
     BUFFER_BYTES,
@@ -58,8 +59,8 @@ class PeerServer:
     """Serves from its construction until ``close``, at the address of the socket ``listener``, which it owns.
 
     ``storage`` returns the backend that keeps the objects of a sender, by its name; it is called once for each sender,
-    and ``close`` closes it.
-    ``idle_s``: a connection that is silent for longer within a payload or an answer is closed.
+    and ``close`` closes it. ``idle_s``: a connection that is silent for longer within a payload or an answer is closed.
+    ``parity`` keeps the parity of this node's group, if it has one; the caller closes it after the server.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class PeerServer:
         storage: Callable[[str], Backend],
         listener: socket.socket,
         idle_s: float = 60.0,
+        parity: ParityStore | None = None,
     ) -> None:
+        self._parity = parity
         self._secret = secret
         self._run = run
         self._storage = storage
@@ -170,7 +173,8 @@ class PeerServer:
                 connection.send({"error": _kind(error), "text": str(error)})
             return
         try:
-            _RequestHandler(connection, own, self._lock, idle_s=self._idle_s).run()
+            talk = _RequestHandler(connection, own, self._lock, self._parity, idle_s=self._idle_s)
+            talk.run()
         finally:
             self._leave(sender, session)
 
@@ -198,11 +202,18 @@ class _RequestHandler:
     """The requests of one connection."""
 
     def __init__(
-        self, connection: Connection, session: _Session, lock: threading.Lock, *, idle_s: float
+        self,
+        connection: Connection,
+        session: _Session,
+        lock: threading.Lock,
+        parity: ParityStore | None,
+        *,
+        idle_s: float,
     ) -> None:
         self._connection = connection
         self._session = session
         self._lock = lock
+        self._parity = parity
         self._idle_s = idle_s
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._listing: tuple[str, str, Iterator[StoredObject]] | None = None
@@ -216,6 +227,7 @@ class _RequestHandler:
             "delete": self._delete,
             "delete_some": self._delete_some,
             "discard": self._discard,
+            **({} if parity is None else parity.operations),
         }
 
     def run(self) -> None:
@@ -235,6 +247,8 @@ class _RequestHandler:
         operation = head.get("do")
         if operation == "write":
             return self._write(head, length), None
+        if operation == "parity_fold":
+            return self._fold(head, length), None
         if length:
             raise WireError(f"{operation!r} comes with bytes")
         if operation == "read":
@@ -286,6 +300,15 @@ class _RequestHandler:
         failure = self._connection.take(length, self._buffer, use)
         if failure is not None:
             raise failure
+        return {"value": None}
+
+    def _fold(self, head: Head, length: int) -> Head:
+        """Add a block to parity. It is added whole, after its digest was compared: it could not be taken out again."""
+        if self._parity is None or length > BUFFER_BYTES:
+            raise WireError(f"a block of parity of {length} bytes")
+        block = self._buffer[:length]
+        self._connection.fill(block)
+        self._parity.fold(head, block)
         return {"value": None}
 
     def _publish(self, head: Head) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,12 @@ import tierfall
 from tests.distributed import program
 from tests.distributed.program import NODE, RANK, main, same
 from tierfall.backends.peer.backend import PeerWriter
+from tierfall.backends.peer.parity import ParityWriter
+from tierfall.backends.toolkit.base import WriterBase
 from tierfall.setup import peers
+
+BLOCK_BYTES = 4 << 10
+"""Of parity: so small that an image has blocks in many stripes."""
 
 
 def config(folder: str, without: str = "", **changes: Any) -> dict[str, Any]:
@@ -26,6 +31,7 @@ def config(folder: str, without: str = "", **changes: Any) -> dict[str, Any]:
 
 
 def _config(folder: str, **changes: Any) -> dict[str, Any]:
+    peers.BLOCK_BYTES = BLOCK_BYTES
     root = Path(folder)
     peer = changes.pop("peers", {})
     if "domains" in peer:
@@ -36,7 +42,12 @@ def _config(folder: str, **changes: Any) -> dict[str, Any]:
         "chunk": "64KiB",
         "interval": {"at_end": changes.pop("at_end", False), "every": 1},
         "tiers": [
-            {"name": "host", "kind": "host", "folder": str(root / f"memory-{NODE}")},
+            {
+                "name": "host",
+                "kind": "host",
+                "folder": str(root / f"memory-{NODE}"),
+                **changes.pop("host", {}),
+            },
             {
                 "name": "peers",
                 "kind": "peer",
@@ -61,19 +72,26 @@ def make_state(step: int) -> dict[str, Any]:
     return {**program.make_state(step), "step": torch.full((1,), float(step))}
 
 
-def train(folder: str, steps: list[int], wait: str = "", stuck: int = 0, **changes: Any) -> None:
+def train(
+    folder: str,
+    steps: list[int],
+    wait: str = "",
+    stuck: int = 0,
+    after: Sequence[int] = (),
+    **changes: Any,
+) -> None:
     """Go on from where the run is, and save these steps to peer memory; then wait to be killed. The copies of step
-    ``stuck`` to peer memory do not end on rank 0; step 2 is on the tier ``wait``, too. ``survives-RANK`` has what peer
-    memory survives, before the first save and at the end."""
+    ``stuck`` to peer memory do not end on rank 0, and the steps ``after`` are saved meanwhile; step 2 is on the tier
+    ``wait``, too. ``survives-RANK`` has what peer memory survives, before the first save and at the end."""
     dist.init_process_group("gloo")
-    publish = PeerWriter.publish
+    publish = WriterBase.publish
 
-    def stick(writer: PeerWriter) -> None:
+    def stick(writer: WriterBase) -> None:
         if f"step-{stuck:08d}" in writer._key and RANK == 0:
             time.sleep(600)
         publish(writer)
 
-    PeerWriter.publish = stick  # type: ignore[method-assign]
+    PeerWriter.publish = ParityWriter.publish = stick  # type: ignore[method-assign, assignment]
     with tierfall.open(config(folder, **changes)) as ckpt:
         ckpt.restore(make_state(0))
         first = ckpt.statistics().peer_survival
@@ -82,7 +100,9 @@ def train(folder: str, steps: list[int], wait: str = "", stuck: int = 0, **chang
             ckpt.wait_captured()
             if step == stuck:
                 time.sleep(1.0)  # the other ranks' copies arrive
-                ckpt.save(step + 1, make_state(step + 1))  # memory has no room for it
+                for later in after:
+                    ckpt.save(later, make_state(later))
+                    ckpt.wait_captured()
                 break
             handle.wait("peers", 30)
             if wait and step == 2:
@@ -124,16 +144,17 @@ def go_on(folder: str, saved: str, **changes: Any) -> None:
 def outlast(folder: str, **changes: Any) -> dict[str, Any]:
     """Save step 1, and steps 2 and 3 while the other node does not answer to rank 0, which is in the middle of sending
     step 2; then wait until peer memory has step 3."""
-    write = PeerWriter.write
+    own = ParityWriter if "parity" in changes.get("peers", {}) else PeerWriter
+    write: Any = own.write
     sending, behind = Path(folder, "sending"), Path(folder, "behind")
 
-    def hold_up(writer: PeerWriter, offset: int, view: memoryview) -> None:
+    def hold_up(writer: Any, offset: int, view: memoryview) -> None:
         if "step-00000002" in writer._key and offset and RANK == 0 and not sending.exists():
             sending.touch()
             time.sleep(1.0)  # the other node is stopped meanwhile
         write(writer, offset, view)
 
-    PeerWriter.write = hold_up  # type: ignore[method-assign]
+    own.write = hold_up  # type: ignore[method-assign]
     with tierfall.open(config(folder, **changes)) as ckpt:
         ckpt.save(1, make_state(1)).wait("peers", 30)
         handle = ckpt.save(2, make_state(2))
@@ -161,7 +182,7 @@ def wait_until(holds: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def short_of_memory(folder: str, on: int, free: int) -> dict[str, Any]:
+def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str, Any]:
     """Save two steps, while the memory that is free on rank ``on`` is ``free`` bytes."""
     if on == RANK:
         measure = peers.room_for_arena
@@ -170,7 +191,8 @@ def short_of_memory(folder: str, on: int, free: int) -> dict[str, Any]:
             return replace(measure(place), file_system_free_bytes=free)
 
         peers.room_for_arena = little  # type: ignore[assignment]
-    with tierfall.open(config(folder, pfs={"flush": {"every": 1}}, max_wait="3s")) as ckpt:
+    stored = {"flush": {"every": 1}}
+    with tierfall.open(config(folder, pfs=stored, max_wait="3s", **changes)) as ckpt:
         why = ""
         for step in (1, 2):
             handle = ckpt.save(step, make_state(step))
@@ -185,10 +207,10 @@ def resume(folder: str, **changes: Any) -> dict[str, Any] | None:
     return _resume(folder, make_state(0), same, **changes)
 
 
-def resume_any(folder: str) -> dict[str, Any] | None:
+def resume_any(folder: str, **changes: Any) -> dict[str, Any] | None:
     """Restore, of what another number of ranks saved, a tensor that each rank had a part of."""
     state = {"step": torch.zeros(1)}
-    return _resume(folder, state, lambda one, other: one["step"].item() == 3, only=["step"])
+    return _resume(folder, state, lambda one, other: one["step"].item() == 3, ["step"], **changes)
 
 
 def _resume(

@@ -124,7 +124,9 @@ def test_the_node_that_is_left_flushes_what_it_keeps_of_a_lost_one(
 def test_a_kill_in_mid_transfer_leaves_the_checkpoint_before(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    job = make_job(4, [0, 1, 2, 3], program=PROGRAM).start("train", steps=[1, 2, 3], stuck=3)
+    job = make_job(4, [0, 1, 2, 3], program=PROGRAM).start(
+        "train", steps=[1, 2, 3], stuck=3, after=[4]
+    )
     job.wait_ready()
     job.kill()
     for kept in ("memory", "peers"):

@@ -6,14 +6,18 @@ import logging
 import os
 import secrets
 import socket
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from tierfall.backends.parity.rebuild import NodeMemory
+from tierfall.backends.parity.store import ParityStore
+from tierfall.backends.parity.stripes import ParityGeometry
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles
+from tierfall.backends.peer.parity import BLOCK_BYTES, GroupMember, ParityBackend, ParityGroup
 from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.view import PeerView
 from tierfall.backends.peer.wire import SECRET_BYTES
@@ -22,21 +26,36 @@ from tierfall.backends.toolkit.base import describe
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.config import Config, PeerTierConfig
 from tierfall.config.tiers import NODE_SPREAD
-from tierfall.core.ranks.domains import VARIABLE, NodeDomain, find_domain, node_name
-from tierfall.core.ranks.messages import Message
+from tierfall.core.ranks.domains import NodeDomain, find_domain, node_name
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import CallResult
 from tierfall.core.types.backend import Backend, Publish, Writer
 from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
+    KeyExistsError,
     RanksError,
     StorageFullError,
     TierfallError,
 )
-from tierfall.core.types.text import format_some
-from tierfall.policies.placement import CopyPlacement, place_copies
-from tierfall.tiers.arena.folder import is_in_memory, prepare_folder, room_for_arena, sized
+from tierfall.core.types.view import NodeLosses
+from tierfall.policies.placement import CopyPlacement
+from tierfall.setup.nodes.placement import (
+    HELPS,
+    PeerAddress,
+    PeerMeeting,
+    group_nodes,
+    place_on_nodes,
+    warn_of_placement,
+)
+from tierfall.tiers.arena.folder import (
+    default_folder,
+    is_in_memory,
+    prepare_folder,
+    room_for_arena,
+    sized,
+)
+from tierfall.tiers.originals import HostOriginals
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -47,10 +66,9 @@ REQUESTS_IN_MAX_WAIT = 4
 """A request may take this part of ``max_wait``: a silent node is asked several times before that is reported."""
 CHECKED_BYTES_MIN = 64 << 10
 """Documents are smaller."""
-_HELPS = (
-    "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container), set the tier's path to a "
-    "larger file system in memory, or have fewer copies"
-)
+PARITY, ORIGINALS = "parity", "originals"
+"""Names of senders that read what a node has: no node is called so."""
+_PARITY_FOLDER, _ID_NAME = "parity", "memory-id"
 
 CallTiers = Callable[
     [Iterable[StoredTier], Callable[[StoredTier], None]], Mapping[str, CallResult[None]]
@@ -58,55 +76,50 @@ CallTiers = Callable[
 """Makes a call of several tiers, each within its bound."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerAddress(Message):
-    """Where a rank serves its node's memory; the name and the failure domain of its node, and where that is known from;
-    and how much of the tier's ``capacity`` has no room there, in bytes. Or the ``error`` that keeps it from serving."""
-
-    host: str = ""
-    port: int = 0
-    node: str = ""
-    domain: str = ""
-    source: str = ""
-    lacks_bytes: int = 0
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerMeeting(Message):
-    """The addresses of all ranks, by rank, and the secret that only ranks of this start know."""
-
-    addresses: tuple[PeerAddress, ...]
-    secret: str = field(repr=False)
-
-
 class PeerMemory:
     """What this rank serves, and the nodes that keep what this node writes. ``placement`` has, by node, the nodes that
     keep its images. ``close`` ends the service."""
 
     def __init__(
-        self, tier: PeerTierConfig, run: str, ranks: Ranks, *, timeout_s: float = TIMEOUT_S
+        self,
+        tier: PeerTierConfig,
+        run: str,
+        ranks: Ranks,
+        *,
+        originals: Path,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Meet the other ranks; all make this call. ``timeout_s``: how long another node may be silent in a request.
-        Raises RanksError, and ConfigError where the copies cannot be placed."""
+        """Meet the other ranks; all make this call. ``originals``: the folder of this node's images in host memory.
+        ``timeout_s``: how long another node may be silent in a request. Raises RanksError, and ConfigError where the
+        copies cannot be placed."""
         self._tier, self._run, self._timeout_s = tier, run, timeout_s
+        self._originals = HostOriginals(originals, run)
+        self._parity: ParityStore | None = None
         listener = socket.create_server(("", 0), backlog=128)
         try:
             mine = _describe_self(tier, listener.getsockname()[1])
+            if tier.parity is not None and not mine.error:
+                mine, self._parity = _begin_parity(tier, mine)
             meeting = ranks.agree("open: peer memory", mine, _merge, PeerMeeting)
             topology, addresses = ranks.topology, meeting.addresses
             leaders = [addresses[node[0]] for node in topology.nodes]
-            self.placement: CopyPlacement = _place(tier, leaders)
+            self.groups = group_nodes(tier, leaders, topology) if tier.parity is not None else None
+            self.placement: CopyPlacement = (
+                place_on_nodes(tier, leaders) if self.groups is None else self.groups.documents
+            )
             if topology.is_root:
-                _warn(tier, leaders, self.placement)
-            self._kept = [prepare_folder(tier.path / str(n)) for n in range(tier.copies + 1)]
+                warn_of_placement(tier, leaders, self.placement, self.groups)
+            self._kept = [prepare_folder(tier.path / str(n)) for n in range(tier.losses + 1)]
         except BaseException:
             listener.close()
+            if self._parity is not None:
+                self._parity.close()
             raise
+        self._nodes = [[addresses[rank] for rank in node] for node in topology.nodes]
+        self._node, self._local_index = topology.node, ranks.local_index
         self._secret = bytes.fromhex(meeting.secret)
         self._keepers = [
-            addresses[_with_local_index(topology.nodes[keeper], ranks.local_index)]
-            for keeper in self.placement.holders[topology.node][1:]
+            self._rank_of(keeper) for keeper in self.placement.holders[topology.node][1:]
         ]
         self._sender = _sender(topology.node)
         self._copy_of = {
@@ -115,34 +128,79 @@ class PeerMemory:
             if topology.node in holders[1:]
         }
         self._server = PeerServer(
-            secret=self._secret, run=run, storage=self._open_kept_for, listener=listener
+            secret=self._secret,
+            run=run,
+            storage=self._open_kept_for,
+            listener=listener,
+            parity=self._parity,
         )
 
+    @property
+    def node_losses(self) -> NodeLosses:
+        """The chances that what is saved in this start survives the loss of nodes."""
+        return (self.groups or self.placement).node_losses
+
+    def _rank_of(self, node: int) -> PeerAddress:
+        """Return the rank of a node that has this rank's place there."""
+        ranks = self._nodes[node]
+        return ranks[self._local_index % len(ranks)]
+
     def _open_kept_for(self, sender: str) -> Backend:
-        """Open the folder of what a node sends: that of the number of its copy, which no other node has in a start."""
+        """Open the folder of what a node sends: that of the number of its copy, which no other node has in a start. Or
+        what any node may read: parity, and the images of this node."""
+        if self._parity is not None and sender == PARITY:
+            return PosixBackend(_parity_folder(self._tier), direct_io=False)
+        if self._parity is not None and sender == ORIGINALS:
+            return self._originals
         copy = self._copy_of.get(sender)
         if copy is None:
             raise BackendError(f"no copy of what {sender} saves is placed here")
         return RoomCheck(_open_kept(self._kept[copy]))
 
-    def open_backend(self) -> PeerView:
+    def open_backend(self) -> PeerView | ParityBackend:
         """Open what this node sees of the tier."""
-        remotes = [
-            PeerBackend(
-                (keeper.host, keeper.port),
-                secret=self._secret,
-                run=self._run,
-                sender=self._sender,
-                timeout_s=self._timeout_s,
-            )
-            for keeper in self._keepers
+        remotes = [self._connect(keeper, self._sender) for keeper in self._keepers]
+        kept = [PosixBackend(folder, direct_io=False) for folder in kept_folders(self._tier.path)]
+        documents = PeerView(kept, remotes)
+        if self.groups is None:
+            return documents
+        ranks = [self._rank_of(node) for node in range(len(self._nodes))]
+        parity = [self._connect(rank, PARITY) for rank in ranks]
+        nodes = {
+            rank.memory_id: NodeMemory(one, self._connect(rank, ORIGINALS))
+            for rank, one in zip(ranks, parity, strict=True)
+        }
+        group = self.groups.of(self._node)
+        members = [
+            GroupMember(ranks[node].memory_id, ranks[node].store, parity[node]) for node in group
         ]
-        kept = kept_folders(self._tier.path)
-        return PeerView([PosixBackend(folder, direct_io=False) for folder in kept], remotes)
+        return ParityBackend(
+            documents,
+            ParityGroup(
+                tuple(members),
+                group.index(self._node),
+                f"{self._local_index:05d}",
+                ParityGeometry(len(group), self._tier.losses, BLOCK_BYTES),
+            ),
+            kept=PosixBackend(_parity_folder(self._tier), direct_io=False),
+            nodes=nodes,
+        )
+
+    def _connect(self, rank: PeerAddress, sender: str) -> PeerBackend:
+        return PeerBackend(
+            (rank.host, rank.port),
+            secret=self._secret,
+            run=self._run,
+            sender=sender,
+            timeout_s=self._timeout_s,
+        )
 
     def close(self) -> None:
         """Stop serving. What is kept for others stays, for the next start."""
         self._server.close()
+        self._originals.close()  # or memory that is given back would stay mapped
+        if self._parity is not None:
+            self._parity.close()
 
     def release(self, stores: Mapping[str, StoredTier], call: CallTiers) -> None:
         """Delete what this node has written to other nodes' memory, and what it keeps of earlier attempts: all is
@@ -170,14 +228,21 @@ class RoomCheck(Wrapper):
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
         if length is not None and length >= CHECKED_BYTES_MIN:
-            room = room_for_arena(Path(self.place))
             reused_bytes = self._inner.spare_bytes if isinstance(self._inner, KeptFiles) else 0
-            if length > room.free_bytes + reused_bytes:
-                raise StorageFullError(
-                    f"{describe('create', key, self.place)}: it needs {sized(length)}, and {sized(room.free_bytes)} "
-                    f"are free for it on {node_name()}: {_HELPS}"
-                )
+            try:
+                _check_room(Path(self.place), length, reused_bytes)
+            except StorageFullError as error:
+                raise StorageFullError(f"{describe('create', key, self.place)}: {error}") from None
         return super().create(key, length=length, length_max=length_max, publish=publish)
+
+
+def _check_room(folder: Path, size: int, reused_bytes: int = 0) -> None:
+    """Raise StorageFullError where so many bytes do not fit into the memory that is free, or is used again."""
+    room = room_for_arena(folder)
+    if size > room.free_bytes + reused_bytes:
+        raise StorageFullError(
+            f"it needs {sized(size)}, and {sized(room.free_bytes)} are free for it on {node_name()}: {HELPS}"
+        )
 
 
 def kept_folders(path: Path) -> list[Path]:
@@ -198,11 +263,13 @@ def view_kept(path: Path) -> PeerView:
 
 def seen_by_one(config: Config) -> Config:
     """Return the configuration for a process that does not meet the other nodes: of peer memory it reads what this node
-    keeps, if anything."""
+    keeps, if anything. Of parity alone nothing can be read."""
     tier = config.peers
     if tier is None:
         return config
-    return config.reading_only([tier.name]) if tier.path.exists() else config.without(tier.name)
+    if tier.path.exists() and tier.parity is None:
+        return config.reading_only([tier.name])
+    return config.without(tier.name)
 
 
 def close_peers(peers: PeerMemory | None) -> None:
@@ -220,10 +287,17 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
     if tier is None:
         return config, None
     nodes = len(ranks.topology.nodes)
-    if nodes > tier.copies:
+    if nodes >= tier.nodes_min:
         bound_s = (tier.max_wait_s or config.max_wait_s) / REQUESTS_IN_MAX_WAIT
         timeout_s = min(max(bound_s, TIMEOUT_MIN_S), TIMEOUT_S)
-        return config, PeerMemory(tier, run, ranks, timeout_s=timeout_s)
+        folder = (config.host.folder or default_folder()) / run
+        peers = PeerMemory(tier, run, ranks, originals=folder, timeout_s=timeout_s)
+        return config, peers
+    if nodes > 1 and tier.parity is not None:
+        raise ConfigError(
+            f"open: tier {tier.name}: parity.group is {tier.parity.group}, and there are {nodes} nodes. Start on at "
+            f"least {tier.parity.group} nodes, or set parity.group to {nodes} or less"
+        )
     if nodes > 1:
         raise ConfigError(
             f"open: tier {tier.name}: copies is {tier.copies}, and there are {nodes} nodes: each copy is on another "
@@ -256,11 +330,10 @@ def _lacking_bytes(tier: PeerTierConfig) -> int:
     if tier.capacity_bytes is None:
         return 0
     files = [path.stat() for path in tier.path.rglob("*") if path.is_file()]
-    kept = {
-        status.st_ino: status.st_size for status in files
-    }  # after a kill a file may have two names
+    # After a kill a file may have two names.
+    kept = {status.st_ino: status.st_size for status in files}
     there = room_for_arena(tier.path).free_bytes + sum(kept.values())
-    return max(0, tier.capacity_bytes * tier.copies - there)
+    return max(0, tier.kept_bytes(tier.capacity_bytes) - there)
 
 
 def _open_kept(path: Path) -> Backend:
@@ -277,65 +350,35 @@ def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
     return PeerMeeting(addresses=addresses, secret=secrets.token_hex(SECRET_BYTES))
 
 
-def _place(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> CopyPlacement:
-    """Place the copies, by the first rank of each node. Raises ConfigError, the same on all ranks."""
-    if tier.spread == NODE_SPREAD:
-        return place_copies([str(node) for node in range(len(leaders))], tier.copies)
-    of = f"open: tier {tier.name}: spread is {tier.spread}"
-    unknown = [node for node, leader in enumerate(leaders) if not leader.domain]
-    if unknown:
-        raise ConfigError(
-            f"{of}, and the {tier.spread} of {_named(unknown, leaders)} is not known: set {VARIABLE} on each node, or "
-            f"domains to a file with a line 'HOSTNAME {tier.spread.upper()}' for each; Slurm tells it only where it "
-            "knows the network's topology"
-        )
-    sources = {leader.source: node for node, leader in enumerate(leaders)}
-    if len(sources) > 1:
-        by = " and ".join(f"{source} on {_named([n], leaders)}" for source, n in sources.items())
-        raise ConfigError(f"{of}, and it is given by {by}: names are compared, so give all by one")
-    domains = [leader.domain for leader in leaders]
-    if len(set(domains)) <= tier.copies:
-        raise ConfigError(
-            f"{of}, copies is {tier.copies}, and {len(domains)} nodes are in {len(set(domains))} "
-            f"({format_some(sorted(set(domains)))}): no two of {tier.copies + 1} nodes with an image may be in the "
-            f"same. Start in more, set copies to less, or spread to node"
-        )
-    return place_copies(domains, tier.copies)
+def _begin_parity(
+    tier: PeerTierConfig, mine: PeerAddress
+) -> tuple[PeerAddress, ParityStore | None]:
+    """Begin to keep parity; return the address with its ids, or with the error that prevents it."""
+    try:
+        folder = prepare_folder(_parity_folder(tier))
+        memory_id = _memory_id(tier.path)
+        store = ParityStore(folder, check_room=partial(_check_room, folder))
+    except TierfallError as error:
+        return PeerAddress(error=f"tier {tier.name}: {error}"), None
+    return replace(mine, store=store.id, memory_id=memory_id), store
 
 
-def _warn(tier: PeerTierConfig, leaders: Sequence[PeerAddress], placement: CopyPlacement) -> None:
-    """Log what the placement does not give, and where memory is short."""
-    unused = "domains" if tier.domains is not None else VARIABLE if os.environ.get(VARIABLE) else ""
-    if unused and tier.spread == NODE_SPREAD:
-        logger.warning(
-            "open: tier %s: %s is set, and spread is node, so that all copies may be in one domain: set spread to what "
-            "it names, such as rack", tier.name, unused,
-        )  # fmt: skip
-    if placement.crowded:
-        largest, count = Counter(leader.domain for leader in leaders).most_common(1)[0]
-        logger.warning(
-            "open: tier %s: copies of %s share a %s with another, so that its loss may cost more than one: %d of %d "
-            "nodes are in %s, and with copies: %d no %s may have more than %d for all to be apart",
-            tier.name, _named(placement.crowded, leaders), tier.spread, count, len(leaders), largest, tier.copies,
-            tier.spread, len(leaders) // (tier.copies + 1),
-        )  # fmt: skip
-    for node, leader in enumerate(leaders):
-        if leader.lacks_bytes:
-            assert tier.capacity_bytes is not None
-            logger.warning(
-                "open: tier %s: %s lacks memory: its capacity needs %s there (copies: %d), of which %s are not free: "
-                "saves go on, but copies may be refused: %s",
-                tier.name, _named([node], leaders), sized(tier.capacity_bytes * tier.copies), tier.copies,
-                sized(leader.lacks_bytes), _HELPS,
-            )  # fmt: skip
+def _parity_folder(tier: PeerTierConfig) -> Path:
+    return tier.path / _PARITY_FOLDER
 
 
-def _named(nodes: Sequence[int], leaders: Sequence[PeerAddress]) -> str:
-    return format_some([f"node {node} ({leaders[node].node})" for node in nodes])
-
-
-def _with_local_index(ranks: Sequence[int], index: int) -> int:
-    return ranks[index % len(ranks)]
+def _memory_id(folder: Path) -> str:
+    """Return the random id of this node's memory, made by the first rank that asks; it is as long-lived as what is kept
+    there."""
+    with closing(PosixBackend(folder, direct_io=False)) as backend:
+        with suppress(KeyExistsError):
+            id = secrets.token_hex(16).encode()
+            with backend.create(_ID_NAME, length=len(id), publish=Publish.IF_ABSENT) as writer:
+                writer.write(0, memoryview(id))
+                writer.publish()
+        data = bytearray(32)
+        backend.read_into(_ID_NAME, 0, memoryview(data))
+        return data.decode("ascii")
 
 
 def _sender(node: int) -> str:

@@ -1,0 +1,197 @@
+"""Jobs with parity in peer memory: as many nodes of a group may be lost as it is for, without a read from storage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.job import ROOT, Job
+from tests.distributed.test_peer_copies import stopped, wait_for
+
+PROGRAM = ROOT / "tests/distributed/peers_program.py"
+NODES = [0, 1, 2, 3]
+ONE = {"parity": {"group": 4, "losses": 1}}
+TWO = {"parity": {"group": 4, "losses": 2}}
+SELDOM = {"flush": {"every": 100}}
+STORED = {"flush": {"every": 2}}
+"""Step 2 is on storage, too, and step 3 in memory alone."""
+
+MakeJob = Callable[..., Job]
+
+
+@pytest.mark.parametrize("lost", NODES)
+def test_any_node_is_lost(make_job: MakeJob, tmp_path: Path, lost: int) -> None:
+    train(make_job, peers=ONE)
+    _, survives = json.loads((tmp_path / f"survives-{lost}").read_text())
+    assert (survives["step"], survives["certain"]) == (3, 1)
+    lose(tmp_path, lost)
+    answers = run_again(make_job, peers=ONE)
+    check_resumed(answers, step=3)
+    assert answers[lost]["tiers"].keys() == {"peers"}, answers
+
+
+@pytest.mark.parametrize("lost", [(0, 1), (1, 3)])
+def test_any_two_nodes_are_lost(make_job: MakeJob, tmp_path: Path, lost: tuple[int, int]) -> None:
+    train(make_job, peers=TWO)
+    for node in lost:
+        lose(tmp_path, node)
+    check_resumed(run_again(make_job, peers=TWO), step=3)
+
+
+def test_more_nodes_than_that_cost_the_steps_since_storage(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    train(make_job, peers=ONE)
+    for node in (1, 2):
+        lose(tmp_path, node)
+    answers = run_again(make_job, peers=ONE)
+    check_resumed(answers, step=2, reads="pfs")
+
+
+def test_parity_takes_its_share_of_an_image(make_job: MakeJob, tmp_path: Path) -> None:
+    """No copy of an image is in any node's memory but its own's. Parity of 1 / 3 of the image is on each."""
+    train(make_job, peers=ONE)
+    assert not list(tmp_path.glob("peers-*/**/*.safetensors"))
+    for node in NODES:
+        newest = max(tmp_path.glob(f"peers-{node}/parity/many/step-*/*.parity"))
+        image = next(tmp_path.glob("pfs/many/step-*/rank-00000-*.safetensors")).stat().st_size
+        assert abs(newest.stat().st_size - image / 3) <= 4096  # a block of the program
+
+
+def test_a_node_that_is_lost_while_training_goes_on(make_job: MakeJob, tmp_path: Path) -> None:
+    """Its images are restored, also where the next start saves and is killed again, with another node lost."""
+    train(make_job, peers=ONE)
+    lose(tmp_path, 1)
+    job = make_job(4, NODES, program=PROGRAM).start("train", steps=[4, 5], pfs=STORED, peers=ONE)
+    job.wait_ready()
+    job.kill()
+    lose(tmp_path, 2)
+    check_resumed(run_again(make_job, peers=ONE), step=5)
+
+
+def test_a_kill_in_mid_transfer_leaves_the_checkpoint_before(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    """Its images are still in memory, too, though newer ones need room there: its parity is of no use without them."""
+    job = make_job(4, NODES, program=PROGRAM)
+    more = {"pfs": SELDOM, "peers": ONE, "max_wait": "1s"}
+    job.start("train", steps=[1, 2, 3], stuck=3, after=[4, 5], **more).wait_ready()
+    job.kill()
+    lose(tmp_path, 1)
+    check_resumed(run_again(make_job, peers=ONE), step=2)
+
+
+def test_several_ranks_of_a_node(make_job: MakeJob, tmp_path: Path) -> None:
+    """Ranks with the same place on their nodes keep the parity of each other's images."""
+    two = {"parity": {"group": 2, "losses": 1}}
+    job = make_job(4, [0, 0, 1, 1], program=PROGRAM)
+    job.start("train", steps=[1, 2, 3], wait="pfs", pfs=STORED, peers=two).wait_ready()
+    job.kill()
+    lose(tmp_path, 0)
+    answers = make_job(4, [0, 0, 1, 1], program=PROGRAM).run("resume", pfs=STORED, peers=two)
+    check_resumed(answers, step=3)
+    assert [set(answer["tiers"]) for answer in answers[:2]] == [{"peers"}] * 2
+
+
+def test_fewer_nodes_go_on(make_job: MakeJob, tmp_path: Path) -> None:
+    """The groups of the next start are other ones; what the earlier ones keep is rebuilt by theirs."""
+    train(make_job, peers=ONE)
+    lose(tmp_path, 3)
+    job = make_job(3, [0, 1, 2], program=PROGRAM)
+    smaller = {"parity": {"group": 3, "losses": 1}}
+    answers = job.run("resume_any", pfs=STORED, peers=smaller)
+    assert [answer.get("step") for answer in answers] == [3] * 3, answers
+    assert all(answer["good"] and "pfs" not in answer["tiers"] for answer in answers)
+
+
+def test_the_memory_of_two_machines_is_exchanged(make_job: MakeJob, tmp_path: Path) -> None:
+    """The ranks come to other machines than before, and one machine is lost."""
+    train(make_job, peers=ONE)
+    for kept in ("memory", "peers"):
+        (tmp_path / f"{kept}-1").rename(tmp_path / "aside")
+        (tmp_path / f"{kept}-2").rename(tmp_path / f"{kept}-1")
+        (tmp_path / "aside").rename(tmp_path / f"{kept}-2")
+    lose(tmp_path, 1)
+    check_resumed(run_again(make_job, peers=ONE), step=3)
+
+
+@pytest.mark.parametrize("nodes", [NODES, [0, 0, 1, 1]])
+def test_a_clean_close_frees_the_memory_of_all_nodes(
+    make_job: MakeJob, tmp_path: Path, nodes: list[int]
+) -> None:
+    parity = {"parity": {"group": len(set(nodes)), "losses": 1}}
+    job = make_job(4, nodes, program=PROGRAM)
+    assert job.run("finish", steps=[1, 2, 3, 4], pfs=STORED, peers=parity) == [4] * 4
+    left = [path for path in tmp_path.glob("peers-*/**/*") if "step-" in str(path)]
+    assert left == []
+    job = make_job(4, nodes, program=PROGRAM)
+    check_resumed(job.run("resume", pfs=STORED, peers=parity), step=4, reads="pfs")
+
+
+@pytest.mark.parametrize("nodes", [NODES, [0, 0, 1, 1]])
+def test_the_parity_of_older_checkpoints_is_deleted(
+    make_job: MakeJob, tmp_path: Path, nodes: list[int]
+) -> None:
+    parity = {"parity": {"group": len(set(nodes)), "losses": 1}}
+    job = make_job(4, nodes, program=PROGRAM)
+    job.start("train", steps=[1, 2, 3, 4, 5], pfs=SELDOM, peers=parity).wait_ready()
+    job.kill()
+    for node in set(nodes):
+        steps = {path.parent.name for path in tmp_path.glob(f"peers-{node}/parity/**/*.parity")}
+        assert "step-00000005-a0001" in steps
+        assert len(steps) <= 2, "the one before may be in deletion"
+
+
+def test_a_node_that_stands_still_in_a_transfer_is_waited_for(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    """Training goes on, the handle says why, and the tier catches up once the node goes on. Memory has three images."""
+    two = {"parity": {"group": 2, "losses": 1}, "max_wait": "4s"}
+    job = make_job(2, [0, 1], program=PROGRAM)
+    job.start("outlast", max_wait="30s", peers=two, host={"capacity": "600KiB"})
+    wait_for(job, tmp_path / "sending")
+    with stopped(job, 1):
+        wait_for(job, tmp_path / "behind")
+    answers = job.wait()
+    assert answers[0]["blocked_s"] < 5, answers
+    assert "flush of 2@1 to peers failed and is still being tried" in answers[0]["why"]
+    assert "timed out" in answers[0]["why"]
+
+
+def test_parity_that_does_not_fit_says_how_much_is_lacking(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    two = {"parity": {"group": 2, "losses": 1}}
+    job = make_job(2, [0, 1], program=PROGRAM)
+    answers = job.run("short_of_memory", on=1, free=50_000, peers=two)
+    assert "it needs 142 KiB (145540 bytes)" in answers[0]["why"], answers
+    assert [answer["stored"] for answer in answers] == [[1, 2], [1, 2]]
+
+
+def train(make_job: MakeJob, **given: Any) -> None:
+    """Save steps 1 to 3 on four nodes, step 2 to storage, too, and kill all."""
+    job = make_job(4, NODES, program=PROGRAM)
+    job.start("train", steps=[1, 2, 3], wait="pfs", pfs=STORED, **given).wait_ready()
+    job.kill()
+
+
+def lose(folder: Path, node: int) -> None:
+    for kept in ("memory", "peers"):
+        shutil.rmtree(folder / f"{kept}-{node}")
+
+
+def run_again(make_job: MakeJob, **given: Any) -> list[Any]:
+    return make_job(4, NODES, program=PROGRAM).run("resume", pfs=STORED, **given)
+
+
+def check_resumed(answers: list[Any], *, step: int, reads: str = "") -> None:
+    """All ranks restored that step, bit for bit, and from storage only where that is said."""
+    assert [answer.get("step") for answer in answers] == [step] * len(answers), answers
+    assert all(answer["good"] for answer in answers)
+    read = set().union(*(answer["tiers"] for answer in answers))
+    assert ("pfs" in read) == bool(reads)

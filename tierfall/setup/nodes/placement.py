@@ -1,0 +1,157 @@
+"""Placing copies, or parity, on the nodes of a start, by what each node reports; and what cannot be placed, or lacks
+memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tierfall.config import PeerTierConfig
+from tierfall.config.tiers import NODE_SPREAD
+from tierfall.core.ranks.domains import VARIABLE
+from tierfall.core.ranks.messages import Message
+from tierfall.core.ranks.topology import Topology
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.text import format_some
+from tierfall.policies.placement import CopyPlacement, ParityPlacement, place_copies, place_parity
+from tierfall.tiers.arena.folder import sized
+
+logger = logging.getLogger("tierfall")
+
+HELPS = (
+    "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container), set the tier's path to a "
+    "larger file system in memory, or have fewer copies, or parity"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAddress(Message):
+    """Where a rank serves its node's memory; the name and the failure domain of its node, and where that is known from;
+    and how much of the tier's ``capacity`` has no room there, in bytes. With parity, the ids of the node's memory, and
+    of the store that keeps parity. Or the ``error`` that keeps it from serving."""
+
+    host: str = ""
+    port: int = 0
+    node: str = ""
+    domain: str = ""
+    source: str = ""
+    lacks_bytes: int = 0
+    memory_id: str = ""
+    store: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerMeeting(Message):
+    """The addresses of all ranks, by rank, and the secret that only ranks of this start know."""
+
+    addresses: tuple[PeerAddress, ...]
+    secret: str = field(repr=False)
+
+
+def group_nodes(
+    tier: PeerTierConfig, leaders: Sequence[PeerAddress], topology: Topology
+) -> ParityPlacement:
+    """Form the groups of parity. Raises ConfigError, the same on all ranks."""
+    assert tier.parity is not None
+    sizes = {len(node): number for number, node in enumerate(topology.nodes)}
+    if len(sizes) > 1:
+        (one, first), (other, second), *_ = sizes.items()
+        raise ConfigError(
+            f"open: tier {tier.name}: parity needs as many ranks on each node: {_named([first], leaders)} has {one}, "
+            f"and {_named([second], leaders)} has {other}"
+        )
+    memories = Counter(leader.memory_id for leader in leaders)
+    if max(memories.values()) > 1:
+        same = [n for n, leader in enumerate(leaders) if memories[leader.memory_id] > 1]
+        raise ConfigError(
+            f"open: tier {tier.name}: {_named(same, leaders)} have one folder for what they keep: set the tier's path "
+            "to a folder in the memory of each node"
+        )
+    domains = _domains(tier, leaders)
+    placed = place_parity(domains, tier.parity.group, tier.losses)
+    needed = -(-tier.parity.group // tier.losses)
+    if len(set(domains)) < needed:
+        raise ConfigError(
+            f"open: tier {tier.name}: spread is {tier.spread}, parity is for {tier.losses} lost nodes of "
+            f"{tier.parity.group}, and the nodes are in {len(set(domains))} "
+            f"({format_some(sorted(set(domains)))}): one of them has more nodes of a group than that. Start in at "
+            f"least {needed}, set parity.group to less, or spread to node"
+        )
+    return placed
+
+
+def place_on_nodes(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> CopyPlacement:
+    """Place the copies, by the first rank of each node. Raises ConfigError, the same on all ranks."""
+    domains = _domains(tier, leaders)
+    if len(set(domains)) <= tier.copies:
+        raise ConfigError(
+            f"open: tier {tier.name}: spread is {tier.spread}, copies is {tier.copies}, and {len(domains)} nodes are "
+            f"in {len(set(domains))} ({format_some(sorted(set(domains)))}): no two of {tier.copies + 1} nodes with an "
+            f"image may be in the same. Start in more, set copies to less, or spread to node"
+        )
+    return place_copies(domains, tier.copies)
+
+
+def _domains(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> list[str]:
+    """Return the failure domain of each node. Raises ConfigError where one is not known."""
+    if tier.spread == NODE_SPREAD:
+        return [str(node) for node in range(len(leaders))]
+    of = f"open: tier {tier.name}: spread is {tier.spread}"
+    unknown = [node for node, leader in enumerate(leaders) if not leader.domain]
+    if unknown:
+        raise ConfigError(
+            f"{of}, and the {tier.spread} of {_named(unknown, leaders)} is not known: set {VARIABLE} on each node, or "
+            f"domains to a file with a line 'HOSTNAME {tier.spread.upper()}' for each; Slurm tells it only where it "
+            "knows the network's topology"
+        )
+    sources = {leader.source: node for node, leader in enumerate(leaders)}
+    if len(sources) > 1:
+        by = " and ".join(f"{source} on {_named([n], leaders)}" for source, n in sources.items())
+        raise ConfigError(f"{of}, and it is given by {by}: names are compared, so give all by one")
+    return [leader.domain for leader in leaders]
+
+
+def warn_of_placement(
+    tier: PeerTierConfig,
+    leaders: Sequence[PeerAddress],
+    placement: CopyPlacement,
+    groups: ParityPlacement | None,
+) -> None:
+    """Log what the placement does not give, and where memory is short."""
+    unused = "domains" if tier.domains is not None else VARIABLE if os.environ.get(VARIABLE) else ""
+    if unused and tier.spread == NODE_SPREAD:
+        logger.warning(
+            "open: tier %s: %s is set, and spread is node, so that all copies may be in one domain: set spread to what "
+            "it names, such as rack", tier.name, unused,
+        )  # fmt: skip
+    if placement.crowded:
+        largest, count = Counter(leader.domain for leader in leaders).most_common(1)[0]
+        logger.warning(
+            "open: tier %s: copies of %s share a %s with another, so that its loss may cost more than one: %d of %d "
+            "nodes are in %s, and with copies: %d no %s may have more than %d for all to be apart",
+            tier.name, _named(placement.crowded, leaders), tier.spread, count, len(leaders), largest, tier.copies,
+            tier.spread, len(leaders) // (tier.copies + 1),
+        )  # fmt: skip
+    if groups is not None and groups.crowded:
+        crowded = [node for at in groups.crowded for node in groups.groups[at]]
+        logger.warning(
+            "open: tier %s: in the groups of %s a %s has more nodes than the %d that may be lost, so that its loss "
+            "costs what is there", tier.name, _named(crowded, leaders), tier.spread, tier.losses,
+        )  # fmt: skip
+    kept = f"copies: {tier.copies}" if tier.parity is None else "parity"
+    for node, leader in enumerate(leaders):
+        if leader.lacks_bytes and tier.capacity_bytes is not None:
+            logger.warning(
+                "open: tier %s: %s lacks memory: its capacity needs %s there (%s), of which %s are not free: "
+                "saves go on, but copies may be refused: %s",
+                tier.name, _named([node], leaders), sized(tier.kept_bytes(tier.capacity_bytes)), kept,
+                sized(leader.lacks_bytes), HELPS,
+            )  # fmt: skip
+
+
+def _named(nodes: Sequence[int], leaders: Sequence[PeerAddress]) -> str:
+    return format_some([f"node {node} ({leaders[node].node})" for node in nodes])
