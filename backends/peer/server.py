@@ -29,7 +29,12 @@ from tierfall.backends.peer.wire import (
     admit,
 )
 from tierfall.core.types.backend import Backend, Publish, Writer
-from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    LostWriteError,
+    UnreachableError,
+)
 
 logger = logging.getLogger("tierfall")
 
@@ -256,7 +261,7 @@ class _Conversation:
         with self._lock:
             writer = self._session.writers.get(int(head["writer"]))
         if writer is None:
-            raise BackendError(
+            raise LostWriteError(
                 "what was written before the connection was lost is gone; write the object anew"
             )
         return writer
