@@ -119,6 +119,7 @@ class OpenedTiers:
             shard=self.ranks.shard,
             capacity_bytes=config.host.capacity_bytes,
             progress=log_allocation(config.host.name),
+            images=2 if peers is None else 3,  # one of them is a copy that peer memory counts on
         )
         self._lock = RunLock.acquire(self.folder / lock_name(self.ranks.local_index), run=run)
         try:
