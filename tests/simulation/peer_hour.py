@@ -82,7 +82,7 @@ class PeerHour:
         self._under_way: dict[int, Task] = {}
         self._is_delivering = self._is_changed = self._is_calm = False
         self._is_saving = True
-        self._regions = 0
+        self._regions: set[int] = set()
         self._begin_training()
 
     def _rules(self) -> list[Any]:
@@ -146,8 +146,8 @@ class PeerHour:
         self.world.hear()
         self._take_answers()
         self.watch.look()
-        regions = sum(len(rank.memory.regions) for rank in self.world.ranks)
-        if self._is_changed or regions < self._regions:
+        regions = {id(region) for rank in self.world.ranks for region in rank.memory.regions}
+        if self._is_changed or self._regions - regions:
             self._is_changed = False
             self.watch.check()
         self._regions = regions

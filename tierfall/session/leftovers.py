@@ -280,17 +280,18 @@ class Leftovers:
         return True
 
     def _is_needed(self, id: CheckpointId) -> bool:
-        """Return whether this start was restored from this checkpoint, and no tier has it but peer memory, which counts
-        on these images."""
-        if id != self.ledger.restored_from or not self.ledger.peer_tiers:
-            return False
-        entry = self.ledger.entries.get(id)
+        """Return whether peer memory counts on these images, and no other tier has them: this start was restored from
+        them, or nothing newer is durable."""
+        entry, peers = self.ledger.entries.get(id), self.ledger.peer_tiers
         states = {} if entry is None else entry.states
-        return all(
-            tier in self.ledger.peer_tiers
-            for tier, state in states.items()
-            if state is CopyState.COMMITTED
-        )
+        durable = {tier for tier, state in states.items() if state is CopyState.COMMITTED}
+        if not peers or durable - peers:
+            return False
+        return id == self.ledger.restored_from or (bool(durable) and not self._has_newer(id))
+
+    def _has_newer(self, id: CheckpointId) -> bool:
+        entries = self.ledger.entries.values()
+        return any(e.id > id and CopyState.COMMITTED in e.states.values() for e in entries)
 
     def _has_other_images(self) -> bool:
         host = self.ledger.host
