@@ -3,9 +3,10 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
-# Which hours make simulate lives through, of one rank and of several each.
+# Which hours make simulate lives through, of one rank and of several each; and of peer memory, so many runs of 10 hours.
 FIRST ?= 10000
 SEEDS ?= 3000
+PEER_SEEDS ?= 100
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
@@ -71,6 +72,7 @@ bench: .venv/.installed-bench
 
 simulate: .venv/.installed-dev
 	$(BIN)/python -m tests.simulation --first $(FIRST) --seeds $(SEEDS)
+	$(BIN)/python -m tests.simulation --peers --nodes 16 --first $(FIRST) --seeds $(PEER_SEEDS) --hours 10
 
 torture: .venv/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m torture

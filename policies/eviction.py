@@ -20,7 +20,7 @@ from tierfall.core.types.view import (
     Verdict,
     View,
 )
-from tierfall.policies.protection import only_source_for, reason_to_keep
+from tierfall.policies.protection import only_source_for, reason_to_keep, reason_to_keep_start
 from tierfall.policies.registry import Order, call_order, register
 from tierfall.policies.retention import kept_by_rules
 
@@ -110,20 +110,28 @@ def reason_to_leave_memory(
     live = [c for c in held if c.live]
     if _is_the_only_pinned_copy(view, checkpoint, tier):
         return None
+    is_newest = bool(live) and checkpoint.id == live[-1].id
+    if not is_newest and _completes_peer_memory(view, checkpoint):
+        return None
     waiting = only_source_for(view, checkpoint, tier)
-    if live and checkpoint.id == live[-1].id:
+    if is_newest:
         durable = any(checkpoint.state(t.name) is CopyState.COMMITTED for t in view.tiers)
-        alone = not any(
-            other.id != checkpoint.id and other.state(tier.name) is not CopyState.ABSENT
+        others = [
+            other
             for other in view.checkpoints
-        )
+            if other.id != checkpoint.id and other.state(tier.name) is not CopyState.ABSENT
+        ]
         never = checkpoint.state(tier.name) is CopyState.SEALED and not checkpoint.owed
-        if not alone or not (durable or never):
+        if not all(_completes_peer_memory(view, other) for other in others):
+            return None
+        stuck = bool(others and waiting) and all(name in view.failing for name in waiting)
+        if not (durable or never or stuck):
             return None
         why = "it is durable below" if durable else "no tier is owed it"
-        return f"{why}, and memory has room for one image only"
-    if _is_needed_by_a_copy(view, checkpoint) or _completes_peer_memory(view, checkpoint):
-        return None
+        if stuck:
+            why = f"{', '.join(waiting)} does not accept copies at present"
+        beside = " beside what peer memory relies on" if others else ""
+        return f"{why}, and memory has room for one image only{beside}"
     if checkpoint.tombstoned or not waiting:
         return "oldest in memory that no lower tier still needs"
     if all(name in view.failing for name in waiting):
@@ -142,28 +150,28 @@ def _is_needed_by_a_copy(view: View, checkpoint: CheckpointView) -> bool:
     return False
 
 
+def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
+    """Return whether this image is one of the copies that peer memory counts on: of the newest checkpoint that survives
+    the loss of a node, or of the one that was restored until a newer one does, unless a tier of files has it, too. The
+    node that keeps the other copy may be the one that is lost. Parity counts on all images."""
+    if _is_needed_by_a_copy(view, checkpoint):
+        return True
+    on_peers = {tier.name for tier in view.tiers if tier.kind is TierKind.PEER}
+    if not on_peers:
+        return False
+    surviving = tuple(t.name for t in view.tiers if t.survives.covers(LossClass.NODE))
+    if any(checkpoint.readable_on(name) for name in surviving if name not in on_peers):
+        return False
+    if reason_to_keep_start(view, checkpoint):
+        return True
+    newest = next((c for c in view.live if any(map(c.readable_on, surviving))), None)
+    return newest is not None and newest.id == checkpoint.id
+
+
 def _is_the_only_pinned_copy(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
     return checkpoint.pinned and not any(
         checkpoint.readable_on(other.name) for other in view.tiers if other.name != tier.name
     )
-
-
-def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
-    """Whether the image in memory is one of the copies that peer memory counts on: its checkpoint is the newest there,
-    and no tier that outlives this node has it. Not while peer memory fails: that must not stop training."""
-    if any(
-        tier.kind is not TierKind.PEER
-        and tier.survives.covers(LossClass.NODE)
-        and checkpoint.state(tier.name) is CopyState.COMMITTED
-        for tier in view.tiers
-    ):
-        return False
-    for tier in view.tiers:
-        if tier.kind is TierKind.PEER and not tier.needs_memory and tier.name not in view.failing:
-            there = [c for c in view.on(tier.name) if c.live and c.readable_on(tier.name)]
-            if there and there[-1].id == checkpoint.id:
-                return True
-    return False
 
 
 @register("evict", "cheapest", words=lambda rules: "the cheapest to lose first")

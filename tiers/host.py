@@ -32,7 +32,7 @@ from tierfall.tiers.arena.region import Region
 
 logger = logging.getLogger("tierfall")
 _ARENA = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.arena")
-GROWTH = 2.2
+SPARE = 0.2
 PROGRESS_S = 2.0
 """Seconds between two log lines about the allocation of host memory."""
 RENEWAL_WAIT_S = 5.0
@@ -68,7 +68,9 @@ class HostTier:
         shard: Shard,
         capacity_bytes: int | None,
         progress: Callable[[int, int], None] | None = None,
+        images: int = 2,
     ) -> None:
+        self._images = images
         self.name = name
         self._run = run
         self._folder = folder
@@ -212,7 +214,7 @@ class HostTier:
             if self._configured_bytes is not None:
                 wanted = self._configured_bytes
             elif image_bytes > self._largest_image_bytes:
-                wanted = max(2 * need, int(GROWTH * image_bytes))
+                wanted = max(self._images * need, int((self._images + SPARE) * image_bytes))
             else:
                 wanted = need
             self._largest_image_bytes = max(self._largest_image_bytes, image_bytes)
@@ -252,7 +254,9 @@ class HostTier:
 
     def _default_bytes(self, image_bytes: int, need: int) -> int:
         room = room_for_arena(self._folder)
-        return room.default_capacity_bytes(image_bytes=image_bytes, extent_bytes=need)
+        return room.default_capacity_bytes(
+            image_bytes=image_bytes, extent_bytes=need, images=self._images
+        )
 
     def _create(self, capacity_bytes: int) -> None:
         self._arena = Arena.create(

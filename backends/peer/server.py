@@ -31,7 +31,12 @@ from tierfall.backends.peer.wire import (
     admit,
 )
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
-from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    LostWriteError,
+    UnreachableError,
+)
 
 logger = logging.getLogger("tierfall")
 
@@ -276,7 +281,7 @@ class _RequestHandler:
         with self._lock:
             writer = self._session.writers.get(int(head["writer"]))
         if writer is None:
-            raise BackendError(
+            raise LostWriteError(
                 "it was published already, or the connection was lost, and what was written before that is gone; "
                 "write the object anew"
             )

@@ -2,8 +2,9 @@
 
 The images of a lost node are in other nodes' memory, which list them at the next start. So the files of an earlier
 attempt are read from this node's own memory. The files of this attempt are written to each of the nodes that keep a
-copy, and read from the first of them that answers. Documents that belong to no checkpoint, such as the attempts'
-records, are written to these nodes, too, and read from any of them, or from this node's memory.
+copy, and read from the first of them that answers. So are those of a checkpoint of an earlier attempt that this
+process adopts and writes, of which this node may keep another's files. Documents that belong to no checkpoint, such as
+the attempts' records, are written to these nodes, too, and read from any of them, or from this node's memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from tierfall.core.types.errors import (
     KeyNotFoundError,
     UnreachableError,
 )
-from tierfall.core.types.keys import ATTEMPTS_FOLDER, COMMIT_NAME, parse_attempt, parse_step_folder
+from tierfall.core.types.keys import (
+    ATTEMPTS_FOLDER,
+    COMMIT_NAME,
+    MARKS_FOLDER,
+    parse_attempt,
+    parse_step_folder,
+)
+from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 T = TypeVar("T")
@@ -37,8 +45,8 @@ class PeerView(Wrapper):
     """A ``Backend`` over several: ``kept`` are in this node's memory, each with what one other node has sent in a
     start; ``remotes`` are in other nodes' memory, one for each copy. Without ``remotes`` it is only read.
 
-    What this node writes of earlier attempts goes to the first of ``kept``. ``attempt`` is the number of the attempt
-    that writes: of the last attempt's record that was created here; None before that.
+    A mark of a checkpoint of an earlier attempt is written to the first of ``kept``. ``attempt`` is the number of the
+    attempt that writes: of the last attempt's record that was created here; None before that.
     """
 
     def __init__(
@@ -50,6 +58,8 @@ class PeerView(Wrapper):
         self._place = place or " and ".join(remote.place for remote in remotes)
         self._records = UnitedRecords(self._kept)
         self._has_warned = False
+        self._adopted: set[CheckpointId] = set()
+        """The checkpoints of earlier attempts of which this process writes files."""
         self.attempt: int | None = None
 
     @property
@@ -71,6 +81,8 @@ class PeerView(Wrapper):
         folder, _, name = key.rpartition("/")
         if folder.endswith(f"/{ATTEMPTS_FOLDER}"):
             self.attempt = parse_attempt(name)
+        if self._is_kept(key) and not folder.endswith(f"/{MARKS_FOLDER}"):
+            self._adopted.update(filter(None, [_checkpoint_of(key)]))
         sides = self._kept[:1] if self._is_kept(key) else self._remotes
         return create_on_all(sides, key, length=length, length_max=length_max, publish=publish)
 
@@ -142,18 +154,22 @@ class PeerView(Wrapper):
 
     def _sides(self, key: str) -> tuple[Backend, ...]:
         """Return who may have an object, or what is below a prefix."""
-        attempt = _attempt_of(key)
-        if attempt is None:
+        checkpoint = _checkpoint_of(key)
+        if checkpoint is None or checkpoint in self._adopted:
             return (*self._remotes, *self._kept)
-        return self._remotes if attempt == self.attempt else self._kept
+        return self._remotes if checkpoint.attempt == self.attempt else self._kept
 
     def _is_kept(self, key: str) -> bool:
-        """Whether a key is of a checkpoint of an earlier attempt."""
-        return _attempt_of(key) not in (None, self.attempt)
+        """Whether a key is of a checkpoint of an earlier attempt that this process does not write."""
+        checkpoint = _checkpoint_of(key)
+        if checkpoint is None or checkpoint in self._adopted:
+            return False
+        return checkpoint.attempt != self.attempt
 
     def _is_sent(self, key: str) -> bool:
         """Whether a key is of a checkpoint of this attempt."""
-        return self.attempt is not None and _attempt_of(key) == self.attempt
+        checkpoint = _checkpoint_of(key)
+        return checkpoint is not None and checkpoint.attempt == self.attempt
 
     def _is_kept_record(self, key: str) -> bool:
         return key.endswith(f"/{COMMIT_NAME}") and self._is_kept(key)
@@ -187,10 +203,10 @@ class PeerView(Wrapper):
         return []
 
 
-def _attempt_of(key: str) -> int | None:
-    """Return the number of the attempt that saved the checkpoint that a key belongs to; None if it belongs to none."""
+def _checkpoint_of(key: str) -> CheckpointId | None:
+    """Return the checkpoint that a key belongs to; None if it belongs to none."""
     found = (parse_step_folder(part) for part in key.split("/"))
-    return next((each.attempt for each in found if each is not None), None)
+    return next((each for each in found if each is not None), None)
 
 
 def _key_of(stored: StoredObject) -> str:

@@ -7,6 +7,7 @@ shard, and chooses for all ranks. After each checkpoint that was tried, every ra
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -20,7 +21,13 @@ from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.exchange.gloo import LostError
-from tierfall.core.restore.inventory import Inventory, TierMessage, describe, merge_ranks
+from tierfall.core.restore.inventory import (
+    CopyMessage,
+    Inventory,
+    TierMessage,
+    describe,
+    merge_ranks,
+)
 from tierfall.core.restore.restore import HALF_FILLED, PASSABLE, RankFailure, Together
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, TierfallError
 from tierfall.core.types.text import format_ranks
@@ -330,6 +337,41 @@ def whole_on(listing: Listing, id: CheckpointId) -> bool:
 def names_all_shards(commit: Commit) -> bool:
     """Return whether a record, merged from those of all nodes, names every shard of its checkpoint."""
     return not _absent([commit])
+
+
+def damaged_copies(
+    listings: Sequence[Listing], *, host: str
+) -> dict[str, tuple[tuple[CheckpointId, str], ...]]:
+    """Return, per tier, the copies that may be repaired, with their damage. Images in memory are never repaired, and
+    neither is a copy of which some nodes have no shard."""
+    found: dict[str, tuple[tuple[CheckpointId, str], ...]] = {}
+    for checkpoint in merge(listings):
+        for tier, copy in checkpoint.copies.items():
+            if copy.commit is not None and not names_all_shards(copy.commit):
+                continue
+            if copy.repairable and tier != host:
+                found[tier] = (*found.get(tier, ()), (checkpoint.id, str(copy.damage)))
+    return found
+
+
+def not_on_all_nodes(
+    listing: Listing, inventories: Mapping[int, Inventory]
+) -> tuple[CopyMessage, ...]:
+    """Return the whole copies on a tier that some nodes have no file of, without their files: a node was replaced by
+    one that keeps nothing yet, or another number of nodes saved them. All ranks must know of them, to delete them
+    together and to owe them to no tier that has them."""
+    reports = [tiers[listing.tier] for tiers in inventories.values() if listing.tier in tiers]
+    nodes = Counter(copy.id for report in reports for copy in report.copies)
+    return tuple(
+        CopyMessage.of(replace(copy, bytes=0, commit=replace(copy.commit, files=(), nodes=())))
+        for copy in listing.copies
+        if copy.commit is not None and nodes[copy.id] < len(reports) and whole_on(listing, copy.id)
+    )
+
+
+def only_whole(listing: Listing) -> Listing:
+    """Leave out what is not on all nodes: its record says nothing for those that lack it."""
+    return replace(listing, copies=tuple(c for c in listing.copies if whole_on(listing, c.id)))
 
 
 def _lack(known: KnownCheckpoint, tier: str | None = None) -> str:

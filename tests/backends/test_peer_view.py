@@ -20,7 +20,7 @@ from tierfall.backends.peer.view import PeerView
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.format.commit_files import ranks_with_image
 from tierfall.core.format.records import Commit, Lineage, NamedFile, parse_commit
-from tierfall.core.types.backend import Backend, Publish
+from tierfall.core.types.backend import Backend, Publish, delete_all
 from tierfall.core.types.errors import (
     AccessDeniedError,
     KeyExistsError,
@@ -32,6 +32,7 @@ from tierfall.core.types.values import CheckpointId
 SECRET = b"s" * 32
 IMAGE = "run/step-00000010-a0001/rank-00000-of-00002.safetensors"
 RECORD = "run/step-00000010-a0001/commit.json"
+STEP = "run/step-00000010-a0001/"
 
 
 class Node:
@@ -111,6 +112,35 @@ def test_documents_of_no_checkpoint_are_found_on_either_side(nodes: list[Node]) 
             assert get(view, found[0]) == b"one"
         sender.delete("run/attempts/a0002.json")
         assert [each.key for each in receiver.scan("run/")] == ["run/attempts/a0001.json"]
+
+
+def test_an_image_that_is_adopted_is_sent_to_the_other_node() -> None:
+    """A start finds an image of an earlier attempt in host memory, and peer memory is owed it. In this node's own
+    memory it would go with the node; what this node keeps there of the same checkpoint is another node's."""
+    kept, remote = [MemoryBackend(), MemoryBackend()], MemoryBackend()
+    others = IMAGE.replace("rank-00000", "rank-00001")
+    put(kept[1], others, b"image of another node")
+    view = PeerView(kept, [remote])
+    put(view, "run/attempts/a0002.json", b"{}")
+    put(view, IMAGE, b"adopted")
+    put(view, RECORD, b"record")
+    assert get(remote, IMAGE) == b"adopted"
+    assert get(remote, RECORD) == b"record"
+    assert get(view, IMAGE) == b"adopted"
+    assert get(view, others) == b"image of another node"
+    assert [each.key for each in view.scan(STEP)] == [RECORD, IMAGE, others]
+    delete_all(view, [RECORD, IMAGE, others])
+    assert not [*remote.scan(STEP), *kept[1].scan(STEP)]
+
+
+def test_a_mark_of_an_earlier_attempt_stays_on_this_node() -> None:
+    kept, remote = [MemoryBackend(), MemoryBackend()], MemoryBackend()
+    put(kept[1], IMAGE, b"image of another node")
+    view = PeerView(kept, [remote])
+    put(view, "run/attempts/a0002.json", b"{}")
+    put(view, f"{STEP}marks/pin.json", b"{}")
+    assert not list(remote.scan(STEP))
+    assert get(view, IMAGE) == b"image of another node"
 
 
 def test_a_lost_receiver_is_not_taken_for_an_empty_one(nodes: list[Node]) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind, survives
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
-from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.forecast import peer_survival
 from tierfall.policies.placement import place_copies
 
@@ -71,33 +68,3 @@ def test_the_newest_that_this_attempt_committed_there_counts(
 )
 def test_nothing_counts_before_the_first_commit_of_this_attempt(view: View) -> None:
     assert peer_survival(view, 2, PLACED.node_losses) is None
-
-
-ARRIVING = {"host": "sealed", "peers": "arriving"}
-
-
-@pytest.mark.parametrize(
-    ("view", "deleted"),
-    [
-        (view_of(at_100_2=WHOLE, at_200_2=ARRIVING), []),
-        (view_of(at_100_2=WHOLE, at_200_2=WHOLE), [100]),
-        (view_of(at_50_2=WHOLE, at_100_2=WHOLE, at_200_2=ARRIVING), [50]),
-        (view_of(at_100_2={**WHOLE, "disk": "committed"}, at_200_2=ARRIVING), []),
-    ],
-    ids=["the newest there", "a newer one is there", "an older one", "this node's disk has it"],
-)
-def test_memory_keeps_its_part_of_the_newest_copy_on_peers(view: View, deleted: list[int]) -> None:
-    """Else one lost node would cost the checkpoint, while a newer one is being sent."""
-    found = plan_eviction(view, "host", need_bytes=1, free_bytes=0)
-    assert [each.checkpoint.step for each in found.deletions] == deleted
-
-
-def test_memory_gives_that_up_where_peers_fail_or_shared_storage_has_it() -> None:
-    view = view_of(at_100_2=WHOLE, at_200_2=ARRIVING)
-    failing = replace(view, failing=frozenset({"peers"}))
-    assert plan_eviction(failing, "host", need_bytes=1, free_bytes=0).missing_bytes == 0
-    view = view_of(at_100_2={**WHOLE, "disk": "committed"}, at_200_2=ARRIVING)
-    *tiers, disk = view.tiers
-    shared = replace(disk, survives=survives(TierKind.FILE, shared=True))
-    stored = replace(view, tiers=(*tiers, shared))
-    assert plan_eviction(stored, "host", need_bytes=1, free_bytes=0).missing_bytes == 0

@@ -10,23 +10,39 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
 
 from tests.simulation.hour import HOUR_S, run_hour
 from tests.simulation.many_hour import run_many_hour
+from tests.simulation.peer_hour import run_peer_hour
+
+Run = Callable[..., object]
 
 
-def live_through(ranks: bool, seed: int, seconds: float, storage: bool) -> str | None:
+def live_through(run: Run, seed: int, options: dict[str, Any]) -> str | None:
     """Return what is wrong with a seed's life, if anything."""
     logging.disable(logging.CRITICAL)
     try:
-        if ranks:
-            run_many_hour(seed, seconds=seconds, storage=storage)
-        else:
-            run_hour(seed, seconds=seconds)
+        run(seed, **options)
     except AssertionError as error:
         return str(error)
     return None
+
+
+def runs(chosen: argparse.Namespace) -> list[tuple[Run, dict[str, Any]]]:
+    """Return what is run for each seed, with its options."""
+    seconds = chosen.hours * HOUR_S
+    if chosen.peers:
+        options = {"seconds": seconds, "nodes": chosen.nodes}
+        return [(run_peer_hour, {**options, "copies": copies}) for copies in chosen.copies]
+    alone: list[tuple[Run, dict[str, Any]]] = [(run_hour, {"seconds": seconds})]
+    ranks = [(run_many_hour, {"seconds": seconds, "storage": chosen.storage})]
+    return [
+        *(alone if not (chosen.ranks or chosen.storage) else ()),
+        *(ranks if not chosen.alone else ()),
+    ]
 
 
 def main() -> int:
@@ -43,14 +59,20 @@ def main() -> int:
         action="store_true",
         help="only runs of several ranks, whose storage fails, too",
     )
+    kinds.add_argument(
+        "--peers", action="store_true", help="only runs that keep images in other nodes' memory"
+    )
+    parser.add_argument("--nodes", type=int, help="with --peers: how many; absent: by the seed")
+    parser.add_argument(
+        "--copies", type=int, nargs="+", default=[1], help="with --peers: runs with so many copies"
+    )
     chosen = parser.parse_args()
     began, broken = time.monotonic(), 0
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         lives = {
-            pool.submit(live_through, ranks, seed, chosen.hours * HOUR_S, chosen.storage): seed
+            pool.submit(live_through, run, seed, options): seed
             for seed in range(chosen.first, chosen.first + chosen.seeds)
-            for ranks in (False, True)
-            if not (chosen.alone if ranks else chosen.ranks or chosen.storage)
+            for run, options in runs(chosen)
         }
         for life in as_completed(lives):
             if (wrong := life.result()) is not None:

@@ -89,8 +89,11 @@ class Many:
         self.started_from: CheckpointId | None = None
         self.lineage: dict[int, CheckpointId | None] = {}
         """What each attempt went on from, the last one of a number."""
-        self.ranks = [Rank(self, number, memory_images) for number in range(len(self.node_of))]
+        self.ranks = [self.make_rank(number, memory_images) for number in range(len(self.node_of))]
         self.start()
+
+    def make_rank(self, number: int, memory_images: int) -> Rank:
+        return Rank(self, number, memory_images)
 
     def disk(self, tier: str, node: int) -> MemoryBackend:
         """The disk that a node sees as a tier, at the same place on all nodes."""
@@ -188,13 +191,18 @@ class Many:
             chosen = choose_candidates(described, order, request).order
         except RestoreError as error:
             self.trace.append(f"fresh: {error}")
+            self.on_refused(error)
             return None
-        for id in chosen:
-            if all([self._is_read(id, rank) for rank in self.ranks]):
-                return id
-        return None
+        return next(filter(self.is_read_whole, chosen), None)
 
-    def _is_read(self, id: CheckpointId, rank: Rank) -> bool:
+    def on_refused(self, error: RestoreError) -> None:
+        """A person begins anew."""
+
+    def is_read_whole(self, id: CheckpointId) -> bool:
+        """Say whether each rank's part of a checkpoint can be read."""
+        return all([self._is_read_for(id, rank) for rank in self.ranks])
+
+    def _is_read_for(self, id: CheckpointId, rank: Rank) -> bool:
         """Say whether a rank's part can be read by it, or else by another one, which hands it on."""
         others = [other for other in self.ranks if other is not rank]
         return any(reader.read(id, rank.shard) for reader in (rank, *others))

@@ -18,7 +18,7 @@ from tierfall.core.format.catalog import Listing
 from tierfall.core.format.tier_record import parse_tier_record
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
-from tierfall.core.types.values import LossClass
+from tierfall.core.types.values import LossClass, TierKind
 from tierfall.core.types.view import TierRules
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.tiers.stored import StoredTier
@@ -53,11 +53,11 @@ class MachineFile:
 
 
 def config_of(rules: Iterable[TierRules], is_mounted: Callable[[str], bool]) -> Config:
-    """What ``TierIdentities`` is to know of the tiers; those that survive a node are all nodes'."""
+    """What ``TierIdentities`` is to know of the tiers; those that survive a node are all nodes', except peer memory."""
     stored = [
         SimpleNamespace(
             name=tier.name,
-            shared=tier.survives is LossClass.NODE,
+            shared=tier.survives is LossClass.NODE and tier.kind is not TierKind.PEER,
             folder=MOUNTED if is_mounted(tier.name) else NOT_MOUNTED,
             read_only=False,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -58,6 +59,7 @@ from tierfall.core.types.errors import (
     FencedError,
     IntegrityError,
     KeyExistsError,
+    LostWriteError,
     TierfallError,
     UnreachableError,
 )
@@ -113,6 +115,7 @@ class Troubled(Outage):
         self._count = Faulty(self._inner, seed=0, plan=plan)._count
 
 
+@lru_cache(maxsize=1024)
 def image_of(id: CheckpointId, rank: int) -> bytes:
     """The bytes that a rank's image has: a function of what it is alone."""
     return random.Random(f"{id} of {rank}").randbytes(IMAGE)
@@ -232,7 +235,7 @@ class Rank:
                 store.create_attempt(attempt)
             except KeyExistsError:
                 return False
-            except UnreachableError:
+            except (UnreachableError, LostWriteError):
                 continue  # it gets it before its first commit
         owned = frozenset(filter(self.owns, self.world.stored))
         leads = self.world.network.message_trees[self.number].topology.is_leader

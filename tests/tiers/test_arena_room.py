@@ -405,6 +405,10 @@ def test_default_capacity_follows_the_first_image_and_the_free_memory() -> None:
     plenty = room(1000 * MIB, 1000 * MIB)
     assert plenty.default_capacity_bytes(image_bytes=100 * MIB, extent_bytes=101 * MIB) == 220 * MIB
     # Two small images must fit, though their records outweigh them.
+    assert (
+        plenty.default_capacity_bytes(image_bytes=100 * MIB, extent_bytes=101 * MIB, images=3)
+        == 320 * MIB
+    )
     assert plenty.default_capacity_bytes(image_bytes=10 * KIB, extent_bytes=20 * KIB) == 40 * KIB
     assert room(300 * MIB, 200 * MIB).default_capacity_bytes(
         image_bytes=90 * MIB, extent_bytes=91 * MIB

@@ -70,8 +70,8 @@ class HostTierConfig(_Tier):
     capacity_bytes: Size | None = Field(
         default=None,
         alias="capacity",
-        description="How much to allocate, per rank; absent: 2.2 times the first image, at most half of the "
-        "free memory.",
+        description="How much to allocate, per rank; absent: 2.2 times the first image, with a peer tier 3.2 times, at "
+        "most half of the free memory.",
         examples=["16GiB"],
     )
     when_full: Annotated[WhenFull, choice(WhenFull), any_word(WhenFull)] = Field(

@@ -154,10 +154,9 @@ def adopt_images(
         entry = ledger.entries.get(id)
         if entry is not None and entry.shards is not None:
             continue
-        if image.region.shard != ledger.shard:
-            leftovers.add_partial(id, image)
-        elif entry is None or host not in entry.states or entry.region is not None:
-            logger.warning("open: %s in memory is deleted: other ranks have no image of it", id)
+        if image.region.shard != ledger.shard or entry is None or host not in entry.states:
+            leftovers.add_partial(id, image)  # a tier or a machine may come back that has the rest
+        elif entry.region is not None:
             image.region.release()
         else:
             entry.region = image.region

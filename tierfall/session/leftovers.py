@@ -265,11 +265,34 @@ class Leftovers:
             slot.close(keep=False)
 
     def evict_oldest(self) -> bool:
-        """Release the oldest images that are only read, for a save; False where there are none."""
-        if not self.partial_images:
+        """Release the oldest images that are only read, for a save; False where there are none that may go.
+
+        Those of the checkpoint that this start was restored from go last, and only where memory has room for nothing
+        else: without them it is lost.
+        """
+        ids = sorted(self.partial_images, key=lambda id: (self._is_needed(id), id.attempt, id.step))
+        if not ids or (self._is_needed(ids[0]) and self._has_other_images()):
             return False
-        id = min(self.partial_images, key=lambda id: (id.attempt, id.step))
+        id = ids[0]
         logger.warning("memory is full: the part of %s that an earlier start left is deleted", id)
         for region in self.partial_images.pop(id):
             region.release()
         return True
+
+    def _is_needed(self, id: CheckpointId) -> bool:
+        """Return whether peer memory counts on these images, and no other tier has them: this start was restored from
+        them, or nothing newer is durable."""
+        entry, peers = self.ledger.entries.get(id), self.ledger.peer_tiers
+        states = {} if entry is None else entry.states
+        durable = {tier for tier, state in states.items() if state is CopyState.COMMITTED}
+        if not peers or durable - peers:
+            return False
+        return id == self.ledger.restored_from or (bool(durable) and not self._has_newer(id))
+
+    def _has_newer(self, id: CheckpointId) -> bool:
+        entries = self.ledger.entries.values()
+        return any(e.id > id and CopyState.COMMITTED in e.states.values() for e in entries)
+
+    def _has_other_images(self) -> bool:
+        host = self.ledger.host
+        return any(host in entry.states for entry in self.ledger.entries.values())

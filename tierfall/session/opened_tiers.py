@@ -29,6 +29,7 @@ from tierfall.core.types.errors import (
     FencedError,
     IntegrityError,
     KeyExistsError,
+    LostWriteError,
     StorageFullError,
     TierfallError,
     UnreachableError,
@@ -118,6 +119,7 @@ class OpenedTiers:
             shard=self.ranks.shard,
             capacity_bytes=config.host.capacity_bytes,
             progress=log_allocation(config.host.name),
+            images=2 if peers is None else 3,  # one of them is a copy that peer memory counts on
         )
         self._lock = RunLock.acquire(self.folder / lock_name(self.ranks.local_index), run=run)
         try:
@@ -310,14 +312,14 @@ class OpenedTiers:
     def _write_record(self, attempt: Attempt, stores: Iterable[StoredTier]) -> bool:
         """Write the attempt's record to each tier; return False if another process has its number.
 
-        A tier that is full or does not answer receives the record before its first commit.
+        A tier that is full, does not answer or loses what is written receives the record before its first commit.
         """
         for store in stores:
             try:
                 self._call([store], lambda store: store.create_attempt(attempt))[store.name].get()
             except KeyExistsError:
                 return False
-            except (StorageFullError, UnreachableError) as error:
+            except (StorageFullError, UnreachableError, LostWriteError) as error:
                 logger.warning(
                     "open: tier %s did not accept the attempt's record: %s", store.name, error
                 )

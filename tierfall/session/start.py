@@ -6,7 +6,7 @@ tiers. Rank 0 merges the reports: a checkpoint exists where the images of all ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -15,8 +15,19 @@ from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Attempt, Commit, parse_commit
 from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.agreement import complete, names_all_shards, whole_on
-from tierfall.core.restore.inventory import TierMessage, describe, merge_ranks
+from tierfall.core.restore.agreement import (
+    complete,
+    damaged_copies,
+    not_on_all_nodes,
+    only_whole,
+    whole_on,
+)
+from tierfall.core.restore.inventory import (
+    CopyMessage,
+    TierMessage,
+    describe,
+    merge_ranks,
+)
 from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
 from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.text import format_ranks
@@ -45,6 +56,7 @@ class Start:
     their damage; ``starts`` how the attempts began that have committed a checkpoint. ``overtaken`` names the tiers that
     a checkpoint is still owed to by the record of a newer one on any node; None where each rank decides by itself.
     ``reported`` has, by tier and reporting rank, the listings of that rank for the ranks that could not list the tier.
+    ``elsewhere`` has, per tier, the checkpoints that are whole there though some nodes have no file of them.
     """
 
     attempt: Attempt | None = None
@@ -60,6 +72,7 @@ class Start:
     starts: tuple[AttemptStart, ...] = ()
     overtaken: Mapping[CheckpointId, frozenset[str]] | None = None
     reported: Mapping[tuple[str, int], Listing] = field(default_factory=dict)
+    elsewhere: Mapping[str, tuple[FoundCopy, ...]] = field(default_factory=dict)
 
     @property
     def scattered(self) -> frozenset[CheckpointId]:
@@ -139,6 +152,7 @@ class StartDecision(Message):
     overtaken: tuple[tuple[CheckpointId, frozenset[str]], ...]
     first: bool
     reported: tuple[TierReport, ...]
+    elsewhere: Mapping[str, tuple[CopyMessage, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +259,7 @@ def read_start(decision: StartDecision) -> Start:
             )[0]
             for report in decision.reported
         },
+        elsewhere={t: tuple(c.copy_of(0, t) for c in x) for t, x in decision.elsewhere.items()},
     )
 
 
@@ -363,34 +378,15 @@ def decide(
         damaged=damaged_copies(listings, host=tiers.config.host.name),
         deleted=frozenset(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
         starts=tuple(starts_in(listings, whole_somewhere)),
-        overtaken=tuple(sorted(overtaken(merge(map(_only_whole, listings))).items())),
+        overtaken=tuple(sorted(overtaken(merge(map(only_whole, listings))).items())),
         first=all(one.nothing for one in found.values()),
         reported=tuple(
             TierReport(tier=tier, rank=rank, found=inventories[rank][tier])
             for tier, rank in sorted({x for one in found.values() for x in one.unlisted.items()})
             if tier not in unreachable and inventories[rank][tier].error is None
         ),
+        elsewhere={x.tier: not_on_all_nodes(x, inventories) for x in listings},
     )
-
-
-def _only_whole(listing: Listing) -> Listing:
-    """Leave out what is not on all nodes: its record says nothing for those that lack it."""
-    return replace(listing, copies=tuple(c for c in listing.copies if whole_on(listing, c.id)))
-
-
-def damaged_copies(
-    listings: Sequence[Listing], *, host: str
-) -> dict[str, tuple[tuple[CheckpointId, str], ...]]:
-    """Return, per tier, the copies that may be repaired, with their damage. Images in memory are never repaired, and
-    neither is a copy of which some nodes have no shard."""
-    found: dict[str, tuple[tuple[CheckpointId, str], ...]] = {}
-    for checkpoint in merge(listings):
-        for tier, copy in checkpoint.copies.items():
-            if copy.commit is not None and not names_all_shards(copy.commit):
-                continue
-            if copy.repairable and tier != host:
-                found[tier] = (*found.get(tier, ()), (checkpoint.id, str(copy.damage)))
-    return found
 
 
 def _merge_attempts(messages: Mapping[int, StartMessage]) -> AttemptDecision:
@@ -430,6 +426,10 @@ def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
         why = start.damaged.get(tier, {}).get(copy.id)
         return copy.damage if why is None else IntegrityError(why)
 
+    def beside(listing: Listing) -> Iterable[FoundCopy]:
+        found = start.elsewhere.get(listing.tier, ()) if listing.error is None else ()
+        return (copy for copy in found if listing.copy(copy.id) is None)
+
     return tuple(
         replace(
             listing,
@@ -440,7 +440,7 @@ def on_all_ranks(tiers: OpenedTiers, start: Start) -> tuple[Listing, ...]:
                     marks=copy.marks | start.marks.get(listing.tier, {}).get(copy.id, frozenset()),
                     damage=damage_of(listing.tier, copy),
                 )
-                for copy in listing.copies
+                for copy in (*listing.copies, *beside(listing))
                 if counts(listing.tier, copy)
             ),
         )

@@ -25,6 +25,7 @@ from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
     IntegrityError,
+    LostWriteError,
     StorageFullError,
     TierfallError,
     UnreachableError,
@@ -442,5 +443,5 @@ def _logging_refusal(tier: str) -> Iterator[None]:
     """Log that a tier does not accept its record at present: the next start tries again."""
     try:
         yield
-    except (StorageFullError, UnreachableError, AccessDeniedError) as error:
+    except (StorageFullError, UnreachableError, AccessDeniedError, LostWriteError) as error:
         logger.warning("open: tier %s did not accept its record: %s", tier, error)

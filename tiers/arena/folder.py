@@ -141,8 +141,11 @@ class RoomReport:
             return min(self.file_system_free_bytes, self.memory_free_bytes)
         return self.file_system_free_bytes
 
-    def default_capacity_bytes(self, *, image_bytes: int, extent_bytes: int, ranks: int = 1) -> int:
-        """Choose a capacity: 2.2 images, at least two extents, at most a rank's share of half the free memory.
+    def default_capacity_bytes(
+        self, *, image_bytes: int, extent_bytes: int, ranks: int = 1, images: int = 2
+    ) -> int:
+        """Choose a capacity: 2.2 images, or as much more as ``images`` says, at least so many extents, at most a rank's
+        share of half the free memory.
 
         ``extent_bytes`` is the size of one image with its records, ``ranks`` the number of ranks of this node that
         choose at the same time. Raises CapacityError where one extent does not fit.
@@ -163,7 +166,7 @@ class RoomReport:
                 f"host tier in {self.folder}: one image needs {sized(extent_bytes)}, and of the {sized(free)} that are "
                 f"free a host tier without a `capacity` uses no more than half ({sized(share)} per rank); {helps}"
             )
-        return min(max(-(-image_bytes * 11 // 5), 2 * extent_bytes), share)
+        return min(max(-(-image_bytes * (5 * images + 1) // 5), images * extent_bytes), share)
 
     def require(self, needed_bytes: int, *, what: str, helps: str | None = None) -> None:
         """Raise CapacityError unless that much is free; ``helps`` is the advice in it (by default that for a new

@@ -312,9 +312,11 @@ class Deleter:
         return self.delete(task)
 
     def collect_unfinished(self, tier: str, id: CheckpointId, reason: str) -> bool:
-        """Delete this rank's files of a copy that was never committed; return False where that was begun before."""
-        entry = self._ledger.entries.get(id)
-        shard = entry.shard if entry is not None and entry.shards is None else None
+        """Delete this rank's files of a copy that was never committed, in peer memory all that an earlier start left;
+        return False where that was begun before."""
+        entry, shard = self._ledger.entries.get(id), None
+        if entry is not None and entry.shards is None:
+            shard = entry.shard if entry.handle or tier not in self._ledger.peer_tiers else None
         return self.collect_garbage(tier, id, reason, shard=shard)
 
     def delete(self, task: DeleteCopy) -> bool:

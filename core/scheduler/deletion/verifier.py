@@ -173,7 +173,10 @@ class BackgroundVerifier:
         return next((id for id in found if (tier, id) not in self._retry_s), None)
 
     def _begin(self, number: int, id: CheckpointId, tier: str, hurry: bool) -> None:
-        self._checks[tier] = _RunningCheck(id, number, hurry)
+        self._checks[tier] = check = _RunningCheck(id, number, hurry)
+        if self._ledger.has_no_part(tier, id):
+            self._on_check_read(tier, check, None)
+            return
         topology = self._message_tree.topology
         split = self._hooks.is_split(tier)
         ranks = topology.local_ranks if split else tuple(range(topology.world_size))

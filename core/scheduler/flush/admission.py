@@ -143,6 +143,8 @@ class Admissions:
             for r in ledger.rules
             if r.name != ledger.host
         )
+        self._asked: set[CheckpointId] = set()
+        """The checkpoints whose copy in peer memory this rank has asked to give up."""
         self._waiting: deque[AdmissionRequest] = deque()
         self._memory_is_short = False
         self._refused: AdmissionRequest | None = None
@@ -238,10 +240,11 @@ class Admissions:
             need_bytes=max(request.image_bytes + request.records_bytes, free + 1),
             free_bytes=free,
         )
-        if plan.deletions:
+        evictable = [d for d in plan.deletions if not self._is_relied_on(d)]
+        if evictable:
             # what an earlier start left of other ranks' images goes before the only image of this one
             if not (self._has_one_image() and self._hooks.evict_leftovers()):
-                self._evict(plan.deletions[0])
+                self._evict(evictable[0])
             return True
         if self._hooks.evict_leftovers():
             return True
@@ -254,6 +257,17 @@ class Admissions:
             return False
         self._release_given_up()
         return True
+
+    def _is_relied_on(self, decision: Decision) -> bool:
+        """Return whether peer memory may count on an image that is to be evicted: this rank has uploaded it, and it may
+        be committed at any time. Then all ranks are asked to give that copy up first."""
+        entry = self._ledger.entries[decision.checkpoint]
+        uploaded = self._ledger.peer_tiers & entry.uploaded_to & entry.owed
+        for name in sorted(uploaded) if entry.id not in self._asked else ():
+            error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")
+            self._hooks.group.give_up_copy(entry, name, error)
+            self._asked.add(entry.id)
+        return bool(uploaded)
 
     def _has_one_image(self) -> bool:
         held = (e.state(self._ledger.host) is not CopyState.ABSENT for e in self._ledger.open())
@@ -304,6 +318,7 @@ class Admissions:
 
     def free(self, entry: LedgerEntry, reason: str = "deleted by a person") -> None:
         """Free the regions of a checkpoint's images."""
+        self._asked.discard(entry.id)
         self._emitter.evicted(self._ledger.host, entry, reason)
         entry.free()
         entry.final_chunks = 0

@@ -255,7 +255,9 @@ class TierRoom:
         newest = next(committed, None)
         if newest is None or not (newest_bytes := newest.bytes.get(tier, 0)):
             return raw_bytes
-        return min(raw_bytes, -(-raw_bytes * newest_bytes // self._raw_bytes(tier, newest)))
+        # what peer memory keeps here may be images of other ranks alone
+        newest_raw_bytes = self._raw_bytes(tier, newest) or newest_bytes
+        return min(raw_bytes, -(-raw_bytes * newest_bytes // newest_raw_bytes))
 
     def _raw_bytes(self, tier: str, entry: LedgerEntry) -> int:
         """Return the bytes of all images of a checkpoint that this rank sees on a tier."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import filterfalse
 
 from tierfall.core.ranks.message_tree import MessageTree
 from tierfall.core.ranks.messages import CheckpointTopic, ErrorMessage
@@ -89,11 +91,12 @@ class NodeMarks:
         match news:
             case DecisionAnnounced() if self._topology.is_leader:
                 request = MarksRequest.from_json(news.body, rank=0)
+                has_no_part = partial(self._ledger.has_no_part, topic.tier)
                 task = ReadMarks(
                     tier=topic.tier,
                     ids=request.ids,
                     number=topic.number,
-                    relies_on=request.relies_on,
+                    relies_on=tuple(filterfalse(has_no_part, request.relies_on)),
                 )
                 self._hooks.dispatch(task)
             case MessagesGathered(passed=False):

@@ -14,7 +14,7 @@ from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
 from tierfall.core.scheduler.ledger.overview import LedgerEntries, Overview
 from tierfall.core.scheduler.ledger.throughput import TierThroughput
 from tierfall.core.types import keys
-from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard, TierKind
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 
 ALONE = Shard(0, 1)
@@ -43,6 +43,7 @@ class Ledger:
         self.shard = shard
         self.rules = rules
         self.host = host
+        self.peer_tiers = frozenset(rule.name for rule in rules if rule.kind is TierKind.PEER)
         self.entries = LedgerEntries()
         self._overview = Overview(self.entries, self._view)
         self.unfinished: dict[tuple[str, CheckpointId], int] = {}
@@ -309,6 +310,12 @@ class Ledger:
             ),
             None,
         )
+
+    def has_no_part(self, tier: str, id: CheckpointId) -> bool:
+        """Return whether a copy that is committed on a tier is there on other nodes alone."""
+        entry = self.entries.get(id)
+        is_there = entry is not None and entry.state(tier) is CopyState.COMMITTED
+        return is_there and entry is not None and entry.bytes.get(tier) == 0
 
     def used_bytes(self, tier: str) -> int:
         """Return the bytes of this run on a tier, unfinished copies included."""

@@ -1,0 +1,154 @@
+"""A run in miniature whose ranks keep their images in each other's memory. Machines come and go: each has the memory of
+its ranks and what it keeps for others, and is a node of the starts that it takes part in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.many import Many
+from tests.simulation.mounts import MachineFile
+from tests.simulation.peer_wires import RUN, Server, WiredPeer, Wires
+from tests.simulation.rank import Rank
+from tests.simulation.world import FakeMemory, packing
+from tierfall.backends.memory import MemoryBackend
+from tierfall.backends.peer.view import PeerView
+from tierfall.core.restore.inventory import Inventory
+from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.policies.placement import place_copies
+from tierfall.tiers.stored import StoredTier
+
+PEER_TIER = "peers"
+
+
+class Machine:
+    """A machine with its memory. ``kept`` is what it keeps for others: by the number of the copy, as ``PeerMemory`` has
+    it."""
+
+    def __init__(self, number: int, *, slots: int, images: int, copies: int, domain: str) -> None:
+        self.number = number
+        self.domain = domain
+        place = f"the memory of machine {number}"
+        self.kept = [MemoryBackend(place=place) for _ in range(copies + 1)]
+        self.memories = [FakeMemory(images) for _ in range(slots)]
+        self.file = MachineFile()
+
+
+class PeerRank(Rank):
+    """A process on a machine; it finds there what earlier processes have left."""
+
+    if TYPE_CHECKING:
+        world: PeerWorld
+
+    def __init__(self, world: PeerWorld, number: int, memory_images: int) -> None:
+        super().__init__(world, number, memory_images)
+        self.machine = world.present[self.node]
+        self.memory = self.machine.memories[number % world.slots]
+
+    def _open_store(self, tier: str) -> StoredTier:
+        if tier != PEER_TIER:
+            return super()._open_store(tier)
+        view = self.world.view_of(self)
+        return StoredTier(
+            name=tier, run=RUN, backend=view, packing=packing(self.world.codecs.get(tier))
+        )
+
+
+class PeerWorld(Many):
+    """``present`` are the machines of this start, in the order of their nodes; ``slots`` ranks are on each."""
+
+    ranks: list[PeerRank]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        machines: Sequence[Machine],
+        rules: Iterable[Any],
+        *,
+        copies: int,
+        seed: int,
+        **options: Any,
+    ) -> None:
+        self.present = list(machines)
+        self.slots = len(machines[0].memories)
+        self.copies = copies
+        self.wires = Wires(seed)
+        self.world_sizes: dict[int, int] = {}
+        """The number of ranks of each attempt."""
+        self.refused: RestoreError | None = None
+        """Why this start may not go on from anything."""
+        super().__init__(self._nodes(), rules, seed=seed, **options)
+
+    def _nodes(self) -> tuple[int, ...]:
+        return tuple(node for node in range(len(self.present)) for _ in range(self.slots))
+
+    def disk(self, tier: str, node: int) -> MemoryBackend:
+        return self.present[node].kept[0] if tier == PEER_TIER else super().disk(tier, node)
+
+    def make_rank(self, number: int, memory_images: int) -> PeerRank:
+        return PeerRank(self, number, memory_images)
+
+    def view_of(self, rank: PeerRank) -> PeerView:
+        """What a rank sees of peer memory, as ``PeerMemory`` opens it."""
+        remotes = []
+        for copy, keeper in enumerate(self.placement.holders[rank.node][1:], 1):
+            machine = self.present[keeper]
+            process = keeper, rank.number % self.slots
+            server = self._servers.setdefault(
+                (*process, copy), Server(machine.number, machine.kept[copy])
+            )
+            remotes.append(WiredPeer(self.wires, rank.machine.number, server))
+        return PeerView(rank.machine.kept, remotes)
+
+    # Starts --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin anew on the machines ``present``."""
+        self.wires.lost.clear()
+        self.refused = None
+        self.node_of = self._nodes()
+        self.machines = {node: machine.file for node, machine in enumerate(self.present)}
+        self._servers: dict[tuple[int, int, int], Server] = {}
+        self.placement = place_copies([machine.domain for machine in self.present], self.copies)
+        self.ranks = [self.make_rank(number, 0) for number in range(len(self.node_of))]
+        super().start()
+
+    def _restore(
+        self, described: Mapping[int, Inventory], order: Sequence[str]
+    ) -> CheckpointId | None:
+        self.world_sizes[self.attempt.number] = len(self.ranks)
+        return super()._restore(described, order)
+
+    def on_refused(self, error: RestoreError) -> None:
+        self.refused = error
+
+    def is_read_whole(self, id: CheckpointId) -> bool:
+        """Say whether each part, of what may have been another number of ranks, can be read by some rank."""
+        count = self.world_sizes[id.attempt]
+        return all([self._is_read(id, Shard(number, count)) for number in range(count)])
+
+    def _is_read(self, id: CheckpointId, shard: Shard) -> bool:
+        own = [rank for rank in self.ranks if rank.shard == shard]
+        return any(rank.read(id, shard) for rank in (*own, *self.ranks))
+
+    def lose(self, machine: Machine) -> None:
+        """A machine is lost with its memory; the others go on until the job is ended."""
+        self.wires.lost.add(machine.number)
+        self.network.lost.update(rank.number for rank in self.ranks if rank.machine is machine)
+        self.trace.append(f"{self.now_s:.0f} s: machine {machine.number} is lost")
+
+    @property
+    def alive(self) -> list[PeerRank]:
+        return [rank for rank in self.ranks if rank.machine.number not in self.wires.lost]
+
+    # Driving -------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        for rank in self.alive:
+            rank.step()
+
+    def hear(self) -> None:
+        for rank in self.alive:
+            if rank.is_told:
+                rank.step()
