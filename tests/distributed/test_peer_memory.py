@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +122,20 @@ def test_the_node_that_is_left_flushes_what_it_keeps_of_a_lost_one(
         shutil.rmtree(tmp_path / f"{kept}-0")
     answers = make_job(2, [0, 1], program=PROGRAM).run("resume")
     check_resumed(answers, step=1, reads="pfs")
+
+
+def test_the_example_loses_a_node_and_reads_nothing_from_storage() -> None:
+    command = [sys.executable, str(ROOT / "examples/lose_a_node.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sorted(lines[:2]) == [f"node {node}: peer memory has step 5" for node in (0, 1)]
+    assert lines[2] == "node 1 is lost, with all that was in its memory"
+    assert all(": step 5 from " in line and "disk" not in line for line in lines[3:5])
+    assert sorted(lines[5:]) == [f"node {node}: peer memory has step 10" for node in (0, 1)]
 
 
 def test_a_kill_in_mid_transfer_leaves_the_checkpoint_before(
