@@ -257,9 +257,17 @@ class ImageCopier:
             # Before any call: an interrupt could arrive before a function's first line.
             exclusive, self._exclusive = self._exclusive, None
             if spill is not None and self._spill is not spill:
-                spill.discard()
+                self._return(spill)
             if exclusive is not None:
                 exclusive.set()
+
+    def _return(self, spill: SpillBuffer) -> None:
+        """Put segments that are not in spare memory back into their queue, and release their room. Without them, the
+        capture thread would report an incomplete image before the barrier reports why."""
+        with self._lock:
+            if self.failure is None:
+                self._segments.extend(spill.segments)
+            spill.discard()
 
     def _fill(self, spill: SpillBuffer) -> None:
         """Copy sources to spare memory of their device; the capture thread copies them on, to host memory."""

@@ -575,6 +575,43 @@ def test_a_slab_is_free_again_after_a_capture_that_failed(
         wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
 
 
+@pytest.mark.parametrize("trouble", ["time", "copy"])
+def test_a_barrier_that_fails_with_a_slab_reports_why(
+    make_config: MakeConfig,
+    places: FakePlaces,
+    slab: DeviceSlab,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: str,
+) -> None:
+    """The capture thread goes on before the barrier reports it, and finds part of the state in no queue."""
+    trainer, fail, waits = Trainer(), ImageCopier.fail, threading.Event()
+
+    def late(copier: ImageCopier, error: BaseException, **options: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            waits.wait(0.5)
+        fail(copier, error, **options)
+
+    def refused(copier: ImageCopier, spill: object) -> None:
+        raise RuntimeError("CUDA error: no such copy")
+
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        with monkeypatch.context() as patch:
+            # The capture thread is slow, so that much is left for the slab.
+            patch.setattr(ImageCopier, "_throttle", lambda copier: time.sleep(0.02))
+            patch.setattr(ImageCopier, "fail", late)
+            if trouble == "copy":
+                patch.setattr(ImageCopier, "_fill", refused)
+            else:
+                patch.setattr(ImageCopier, "wait_idle", lambda copier, timeout=None: timeout is None)
+            handle = lazy_save(ckpt, trainer, 2)
+            trainer.step()
+        with pytest.raises(CaptureError) as caught:
+            handle.wait(timeout=PATIENCE_S)
+        assert ("no such copy" if trouble == "copy" else "max_wait") in str(caught.value)
+        wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
+
+
 def test_a_change_before_the_barrier_is_found_in_what_went_to_the_slab(
     make_config: MakeConfig, places: FakePlaces, slab: DeviceSlab, held: Held
 ) -> None:
