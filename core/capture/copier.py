@@ -352,6 +352,8 @@ class ImageCopier:
                 self._complete(copy)
             except Exception:
                 logger.debug("a copy from a device failed", exc_info=True)
+        if self._spill is not None:
+            self._spill.close()
 
     # Hashing ---------------------------------------------------------------------------------------
 

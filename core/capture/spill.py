@@ -29,7 +29,9 @@ class SpareBlock(Protocol):
         """Its bytes, flat uint8."""
         ...
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """May be called twice."""
+        ...
 
 
 class Slab(Protocol):
@@ -117,6 +119,11 @@ class SpillBuffer:
         """Release the room of all segments that are not claimed."""
         while self.segments:
             self.release(self.segments.popleft())
+
+    def close(self) -> None:
+        """Release all room, once nothing reads from here any more: an interrupt may have lost claimed segments."""
+        self.segments.clear()
+        self._block.release()
 
 
 def _offsets(joined: Segment, segments: Sequence[Segment]) -> NDArray[np.uint64]:

@@ -612,6 +612,33 @@ def test_a_barrier_that_fails_with_a_slab_reports_why(
         wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
 
 
+def test_an_interrupt_between_claim_and_launch_leaves_the_slab_free(
+    make_config: MakeConfig,
+    places: FakePlaces,
+    slab: DeviceSlab,
+    held: Held,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, launch = Trainer(), ImageCopier._launch
+
+    def interrupted(copier: ImageCopier, segment: Any, spill: Any = None) -> None:
+        if spill is not None:
+            raise KeyboardInterrupt
+        launch(copier, segment)
+
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        trainer.step()
+        assert slab.free_bytes < SLAB_BYTES
+        monkeypatch.setattr(ImageCopier, "_launch", interrupted)
+        held.free.set()
+        with pytest.raises(CaptureError, match="interrupted"):
+            handle.wait(timeout=PATIENCE_S)
+        wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
+
+
 def test_a_change_before_the_barrier_is_found_in_what_went_to_the_slab(
     make_config: MakeConfig, places: FakePlaces, slab: DeviceSlab, held: Held
 ) -> None:
