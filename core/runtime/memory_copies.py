@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -103,14 +104,29 @@ def _copy_kernel(device: torch.device) -> Any:
 
 
 def compile_kernel(source: str, name: str, device: torch.device) -> Any:
-    """Compile a kernel with the compiler that torch brings; None where that is not possible."""
+    """Compile a kernel, which includes no headers, with the compiler that torch brings; None where that is not
+    possible."""
     try:
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), _without_headers():
             torch.cuda.current_stream(device).query()  # gives this thread the device's context
             return torch.cuda._compile_kernel(source, name)
     except Exception as error:  # noqa: BLE001 - a private function of torch: without it, copies take longer
-        logger.debug("there is no kernel %s on %s: %s", name, device, error)
+        logger.info("save: copies on %s take longer, without the kernel %s: %s", device, name, error)
         return None
+
+
+@contextmanager
+def _without_headers() -> Iterator[None]:
+    """torch does not compile a kernel without the folder of CUDA's headers, which it finds on few machines that have
+    only the driver. ``/usr`` stands for one: torch passes nothing to the compiler for it."""
+    from torch.utils import cpp_extension
+
+    found = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = found or "/usr"
+    try:
+        yield
+    finally:
+        cpp_extension.CUDA_HOME = found
 
 
 def _copy_to_host(copies: MemoryCopies, stream: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils import cpp_extension
 
-from tierfall.core.runtime.memory_copies import MemoryCopies
+from tierfall.core.runtime.memory_copies import MemoryCopies, compile_kernel
 from tierfall.core.runtime.streams import CudaStream
 from tierfall.core.sampling import sum_kernel
 from tierfall.core.sampling.sum_kernel import WordSums
@@ -80,3 +83,18 @@ def test_the_table_of_ranges_is_sent_again_only_where_it_changes(
     assert again.tolist() == [9, 26]
     assert tables[0] == tables[1]
     assert words.add_up([], []) is None
+
+
+def test_a_kernel_is_compiled_without_a_toolkit_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose torch comes from pip has the driver and the compiler, and no headers."""
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(query=bool))
+
+    def compiled(source: str, name: str) -> list[str]:
+        """As torch's does, it asks for the folders of headers first."""
+        return cpp_extension.include_paths("cuda", torch_include_dirs=False)
+
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", compiled)
+    assert compile_kernel("", "kernel", torch.device("cuda", 0)) == []
+    assert cpp_extension.CUDA_HOME is None
