@@ -28,7 +28,8 @@ ROWS_MAX = 65535
 """Rows of a table that one kernel takes: a grid has no more in its second dimension."""
 _IN_STREAM_ORDER = 1
 _BLOCK_BYTES = 1 << 20
-_COPY_ALL = """
+# Tensors in an image are at multiples of their items only: most parts of a tensor are at no multiple of 16 bytes.
+_COPY_ALL = r"""
 extern "C" __global__ void copy_all(
     const unsigned long long* targets, const unsigned long long* sources, const unsigned long long* sizes)
 {
@@ -38,13 +39,16 @@ extern "C" __global__ void copy_all(
     const unsigned long long length = min(size - first, BLOCK_BYTES);
     char* to = (char*)targets[blockIdx.y] + first;
     const char* of = (const char*)sources[blockIdx.y] + first;
+    const unsigned long long bits = (unsigned long long)to | (unsigned long long)of;
     unsigned long long at = 0;
-    if (!(((unsigned long long)to | (unsigned long long)of) % 16)) {
-        const unsigned long long wide = length / 16;
-        #pragma unroll 4
-        for (unsigned long long i = threadIdx.x; i < wide; i += blockDim.x) ((uint4*)to)[i] = ((const uint4*)of)[i];
-        at = wide * 16;
-    }
+    #define COPY_AS(word) \
+        _Pragma("unroll 4") \
+        for (unsigned long long i = threadIdx.x; i < length / sizeof(word); i += blockDim.x) \
+            ((word*)to)[i] = ((const word*)of)[i]; \
+        at = length / sizeof(word) * sizeof(word);
+    if (bits % 16 == 0) { COPY_AS(uint4) }
+    else if (bits % 8 == 0) { COPY_AS(uint2) }
+    else if (bits % 4 == 0) { COPY_AS(unsigned) }
     for (unsigned long long i = at + threadIdx.x; i < length; i += blockDim.x) to[i] = of[i];
 }
 """.replace("BLOCK_BYTES", f"{_BLOCK_BYTES}ull")

@@ -24,7 +24,7 @@ SIZES = (1, 7, 8, 16, 4096, (1 << 20) - 1, 1 << 20, (3 << 20) + 5)
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("to", ["host", "device"])
-@pytest.mark.parametrize("shift", [0, 1, 8])
+@pytest.mark.parametrize("shift", [0, 1, 4, 8])
 def test_all_bytes_arrive_and_no_others(to: str, shift: int) -> None:
     device = torch.device("cuda", 0)
     sources = [torch.randint(1, 255, (size + shift,), dtype=torch.uint8) for size in SIZES]
