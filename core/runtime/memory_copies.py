@@ -97,9 +97,14 @@ def _copy_on_device(copies: MemoryCopies, device: torch.device) -> None:
     rows = np.stack(copies[:3]).view(np.int64)
     for first in range(0, rows.shape[1], ROWS_MAX):
         some = np.ascontiguousarray(rows[:, first : first + ROWS_MAX])
-        table = torch.from_numpy(some).pin_memory().to(device, non_blocking=True)
+        table = send_table(some, device)
         blocks = -(-int(some[2].max()) // _BLOCK_BYTES)
         _copy_kernel(device)((blocks, some.shape[1], 1), (THREADS, 1, 1), [*table])
+
+
+def send_table(rows: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Copy a table to a device, in the order of the current stream. The host does not wait."""
+    return torch.from_numpy(rows).pin_memory().to(device, non_blocking=True)
 
 
 @cache
@@ -115,7 +120,9 @@ def compile_kernel(source: str, name: str, device: torch.device) -> Any:
             torch.cuda.current_stream(device).query()  # gives this thread the device's context
             return torch.cuda._compile_kernel(source, name)
     except Exception as error:  # noqa: BLE001 - a private function of torch: without it, copies take longer
-        logger.info("save: copies on %s take longer, without the kernel %s: %s", device, name, error)
+        logger.info(
+            "save: copies on %s take longer, without the kernel %s: %s", device, name, error
+        )
         return None
 
 

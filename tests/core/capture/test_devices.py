@@ -603,7 +603,9 @@ def test_a_barrier_that_fails_with_a_slab_reports_why(
             if trouble == "copy":
                 patch.setattr(ImageCopier, "_fill", refused)
             else:
-                patch.setattr(ImageCopier, "wait_idle", lambda copier, timeout=None: timeout is None)
+                patch.setattr(
+                    ImageCopier, "wait_idle", lambda copier, timeout=None: timeout is None
+                )
             handle = lazy_save(ckpt, trainer, 2)
             trainer.step()
         with pytest.raises(CaptureError) as caught:
