@@ -85,8 +85,8 @@ def can_copy(device: torch.device, *, on_device: bool) -> bool:
 
 
 def enqueue_copies(copies: MemoryCopies, device: torch.device, stream: int) -> None:
-    """Enqueue copies on the current stream, whose address is given; not on the default stream. The calling thread has
-    the device's context. Raises RuntimeError with the driver's error."""
+    """Enqueue copies on the current stream, whose address is given; copies to host memory not on the default stream.
+    The calling thread has the device's context. Raises RuntimeError with the driver's error."""
     if copies.on_device:
         _copy_on_device(copies, device)
     else:
