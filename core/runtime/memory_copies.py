@@ -161,6 +161,9 @@ def _copy_to_host(copies: MemoryCopies, stream: int) -> None:
 
 @cache
 def _batch_call() -> Callable[..., int] | None:
+    # With another vendor's torch this driver may be installed, too, but its streams are not of it.
+    if torch.version.cuda is None:
+        return None
     try:
         call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
     except (OSError, AttributeError):  # no NVIDIA driver, or an older one

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from tierfall.core.runtime.memory_copies import MemoryCopies, compile_kernel
+from tierfall.core.runtime import memory_copies
+from tierfall.core.runtime.memory_copies import MemoryCopies, can_copy, compile_kernel
 from tierfall.core.runtime.streams import CudaStream
 from tierfall.core.sampling import sum_kernel
 
@@ -95,3 +96,15 @@ def test_a_kernel_is_compiled_without_a_toolkit_of_cuda(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compiled)
     assert compile_kernel("", "kernel", torch.device("cuda", 0)) == []
     assert cpp_extension.CUDA_HOME is None
+
+
+def test_the_driver_of_cuda_is_not_called_by_the_torch_of_another_vendor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = SimpleNamespace(cuMemcpyBatchAsync=SimpleNamespace())
+    monkeypatch.setattr(memory_copies.ctypes, "CDLL", lambda name: driver)
+    for version, there in (("12.8", True), (None, False)):
+        memory_copies._batch_call.cache_clear()
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert can_copy(torch.device("cuda", 0), on_device=False) is there
+    memory_copies._batch_call.cache_clear()
