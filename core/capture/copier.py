@@ -242,9 +242,8 @@ class ImageCopier:
         try:
             self._exclusive = InterruptibleEvent()
             if self._slab is not None and self._spill is None:
-                place, slab = self._slab
                 with self._lock:
-                    spill = SpillBuffer.take_last(slab, place, self._segments)
+                    spill = SpillBuffer.take_last(*self._slab, self._segments)
             while self._segments and self.copy_next(BARRIER_LAUNCH_BYTES):
                 continue
             if not self.wait_idle(_remaining_s(deadline)):
@@ -257,14 +256,14 @@ class ImageCopier:
             # Before any call: an interrupt could arrive before a function's first line.
             exclusive, self._exclusive = self._exclusive, None
             if spill is not None and self._spill is not spill:
-                spill.discard()
+                with self._lock:
+                    spill.move_back(self._segments)
             if exclusive is not None:
                 exclusive.set()
 
     def _fill(self, spill: SpillBuffer) -> None:
         """Copy sources to spare memory of their device; the capture thread copies them on, to host memory."""
-        stream = self._copies.streams[spill.place]
-        stream.run_in_turn(lambda: spill.fill(self._sources, stream))
+        spill.fill(self._sources, self._copies.streams[spill.place])
         with self._lock:
             if self.failure is None:
                 self._spill = spill
@@ -344,6 +343,8 @@ class ImageCopier:
                 self._complete(copy)
             except Exception:
                 logger.debug("a copy from a device failed", exc_info=True)
+        if self._spill is not None:
+            self._spill.close()
 
     # Hashing ---------------------------------------------------------------------------------------
 
@@ -416,9 +417,8 @@ class ImageCopier:
         """Raise StateChangedError if version counters, addresses or a few samples show that a lazily captured source
         has changed since save. Called at the barrier, when no write to the sources is in progress."""
         self._at_barrier = True
-        watched = (
-            self._sources.lazy_tensors
-        )  # a reference for the time of reading: another thread may release the sources
+        # A reference for the time of reading: another thread may release the sources.
+        watched = self._sources.lazy_tensors
         changed = self._sources.changed()
         if not changed and watched and self._check is not None:  # else the memory may be unmapped
             changed = self._check.changed_now()
@@ -442,7 +442,7 @@ class ImageCopier:
 
     def release_sources(self) -> None:
         """Drop the references to the state's tensors once they have been read, so that a deleted model is freed."""
-        if not self._copies:
+        if not (self._copies or self._spilled):  # what is copied on has been copied to spare memory
             self._sources.release()
 
 

@@ -29,7 +29,9 @@ class SpareBlock(Protocol):
         """Its bytes, flat uint8."""
         ...
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """May be called twice."""
+        ...
 
 
 class Slab(Protocol):
@@ -66,7 +68,7 @@ class SpillBuffer:
         return self._all.place
 
     @classmethod
-    def take_last(cls, slab: Slab, place: int, queue: deque[Segment]) -> SpillBuffer | None:
+    def take_last(cls, place: int, slab: Slab, queue: deque[Segment]) -> SpillBuffer | None:
         """Take the last segments of the device ``place`` out of a queue, as many as a slab has room for. None, and the
         queue is as before, if there is no room."""
         room, taken, others = slab.largest_free_bytes, deque[Segment](), deque[Segment]()
@@ -89,8 +91,13 @@ class SpillBuffer:
         return cls(block, [*taken])
 
     def fill(self, sources: TensorSources, stream: CopyStream) -> None:
-        """Copy all segments here; called in the work of the stream."""
-        sources.copy_within(self._all, self._block.tensor, self._offsets, stream)
+        """Copy all segments here on the caller's stream. What ``stream`` enqueues from now on runs after that."""
+        try:
+            stream.run_on_caller_stream(
+                lambda: sources.copy_within(self._all, self._block.tensor, self._offsets, stream)
+            )
+        finally:
+            stream.wait_for_caller()
 
     def copy_to(self, targets: RegionTargets, segment: Segment, stream: CopyStream) -> None:
         """Copy parts from here to their position in the region; called in the work of the stream."""
@@ -117,6 +124,17 @@ class SpillBuffer:
         """Release the room of all segments that are not claimed."""
         while self.segments:
             self.release(self.segments.popleft())
+
+    def move_back(self, queue: deque[Segment]) -> None:
+        """Undo ``take_last``. In no queue, they would make the capture thread report an incomplete image, before the
+        barrier reports why."""
+        queue.extend(self.segments)
+        self.discard()
+
+    def close(self) -> None:
+        """Release all room, once nothing reads from here any more: an interrupt may have lost claimed segments."""
+        self.segments.clear()
+        self._block.release()
 
 
 def _offsets(joined: Segment, segments: Sequence[Segment]) -> NDArray[np.uint64]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,7 +28,8 @@ ROWS_MAX = 65535
 """Rows of a table that one kernel takes: a grid has no more in its second dimension."""
 _IN_STREAM_ORDER = 1
 _BLOCK_BYTES = 1 << 20
-_COPY_ALL = """
+# Tensors in an image are at multiples of their items only: most parts of a tensor are at no multiple of 16 bytes.
+_COPY_ALL = r"""
 extern "C" __global__ void copy_all(
     const unsigned long long* targets, const unsigned long long* sources, const unsigned long long* sizes)
 {
@@ -37,13 +39,16 @@ extern "C" __global__ void copy_all(
     const unsigned long long length = min(size - first, BLOCK_BYTES);
     char* to = (char*)targets[blockIdx.y] + first;
     const char* of = (const char*)sources[blockIdx.y] + first;
+    const unsigned long long bits = (unsigned long long)to | (unsigned long long)of;
     unsigned long long at = 0;
-    if (!(((unsigned long long)to | (unsigned long long)of) % 16)) {
-        const unsigned long long wide = length / 16;
-        #pragma unroll 4
-        for (unsigned long long i = threadIdx.x; i < wide; i += blockDim.x) ((uint4*)to)[i] = ((const uint4*)of)[i];
-        at = wide * 16;
-    }
+    #define COPY_AS(word) \
+        _Pragma("unroll 4") \
+        for (unsigned long long i = threadIdx.x; i < length / sizeof(word); i += blockDim.x) \
+            ((word*)to)[i] = ((const word*)of)[i]; \
+        at = length / sizeof(word) * sizeof(word);
+    if (bits % 16 == 0) { COPY_AS(uint4) }
+    else if (bits % 8 == 0) { COPY_AS(uint2) }
+    else if (bits % 4 == 0) { COPY_AS(unsigned) }
     for (unsigned long long i = at + threadIdx.x; i < length; i += blockDim.x) to[i] = of[i];
 }
 """.replace("BLOCK_BYTES", f"{_BLOCK_BYTES}ull")
@@ -80,8 +85,8 @@ def can_copy(device: torch.device, *, on_device: bool) -> bool:
 
 
 def enqueue_copies(copies: MemoryCopies, device: torch.device, stream: int) -> None:
-    """Enqueue copies on the current stream, whose address is given; not on the default stream. The calling thread has
-    the device's context. Raises RuntimeError with the driver's error."""
+    """Enqueue copies on the current stream, whose address is given; copies to host memory not on the default stream.
+    The calling thread has the device's context. Raises RuntimeError with the driver's error."""
     if copies.on_device:
         _copy_on_device(copies, device)
     else:
@@ -92,9 +97,14 @@ def _copy_on_device(copies: MemoryCopies, device: torch.device) -> None:
     rows = np.stack(copies[:3]).view(np.int64)
     for first in range(0, rows.shape[1], ROWS_MAX):
         some = np.ascontiguousarray(rows[:, first : first + ROWS_MAX])
-        table = torch.from_numpy(some).pin_memory().to(device, non_blocking=True)
+        table = send_table(some, device)
         blocks = -(-int(some[2].max()) // _BLOCK_BYTES)
         _copy_kernel(device)((blocks, some.shape[1], 1), (THREADS, 1, 1), [*table])
+
+
+def send_table(rows: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Copy a table to a device, in the order of the current stream. The host does not wait."""
+    return torch.from_numpy(rows).pin_memory().to(device, non_blocking=True)
 
 
 @cache
@@ -103,14 +113,31 @@ def _copy_kernel(device: torch.device) -> Any:
 
 
 def compile_kernel(source: str, name: str, device: torch.device) -> Any:
-    """Compile a kernel with the compiler that torch brings; None where that is not possible."""
+    """Compile a kernel, which includes no headers, with the compiler that torch brings; None where that is not
+    possible."""
     try:
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), _without_headers():
             torch.cuda.current_stream(device).query()  # gives this thread the device's context
             return torch.cuda._compile_kernel(source, name)
     except Exception as error:  # noqa: BLE001 - a private function of torch: without it, copies take longer
-        logger.debug("there is no kernel %s on %s: %s", name, device, error)
+        logger.info(
+            "save: copies on %s take longer, without the kernel %s: %s", device, name, error
+        )
         return None
+
+
+@contextmanager
+def _without_headers() -> Iterator[None]:
+    """torch does not compile a kernel without the folder of CUDA's headers, which it finds on few machines that have
+    only the driver. ``/usr`` stands for one: torch passes nothing to the compiler for it."""
+    from torch.utils import cpp_extension
+
+    found = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = found or "/usr"
+    try:
+        yield
+    finally:
+        cpp_extension.CUDA_HOME = found
 
 
 def _copy_to_host(copies: MemoryCopies, stream: int) -> None:
@@ -134,6 +161,9 @@ def _copy_to_host(copies: MemoryCopies, stream: int) -> None:
 
 @cache
 def _batch_call() -> Callable[..., int] | None:
+    # With another vendor's torch this driver may be installed, too, but its streams are not of it.
+    if torch.version.cuda is None:
+        return None
     try:
         call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
     except (OSError, AttributeError):  # no NVIDIA driver, or an older one

@@ -6,7 +6,6 @@ enqueued, to know when they are done, and to make the caller's later work wait f
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -42,17 +41,13 @@ class CopyStream(Protocol):
         """Call ``work`` with its tensor operations on the caller's own stream."""
         ...
 
-    def run_in_turn(self, work: Work) -> None:
-        """Call ``work`` with its tensor operations on another stream, after what the caller has enqueued so far. What
-        the caller or ``enqueue`` enqueues from now on runs after them."""
-        ...
-
     def copies_memory(self, memory: torch.Tensor) -> bool:
         """Whether ``copy_memory`` may be called for copies from the device to this memory."""
         ...
 
     def copy_memory(self, copies: MemoryCopies) -> None:
-        """Enqueue copies where tensor operations are enqueued; called in the work of ``enqueue`` or ``run_in_turn``."""
+        """Enqueue copies where tensor operations are enqueued; called in the work of ``enqueue``, or for copies within
+        the device of ``run_on_caller_stream``."""
         ...
 
     def finish(self) -> None:
@@ -71,8 +66,6 @@ class CudaStream:
         self._device = device
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._turns = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._threads = threading.local()
 
     def wait_for_caller(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -87,25 +80,13 @@ class CudaStream:
         with torch.cuda.device(self._device):
             work()
 
-    def run_in_turn(self, work: Work) -> None:
-        caller = torch.cuda.current_stream(self._device)
-        self._turns.wait_stream(caller)
-        try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._turns):
-                work()
-        finally:
-            caller.wait_stream(self._turns)
-            self._stream.wait_stream(self._turns)
-
     def copies_memory(self, memory: torch.Tensor) -> bool:
         on_device = memory.is_cuda
         return can_copy(self._device, on_device=on_device) and (on_device or memory.is_pinned())
 
     def copy_memory(self, copies: MemoryCopies) -> None:
         stream = torch.cuda.current_stream(self._device)
-        if not hasattr(self._threads, "has_context"):
-            stream.query()  # torch gives a thread the device's context with its first call
-            self._threads.has_context = True
+        stream.query()  # gives this thread the device's context, which another library may have changed
         if len(copies.sizes):
             enqueue_copies(copies, self._device, stream.cuda_stream)
 

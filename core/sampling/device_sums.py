@@ -13,7 +13,7 @@ import torch
 
 from tierfall.core.image.sources import TensorSources
 from tierfall.core.runtime.streams import CopyStream
-from tierfall.core.sampling.sum_kernel import WordSums
+from tierfall.core.sampling import sum_kernel
 from tierfall.core.tensors.tensors import INTEGERS, as_bytes, as_integers
 
 logger = logging.getLogger("tierfall")
@@ -74,13 +74,8 @@ class DeviceSums:
     """
 
     def __init__(
-        self,
-        stream: CopyStream,
-        ranges: Sequence[DeviceRange],
-        sources: TensorSources,
-        words: WordSums,
+        self, stream: CopyStream, ranges: Sequence[DeviceRange], sources: TensorSources
     ) -> None:
-        """``words`` adds up what it can at once."""
         self._summed: list[tuple[int, int, int, int]] = []
         pointers = sources.pointers
 
@@ -92,7 +87,11 @@ class DeviceSums:
                 and each.size_bytes >= WORD_BYTES
                 and not pointers[each.number] % WORD_BYTES
             ]
-            first = words.add_up([pointers[row[0]] for row in whole], [row[2] for row in whole])
+            first = sum_kernel.add_up(
+                [pointers[row[0]] for row in whole],
+                [row[2] for row in whole],
+                sources.tensor(ranges[0].number).device,
+            )
             self._summed = [] if first is None else whole
             rest = sums_of(integers({row[0] for row in self._summed}))
             return torch.cat([sums for sums in (first, rest) if sums is not None])

@@ -30,7 +30,6 @@ from tierfall.core.sampling.ranges import (
     SampledRange,
     WholeDigests,
 )
-from tierfall.core.sampling.sum_kernel import WordSums
 from tierfall.core.state.view import StateView
 
 
@@ -53,7 +52,6 @@ class CheckPlan:
                 size, plain = view.sources[p.index].nbytes, view.plain[p.index]
                 ranges = self._on_devices.setdefault(p.place, [])
                 ranges.append(DeviceRange(p.index, p.start, size, plain))
-        self._words: dict[int, WordSums] = {}
 
     def begin(
         self,
@@ -69,15 +67,10 @@ class CheckPlan:
             samples=self.samples.read(sources.pointers),
             digests=self.ranges.digest(sources.pointers, budget_s),
             sums=tuple(
-                DeviceSums(streams[place], ranges, sources, self._words_of(place, sources))
+                DeviceSums(streams[place], ranges, sources)
                 for place, ranges in self._on_devices.items()
             ),
         )
-
-    def _words_of(self, place: int, sources: TensorSources) -> WordSums:
-        if place not in self._words:
-            self._words[place] = WordSums(sources.tensor(self._on_devices[place][0].number).device)
-        return self._words[place]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

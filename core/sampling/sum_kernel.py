@@ -6,12 +6,14 @@ every save.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
-from tierfall.core.runtime.memory_copies import ROWS_MAX, THREADS, compile_kernel
+from tierfall.core.runtime.memory_copies import ROWS_MAX, THREADS, compile_kernel, send_table
 
 BLOCK_WORDS = 1 << 17
 """Words of 8 bytes that one block of threads adds up."""
@@ -33,28 +35,20 @@ extern "C" __global__ void add_up(
 """.replace("BLOCK_WORDS", f"{BLOCK_WORDS}ll")
 
 
-class WordSums:
-    """The sums of ranges of device memory, as 64-bit words, modulo 2**64. The table of the ranges is sent to the device
-    when it changes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._ranges: tuple[list[int], list[int]] = ([], [])
-        self._table: torch.Tensor | None = None
-
-    def add_up(self, addresses: list[int], counts: list[int]) -> torch.Tensor | None:
-        """Enqueue the sums on the current stream of the device, and return them (int64); None if there are none, or
-        the device has no such kernel. ``addresses`` are multiples of 8; ``counts`` are in words."""
-        kernel = _kernel(self._device) if 0 < len(counts) <= ROWS_MAX else None
-        if kernel is None:
-            return None
-        if self._table is None or self._ranges != (addresses, counts):
-            self._table = torch.tensor([addresses, counts], dtype=torch.int64, device=self._device)
-            self._ranges = (addresses, counts)
-        sums = torch.zeros(len(counts), dtype=torch.int64, device=self._device)
-        blocks = -(-max(counts) // BLOCK_WORDS)
-        kernel((blocks, len(counts), 1), (THREADS, 1, 1), [*self._table, sums])
-        return sums
+def add_up(
+    addresses: Sequence[int], counts: Sequence[int], device: torch.device
+) -> torch.Tensor | None:
+    """Enqueue the sums of ranges of device memory, as 64-bit words modulo 2**64, on the current stream of the device,
+    and return them (int64); None if there are none, or the device has no such kernel. ``addresses`` are multiples of 8;
+    ``counts`` are in words."""
+    kernel = _kernel(device) if 0 < len(counts) <= ROWS_MAX else None
+    if kernel is None:
+        return None
+    table = send_table(np.array([addresses, counts], dtype=np.int64), device)
+    sums = torch.zeros(len(counts), dtype=torch.int64, device=device)
+    blocks = -(-max(counts) // BLOCK_WORDS)
+    kernel((blocks, len(counts), 1), (THREADS, 1, 1), [*table, sums])
+    return sums
 
 
 def prepare(device: torch.device) -> None:

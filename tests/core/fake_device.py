@@ -92,13 +92,10 @@ class FakeStream:
         return mark
 
     def run_on_caller_stream(self, work: Callable[[], None]) -> None:
-        if self.no_room:
-            raise torch.OutOfMemoryError("no room")
-        work()
-
-    def run_in_turn(self, work: Callable[[], None]) -> None:
         if self.refuses is not None:
             raise self.refuses
+        if self.no_room:
+            raise torch.OutOfMemoryError("no room")
         work()
 
     def copies_memory(self, memory: torch.Tensor) -> bool:

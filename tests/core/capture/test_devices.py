@@ -29,6 +29,7 @@ from tierfall.core.capture import barrier, device_copies
 from tierfall.core.capture import device_copies as module_places
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.image.segments import HOST
+from tierfall.core.runtime.memory_copies import MemoryCopies
 from tierfall.core.types.errors import CaptureError
 from tierfall.core.types.values import SaveOutcome
 from tierfall.run import saver
@@ -249,6 +250,41 @@ def test_a_change_before_the_barrier_is_found_there(
         with pytest.raises(CaptureError, match=r'state\["model"\]\["0.weight"\] was changed'):
             handle.wait(timeout=PATIENCE_S)
         assert handle.outcome is SaveOutcome.FAILED
+
+
+@pytest.mark.parametrize("into", ["host", "slab"])
+def test_the_address_of_memory_that_was_replaced_is_not_read(
+    make_config: MakeConfig,
+    places: FakePlaces,
+    slab: DeviceSlab,
+    held: Held,
+    monkeypatch: pytest.MonkeyPatch,
+    into: str,
+) -> None:
+    """It may not be mapped any more, which ends the process; here it is kept."""
+    trainer, sources, copy = Trainer(), list[int](), FakeStream.copy_memory
+
+    def recorded(stream: FakeStream, copies: MemoryCopies) -> None:
+        sources.extend(copies.sources.tolist())
+        copy(stream, copies)
+
+    monkeypatch.setattr(FakeStream, "copy_memory", recorded)
+    # As if the memory was replaced right after the barrier's check.
+    monkeypatch.setattr(ImageCopier, "check_state", lambda copier: None)
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        moment = trainer.optimizer.state[trainer.model[0].weight]["exp_avg"]
+        old, moment.data = moment.data, moment.data.clone()
+        sources.clear()
+        if into == "slab":
+            trainer.step()
+        held.free.set()
+        with pytest.raises(CaptureError, match=r'\["exp_avg"\] was changed'):
+            handle.wait(timeout=PATIENCE_S)
+        assert not any(old.data_ptr() <= each < old.data_ptr() + old.nbytes for each in sources)
+        wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
 
 
 def test_an_update_behind_the_barrier_is_no_change(
@@ -571,6 +607,72 @@ def test_a_slab_is_free_again_after_a_capture_that_failed(
         places.stream.refuses = None
         held.free.set()
         with pytest.raises(CaptureError):
+            handle.wait(timeout=PATIENCE_S)
+        wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
+
+
+@pytest.mark.parametrize("trouble", ["time", "copy"])
+def test_a_barrier_that_fails_with_a_slab_reports_why(
+    make_config: MakeConfig,
+    places: FakePlaces,
+    slab: DeviceSlab,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: str,
+) -> None:
+    """The capture thread goes on before the barrier reports it, and finds part of the state in no queue."""
+    trainer, fail, waits = Trainer(), ImageCopier.fail, threading.Event()
+
+    def late(copier: ImageCopier, error: BaseException, **options: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            waits.wait(0.5)
+        fail(copier, error, **options)
+
+    def refused(copier: ImageCopier, spill: object) -> None:
+        raise RuntimeError("CUDA error: no such copy")
+
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        with monkeypatch.context() as patch:
+            # The capture thread is slow, so that much is left for the slab.
+            patch.setattr(ImageCopier, "_throttle", lambda copier: time.sleep(0.02))
+            patch.setattr(ImageCopier, "fail", late)
+            if trouble == "copy":
+                patch.setattr(ImageCopier, "_fill", refused)
+            else:
+                patch.setattr(
+                    ImageCopier, "wait_idle", lambda copier, timeout=None: timeout is None
+                )
+            handle = lazy_save(ckpt, trainer, 2)
+            trainer.step()
+        with pytest.raises(CaptureError) as caught:
+            handle.wait(timeout=PATIENCE_S)
+        assert ("no such copy" if trouble == "copy" else "max_wait") in str(caught.value)
+        wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
+
+
+def test_an_interrupt_between_claim_and_launch_leaves_the_slab_free(
+    make_config: MakeConfig,
+    places: FakePlaces,
+    slab: DeviceSlab,
+    held: Held,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, launch = Trainer(), ImageCopier._launch
+
+    def interrupted(copier: ImageCopier, segment: Any, spill: Any = None) -> None:
+        if spill is not None:
+            raise KeyboardInterrupt
+        launch(copier, segment)
+
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        trainer.step()
+        assert slab.free_bytes < SLAB_BYTES
+        monkeypatch.setattr(ImageCopier, "_launch", interrupted)
+        held.free.set()
+        with pytest.raises(CaptureError, match="interrupted"):
             handle.wait(timeout=PATIENCE_S)
         wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
 
