@@ -248,9 +248,9 @@ class ImageCopier:
                 continue
             if not self.wait_idle(_remaining_s(deadline)):
                 return False
-            self._copies.make_callers_wait()
             if spill is not None:
-                self._fill(spill)
+                self._fill(spill)  # beside the reads, which the caller waits for behind it
+            self._copies.make_callers_wait()
             return True
         finally:
             # Before any call: an interrupt could arrive before a function's first line.
