@@ -331,6 +331,7 @@ def test_tensor_that_is_there_already_is_not_copied() -> None:
         system.fill(state, {"a": torch.ones(2)})
 
 
+@pytest.mark.torture
 def test_peer_memory_is_measured_between_two_processes(tmp_path: Path) -> None:
     plan = tiny_plan(tmp_path, "peer_memory", size_bytes=48 << 20)
     found = Results()

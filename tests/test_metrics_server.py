@@ -90,8 +90,9 @@ def test_a_scrape_has_what_metrics_dict_has(served: dict[str, Any], port: int) -
     with tierfall.open(served) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state_of(step), block=True)
-        wait_until(lambda: scrape(port).get(("tierfall_commits_total", "far")) == 2, "a status")
         ckpt.drain()
+        commits = [("tierfall_commits_total", tier) for tier in ("disk", "far")]
+        wait_until(lambda: [scrape(port).get(key) for key in commits] == [2, 2], "a status")
         expected, found = ckpt.metrics_dict(), scrape(port)
         assert health(port) == (200, [])
     assert found["tierfall_up",] == found["tierfall_healthy",] == 1

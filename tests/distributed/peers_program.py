@@ -192,7 +192,7 @@ def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str
 
         peers.room_for_arena = little  # type: ignore[assignment]
     stored = {"flush": {"every": 1}}
-    with tierfall.open(config(folder, pfs=stored, max_wait="3s", **changes)) as ckpt:
+    with tierfall.open(config(folder, pfs=stored, **changes)) as ckpt:
         why = ""
         for step in (1, 2):
             handle = ckpt.save(step, make_state(step))

@@ -19,9 +19,10 @@ from tests.steps import wait_until
 from tierfall.cli import app
 
 PROGRAM = ROOT / "tests/distributed/peers_program.py"
+LONG = pytest.mark.torture
 
 
-@pytest.mark.parametrize("lost", range(4))
+@pytest.mark.parametrize("lost", [0, *(pytest.param(node, marks=LONG) for node in (1, 2, 3))])
 def test_one_of_four_nodes_is_lost(make_job: Callable[..., Job], tmp_path: Path, lost: int) -> None:
     train(make_job)
     for kept in ("memory", "peers"):

@@ -14,6 +14,7 @@ from tests.distributed.job import ROOT, Job
 from tests.distributed.test_peer_copies import stopped, wait_for
 
 PROGRAM = ROOT / "tests/distributed/peers_program.py"
+LONG = pytest.mark.torture
 NODES = [0, 1, 2, 3]
 ONE = {"parity": {"group": 4, "losses": 1}}
 TWO = {"parity": {"group": 4, "losses": 2}}
@@ -24,7 +25,7 @@ STORED = {"flush": {"every": 2}}
 MakeJob = Callable[..., Job]
 
 
-@pytest.mark.parametrize("lost", NODES)
+@pytest.mark.parametrize("lost", [1, *(pytest.param(node, marks=LONG) for node in (0, 2, 3))])
 def test_any_node_is_lost(make_job: MakeJob, tmp_path: Path, lost: int) -> None:
     train(make_job, peers=ONE)
     _, survives = json.loads((tmp_path / f"survives-{lost}").read_text())
@@ -35,7 +36,7 @@ def test_any_node_is_lost(make_job: MakeJob, tmp_path: Path, lost: int) -> None:
     assert answers[lost]["tiers"].keys() == {"peers"}, answers
 
 
-@pytest.mark.parametrize("lost", [(0, 1), (1, 3)])
+@pytest.mark.parametrize("lost", [(0, 1), pytest.param((1, 3), marks=LONG)])
 def test_any_two_nodes_are_lost(make_job: MakeJob, tmp_path: Path, lost: tuple[int, int]) -> None:
     train(make_job, peers=TWO)
     for node in lost:
@@ -109,6 +110,7 @@ def test_fewer_nodes_go_on(make_job: MakeJob, tmp_path: Path) -> None:
     assert all(answer["good"] and "pfs" not in answer["tiers"] for answer in answers)
 
 
+@LONG
 def test_the_memory_of_two_machines_is_exchanged(make_job: MakeJob, tmp_path: Path) -> None:
     """The ranks come to other machines than before, and one machine is lost."""
     train(make_job, peers=ONE)
@@ -120,7 +122,7 @@ def test_the_memory_of_two_machines_is_exchanged(make_job: MakeJob, tmp_path: Pa
     check_resumed(run_again(make_job, peers=ONE), step=3)
 
 
-@pytest.mark.parametrize("nodes", [NODES, [0, 0, 1, 1]])
+@pytest.mark.parametrize("nodes", [NODES, pytest.param([0, 0, 1, 1], marks=LONG)])
 def test_a_clean_close_frees_the_memory_of_all_nodes(
     make_job: MakeJob, tmp_path: Path, nodes: list[int]
 ) -> None:
@@ -147,6 +149,7 @@ def test_the_parity_of_older_checkpoints_is_deleted(
         assert len(steps) <= 2, "the one before may be in deletion"
 
 
+@LONG
 def test_a_node_that_stands_still_in_a_transfer_is_waited_for(
     make_job: MakeJob, tmp_path: Path
 ) -> None:

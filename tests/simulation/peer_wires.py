@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tierfall.backends.peer.backend import PeerBackend
-from tierfall.backends.peer.server import _Conversation, _Session
+from tierfall.backends.peer.server import _RequestHandler, _Session
 from tierfall.backends.peer.wire import Connection, Head, WireError
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import BackendError, UnreachableError
@@ -75,10 +75,9 @@ class Wire:
         self._wires, self._source, self._server, self._name = wires, source, server, session
         self._check_reach()
         side = cast(Connection, SimpleNamespace(
-            socket=SimpleNamespace(settimeout=lambda seconds: None),
-            receive=self._next_request, take=self._take, send=self._keep_answer,
+            set_timeout=lambda seconds: None, receive=self._next_request, take=self._take, send=self._keep_answer,
         ))  # fmt: skip
-        self._conversation = _Conversation(side, server.join(session), server.lock, idle_s=1.0)
+        self._handler = _RequestHandler(side, server.join(session), server.lock, None, idle_s=1.0)
         self._requests: list[tuple[Head, memoryview | None]] = []
         self._payload = memoryview(b"")
         self._answer: tuple[Head, memoryview | None] | None = None
@@ -87,6 +86,9 @@ class Wire:
 
     # The sender's side ---------------------------------------------------------------------------
 
+    def set_timeout(self, seconds: float | None) -> None:
+        """A request takes no time here."""
+
     def send(self, head: Head, payload: memoryview | None = None) -> None:
         self._check_reach()
         self._trouble = self._wires.trouble(self._source, self._server.machine)
@@ -94,7 +96,7 @@ class Wire:
             raise ConnectionResetError("the connection broke, on purpose")
         self._requests.append((head, payload))
         with suppress(WireError):  # there is one request at a time
-            self._conversation.run()
+            self._handler.run()
 
     def receive(self) -> tuple[Head, int]:
         if self._trouble or self._answer is None:
@@ -154,7 +156,7 @@ class WiredPeer(PeerBackend):
         super().__init__(("", 0), secret=b"", run=RUN, sender=f"machine-{source}", place=place)
         self._wires, self._source, self._server = wires, source, server
 
-    def _connect(self, what: str) -> Any:
+    def _connect(self, what: str, deadline_s: float) -> Any:
         try:
             return Wire(self._wires, self._source, self._server, self._session)
         except OSError as error:

@@ -174,7 +174,7 @@ def wrong(seed: int, copies: int) -> str:
         (count_uncommitted_ones, 1, 8),
         (evict_what_peer_memory_relies_on, 1, 0),
         (delete_images_whose_rest_is_not_seen, 1, 0),
-        (forget_what_other_nodes_keep, 1, 1),
+        (forget_what_other_nodes_keep, 2, 0),
         (restore_a_part_of_an_older_step, 1, 0),
     ],
     ids=lambda value: getattr(value, "__name__", None),
