@@ -80,7 +80,7 @@ def test_a_kill_in_mid_transfer_leaves_the_checkpoint_before(
 ) -> None:
     """Its images are still in memory, too, though newer ones need room there: its parity is of no use without them."""
     job = make_job(4, NODES, program=PROGRAM)
-    more = {"pfs": SELDOM, "peers": ONE, "max_wait": "1s"}
+    more = {"pfs": SELDOM, "peers": ONE, "max_wait": "6s"}
     job.start("train", steps=[1, 2, 3], stuck=3, after=[4, 5], **more).wait_ready()
     job.kill()
     lose(tmp_path, 1)
