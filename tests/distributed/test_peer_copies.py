@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -14,18 +10,24 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.job import ROOT, Job
+from tests.distributed.job import Job
+from tests.distributed.peer_jobs import (
+    NODES,
+    PROGRAM,
+    STORED,
+    MakeJob,
+    check_resumed,
+    lose,
+    run_again,
+    stopped,
+    train,
+    wait_for,
+)
 
-PROGRAM = ROOT / "tests/distributed/peers_program.py"
-NODES = [0, 1, 2, 3]
 PAIRS = list(combinations(NODES, 2))
 SEED = 21
 QUICK = Random(SEED).sample(PAIRS, 2)
 TWO = {"copies": 2}
-STORED = {"flush": {"every": 2}}
-"""Step 2 is on storage, too, and step 3 in memory alone."""
-
-MakeJob = Callable[..., Job]
 
 
 class RackJob(Job):
@@ -155,30 +157,6 @@ def test_nodes_whose_tiers_differ_are_named(
     assert all(says in answer["text"] for answer in answers), answers
 
 
-def train(make_job: MakeJob, **given: Any) -> None:
-    """Save steps 1 to 3 on four nodes, step 2 to storage, too, and kill all."""
-    job = make_job(4, NODES, program=PROGRAM)
-    job.start("train", steps=[1, 2, 3], wait="pfs", pfs=STORED, **given).wait_ready()
-    job.kill()
-
-
-def lose(folder: Path, node: int) -> None:
-    for kept in ("memory", "peers"):
-        shutil.rmtree(folder / f"{kept}-{node}")
-
-
-def run_again(make_job: MakeJob, **given: Any) -> list[Any]:
-    return make_job(4, NODES, program=PROGRAM).run("resume", pfs=STORED, **given)
-
-
-def check_resumed(answers: list[Any], *, step: int, reads: str = "") -> None:
-    """All ranks restored that step, bit for bit, and from storage only where that is said."""
-    assert [answer.get("step") for answer in answers] == [step] * len(answers), answers
-    assert all(answer["good"] for answer in answers)
-    read = set().union(*(answer["tiers"] for answer in answers))
-    assert ("pfs" in read) == bool(reads)
-
-
 def skipped(answers: list[Any]) -> str:
     return "\n".join(text for answer in answers for text in answer["skipped"])
 
@@ -196,20 +174,3 @@ def flip(path: Path) -> None:
     for part in range(8):
         data[len(data) * (2 * part + 1) // 16] ^= 1
     path.write_bytes(data)
-
-
-@contextmanager
-def stopped(job: Job, rank: int) -> Iterator[None]:
-    process = job.processes[rank]
-    process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGCONT)
-
-
-def wait_for(job: Job, path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, job.log(0)
-        time.sleep(0.02)

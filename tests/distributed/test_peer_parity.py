@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.distributed.job import ROOT, Job
-from tests.distributed.test_peer_copies import stopped, wait_for
+from tests.distributed.peer_jobs import (
+    NODES,
+    PROGRAM,
+    STORED,
+    MakeJob,
+    check_resumed,
+    lose,
+    run_again,
+    stopped,
+    train,
+    wait_for,
+)
 
-PROGRAM = ROOT / "tests/distributed/peers_program.py"
 LONG = pytest.mark.torture
-NODES = [0, 1, 2, 3]
 ONE = {"parity": {"group": 4, "losses": 1}}
 TWO = {"parity": {"group": 4, "losses": 2}}
 SELDOM = {"flush": {"every": 100}}
-STORED = {"flush": {"every": 2}}
-"""Step 2 is on storage, too, and step 3 in memory alone."""
-
-MakeJob = Callable[..., Job]
 
 
 @pytest.mark.parametrize("lost", [1, *(pytest.param(node, marks=LONG) for node in (0, 2, 3))])
@@ -174,27 +175,3 @@ def test_parity_that_does_not_fit_says_how_much_is_lacking(
     answers = job.run("short_of_memory", on=1, free=50_000, peers=two)
     assert "it needs 142 KiB (145540 bytes)" in answers[0]["why"], answers
     assert [answer["stored"] for answer in answers] == [[1, 2], [1, 2]]
-
-
-def train(make_job: MakeJob, **given: Any) -> None:
-    """Save steps 1 to 3 on four nodes, step 2 to storage, too, and kill all."""
-    job = make_job(4, NODES, program=PROGRAM)
-    job.start("train", steps=[1, 2, 3], wait="pfs", pfs=STORED, **given).wait_ready()
-    job.kill()
-
-
-def lose(folder: Path, node: int) -> None:
-    for kept in ("memory", "peers"):
-        shutil.rmtree(folder / f"{kept}-{node}")
-
-
-def run_again(make_job: MakeJob, **given: Any) -> list[Any]:
-    return make_job(4, NODES, program=PROGRAM).run("resume", pfs=STORED, **given)
-
-
-def check_resumed(answers: list[Any], *, step: int, reads: str = "") -> None:
-    """All ranks restored that step, bit for bit, and from storage only where that is said."""
-    assert [answer.get("step") for answer in answers] == [step] * len(answers), answers
-    assert all(answer["good"] for answer in answers)
-    read = set().union(*(answer["tiers"] for answer in answers))
-    assert ("pfs" in read) == bool(reads)

@@ -1,0 +1,62 @@
+"""What tests of copies and of parity in peer memory share: a job of four nodes that is killed, and started again."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.job import ROOT, Job
+
+PROGRAM = ROOT / "tests/distributed/peers_program.py"
+NODES = [0, 1, 2, 3]
+STORED = {"flush": {"every": 2}}
+"""Step 2 is on storage, too, and step 3 in memory alone."""
+
+MakeJob = Callable[..., Job]
+
+
+def train(make_job: MakeJob, **given: Any) -> None:
+    """Save steps 1 to 3 on four nodes, step 2 to storage, too, and kill all."""
+    job = make_job(4, NODES, program=PROGRAM)
+    job.start("train", steps=[1, 2, 3], wait="pfs", pfs=STORED, **given).wait_ready()
+    job.kill()
+
+
+def lose(folder: Path, node: int) -> None:
+    for kept in ("memory", "peers"):
+        shutil.rmtree(folder / f"{kept}-{node}")
+
+
+def run_again(make_job: MakeJob, **given: Any) -> list[Any]:
+    return make_job(4, NODES, program=PROGRAM).run("resume", pfs=STORED, **given)
+
+
+def check_resumed(answers: list[Any], *, step: int, reads: str = "") -> None:
+    """All ranks restored that step, bit for bit, and from storage only where that is said."""
+    assert [answer.get("step") for answer in answers] == [step] * len(answers), answers
+    assert all(answer["good"] for answer in answers)
+    read = set().union(*(answer["tiers"] for answer in answers))
+    assert ("pfs" in read) == bool(reads)
+
+
+@contextmanager
+def stopped(job: Job, rank: int) -> Iterator[None]:
+    """A rank's process stands still meanwhile."""
+    process = job.processes[rank]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def wait_for(job: Job, path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, job.log(0)
+        time.sleep(0.02)
