@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import obstore
 import pytest
 import typer
 import yaml
@@ -181,6 +182,21 @@ def test_a_server_that_ends_is_quoted(
     ):
         pytest.fail("it does not run")
     assert len(broken) == 1
+
+
+def test_a_port_that_another_process_takes_before_the_server_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as other:
+        other.bind((s3_server.HOST, 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        real = s3_server._free_ports
+        answers_of = iter([lambda count: [taken, *real(count - 1)], real])
+        monkeypatch.setattr(s3_server, "_free_ports", lambda count: next(answers_of)(count))
+        with s3_server.running(tmp_path / "s3", "some-bucket") as server:
+            obstore.put(server.store("some-bucket"), "name", b"data")
+    assert next(answers_of, None) is None
 
 
 def test_a_server_that_never_answers_is_given_up_and_stopped(

@@ -135,7 +135,9 @@ def test_the_example_loses_a_node_and_reads_nothing_from_storage() -> None:
     lines = done.stdout.splitlines()
     assert sorted(lines[:2]) == [f"node {node}: peer memory has step 5" for node in (0, 1)]
     assert lines[2] == "node 1 is lost, with all that was in its memory"
-    assert all(": step 5 from " in line and "disk" not in line for line in lines[3:5])
+    assert all(": step 5 from " in line and "disk" not in line for line in lines[3:5]), (
+        done.stdout + done.stderr
+    )
     assert sorted(lines[5:]) == [f"node {node}: peer memory has step 10" for node in (0, 1)]
 
 

