@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
 
 from tierfall.core.types.units import format_duration, format_rate, format_size
-from tierfall.core.types.values import LOSS_CLASSES, LossClass, TierKind
+from tierfall.core.types.values import LOSS_CLASSES, CheckpointId, LossClass, TierKind
 from tierfall.core.types.view import (
     CheckpointView,
     LossBound,
@@ -87,17 +88,20 @@ def loss_bounds(
     return {lost: _bound(view, lost, step, step_s) for lost in LOSS_CLASSES}
 
 
-def peer_survival(view: View, attempt: int, losses: NodeLosses) -> PeerSurvival | None:
+def peer_survival(
+    view: View, attempt: int, losses: NodeLosses, *, copied: Collection[CheckpointId] = ()
+) -> PeerSurvival | None:
     """Return which losses of nodes the newest checkpoint in peer memory survives; None while nothing that ``attempt``
-    saved is committed there. Images of an earlier attempt may have lost holders since, so they do not count.
+    saved, or has ``copied``, is committed there. Other images of an earlier attempt may have lost holders since.
 
     ``losses`` are the chances by the placement of its copies. Whether an image has left host memory is known of the
     view's own node, and taken to be so on all.
     """
     kinds = {tier.kind: tier.name for tier in view.tiers}
     peers, host = kinds.get(TierKind.PEER, ""), kinds.get(TierKind.HOST, "")
-    saved = [c for c in view.checkpoints if c.id.attempt == attempt and c.readable_on(peers)]
-    newest = max(saved, key=lambda checkpoint: checkpoint.id, default=None)
+    known = [c for c in view.checkpoints if c.id.attempt == attempt or (c.id in copied and c.live)]
+    there = (checkpoint for checkpoint in known if checkpoint.readable_on(peers))
+    newest = max(there, key=lambda checkpoint: checkpoint.id, default=None)
     if newest is None:
         return None
     chances = losses.whole if newest.readable_on(host) else losses.copies
@@ -105,7 +109,7 @@ def peer_survival(view: View, attempt: int, losses: NodeLosses) -> PeerSurvival 
     return PeerSurvival(
         tier=peers,
         step=newest.id.step,
-        attempt=attempt,
+        attempt=newest.id.attempt,
         certain=len(tuple(certain)),
         chances=chances,
     )

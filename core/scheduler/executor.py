@@ -22,7 +22,7 @@ from tierfall.core.copies.images import (
     read_chunk,
     unpacked,
 )
-from tierfall.core.format.commit_files import files_of, shards_of
+from tierfall.core.format.commit_files import files_of, image_file, shards_of
 from tierfall.core.format.documents import read_twice
 from tierfall.core.format.records import (
     Attempt,
@@ -165,13 +165,7 @@ class TaskRunner:
         store.check_begin(self._writer())
         if task.repairs:
             _check_same(task, store)
-        elif store.is_committed(task.id):
-            commit = store.read_commit(task.id)
-            if commit.lineage.attempt_id != task.attempt_id:
-                raise IntegrityError(
-                    f"flush of {task.id} to {task.tier}: another checkpoint of that name is committed there; it is "
-                    "not changed"
-                )
+        elif (commit := _committed_before(task, store)) is not None:
             store.sync_commit(task.id)
             return commit
         manifest = None
@@ -329,6 +323,19 @@ class TaskRunner:
                 task.id,
                 error,
             )
+
+
+def _committed_before(task: OpenShard, store: TaskStore) -> Commit | None:
+    """Return the commit record of a copy that this rank's image is in already. A record of other ranks' images alone is
+    another node's, as in peer memory. Raises IntegrityError for another checkpoint of that name."""
+    if not store.is_committed(task.id):
+        return None
+    commit = store.read_commit(task.id)
+    if commit.lineage.attempt_id != task.attempt_id:
+        raise IntegrityError(
+            f"flush of {task.id} to {task.tier}: another checkpoint of that name is committed there; it is not changed"
+        )
+    return commit if image_file(commit, task.shard) else None
 
 
 def _check_in_memory(task: CopyRun, manifest: Manifest, view: memoryview) -> None:

@@ -141,6 +141,16 @@ def go_on(folder: str, saved: str, **changes: Any) -> None:
         time.sleep(600)
 
 
+def stand_by(folder: str, **changes: Any) -> None:
+    """Restore, save nothing, and wait to be killed once peer memory has that checkpoint on all nodes again."""
+    dist.init_process_group("gloo")
+    with tierfall.open(config(folder, **changes)) as ckpt:
+        assert ckpt.restore(make_state(0)) is not None
+        wait_until(lambda: ckpt.statistics().peer_survival)
+        Path(folder, f"ready-{RANK}").touch()
+        time.sleep(600)
+
+
 def outlast(folder: str, **changes: Any) -> dict[str, Any]:
     """Save step 1, and steps 2 and 3 while the other node does not answer to rank 0, which is in the middle of sending
     step 2; then wait until peer memory has step 3."""

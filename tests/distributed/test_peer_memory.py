@@ -89,24 +89,21 @@ def test_a_node_that_is_lost_while_training_goes_on(
     check_resumed(run_again(make_job), step=5)
 
 
-def test_the_first_step_after_a_loss_makes_the_copies_again(
-    make_job: Callable[..., Job], tmp_path: Path
+@pytest.mark.parametrize("lost", [(1, 3), (3, 1)])
+def test_a_start_after_a_loss_makes_the_copies_again_before_it_saves(
+    make_job: Callable[..., Job], tmp_path: Path, lost: tuple[int, int]
 ) -> None:
-    """Without it, the loss of the node that is left would cost all steps since the last one on storage."""
-    pair: dict[str, Any] = {"interval": {"every": 1000, "at_end": False}}
-    job = make_job(2, [0, 1], program=PROGRAM).start("train", steps=[1, 2, 3])
+    """Two nodes that keep each other's images are lost, one after the other."""
+    train(make_job)
+    first, second = lost
+    for kept in ("memory", "peers"):
+        shutil.rmtree(tmp_path / f"{kept}-{first}")
+    job = make_job(4, [0, 1, 2, 3], program=PROGRAM).start("stand_by")
     job.wait_ready()
     job.kill()
     for kept in ("memory", "peers"):
-        shutil.rmtree(tmp_path / f"{kept}-1")
-    job = make_job(2, [0, 1], program=PROGRAM).start("go_on", saved="saved", **pair)
-    job.wait_ready()
-    job.kill()
-    step = int((tmp_path / "saved").read_text())
-    assert 3 < step < 40
-    for kept in ("memory", "peers"):
-        shutil.rmtree(tmp_path / f"{kept}-0")
-    check_resumed(make_job(2, [0, 1], program=PROGRAM).run("resume"), step=step)
+        shutil.rmtree(tmp_path / f"{kept}-{second}")
+    check_resumed(run_again(make_job), step=3)
 
 
 def test_the_node_that_is_left_flushes_what_it_keeps_of_a_lost_one(

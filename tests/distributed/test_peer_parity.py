@@ -34,7 +34,7 @@ def test_any_node_is_lost(make_job: MakeJob, tmp_path: Path, lost: int) -> None:
     lose(tmp_path, lost)
     answers = run_again(make_job, peers=ONE)
     check_resumed(answers, step=3)
-    assert answers[lost]["tiers"].keys() == {"peers"}, answers
+    assert answers[lost]["tiers"].keys() == {"host"}, answers  # it was rebuilt there
 
 
 @pytest.mark.parametrize("lost", [(0, 1), pytest.param((1, 3), marks=LONG)])
@@ -76,6 +76,22 @@ def test_a_node_that_is_lost_while_training_goes_on(make_job: MakeJob, tmp_path:
     check_resumed(run_again(make_job, peers=ONE), step=5)
 
 
+def test_the_first_step_after_a_loss_makes_the_parity_again(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    """Without it, the loss of another node would cost all steps since the last one on storage."""
+    train(make_job, peers=ONE)
+    lose(tmp_path, 1)
+    seldom = {"interval": {"every": 1000, "at_end": False}}
+    job = make_job(4, NODES, program=PROGRAM).start("go_on", saved="saved", peers=ONE, **seldom)
+    job.wait_ready()
+    job.kill()
+    step = int((tmp_path / "saved").read_text())
+    assert 3 < step < 40
+    lose(tmp_path, 2)
+    check_resumed(run_again(make_job, peers=ONE), step=step)
+
+
 def test_a_kill_in_mid_transfer_leaves_the_checkpoint_before(
     make_job: MakeJob, tmp_path: Path
 ) -> None:
@@ -97,7 +113,7 @@ def test_several_ranks_of_a_node(make_job: MakeJob, tmp_path: Path) -> None:
     lose(tmp_path, 0)
     answers = make_job(4, [0, 0, 1, 1], program=PROGRAM).run("resume", pfs=STORED, peers=two)
     check_resumed(answers, step=3)
-    assert [set(answer["tiers"]) for answer in answers[:2]] == [{"peers"}] * 2
+    assert [set(answer["tiers"]) for answer in answers[:2]] == [{"host"}] * 2
 
 
 def test_fewer_nodes_go_on(make_job: MakeJob, tmp_path: Path) -> None:

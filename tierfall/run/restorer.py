@@ -242,9 +242,18 @@ class Restorer:
             coordinator.ledger.continue_from(id, attempt=attempt.number)
 
         self._session.call(continue_ledger)
-        # A node was lost or moved: the next save makes its image and the copies that it kept for others again.
-        lost = self._config.peers is not None and self._session.host.name not in verified
-        self._on_continued(id.step, "peer memory has lost copies" if lost else None)
+        self._on_continued(id.step, "peer memory has lost copies" if self._lost(verified) else None)
+
+    def _lost(self, verified: tuple[str, ...]) -> bool:
+        """Return whether a node was lost or moved, and the next save is what makes its image, and what it kept for
+        others, again: where this rank's image is not in host memory, and with parity."""
+        peers = self._config.peers
+        if peers is None:
+            return False
+        in_memory = self._session.host.name in verified
+        return not in_memory or (
+            peers.parity is not None and self._session.tiers.recovered is not None
+        )
 
 
 def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:

@@ -91,6 +91,14 @@ def places_elsewhere(identities: TierIdentities, run: str) -> list[str]:
     return [place for place in folders if answers[place].value]
 
 
+def is_ours(stores: Mapping[str, StoredTier], listings: Iterable[Listing], commit: Commit) -> bool:
+    """Return whether a tier that answered has the record of the attempt that a checkpoint was saved by."""
+    answered = [x for x in listings if x.tier in stores and x.error is None]
+    line = commit.lineage
+    why = _why_foreign(line.checkpoint.attempt, line.attempt_id, stores, answered, is_known=True)
+    return why is None
+
+
 def _why_foreign(
     number: int,
     attempt_id: str,

@@ -36,7 +36,7 @@ from tierfall.core.types.errors import (
 )
 from tierfall.core.types.lineage import Key
 from tierfall.core.types.values import CheckpointId
-from tierfall.session.adopt import check_memory, places_elsewhere
+from tierfall.session.adopt import check_memory, is_ours, places_elsewhere
 from tierfall.session.leftovers import (
     AdoptedSlot,
     adopt_slots,
@@ -74,8 +74,9 @@ class OpenedTiers:
 
     ``config`` changes during a start: a tier that cannot be written to becomes read-only, and ``shared`` is set for the
     folders that the ranks have probed. ``errors`` has, by name, why a tier is excluded; ``found_read_only`` has why a
-    tier is read-only that is not configured so. ``agrees``: the start and its restores must be consistent with other
-    ranks, or with the images that other ranks of an earlier start left in memory.
+    tier is read-only that is not configured so. ``recovered``: the checkpoint whose image other nodes had, and host
+    memory has again. ``agrees``: the start and its restores must be consistent with other ranks, or with the images that
+    other ranks of an earlier start left in memory.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class OpenedTiers:
         self.ranks = ranks or Ranks.alone()
         self.node = socket.gethostname()
         self.attempt: Attempt | None = None
+        self.recovered: CheckpointId | None = None
         self.found_read_only: dict[str, str] = {}
         self.warned_starts: set[Key] = set()
         self.stores: dict[str, StoredTier] = {}
@@ -150,6 +152,11 @@ class OpenedTiers:
                 or bool(self.errors)
                 or self.identities.are_as_remembered(self.listings),
             )
+            if peers is not None:
+                known = partial(is_ours, self.stores, self.listings)
+                shard, wait_s = self.ranks.shard, config.max_wait_s
+                self.recovered = peers.recover_image(self.host, shard, known, timeout_s=wait_s)
+                self.listings = self.with_memory(self.listings, self.hosts())
         except BaseException:
             self.close(keep=True)
             raise

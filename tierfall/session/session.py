@@ -243,7 +243,11 @@ class Session:
         attempt = self.attempt
         if attempt is None or attempt.node_losses is None:
             return None
-        return peer_survival(self.coordinator.ledger.view(), attempt.number, attempt.node_losses)
+        coordinator, names = self.coordinator, self.coordinator.ledger.peer_tiers
+        copied = {id for id, tier in coordinator.durable if tier in names}
+        return peer_survival(
+            coordinator.ledger.view(), attempt.number, attempt.node_losses, copied=copied
+        )
 
     # Reading -----------------------------------------------------------------------------------------
 

@@ -297,10 +297,10 @@ def _find_shared(tiers: OpenedTiers) -> None:
 
 def _patience_s(tiers: OpenedTiers) -> float:
     """Return how many seconds later than the first rank the last may call: it may have waited for a tier that did not
-    answer, once to open it and once to list it."""
+    answer, once to open it and once to list it, and have brought its image back from peer memory."""
     bounds = bounds_s(tiers.config)
     slowest_s = max((bounds[tier.name] for tier in tiers.config.stored), default=0.0)
-    return tiers.config.max_wait_s + 2 * slowest_s
+    return tiers.config.max_wait_s * (1 if tiers.config.peers is None else 2) + 2 * slowest_s
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from tierfall.backends.toolkit.base import describe
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.config import Config, PeerTierConfig
 from tierfall.config.tiers import NODE_SPREAD
+from tierfall.core.format.records import Commit
 from tierfall.core.ranks.domains import NodeDomain, find_domain, node_name
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.runtime.bounded_calls import CallResult
@@ -38,6 +39,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
     TierfallError,
 )
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.core.types.view import NodeLosses
 from tierfall.policies.placement import CopyPlacement
 from tierfall.setup.nodes.placement import (
@@ -48,6 +50,7 @@ from tierfall.setup.nodes.placement import (
     place_on_nodes,
     warn_of_placement,
 )
+from tierfall.setup.nodes.recover import recover_image
 from tierfall.tiers.arena.folder import (
     default_folder,
     is_in_memory,
@@ -55,6 +58,7 @@ from tierfall.tiers.arena.folder import (
     room_for_arena,
     sized,
 )
+from tierfall.tiers.host import HostTier
 from tierfall.tiers.originals import HostOriginals
 from tierfall.tiers.stored import StoredTier
 
@@ -159,11 +163,29 @@ class PeerMemory:
 
     def open_backend(self) -> PeerView | ParityBackend:
         """Open what this node sees of the tier."""
-        remotes = [self._connect(keeper, self._sender) for keeper in self._keepers]
         kept = [PosixBackend(folder, direct_io=False) for folder in kept_folders(self._tier.path)]
-        documents = PeerView(kept, remotes)
+        documents = PeerView(kept, self._open_remotes())
         if self.groups is None:
             return documents
+        return self._with_parity(
+            documents, PosixBackend(_parity_folder(self._tier), direct_io=False)
+        )
+
+    def _open_remotes(self) -> list[PeerBackend]:
+        return [self._connect(keeper, self._sender) for keeper in self._keepers]
+
+    def _open_on_keepers(self) -> Iterator[Backend]:
+        """Open what the nodes that keep copies, or documents, of this node see of the tier, to read it."""
+        if self.groups is None:
+            yield PeerView(self._open_remotes(), ())
+            return
+        for keeper in self._keepers:
+            documents = PeerView([self._connect(keeper, self._sender)], ())
+            yield self._with_parity(documents, self._connect(keeper, PARITY))
+
+    def _with_parity(self, documents: PeerView, kept: Backend) -> ParityBackend:
+        """``kept`` has the parity that a node keeps."""
+        assert self.groups is not None
         ranks = [self._rank_of(node) for node in range(len(self._nodes))]
         parity = [self._connect(rank, PARITY) for rank in ranks]
         nodes = {
@@ -182,9 +204,20 @@ class PeerMemory:
                 f"{self._local_index:05d}",
                 ParityGeometry(len(group), self._tier.losses, BLOCK_BYTES),
             ),
-            kept=PosixBackend(_parity_folder(self._tier), direct_io=False),
+            kept=kept,
             nodes=nodes,
         )
+
+    def recover_image(
+        self, host: HostTier, shard: Shard, is_ours: Callable[[Commit], bool], *, timeout_s: float
+    ) -> CheckpointId | None:
+        """Bring this rank's image back into ``host`` if that has none; see ``recover.recover_image``."""
+        for seen in self._open_on_keepers() if host.is_empty() else ():
+            with closing(StoredTier(name=self._tier.name, run=self._run, backend=seen)) as keepers:
+                id = recover_image(host, keepers, shard, is_ours, timeout_s=timeout_s)
+                if id is not None:
+                    return id
+        return None
 
     def _connect(self, rank: PeerAddress, sender: str) -> PeerBackend:
         return PeerBackend(
