@@ -75,8 +75,8 @@ class OpenedTiers:
     ``config`` changes during a start: a tier that cannot be written to becomes read-only, and ``shared`` is set for the
     folders that the ranks have probed. ``errors`` has, by name, why a tier is excluded; ``found_read_only`` has why a
     tier is read-only that is not configured so. ``recovered``: the checkpoint whose image other nodes had, and host
-    memory has again. ``agrees``: the start and its restores must be consistent with other ranks, or with the images that
-    other ranks of an earlier start left in memory.
+    memory has again. ``agrees``: the start and its restores must be consistent with other ranks, or with the images
+    that other ranks of an earlier start left in memory.
     """
 
     def __init__(
