@@ -246,11 +246,30 @@ class HostTier:
                 error,
             )
 
-    def allocate_now(self) -> None:
-        """Allocate the arena at once if its capacity is configured."""
+    def allocate_for_one(self, *, image_bytes: int, records_bytes: int) -> Region:
+        """Allocate an arena, of which there is none yet, with room for this image alone: the first save makes it as
+        large as it is to be. Raises CapacityError where it does not fit."""
+        need = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
         with self._guard:
-            if self._arena is None and self._configured_bytes is not None:
+            if self._arena is None:
+                prepare_folder(self._folder)
+                self._create(need)
+        region = self.allocate(image_bytes=image_bytes, records_bytes=records_bytes)
+        if region is None:
+            raise CapacityError(
+                f"tier {self.name}: {self.path} has no room for an image of {format_size(image_bytes)}"
+            )
+        return region
+
+    def allocate_now(self) -> None:
+        """Give the arena its whole capacity at once where that is configured."""
+        with self._guard:
+            if self._configured_bytes is None:
+                return
+            if self._arena is None:
                 self._create(self._configured_bytes)
+            elif self._arena.capacity_bytes < self._configured_bytes:
+                self._grow(self._configured_bytes, need=0)
 
     def _default_bytes(self, image_bytes: int, need: int) -> int:
         room = room_for_arena(self._folder)

@@ -20,7 +20,7 @@ from tierfall.core.copies.shard_reader import ShardReader
 from tierfall.core.format.catalog import FoundCopy
 from tierfall.core.format.commit_files import files_of, image_file, plain
 from tierfall.core.format.records import Commit
-from tierfall.core.types.errors import CapacityError, TierfallError, UnreachableError
+from tierfall.core.types.errors import TierfallError, UnreachableError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.tiers.host import HostTier
@@ -82,13 +82,9 @@ def _copy(
     # As the rank's own record was: of its image alone.
     commit = plain(replace(found.commit, files=files_of(found.commit, shard)))
     records = manifest.encode(), commit.encode()
-    sizes = {"image_bytes": manifest.image_bytes, "records_bytes": sum(map(len, records))}
-    host.ensure_capacity(**sizes)
-    region = host.allocate(**sizes)
-    if region is None:
-        raise CapacityError(
-            f"{host.name}: it has no room for an image of {manifest.image_bytes} bytes"
-        )
+    region = host.allocate_for_one(
+        image_bytes=manifest.image_bytes, records_bytes=sum(map(len, records))
+    )
     try:
         filled = np.frombuffer(region.image, np.uint8)
 
