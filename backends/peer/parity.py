@@ -8,7 +8,6 @@ same place on each node of the group are one set.
 from __future__ import annotations
 
 import heapq
-import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -16,37 +15,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from tierfall.backends.parity.rebuild import NodeMemory, SetReader
-from tierfall.backends.parity.sets import (
-    RECORD_SUFFIX,
-    ParitySet,
-    parity_key,
-    parse_parity_set,
-    record_key,
-)
+from tierfall.backends.parity.sets import ParitySet, parity_key, record_key
 from tierfall.backends.parity.stripes import ParityGeometry
 from tierfall.backends.peer.backend import PeerBackend
+from tierfall.backends.peer.kept_parity import images_known_by, is_image, key_of, read_sets
 from tierfall.backends.peer.wire import BUFFER_BYTES
 from tierfall.backends.toolkit.base import Extent, WriterBase, WriterState, describe
 from tierfall.backends.toolkit.keys import check_key, check_prefix
 from tierfall.backends.toolkit.views import flat
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
-from tierfall.core.types.errors import (
-    BackendError,
-    IntegrityError,
-    KeyNotFoundError,
-    NotSupportedError,
-    UnreachableError,
-)
-from tierfall.core.types.keys import (
-    ATTEMPTS_FOLDER,
-    parse_attempt,
-    parse_shard,
-    parse_step_folder,
-    shard_name,
-)
+from tierfall.core.types.errors import BackendError, KeyNotFoundError, UnreachableError
+from tierfall.core.types.keys import ATTEMPTS_FOLDER, parse_attempt, parse_step_folder
 
-logger = logging.getLogger("tierfall")
 T = TypeVar("T")
 
 BLOCK_BYTES = BUFFER_BYTES
@@ -121,7 +102,7 @@ class ParityBackend(Wrapper):
         folder, _, name = key.rpartition("/")
         if folder.endswith(f"/{ATTEMPTS_FOLDER}"):
             self._attempt = parse_attempt(name)
-        if not _is_image(key):
+        if not is_image(key):
             return self._inner.create(key, length=length, length_max=length_max, publish=publish)
         extent = Extent(length=length, length_max=length_max)
         extent.check(what := describe("create", check_key(key), self.place))
@@ -134,7 +115,7 @@ class ParityBackend(Wrapper):
         )
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        if not _is_image(key):
+        if not is_image(key):
             self._inner.read_into(key, offset, view)
             return
         target, reader = flat(view, writable=True), self._reader(key)
@@ -147,10 +128,10 @@ class ParityBackend(Wrapper):
         reader.sources.read_into(reader.member, offset, target)
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        return not _is_image(key) and self._inner.read_cached(key, offset, end, views)
+        return not is_image(key) and self._inner.read_cached(key, offset, end, views)
 
     def stat(self, key: str) -> StoredObject:
-        if not _is_image(key):
+        if not is_image(key):
             return self._inner.stat(key)
         if self._is_of_this_attempt(key):
             sent = self._sent_images(f"{key.rpartition('/')[0]}/")
@@ -160,11 +141,11 @@ class ParityBackend(Wrapper):
         return StoredObject(key=key, bytes=found.images[member].bytes)
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
-        images = sorted(self._images(check_prefix(prefix)), key=_key_of)
-        return heapq.merge(self._inner.scan(prefix), images, key=_key_of)
+        images = sorted(self._images(check_prefix(prefix)), key=key_of)
+        return heapq.merge(self._inner.scan(prefix), images, key=key_of)
 
     def delete(self, key: str) -> None:
-        if not _is_image(key):
+        if not is_image(key):
             self._inner.delete(key)
             return
         self._readers.pop(key, None)
@@ -182,9 +163,9 @@ class ParityBackend(Wrapper):
             self._kept.delete(parity_key(found.key))
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        for key in filter(_is_image, keys):
+        for key in filter(is_image, keys):
             self.delete(key)
-        others = [key for key in keys if not _is_image(key)]
+        others = [key for key in keys if not is_image(key)]
         return self._inner.delete_some(others) if others else []
 
     def discard_unfinished(self, prefix: str) -> int:
@@ -209,9 +190,7 @@ class ParityBackend(Wrapper):
         for key, sent in self._sent_images(prefix).items():
             yield StoredObject(key=key, bytes=sent.bytes)
         for found in self._kept_sets(prefix):
-            for member, image in enumerate(found.images):
-                if 0 < (found.at - member) % len(found.images) <= found.geometry.losses:
-                    yield StoredObject(key=found.image_key(member), bytes=image.bytes)
+            yield from images_known_by(found)
 
     def _sent_images(self, prefix: str) -> dict[str, _SentImage]:
         """Return the images of this node in this attempt, of all its ranks, by key; of this rank also those that are
@@ -233,12 +212,12 @@ class ParityBackend(Wrapper):
         """Return the complete sets of this attempt that this node has images in, as another member keeps them."""
         if self._attempt is None or _attempt_of(prefix) not in (None, self._attempt):
             return []
-        found = self._ask(lambda other: list(_read_sets(other.parity, prefix)))
+        found = self._ask(lambda other: list(read_sets(other.parity, prefix)))
         return [each for each in found if _attempt_of(each.key) == self._attempt]
 
     def _kept_sets(self, prefix: str) -> list[ParitySet]:
         """Return the sets of earlier attempts whose parity is in this node's memory."""
-        found = _read_sets(self._kept, prefix)
+        found = read_sets(self._kept, prefix)
         return [each for each in found if not self._is_of_this_attempt(each.key)]
 
     def _is_of_this_attempt(self, key: str) -> bool:
@@ -375,12 +354,6 @@ class ParityWriter(WriterBase):
         member.parity.request(f"{self._what(operation)}: {member.parity.place}", head, block)
 
 
-def _is_image(key: str) -> bool:
-    name = key.rpartition("/")[2]
-    shard = parse_shard(name)
-    return shard is not None and name == shard_name(shard)
-
-
 def _attempt_of(key: str) -> int | None:
     """Return the number of the attempt that saved the checkpoint that a key belongs to; None if it belongs to none."""
     found = (parse_step_folder(part) for part in key.split("/"))
@@ -391,31 +364,3 @@ def _is_open(member: GroupMember, key: str) -> bool:
     """Ask a member whether a set is begun there, and neither complete nor given up."""
     head = {"do": "parity_is_open", "set": key}
     return bool(member.parity.request(describe("look for", key, member.parity.place), head))
-
-
-def _read_sets(backend: Backend, prefix: str) -> Iterator[ParitySet]:
-    """Yield the sets whose records are below a prefix. One that is damaged is logged, and left out."""
-    for stored in backend.scan(prefix):
-        key = stored.key.removesuffix(RECORD_SUFFIX)
-        if key == stored.key:
-            continue
-        try:
-            yield _read_set(backend, key)
-        except KeyNotFoundError:
-            continue  # it was deleted meanwhile
-        except (IntegrityError, NotSupportedError) as error:
-            logger.warning("peers: parity is not used: %s", error)
-
-
-def _read_set(backend: Backend, key: str) -> ParitySet:
-    data = bytearray(backend.stat(record_key(key)).bytes)
-    backend.read_into(record_key(key), 0, memoryview(data))
-    what = f"{backend.place}: {record_key(key)}"
-    found = parse_parity_set(bytes(data), what=what)
-    if found.key != key:
-        raise IntegrityError(f"{what}: it is the record of {found.key}")
-    return found
-
-
-def _key_of(stored: StoredObject) -> str:
-    return stored.key

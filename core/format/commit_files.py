@@ -118,6 +118,14 @@ def same_checkpoint(one: Commit, other: Commit) -> bool:
     return one.lineage == other.lineage and _names(one) == _names(other)
 
 
+def may_be_same(one: Commit, other: Commit) -> bool:
+    """Whether the images that two records both name are identical. A record of one node names the images of its ranks
+    alone."""
+    same_names = {name for name, _, _ in _names(one)} & {name for name, _, _ in _names(other)}
+    differing = _names(one) ^ _names(other)
+    return one.lineage == other.lineage and not any(name in same_names for name, _, _ in differing)
+
+
 def _names(commit: Commit) -> set[tuple[str, int, str | None]]:
     return {(file.name, file.bytes, file.digest) for file in plain(commit).files}
 

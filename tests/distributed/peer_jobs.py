@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
@@ -10,7 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
 from tests.distributed.job import ROOT, Job
+from tierfall.cli import app
 
 PROGRAM = ROOT / "tests/distributed/peers_program.py"
 NODES = [0, 1, 2, 3]
@@ -34,6 +38,25 @@ def lose(folder: Path, node: int) -> None:
 
 def run_again(make_job: MakeJob, **given: Any) -> list[Any]:
     return make_job(4, NODES, program=PROGRAM).run("resume", pfs=STORED, **given)
+
+
+def invoked(folder: Path, *words: str, peers: dict[str, Any] | None = None) -> Any:
+    """Call a command on the first node."""
+    tiers = [
+        {"name": "host", "kind": "host", "folder": str(folder / "memory-0")},
+        {"name": "peers", "kind": "peer", "path": str(folder / "peers-0"), **(peers or {})},
+        {"name": "pfs", "kind": "file", "path": str(folder / "pfs"), "shared": True},
+    ]
+    (folder / "tiers.json").write_text(json.dumps({"run": "many", "tiers": tiers}))
+    command, *rest = words
+    return CliRunner().invoke(app, [command, "--config", str(folder / "tiers.json"), *rest])
+
+
+def shown(folder: Path, *words: str, peers: dict[str, Any] | None = None) -> str:
+    """What a command prints on the first node."""
+    answer = invoked(folder, *words, peers=peers)
+    assert answer.exit_code == 0, answer.output
+    return answer.stdout
 
 
 def check_resumed(answers: list[Any], *, step: int, reads: str = "") -> None:

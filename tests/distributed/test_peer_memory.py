@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.distributed.job import ROOT, Job
+from tests.distributed.peer_jobs import shown
 from tests.steps import wait_until
-from tierfall.cli import app
 
 PROGRAM = ROOT / "tests/distributed/peers_program.py"
 LONG = pytest.mark.torture
@@ -207,20 +206,6 @@ def check_survival(folder: Path, *, step: int, attempt: int) -> None:
     """``statistics`` said nothing before the first save of a start, and at its end that each pair may lose one."""
     found = [json.loads((folder / f"survives-{rank}").read_text()) for rank in range(4)]
     assert found == [[None, survival(step=step, attempt=attempt)]] * 4
-
-
-def shown(folder: Path, *words: str) -> str:
-    """What a command prints on the first node."""
-    tiers = [
-        {"name": "host", "kind": "host", "folder": str(folder / "memory-0")},
-        {"name": "peers", "kind": "peer", "path": str(folder / "peers-0")},
-        {"name": "pfs", "kind": "file", "path": str(folder / "pfs"), "shared": True},
-    ]
-    (folder / "tiers.json").write_text(json.dumps({"run": "many", "tiers": tiers}))
-    command, *rest = words
-    answer = CliRunner().invoke(app, [command, "--config", str(folder / "tiers.json"), *rest])
-    assert answer.exit_code == 0, answer.output
-    return answer.stdout
 
 
 def run_again(make_job: Callable[..., Job]) -> list[Any]:

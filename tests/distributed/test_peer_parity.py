@@ -13,8 +13,10 @@ from tests.distributed.peer_jobs import (
     STORED,
     MakeJob,
     check_resumed,
+    invoked,
     lose,
     run_again,
+    shown,
     stopped,
     train,
     wait_for,
@@ -53,6 +55,22 @@ def test_more_nodes_than_that_cost_the_steps_since_storage(
         lose(tmp_path, node)
     answers = run_again(make_job, peers=ONE)
     check_resumed(answers, step=2, reads="pfs")
+
+
+def test_commands_on_one_node_list_what_it_keeps(make_job: MakeJob, tmp_path: Path) -> None:
+    """They read no image of parity, which takes other nodes: the next start does."""
+    train(make_job, peers=ONE)
+    (newest,) = [
+        line for line in shown(tmp_path, "ls", peers=ONE).splitlines() if line.startswith(" 3@1")
+    ]
+    assert newest.split()[-3:] == ["sealed", "committed", "owed"]
+    verified = invoked(tmp_path, "verify", peers=ONE)
+    assert "3@1  peers       0      0 B  could not be read" in verified.output
+    assert "only the ranks of a start read: start the training again" in verified.output
+    assert "nothing is damaged" in verified.output
+    drained = invoked(tmp_path, "drain", "--deadline", "2s", peers=ONE)
+    assert "this machine's images are there, other ranks' are not yet" in drained.output
+    check_resumed(run_again(make_job, peers=ONE), step=3)
 
 
 def test_parity_takes_its_share_of_an_image(make_job: MakeJob, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ _STATE = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, _STYLES))})(?!\S)")
 def load_settings(config: Path | None, run: str | None) -> Config:
     """Read the configuration as this node sees it, with ``run`` in place of its run if given; ends the command where it
     is invalid."""
-    return seen_by_one(load_settings_of_all(config, run))
+    return seen_by_one(load_settings_of_all(config, run), reads_images=False)
 
 
 def load_settings_of_all(config: Path | None, run: str | None) -> Config:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tierfall.core.copies.verify import CheckedCopy, Damage
 from tierfall.core.format.catalog import Listing, merge
-from tierfall.core.format.commit_files import same_checkpoint
+from tierfall.core.format.commit_files import may_be_same
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.reader import RunReader
@@ -118,7 +118,7 @@ def contradictions(copies: Sequence[CheckedCopy]) -> list[Finding]:
             continue
         other = first.setdefault(copy.id, copy)
         assert other.commit is not None
-        if not same_checkpoint(copy.commit, other.commit):
+        if not may_be_same(copy.commit, other.commit):
             findings.append(
                 Finding(
                     tier=copy.tier,

@@ -148,7 +148,7 @@ class RunReader:
     """The tiers of one run, open for reading. Each call to a tier has a bound."""
 
     def __init__(self, config: Config, *, run: str | None = None) -> None:
-        self.config = config = seen_by_one(config)
+        self.config = config = seen_by_one(config, reads_images=False)
         self.run = run or config.run
         folder = run_folder(config, self.run)
         self._lock_path = folder / lock_name(SLOT)

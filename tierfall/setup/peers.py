@@ -17,6 +17,7 @@ from tierfall.backends.parity.store import ParityStore
 from tierfall.backends.parity.stripes import ParityGeometry
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles
+from tierfall.backends.peer.kept_parity import KeptParity
 from tierfall.backends.peer.parity import BLOCK_BYTES, GroupMember, ParityBackend, ParityGroup
 from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.view import PeerView
@@ -287,20 +288,26 @@ def kept_folders(path: Path) -> list[Path]:
     ]
 
 
-def view_kept(path: Path) -> PeerView:
+def view_kept(tier: PeerTierConfig) -> PeerView | KeptParity:
     """Open, for reading, what this node keeps, for a process that does not meet the other nodes."""
-    folders = kept_folders(path) or [path]
+    folders = kept_folders(tier.path) or [tier.path]
     kept = [PosixBackend(folder, read_only=True) for folder in folders]
-    return PeerView(kept, (), place=str(path))
+    documents = PeerView(kept, (), place=str(tier.path))
+    if tier.parity is None:
+        return documents
+    parity = _parity_folder(tier)
+    return KeptParity(
+        documents, PosixBackend(parity if parity.exists() else tier.path, read_only=True)
+    )
 
 
-def seen_by_one(config: Config) -> Config:
+def seen_by_one(config: Config, *, reads_images: bool = True) -> Config:
     """Return the configuration for a process that does not meet the other nodes: of peer memory it reads what this node
-    keeps, if anything. Of parity alone nothing can be read."""
+    keeps, if anything. Of parity it reads no images."""
     tier = config.peers
     if tier is None:
         return config
-    if tier.path.exists() and tier.parity is None:
+    if tier.path.exists() and not (reads_images and tier.parity is not None):
         return config.reading_only([tier.name])
     return config.without(tier.name)
 

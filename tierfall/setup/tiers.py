@@ -321,7 +321,7 @@ def _open_here(
 
 def _open_backend(tier: FileTierConfig | ObjectTierConfig, *, read_only: bool) -> Backend:
     if isinstance(tier, PeerTierConfig):
-        return view_kept(tier.path)
+        return view_kept(tier)
     if isinstance(tier, FileTierConfig):
         return PosixBackend(Path(tier.path), read_only=read_only)
     return open_backend(tier.url, options=tier.options, driver=tier.driver, read_only=read_only)
