@@ -312,7 +312,8 @@ def close_peers(peers: PeerMemory | None) -> None:
 
 
 def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemory | None]:
-    """Return the configuration, without a peer tier where there is one node, and the peer memory, if it has any.
+    """Return the configuration, and the peer memory, if it has any. Where there is one node, the peer tier is left out,
+    or only read if this node keeps a checkpoint: a restore must not take what it cannot read whole for nothing.
 
     Raises RanksError, and ConfigError where there are too few nodes or domains for the copies.
     """
@@ -336,9 +337,24 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
             f"open: tier {tier.name}: copies is {tier.copies}, and there are {nodes} nodes: each copy is on another "
             f"node than the image. Start on at least {tier.copies + 1} nodes, or set copies to {nodes - 1} or less"
         )
+    if _keeps_any(tier, run):
+        logger.info("open: there is one node, so tier %s is only read", tier.name)
+        return config.reading_only([tier.name]), None
     if ranks.topology.is_root:
         logger.info("open: there is one node, so tier %s is left out", tier.name)
     return config.without(tier.name), None
+
+
+def _keeps_any(tier: PeerTierConfig, run: str) -> bool:
+    """Return whether this node keeps a checkpoint of ``run``, which several nodes saved, or cannot tell: then the tier is
+    opened, which says why."""
+    if not tier.path.exists():
+        return False
+    try:
+        with closing(StoredTier(name=tier.name, run=run, backend=view_kept(tier.path))) as kept:
+            return bool(kept.list().copies)
+    except BackendError:
+        return True
 
 
 def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
