@@ -326,6 +326,10 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         answer.show(
             f"run {settings.run}: {count} made durable, {total} in {format_duration(drained.seconds)}"
         )
+    elif drained.memory_kept:
+        answer.show(
+            f"run {settings.run}: by flush of the tiers none is owed what is in memory; with every: 1 it is flushed"
+        )
     else:
         answer.show(f"run {settings.run}: everything in host memory was durable already")
     answer.show("host memory is kept" if drained.memory_kept else "host memory is freed")
