@@ -346,8 +346,8 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
 
 
 def _keeps_any(tier: PeerTierConfig, run: str) -> bool:
-    """Return whether this node keeps a checkpoint of ``run``, which several nodes saved, or cannot tell: then the tier is
-    opened, which says why."""
+    """Return whether this node keeps a checkpoint of ``run``, or cannot tell: then the tier is opened, which says
+    why."""
     if not tier.path.exists():
         return False
     try:
