@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +41,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.core.types.view import NodeLosses
 from tierfall.policies.placement import CopyPlacement
+from tierfall.setup.nodes.address import address_to_probe, own_address, reachable
 from tierfall.setup.nodes.placement import (
     HELPS,
     PeerAddress,
@@ -105,6 +105,9 @@ class PeerMemory:
             if tier.parity is not None and not mine.error:
                 mine, self._parity = _begin_parity(tier, mine)
             meeting = ranks.agree("open: peer memory", mine, _merge, PeerMeeting)
+            if (other := address_to_probe(meeting.addresses)) is not None:
+                mine = reachable(mine, other)
+                meeting = ranks.agree("open: peer addresses", mine, _merge, PeerMeeting)
             topology, addresses = ranks.topology, meeting.addresses
             leaders = [addresses[node[0]] for node in topology.nodes]
             self.groups = group_nodes(tier, leaders, topology) if tier.parity is not None else None
@@ -365,7 +368,7 @@ def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
     except TierfallError as error:
         return PeerAddress(error=f"tier {tier.name}: {error}")
     return PeerAddress(
-        host=_own_address(),
+        host=own_address(),
         port=port,
         node=node_name(),
         domain=found.name,
@@ -432,13 +435,3 @@ def _memory_id(folder: Path) -> str:
 
 def _sender(node: int) -> str:
     return f"node-{node}"
-
-
-def _own_address() -> str:
-    """Return the address of this machine on the network that leads to rank 0."""
-    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # sends nothing
-        host: str = probe.getsockname()[0]
-        return host
-    return "127.0.0.1"
