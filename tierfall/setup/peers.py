@@ -46,6 +46,7 @@ from tierfall.setup.nodes.placement import (
     HELPS,
     PeerAddress,
     PeerMeeting,
+    check_apart,
     group_nodes,
     place_on_nodes,
     warn_of_placement,
@@ -110,6 +111,7 @@ class PeerMemory:
                 meeting = ranks.agree("open: peer addresses", mine, _merge, PeerMeeting)
             topology, addresses = ranks.topology, meeting.addresses
             leaders = [addresses[node[0]] for node in topology.nodes]
+            check_apart(tier, leaders)
             self.groups = group_nodes(tier, leaders, topology) if tier.parity is not None else None
             self.placement: CopyPlacement = (
                 place_on_nodes(tier, leaders) if self.groups is None else self.groups.documents
@@ -365,6 +367,7 @@ def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
         prepare_folder(tier.path)  # what is kept for others is nobody else's to read
         found = find_domain(tier.domains) if tier.spread != NODE_SPREAD else NodeDomain()
         lacks_bytes = _lacking_bytes(tier)
+        memory_id = _memory_id(tier.path)
     except TierfallError as error:
         return PeerAddress(error=f"tier {tier.name}: {error}")
     return PeerAddress(
@@ -374,6 +377,7 @@ def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
         domain=found.name,
         source=found.source,
         lacks_bytes=lacks_bytes,
+        memory_id=memory_id,
     )
 
 
@@ -381,7 +385,8 @@ def _lacking_bytes(tier: PeerTierConfig) -> int:
     """Return how many bytes of the tier's capacity would not fit; 0 where it has none."""
     if tier.capacity_bytes is None:
         return 0
-    files = [path.stat() for path in tier.path.rglob("*") if path.is_file()]
+    found = [path for path in tier.path.rglob("*") if path.is_file()]
+    files = [path.stat() for path in found if path.name != _ID_NAME]
     # After a kill a file may have two names.
     kept = {status.st_ino: status.st_size for status in files}
     there = room_for_arena(tier.path).free_bytes + sum(kept.values())
@@ -405,14 +410,13 @@ def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
 def _begin_parity(
     tier: PeerTierConfig, mine: PeerAddress
 ) -> tuple[PeerAddress, ParityStore | None]:
-    """Begin to keep parity; return the address with its ids, or with the error that prevents it."""
+    """Begin to keep parity; return the address with the store's id, or with the error that prevents it."""
     try:
         folder = prepare_folder(_parity_folder(tier))
-        memory_id = _memory_id(tier.path)
         store = ParityStore(folder, check_room=partial(_check_room, folder))
     except TierfallError as error:
         return PeerAddress(error=f"tier {tier.name}: {error}"), None
-    return replace(mine, store=store.id, memory_id=memory_id), store
+    return replace(mine, store=store.id), store
 
 
 def _parity_folder(tier: PeerTierConfig) -> Path:
