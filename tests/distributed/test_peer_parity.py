@@ -191,3 +191,20 @@ def test_parity_that_does_not_fit_says_how_much_is_lacking(
     answers = job.run("short_of_memory", on=1, free=50_000, peers=two)
     assert "it needs 142 KiB (145540 bytes)" in answers[0]["why"], answers
     assert [answer["stored"] for answer in answers] == [[1, 2], [1, 2]]
+
+
+def test_copies_of_an_earlier_start_are_restored_from(make_job: MakeJob, tmp_path: Path) -> None:
+    """The run goes on with parity: its two lost nodes are survived by the copies."""
+    job = make_job(3, [0, 1, 2], program=PROGRAM)
+    job.start("train", steps=[1, 2, 3], peers={"copies": 2}).wait_ready()
+    job.kill()
+    for node in (1, 2):
+        lose(tmp_path, node)
+    parity = {"parity": {"group": 3, "losses": 1}}
+    job = make_job(3, [0, 1, 2], program=PROGRAM)
+    job.start("train", steps=[4, 5], peers=parity).wait_ready()
+    job.kill()
+    copies = [*tmp_path.glob("peers-*/[0-9]/many/step-*/*.safetensors")]
+    assert copies == [], "none is left once there is parity of newer checkpoints"
+    lose(tmp_path, 0)
+    check_resumed(make_job(3, [0, 1, 2], program=PROGRAM).run("resume", peers=parity), step=5)
