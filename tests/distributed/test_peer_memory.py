@@ -180,6 +180,23 @@ def test_with_one_node_the_tier_is_left_out(make_job: Callable[..., Job], tmp_pa
 
 
 @pytest.mark.parametrize(
+    "peers", [{}, pytest.param({"parity": {"group": 2, "losses": 1}}, marks=LONG)]
+)
+def test_storage_that_was_deleted_is_forgotten_by_what_nodes_keep(
+    make_job: Callable[..., Job], tmp_path: Path, peers: dict[str, Any]
+) -> None:
+    job = make_job(2, [0, 1], program=PROGRAM)
+    job.start("train", steps=[1, 2], wait="pfs", pfs={"flush": {"every": 2}}, peers=peers)
+    job.wait_ready()
+    job.kill()
+    shutil.rmtree(tmp_path / "pfs")
+    for node in (0, 1):
+        answer = shown(tmp_path, "forget", "pfs", node=node, **peers)
+        assert "pfs is forgotten by peers, this machine" in answer
+    check_resumed(make_job(2, [0, 1], program=PROGRAM).run("resume", peers=peers), step=2)
+
+
+@pytest.mark.parametrize(
     "peers", [{}, pytest.param({"parity": {"group": 3, "losses": 1}}, marks=LONG)]
 )
 def test_one_node_alone_does_not_begin_anew(
@@ -229,11 +246,11 @@ def check_survival(folder: Path, *, step: int, attempt: int) -> None:
     assert found == [[None, survival(step=step, attempt=attempt)]] * 4
 
 
-def shown(folder: Path, *words: str) -> str:
-    """What a command prints on the first node."""
+def shown(folder: Path, *words: str, node: int = 0, **peers: Any) -> str:
+    """What a command prints on a node."""
     tiers = [
-        {"name": "host", "kind": "host", "folder": str(folder / "memory-0")},
-        {"name": "peers", "kind": "peer", "path": str(folder / "peers-0")},
+        {"name": "host", "kind": "host", "folder": str(folder / f"memory-{node}")},
+        {"name": "peers", "kind": "peer", "path": str(folder / f"peers-{node}"), **peers},
         {"name": "pfs", "kind": "file", "path": str(folder / "pfs"), "shared": True},
     ]
     (folder / "tiers.json").write_text(json.dumps({"run": "many", "tiers": tiers}))

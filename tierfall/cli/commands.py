@@ -17,6 +17,7 @@ from tierfall.cli.common import (
     document_of,
     find_step,
     load_settings,
+    load_settings_of_all,
     owner_members,
     parse_option,
     table,
@@ -223,7 +224,7 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
 
 def forget(tier: str, config: Path | None, run: str | None, as_json: bool) -> None:
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
-    settings = load_settings(config, run)
+    settings = load_settings_of_all(config, run)
     answer = CommandOutput(as_json)
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)

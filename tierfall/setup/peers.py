@@ -292,11 +292,12 @@ def kept_folders(path: Path) -> list[Path]:
     ]
 
 
-def view_kept(path: Path) -> PeerView:
-    """Open, for reading, what this node keeps, for a process that does not meet the other nodes."""
+def view_kept(path: Path, *, tends: bool = False) -> PeerView:
+    """Open what this node keeps, for a process that does not meet the other nodes: for reading, or if it ``tends`` it,
+    to write documents of no checkpoint, too."""
     folders = kept_folders(path) or [path]
-    kept = [PosixBackend(folder, read_only=True) for folder in folders]
-    return PeerView(kept, (), place=str(path))
+    kept = [PosixBackend(folder, read_only=not tends) for folder in folders]
+    return PeerView(kept, (), place=str(path), tends=tends)
 
 
 def seen_by_one(config: Config) -> Config:
