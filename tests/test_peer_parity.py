@@ -68,10 +68,10 @@ def test_a_rack_that_is_too_large_is_said_once(
     assert "a rack has more nodes than the 1 that may be lost" in said
 
 
-def test_nodes_that_share_a_folder_are_refused(tmp_path: Path) -> None:
-    """Their parity would be lost together, and overwritten."""
-    shared = {"path": str(tmp_path / "one"), "parity": group_of(2)}
-    (text,) = refusals(tmp_path, 2, **shared)
+@pytest.mark.parametrize("kept", [{}, {"parity": group_of(2)}])
+def test_nodes_that_share_a_folder_are_refused(tmp_path: Path, kept: dict[str, Any]) -> None:
+    """What they keep would be lost together, and overwritten."""
+    (text,) = refusals(tmp_path, 2, path=str(tmp_path / "one"), **kept)
     assert f"node 0 ({node_name()}), node 1 ({node_name()}) have one folder" in text
 
 

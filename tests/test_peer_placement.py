@@ -16,6 +16,7 @@ from tierfall.config import Config
 from tierfall.core.ranks.domains import node_name
 from tierfall.core.types.errors import StorageFullError
 from tierfall.setup import peers
+from tierfall.setup.nodes import address
 from tierfall.setup.peers import PeerMemory, RoomCheck, close_peers, meet_peers
 from tierfall.tiers.arena.folder import RoomReport
 
@@ -207,3 +208,31 @@ def test_memory_that_is_used_again_need_not_be_free(
         kept.create("run/2/image", length=image.nbytes + 1)
     kept.create("run/2/image", length=image.nbytes).abort()
     kept.close()
+
+
+# Addresses -------------------------------------------------------------------------------------------
+
+
+def test_a_machine_whose_own_name_leads_to_itself_is_reached_by_another_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the name of rank 0's machine does there, where /etc/hosts has 127.0.1.1 for it."""
+    own = iter(["127.0.1.1", "10.0.0.2", "10.0.0.3"])
+    asked = []
+
+    def towards(other: str) -> str:
+        asked.append(other)
+        return "10.0.0.1"
+
+    monkeypatch.setattr(peers, "own_address", lambda: next(own))
+    monkeypatch.setattr(address, "_address_towards", towards)
+    with met(tmp_path, 3) as found:
+        served = [{rank.host for node in one._nodes for rank in node} for one in found]  # type: ignore[union-attr]
+    assert served == [{"10.0.0.1", "10.0.0.2", "10.0.0.3"}] * 3
+    assert len(asked) == 1
+    assert asked[0] in {"10.0.0.2", "10.0.0.3"}
+
+
+def test_ranks_of_one_machine_meet_by_the_address_that_none_other_reaches(tmp_path: Path) -> None:
+    with met(tmp_path, 2) as found:
+        assert [type(one) for one in found] == [PeerMemory] * 2

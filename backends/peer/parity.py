@@ -8,6 +8,7 @@ same place on each node of the group are one set.
 from __future__ import annotations
 
 import heapq
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -15,7 +16,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from tierfall.backends.parity.rebuild import NodeMemory, SetReader
-from tierfall.backends.parity.sets import ParitySet, parity_key, record_key
+from tierfall.backends.parity.sets import (
+    ParitySet,
+    parity_key,
+    record_key,
+)
 from tierfall.backends.parity.stripes import ParityGeometry
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept_parity import images_known_by, is_image, key_of, read_sets
@@ -25,9 +30,18 @@ from tierfall.backends.toolkit.keys import check_key, check_prefix
 from tierfall.backends.toolkit.views import flat
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
-from tierfall.core.types.errors import BackendError, KeyNotFoundError, UnreachableError
-from tierfall.core.types.keys import ATTEMPTS_FOLDER, parse_attempt, parse_step_folder
+from tierfall.core.types.errors import (
+    BackendError,
+    KeyNotFoundError,
+    UnreachableError,
+)
+from tierfall.core.types.keys import (
+    ATTEMPTS_FOLDER,
+    parse_attempt,
+    parse_step_folder,
+)
 
+logger = logging.getLogger("tierfall")
 T = TypeVar("T")
 
 BLOCK_BYTES = BUFFER_BYTES
@@ -90,6 +104,8 @@ class ParityBackend(Wrapper):
         self._sent: dict[str, int] = {}
         """The lengths of the images that this backend has published, by key."""
         self._readers: dict[str, _ImageReader] = {}
+        self._copied: set[str] = set()
+        """The images of which this node keeps a copy, of an earlier start without parity."""
 
     def create(
         self,
@@ -115,7 +131,7 @@ class ParityBackend(Wrapper):
         )
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        if not is_image(key):
+        if not self._is_coded(key):
             self._inner.read_into(key, offset, view)
             return
         target, reader = flat(view, writable=True), self._reader(key)
@@ -128,10 +144,10 @@ class ParityBackend(Wrapper):
         reader.sources.read_into(reader.member, offset, target)
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        return not is_image(key) and self._inner.read_cached(key, offset, end, views)
+        return not self._is_coded(key) and self._inner.read_cached(key, offset, end, views)
 
     def stat(self, key: str) -> StoredObject:
-        if not is_image(key):
+        if not self._is_coded(key):
             return self._inner.stat(key)
         if self._is_of_this_attempt(key):
             sent = self._sent_images(f"{key.rpartition('/')[0]}/")
@@ -145,7 +161,7 @@ class ParityBackend(Wrapper):
         return heapq.merge(self._inner.scan(prefix), images, key=key_of)
 
     def delete(self, key: str) -> None:
-        if not is_image(key):
+        if not self._is_coded(key):
             self._inner.delete(key)
             return
         self._readers.pop(key, None)
@@ -163,9 +179,12 @@ class ParityBackend(Wrapper):
             self._kept.delete(parity_key(found.key))
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        for key in filter(is_image, keys):
-            self.delete(key)
-        others = [key for key in keys if not is_image(key)]
+        others = []
+        for key in keys:
+            if self._is_coded(key):
+                self.delete(key)
+            else:
+                others.append(key)
         return self._inner.delete_some(others) if others else []
 
     def discard_unfinished(self, prefix: str) -> int:
@@ -222,6 +241,20 @@ class ParityBackend(Wrapper):
 
     def _is_of_this_attempt(self, key: str) -> bool:
         return self._attempt is not None and _attempt_of(check_key(key)) == self._attempt
+
+    def _is_coded(self, key: str) -> bool:
+        """Return whether parity is kept of an object. Of an earlier start with ``copies`` there are whole images."""
+        if not is_image(key) or key in self._copied:
+            return False
+        if key in self._readers or self._is_of_this_attempt(key):
+            return True
+        try:
+            self._find(key)
+        except KeyNotFoundError:
+            with suppress(KeyNotFoundError):
+                self._inner.stat(key)
+                self._copied.add(key)
+        return key not in self._copied
 
     def _find(self, key: str) -> tuple[ParitySet, int]:
         """Return the set of an image, and the number of its member. Raises KeyNotFoundError."""

@@ -43,20 +43,27 @@ T = TypeVar("T")
 
 class PeerView(Wrapper):
     """A ``Backend`` over several: ``kept`` are in this node's memory, each with what one other node has sent in a
-    start; ``remotes`` are in other nodes' memory, one for each copy. Without ``remotes`` it is only read.
+    start; ``remotes`` are in other nodes' memory, one for each copy. Without ``remotes`` it is only read, unless it
+    ``tends`` what this node keeps: then documents of no checkpoint are written there.
 
     A mark of a checkpoint of an earlier attempt is written to the first of ``kept``. ``attempt`` is the number of the
     attempt that writes: of the last attempt's record that was created here; None before that.
     """
 
     def __init__(
-        self, kept: Sequence[Backend], remotes: Sequence[Backend], *, place: str = ""
+        self,
+        kept: Sequence[Backend],
+        remotes: Sequence[Backend],
+        *,
+        place: str = "",
+        tends: bool = False,
     ) -> None:
         super().__init__((*remotes, *kept)[0])
         self._kept = tuple(kept)
         self._remotes = tuple(remotes)
         self._place = place or " and ".join(remote.place for remote in remotes)
         self._records = UnitedRecords(self._kept)
+        self._tends = tends
         self._has_warned = False
         self._adopted: set[CheckpointId] = set()
         """The checkpoints of earlier attempts of which this process writes files."""
@@ -74,7 +81,7 @@ class PeerView(Wrapper):
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
-        if not self._remotes:
+        if not self._remotes and (not self._tends or _checkpoint_of(key) is not None):
             raise AccessDeniedError(
                 f"{describe('create', key, self.place)}: only the ranks of a start write to other nodes' memory"
             )
@@ -83,7 +90,7 @@ class PeerView(Wrapper):
             self.attempt = parse_attempt(name)
         if self._is_kept(key) and not folder.endswith(f"/{MARKS_FOLDER}"):
             self._adopted.update(filter(None, [_checkpoint_of(key)]))
-        sides = self._kept[:1] if self._is_kept(key) else self._remotes
+        sides = self._kept[:1] if self._is_kept(key) else self._remotes or self._kept
         return create_on_all(sides, key, length=length, length_max=length_max, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:

@@ -114,20 +114,12 @@ def _raw(file: NamedFile) -> NamedFile:
 
 
 def same_checkpoint(one: Commit, other: Commit) -> bool:
-    """Whether two tiers' records name identical images, however each tier packs them."""
-    return one.lineage == other.lineage and _names(one) == _names(other)
-
-
-def may_be_same(one: Commit, other: Commit) -> bool:
-    """Whether the images that two records both name are identical. A record of one node names the images of its ranks
-    alone."""
-    same_names = {name for name, _, _ in _names(one)} & {name for name, _, _ in _names(other)}
-    differing = _names(one) ^ _names(other)
-    return one.lineage == other.lineage and not any(name in same_names for name, _, _ in differing)
-
-
-def _names(commit: Commit) -> set[tuple[str, int, str | None]]:
-    return {(file.name, file.bytes, file.digest) for file in plain(commit).files}
+    """Whether two tiers' records name identical images, however each tier packs them. Of several nodes a tier may have
+    the images of some ranks only: what one record names alone is no difference."""
+    if (one.lineage, one.world_size) != (other.lineage, other.world_size):
+        return False
+    files = {file.name: file for file in plain(one).files}
+    return all(files.get(file.name, file) == file for file in plain(other).files)
 
 
 def damage_mark(lineage: Lineage) -> str:

@@ -12,8 +12,11 @@ from typing import Any
 from typer.testing import CliRunner
 
 from tests import forked
-from tests.steps import wait_until
+from tests.core.ranks.threads import network, on_all
+from tests.steps import state_of, wait_until
 from tierfall.cli import app
+from tierfall.config import Config
+from tierfall.run.checkpointer import Checkpointer
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).with_name("trainer.py")
@@ -144,3 +147,30 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1 << bit
     path.write_bytes(data)
+
+
+def save_on_two_nodes(tmp_path: Path) -> dict[str, Any]:
+    """Save one step of two nodes; return the configuration of the first, which keeps its image in memory."""
+
+    def config(node: str) -> dict[str, Any]:
+        host = {"name": "host", "kind": "host", "folder": str(tmp_path / node / "memory")}
+        tiers = [
+            {**host, "on_close": "keep"},
+            {
+                "name": "nvme",
+                "kind": "file",
+                "path": str(tmp_path / node / "nvme"),
+                "shared": False,
+            },
+            {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "shared": True},
+        ]
+        return {"run": "run", "max_wait": "10s", "chunk": "64KiB", "tiers": tiers}
+
+    def train(rank: int) -> None:
+        made = Config.model_validate(config("ab"[rank]))
+        with Checkpointer(made, run="run", ranks=ranks[rank]) as ckpt:
+            ckpt.save(1, state_of(1), block=True)
+
+    with network(["a", "b"]) as ranks:
+        assert on_all([lambda r=r: train(r) for r in range(2)]) == [None, None]  # type: ignore[misc]
+    return config("a")

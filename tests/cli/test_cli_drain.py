@@ -87,6 +87,21 @@ def test_it_says_what_it_did(make_cli: MakeCli, train: Train) -> None:
     assert memory == "host memory is freed"
 
 
+def test_what_no_tier_is_owed_is_not_called_durable(
+    make_cli: MakeCli, train: Train, tmp_path: Path
+) -> None:
+    cli = make_cli(far={"flush": {"every": 20}})
+    die(train(cli), 1)
+    owed, memory = cli("drain").out.splitlines()
+    assert owed == (
+        "run run: by flush of the tiers none is owed what is in memory; with every: 1 it is flushed"
+    )
+    assert memory == "host memory is kept"
+    cli.configure(make_cli(far={"flush": {"every": 1}}).config)
+    assert "flushed 1@1 to far" in cli("drain").out
+    assert steps_on(tmp_path / "far") == [1]
+
+
 def test_with_a_deadline_it_foretells_what_comes_and_brings_the_newest_first(
     make_cli: MakeCli, train: Train, tmp_path: Path
 ) -> None:

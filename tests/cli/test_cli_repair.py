@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, flip
+from cli_kit import Cli, flip, save_on_two_nodes
 
 import tierfall
 from tests.steps import blank, files_below, state_of, steps_on
@@ -323,6 +323,15 @@ def test_latest_of_a_tier_without_checkpoints_goes(make_config: MakeConfig, tmp_
         "removed, since the tier holds no checkpoint",
         False,
     )
+
+
+def test_a_shared_copy_is_repaired_from_the_parts_of_nodes(tmp_path: Path) -> None:
+    config = save_on_two_nodes(tmp_path)
+    image = folder(tmp_path / "pfs") / "rank-00000-of-00002.safetensors"
+    before = image.read_bytes()
+    flip(image, 70)
+    (repair,) = Cli(tmp_path, config).json("verify", "1", "--tier", "pfs", "--repair")["repairs"]
+    assert (repair["done"], image.read_bytes()) == (True, before), repair
 
 
 # What is not touched ---------------------------------------------------------------------------------

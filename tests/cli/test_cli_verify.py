@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_kit import Cli, Trainer, flip
+from cli_kit import Cli, Trainer, flip, save_on_two_nodes
 
 import tierfall
 from tests.steps import blank, files_below, state_of, steps_on, wait_until
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.core.copies.verify import CopyVerifier
+from tierfall.core.copies.verify import CheckedCopy, CopyVerifier
+from tierfall.core.format.records import parse_commit
 from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import CheckpointId
+from tierfall.ops.findings import contradictions
 from tierfall.tiers.arena.layout import BLOCK_BYTES, EXTENTS_START, PAGE_BYTES
 from tierfall.tiers.stored import StoredTier
 
@@ -190,6 +193,27 @@ def test_two_whole_copies_of_one_step_that_differ_are_found(
     (found,) = damage(cli)
     assert (found["tier"], found["step"]) == ("far", 1)
     assert "another checkpoint than that on disk" in found["problem"]
+
+
+def test_copies_of_which_a_node_has_its_own_part_are_good(tmp_path: Path) -> None:
+    config = save_on_two_nodes(tmp_path)
+    document = Cli(tmp_path, config).json("verify")
+    assert {copy["tier"] for copy in document["copies"]} == {"host", "nvme", "pfs"}
+    assert document["damage"] == []
+
+
+def test_a_copy_is_compared_with_each_part_of_its_checkpoint(tmp_path: Path) -> None:
+    """That of the first tier is of other ranks: it proves nothing."""
+    save_on_two_nodes(tmp_path)
+    parts = [folder(tmp_path / node / "nvme") / "commit.json" for node in ("a", "b")]
+    one, two = (parse_commit(part.read_bytes(), what=part.name) for part in parts)
+    forged = replace(two, files=tuple(replace(file, bytes=file.bytes + 1) for file in two.files))
+    copies = [
+        CheckedCopy(id=CheckpointId(1, 1), tier=tier, commit=commit)
+        for tier, commit in (("host", one), ("nvme", two), ("pfs", forged))
+    ]
+    assert [finding.tier for finding in contradictions(copies)] == ["pfs"]
+    assert "than that on nvme" in contradictions(copies)[0].problem
 
 
 def test_the_record_of_an_attempt_is_checked_and_so_is_latest(cli: Cli, tmp_path: Path) -> None:

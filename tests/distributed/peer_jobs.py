@@ -40,11 +40,11 @@ def run_again(make_job: MakeJob, **given: Any) -> list[Any]:
     return make_job(4, NODES, program=PROGRAM).run("resume", pfs=STORED, **given)
 
 
-def invoked(folder: Path, *words: str, peers: dict[str, Any] | None = None) -> Any:
-    """Call a command on the first node."""
+def invoked(folder: Path, *words: str, node: int = 0, **peers: Any) -> Any:
+    """Call a command on a node."""
     tiers = [
-        {"name": "host", "kind": "host", "folder": str(folder / "memory-0")},
-        {"name": "peers", "kind": "peer", "path": str(folder / "peers-0"), **(peers or {})},
+        {"name": "host", "kind": "host", "folder": str(folder / f"memory-{node}")},
+        {"name": "peers", "kind": "peer", "path": str(folder / f"peers-{node}"), **peers},
         {"name": "pfs", "kind": "file", "path": str(folder / "pfs"), "shared": True},
     ]
     (folder / "tiers.json").write_text(json.dumps({"run": "many", "tiers": tiers}))
@@ -52,11 +52,11 @@ def invoked(folder: Path, *words: str, peers: dict[str, Any] | None = None) -> A
     return CliRunner().invoke(app, [command, "--config", str(folder / "tiers.json"), *rest])
 
 
-def shown(folder: Path, *words: str, peers: dict[str, Any] | None = None) -> str:
-    """What a command prints on the first node."""
-    answer = invoked(folder, *words, peers=peers)
+def shown(folder: Path, *words: str, node: int = 0, **peers: Any) -> str:
+    """What a command prints on a node."""
+    answer = invoked(folder, *words, node=node, **peers)
     assert answer.exit_code == 0, answer.output
-    return answer.stdout
+    return str(answer.stdout)
 
 
 def check_resumed(answers: list[Any], *, step: int, reads: str = "") -> None:

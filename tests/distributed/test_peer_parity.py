@@ -61,14 +61,14 @@ def test_commands_on_one_node_list_what_it_keeps(make_job: MakeJob, tmp_path: Pa
     """They read no image of parity, which takes other nodes: the next start does."""
     train(make_job, peers=ONE)
     (newest,) = [
-        line for line in shown(tmp_path, "ls", peers=ONE).splitlines() if line.startswith(" 3@1")
+        line for line in shown(tmp_path, "ls", **ONE).splitlines() if line.startswith(" 3@1")
     ]
     assert newest.split()[-3:] == ["sealed", "committed", "owed"]
-    verified = invoked(tmp_path, "verify", peers=ONE)
+    verified = invoked(tmp_path, "verify", **ONE)
     assert "3@1  peers       0      0 B  could not be read" in verified.output
     assert "only the ranks of a start read: start the training again" in verified.output
     assert "nothing is damaged" in verified.output
-    drained = invoked(tmp_path, "drain", "--deadline", "2s", peers=ONE)
+    drained = invoked(tmp_path, "drain", "--deadline", "2s", **ONE)
     assert "this machine's images are there, other ranks' are not yet" in drained.output
     check_resumed(run_again(make_job, peers=ONE), step=3)
 
@@ -209,3 +209,20 @@ def test_parity_that_does_not_fit_says_how_much_is_lacking(
     answers = job.run("short_of_memory", on=1, free=50_000, peers=two)
     assert "it needs 142 KiB (145540 bytes)" in answers[0]["why"], answers
     assert [answer["stored"] for answer in answers] == [[1, 2], [1, 2]]
+
+
+def test_copies_of_an_earlier_start_are_restored_from(make_job: MakeJob, tmp_path: Path) -> None:
+    """The run goes on with parity: its two lost nodes are survived by the copies."""
+    job = make_job(3, [0, 1, 2], program=PROGRAM)
+    job.start("train", steps=[1, 2, 3], peers={"copies": 2}).wait_ready()
+    job.kill()
+    for node in (1, 2):
+        lose(tmp_path, node)
+    parity = {"parity": {"group": 3, "losses": 1}}
+    job = make_job(3, [0, 1, 2], program=PROGRAM)
+    job.start("train", steps=[4, 5], peers=parity).wait_ready()
+    job.kill()
+    copies = [*tmp_path.glob("peers-*/[0-9]/many/step-*/*.safetensors")]
+    assert copies == [], "none is left once there is parity of newer checkpoints"
+    lose(tmp_path, 0)
+    check_resumed(make_job(3, [0, 1, 2], program=PROGRAM).run("resume", peers=parity), step=5)

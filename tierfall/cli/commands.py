@@ -17,6 +17,7 @@ from tierfall.cli.common import (
     document_of,
     find_step,
     load_settings,
+    load_settings_of_all,
     owner_members,
     parse_option,
     table,
@@ -223,7 +224,7 @@ def _decided(pruned: commands.PruneResult, dry_run: bool) -> Sequence[Table | st
 
 def forget(tier: str, config: Path | None, run: str | None, as_json: bool) -> None:
     """Make the other tiers, and this machine, forget a tier whose files were removed on purpose."""
-    settings = load_settings(config, run)
+    settings = load_settings_of_all(config, run)
     answer = CommandOutput(as_json)
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
@@ -325,6 +326,10 @@ def _report_drain(answer: CommandOutput, settings: Config, drained: DrainResult)
         count = f"{len(drained.done)} of {planned}"
         answer.show(
             f"run {settings.run}: {count} made durable, {total} in {format_duration(drained.seconds)}"
+        )
+    elif drained.memory_kept:
+        answer.show(
+            f"run {settings.run}: by flush of the tiers none is owed what is in memory; with every: 1 it is flushed"
         )
     else:
         answer.show(f"run {settings.run}: everything in host memory was durable already")

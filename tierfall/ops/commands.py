@@ -40,6 +40,7 @@ from tierfall.session.session import Session
 from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
+from tierfall.setup.peers import kept_folders, view_kept
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import ANSWER_S, bounds_s, open_stores, run_folder, tier_rules
 from tierfall.tiers.stored import StoredTier
@@ -361,8 +362,16 @@ def prune(config: Config, watch: Watch = lambda done, total: None) -> PruneResul
 
 def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
     """Remove the id of a tier from what the other tiers of the run and this machine remember, so that an empty folder
-    in its place counts as a new tier. Return where it was removed, and the errors by tier."""
-    stores, failed = open_stores(config, config.run, is_bounded=True)
+    in its place counts as a new tier. Return where it was removed, and the errors by tier.
+
+    ``config`` is that of a job on several nodes: of peer memory, what this node keeps is changed.
+    """
+    peers = config.peers
+    others = config.without(peers.name) if peers is not None else config
+    stores, failed = open_stores(others, config.run, is_bounded=True)
+    if peers is not None and kept_folders(peers.path):
+        kept = view_kept(peers, tends=True)
+        stores[peers.name] = StoredTier(name=peers.name, run=config.run, backend=kept)
     try:
         folder = run_folder(config, config.run)
         ask = ask_within_bound(config, stores, BoundedCalls())

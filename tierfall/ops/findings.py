@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from tierfall.core.copies.verify import CheckedCopy, Damage
 from tierfall.core.format.catalog import Listing, merge
-from tierfall.core.format.commit_files import may_be_same
+from tierfall.core.format.commit_files import same_checkpoint
+from tierfall.core.format.records import Commit
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.reader import RunReader
@@ -110,22 +111,23 @@ def _has_part(copy: CheckedCopy, damage: Damage) -> bool:
 
 
 def contradictions(copies: Sequence[CheckedCopy]) -> list[Finding]:
-    """Return a finding for each pair of undamaged copies of one id that are different checkpoints."""
-    first: dict[CheckpointId, CheckedCopy] = {}
+    """Return a finding for each undamaged copy that is another checkpoint than an undamaged one of its id before it."""
+    good: dict[CheckpointId, list[tuple[str, Commit]]] = {}
     findings = []
     for copy in copies:
         if copy.commit is None or copy.damage:
             continue
-        other = first.setdefault(copy.id, copy)
-        assert other.commit is not None
-        if not may_be_same(copy.commit, other.commit):
+        commit, before = copy.commit, good.setdefault(copy.id, [])
+        others = [tier for tier, other in before if not same_checkpoint(commit, other)]
+        before.append((copy.tier, commit))
+        if others:
             findings.append(
                 Finding(
                     tier=copy.tier,
                     id=copy.id,
                     file=keys.COMMIT_NAME,
-                    problem=f"it is another checkpoint than that on {other.tier}",
-                    advice=f"restores read {other.tier}; find out what wrote this one, and move its folder away",
+                    problem=f"it is another checkpoint than that on {others[0]}",
+                    advice=f"restores read {others[0]}; find out what wrote this one, and move its folder away",
                 )
             )
     return findings

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from tierfall.core.copies.verify import CheckedCopy, CopyVerifier, Damage
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.format.commit_files import may_be_same, plain, with_index, without_index
+from tierfall.core.format.commit_files import plain, same_checkpoint, with_index, without_index
 from tierfall.core.format.records import Commit, parse_manifest
 from tierfall.core.tensor_index.store import build_index
 from tierfall.core.types import keys
@@ -134,7 +134,7 @@ class Repairer:
         """Raise StepError where the copy is of another checkpoint, NotSupportedError where a newer version wrote it."""
         commit, known = copy.commit, checkpoint.commit
         if commit is not None:
-            if known is not None and not may_be_same(commit, known):
+            if known is not None and not same_checkpoint(commit, known):
                 raise StepError("it is another checkpoint than that on other tiers")
             return
         try:

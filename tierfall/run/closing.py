@@ -264,6 +264,14 @@ def _log_left(session: Session, report: DrainReport) -> None:
         )
 
 
+def _nothing_whole(session: Session) -> tuple[str, str]:
+    """Return what to log where no tier that is written has a whole checkpoint: others may have one, or parts."""
+    if any(listing.copies for listing in session.tiers.listings):
+        found = "no tier that is written has a whole checkpoint of it"
+        return found, "a restart looks at all tiers again"
+    return "no tier has a checkpoint of it", "a restart begins anew"
+
+
 def log_newest(
     session: Session, event: str, looked_at: LookedAt, *, memory_kept: bool, early: bool
 ) -> None:
@@ -291,7 +299,7 @@ def log_newest(
         logger.warning("%s; its newest checkpoint is not known: %s", event, error)
         return
     if newest is None:
-        found, restart = "no tier has a checkpoint of it", "a restart begins anew"
+        found, restart = _nothing_whole(session)
     else:
         found = f"its newest checkpoint is {newest[0]}, on {', '.join(newest[1])}"
         restart = "a restart continues there"

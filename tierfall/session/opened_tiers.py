@@ -97,7 +97,7 @@ class OpenedTiers:
         ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank. ``draining``: flush the
         memory of any rank, while other machines may do the same; damaged memory is an error.
         """
-        config = config if peers is not None else seen_by_one(config)
+        config = config if adopts else seen_by_one(config)
         check_written(config)
         self.config = config
         self.run = run

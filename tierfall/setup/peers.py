@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,10 +42,12 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.core.types.view import NodeLosses
 from tierfall.policies.placement import CopyPlacement
+from tierfall.setup.nodes.address import address_to_probe, own_address, reachable
 from tierfall.setup.nodes.placement import (
     HELPS,
     PeerAddress,
     PeerMeeting,
+    check_apart,
     group_nodes,
     place_on_nodes,
     warn_of_placement,
@@ -106,8 +107,12 @@ class PeerMemory:
             if tier.parity is not None and not mine.error:
                 mine, self._parity = _begin_parity(tier, mine)
             meeting = ranks.agree("open: peer memory", mine, _merge, PeerMeeting)
+            if (other := address_to_probe(meeting.addresses)) is not None:
+                mine = reachable(mine, other)
+                meeting = ranks.agree("open: peer addresses", mine, _merge, PeerMeeting)
             topology, addresses = ranks.topology, meeting.addresses
             leaders = [addresses[node[0]] for node in topology.nodes]
+            check_apart(tier, leaders)
             self.groups = group_nodes(tier, leaders, topology) if tier.parity is not None else None
             self.placement: CopyPlacement = (
                 place_on_nodes(tier, leaders) if self.groups is None else self.groups.documents
@@ -288,11 +293,12 @@ def kept_folders(path: Path) -> list[Path]:
     ]
 
 
-def view_kept(tier: PeerTierConfig) -> PeerView | KeptParity:
-    """Open, for reading, what this node keeps, for a process that does not meet the other nodes."""
+def view_kept(tier: PeerTierConfig, *, tends: bool = False) -> PeerView | KeptParity:
+    """Open what this node keeps, for a process that does not meet the other nodes: for reading, or if it ``tends`` it,
+    to write documents of no checkpoint, too."""
     folders = kept_folders(tier.path) or [tier.path]
-    kept = [PosixBackend(folder, read_only=True) for folder in folders]
-    documents = PeerView(kept, (), place=str(tier.path))
+    kept = [PosixBackend(folder, read_only=not tends) for folder in folders]
+    documents = PeerView(kept, (), place=str(tier.path), tends=tends)
     if tier.parity is None:
         return documents
     parity = _parity_folder(tier)
@@ -319,7 +325,8 @@ def close_peers(peers: PeerMemory | None) -> None:
 
 
 def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemory | None]:
-    """Return the configuration, without a peer tier where there is one node, and the peer memory, if it has any.
+    """Return the configuration, and the peer memory, if it has any. Where there is one node, the peer tier is left out,
+    or only read if this node keeps a checkpoint: a restore must not take what it cannot read whole for nothing.
 
     Raises RanksError, and ConfigError where there are too few nodes or domains for the copies.
     """
@@ -343,9 +350,24 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
             f"open: tier {tier.name}: copies is {tier.copies}, and there are {nodes} nodes: each copy is on another "
             f"node than the image. Start on at least {tier.copies + 1} nodes, or set copies to {nodes - 1} or less"
         )
+    if _keeps_any(tier, run):
+        logger.info("open: there is one node, so tier %s is only read", tier.name)
+        return config.reading_only([tier.name]), None
     if ranks.topology.is_root:
         logger.info("open: there is one node, so tier %s is left out", tier.name)
     return config.without(tier.name), None
+
+
+def _keeps_any(tier: PeerTierConfig, run: str) -> bool:
+    """Return whether this node keeps a checkpoint of ``run``, or cannot tell: then the tier is opened, which says
+    why."""
+    if not tier.path.exists():
+        return False
+    try:
+        with closing(StoredTier(name=tier.name, run=run, backend=view_kept(tier))) as kept:
+            return bool(kept.list().copies)
+    except BackendError:
+        return True
 
 
 def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
@@ -353,15 +375,17 @@ def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
         prepare_folder(tier.path)  # what is kept for others is nobody else's to read
         found = find_domain(tier.domains) if tier.spread != NODE_SPREAD else NodeDomain()
         lacks_bytes = _lacking_bytes(tier)
+        memory_id = _memory_id(tier.path)
     except TierfallError as error:
         return PeerAddress(error=f"tier {tier.name}: {error}")
     return PeerAddress(
-        host=_own_address(),
+        host=own_address(),
         port=port,
         node=node_name(),
         domain=found.name,
         source=found.source,
         lacks_bytes=lacks_bytes,
+        memory_id=memory_id,
     )
 
 
@@ -369,7 +393,8 @@ def _lacking_bytes(tier: PeerTierConfig) -> int:
     """Return how many bytes of the tier's capacity would not fit; 0 where it has none."""
     if tier.capacity_bytes is None:
         return 0
-    files = [path.stat() for path in tier.path.rglob("*") if path.is_file()]
+    found = [path for path in tier.path.rglob("*") if path.is_file()]
+    files = [path.stat() for path in found if path.name != _ID_NAME]
     # After a kill a file may have two names.
     kept = {status.st_ino: status.st_size for status in files}
     there = room_for_arena(tier.path).free_bytes + sum(kept.values())
@@ -393,14 +418,13 @@ def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
 def _begin_parity(
     tier: PeerTierConfig, mine: PeerAddress
 ) -> tuple[PeerAddress, ParityStore | None]:
-    """Begin to keep parity; return the address with its ids, or with the error that prevents it."""
+    """Begin to keep parity; return the address with the store's id, or with the error that prevents it."""
     try:
         folder = prepare_folder(_parity_folder(tier))
-        memory_id = _memory_id(tier.path)
         store = ParityStore(folder, check_room=partial(_check_room, folder))
     except TierfallError as error:
         return PeerAddress(error=f"tier {tier.name}: {error}"), None
-    return replace(mine, store=store.id, memory_id=memory_id), store
+    return replace(mine, store=store.id), store
 
 
 def _parity_folder(tier: PeerTierConfig) -> Path:
@@ -423,13 +447,3 @@ def _memory_id(folder: Path) -> str:
 
 def _sender(node: int) -> str:
     return f"node-{node}"
-
-
-def _own_address() -> str:
-    """Return the address of this machine on the network that leads to rank 0."""
-    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # sends nothing
-        host: str = probe.getsockname()[0]
-        return host
-    return "127.0.0.1"

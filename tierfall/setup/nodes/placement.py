@@ -30,8 +30,8 @@ HELPS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress(Message):
     """Where a rank serves its node's memory; the name and the failure domain of its node, and where that is known from;
-    and how much of the tier's ``capacity`` has no room there, in bytes. With parity, the ids of the node's memory, and
-    of the store that keeps parity. Or the ``error`` that keeps it from serving."""
+    how much of the tier's ``capacity`` has no room there, in bytes; and the id of the node's memory. With parity, that
+    of the store that keeps it, too. Or the ``error`` that keeps it from serving."""
 
     host: str = ""
     port: int = 0
@@ -52,6 +52,17 @@ class PeerMeeting(Message):
     secret: str = field(repr=False)
 
 
+def check_apart(tier: PeerTierConfig, leaders: Sequence[PeerAddress]) -> None:
+    """Raise ConfigError, the same on all ranks, where nodes keep what others send in one folder."""
+    memories = Counter(leader.memory_id for leader in leaders)
+    if max(memories.values()) > 1:
+        same = [n for n, leader in enumerate(leaders) if memories[leader.memory_id] > 1]
+        raise ConfigError(
+            f"open: tier {tier.name}: {_named(same, leaders)} have one folder for what they keep, {tier.path}: set the "
+            "tier's path to a folder in the memory of each node, such as one below /dev/shm"
+        )
+
+
 def group_nodes(
     tier: PeerTierConfig, leaders: Sequence[PeerAddress], topology: Topology
 ) -> ParityPlacement:
@@ -63,13 +74,6 @@ def group_nodes(
         raise ConfigError(
             f"open: tier {tier.name}: parity needs as many ranks on each node: {_named([first], leaders)} has {one}, "
             f"and {_named([second], leaders)} has {other}"
-        )
-    memories = Counter(leader.memory_id for leader in leaders)
-    if max(memories.values()) > 1:
-        same = [n for n, leader in enumerate(leaders) if memories[leader.memory_id] > 1]
-        raise ConfigError(
-            f"open: tier {tier.name}: {_named(same, leaders)} have one folder for what they keep: set the tier's path "
-            "to a folder in the memory of each node"
         )
     domains = _domains(tier, leaders)
     placed = place_parity(domains, tier.parity.group, tier.losses)
