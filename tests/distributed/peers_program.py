@@ -213,6 +213,44 @@ def bring_back(
         time.sleep(600)
 
 
+def carry_on(
+    folder: str,
+    round: int,
+    steps: int,
+    point: str = "",
+    call: int = 1,
+    victims: Sequence[int] = (),
+    **changes: Any,
+) -> dict[str, Any] | None:
+    """Restore, and write to the file ``restored-ROUND-RANK`` what; wait until peer memory has it again, or save it; then
+    save so many steps more, each until peer memory has it. Each step that it has is noted. The saved state names the
+    round. The ``victims`` are killed at a point."""
+    dist.init_process_group("gloo")
+    if RANK in victims:
+        killing.at_point(point, call, killing.kill_self, killing.PEER_POINTS)
+
+    def state_of(step: int, round: int) -> dict[str, Any]:
+        return {**make_state(step), "round": torch.full((1,), round)}
+
+    with tierfall.open(config(folder, **changes)) as ckpt:
+        state = state_of(0, 0)
+        restored = ckpt.restore(state)
+        step = 0 if restored is None else restored.step
+        if restored is not None:
+            by = int(state["round"])
+            good = same(state, state_of(step, by))
+            read = [source.tier for source in restored.sources]
+            answer = {"step": step, "round": by, "good": good, "tiers": read}
+            Path(folder, f"restored-{round}-{RANK}.new").write_text(json.dumps(answer))
+            Path(folder, f"restored-{round}-{RANK}.new").rename(
+                Path(folder, f"restored-{round}-{RANK}")
+            )
+        for later in range(step + 1, step + 1 + steps):
+            ckpt.save(later, state_of(later, round)).wait("peers", 30)
+            note(folder, later, f"noted-{round}")
+        return None
+
+
 def note(folder: str, step: int, name: str = "durable") -> None:
     """Add a step to this rank's file, on disk before the next thing happens."""
     with Path(folder, f"{name}-{RANK}").open("a") as file:

@@ -12,6 +12,7 @@ What is promised, for ``copies: N`` or parity of N losses:
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,11 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.killing import PEER_POINTS
 from tests.distributed.peer_jobs import NODES, PROGRAM, STORED, MakeJob, lose
 
 SEED = 20261126
+SEEDS, ROUNDS, QUICK = 6, 5, ("one copy", 0)
 STEPS = [1, 2, 3]
 ON_STORAGE = 2
 KEPT: dict[str, dict[str, Any]] = {
@@ -133,6 +136,62 @@ def test_a_node_is_lost_in_a_phase(make_job: MakeJob, tmp_path: Path, case: Case
     assert all(answer["good"] for answer in answers)
     if from_memory:
         assert not any("pfs" in answer["tiers"] for answer in answers), answers
+
+
+@pytest.mark.parametrize(
+    ("kept", "seed"),
+    [
+        pytest.param(kept, seed, marks=[] if (kept, seed) == QUICK else pytest.mark.torture)
+        for kept in KEPT
+        for seed in range(SEEDS)
+    ],
+)
+def test_nodes_are_lost_in_one_start_after_another(
+    make_job: MakeJob, tmp_path: Path, kept: str, seed: int
+) -> None:
+    """Each start is killed at a point of any phase. So many nodes are lost as is promised since a step was reported."""
+    random = Random(f"{SEED} {kept} {seed}")
+    given = {"peers": KEPT[kept]}
+    make_job(4, NODES, program=PROGRAM).run("carry_on", round=0, steps=2, **given)
+    reported, lost = newest(tmp_path, "noted-0"), set[int]()
+    assert reported == 2
+    for round in range(1, ROUNDS + 1):
+        lost |= lose_some(tmp_path, kept, lost, random)
+        point = random.choice(list(PEER_POINTS))
+        victims = random.choice([NODES, *([node] for node in NODES)])
+        call = random.randint(1, 60 if point == "request" else 4)
+        job = make_job(4, NODES, program=PROGRAM)
+        job.start("carry_on", round=round, steps=2, point=point, call=call, victims=victims, **given)
+        first = job.processes[job.wait_for_one()]
+        assert "error" not in first.communicate(timeout=5)[0]
+        time.sleep(random.choice([0.0, 0.3]))
+        job.kill()
+        check_restored(tmp_path, round, reported)
+        if (noted := newest(tmp_path, f"noted-{round}")) is not None:
+            reported, lost = noted, set()
+    lose_some(tmp_path, kept, lost, random)
+    answers = make_job(4, NODES, program=PROGRAM).run("carry_on", round=ROUNDS + 1, steps=1, **given)
+    assert answers == [None] * 4, answers
+    assert len(check_restored(tmp_path, ROUNDS + 1, reported)) == 4
+
+
+def lose_some(folder: Path, kept: str, before: set[int], random: Random) -> set[int]:
+    """Lose nodes, as many as the promise has left where those ``before`` are lost."""
+    lost: set[int] = set()
+    for node in random.sample(NODES, random.randint(0, LOSSES[kept])):
+        if not any(nodes <= before | lost | {node} for nodes in HOLDERS[kept]):
+            lose(folder, node)
+            lost.add(node)
+    return lost
+
+
+def check_restored(folder: Path, round: int, reported: int) -> list[Any]:
+    """Check what the ranks wrote that restored anything; return it."""
+    found = [json.loads(path.read_text()) for path in folder.glob(f"restored-{round}-?")]
+    assert all(each["step"] >= reported and each["good"] for each in found), (reported, found)
+    assert len({(each["step"], each["round"]) for each in found}) <= 1, found
+    assert not any("pfs" in each["tiers"] for each in found), found
+    return found
 
 
 def save(make_job: MakeJob, case: Case, given: dict[str, Any]) -> None:
