@@ -22,8 +22,8 @@ from tierfall.tiers.stored import StoredTier
 
 @dataclass(frozen=True)
 class Point:
-    """Before, or ``after``, a method. ``committer``: only ranks that commit come here. ``of``: calls of which that holds
-    are counted, by the object whose method is called."""
+    """Before, or ``after``, a method. ``committer``: only ranks that commit come here. ``of`` says of the object whose
+    method is called whether the call counts."""
 
     owner: type
     method: str
@@ -86,7 +86,7 @@ def at(
     after: bool = False,
     of: Callable[[Any], bool] = lambda owner: True,
 ) -> None:
-    """Do something, once, before or ``after`` the ``call``-th call of a method of an object ``of`` which that holds."""
+    """Do something, once, before or ``after`` the ``call``-th call of a method that counts; see ``Point``."""
     real = getattr(owner, method)
     counted = threading.Lock()
     left = call

@@ -205,7 +205,9 @@ def bring_back(
         assert restored is not None
         assert same(state, make_state(restored.step))
         if saves:
-            ckpt.save(restored.step + 1, make_state(restored.step + 1)).wait("peers", 30)
+            handle = ckpt.save(restored.step + 1, make_state(restored.step + 1))
+            ckpt.wait_captured()
+            handle.wait("peers", 30)
         else:
             wait_until(lambda: ckpt.statistics().peer_survival)
         note(folder, restored.step + saves, "again")
@@ -222,9 +224,8 @@ def carry_on(
     victims: Sequence[int] = (),
     **changes: Any,
 ) -> dict[str, Any] | None:
-    """Restore, and write to the file ``restored-ROUND-RANK`` what; wait until peer memory has it again, or save it; then
-    save so many steps more, each until peer memory has it. Each step that it has is noted. The saved state names the
-    round. The ``victims`` are killed at a point."""
+    """Restore, and write to the file ``restored-ROUND-RANK`` what; then save so many steps more, each until peer memory
+    has it, which is noted. The saved state names the round. The ``victims`` are killed at a point."""
     dist.init_process_group("gloo")
     if RANK in victims:
         killing.at_point(point, call, killing.kill_self, killing.PEER_POINTS)
@@ -246,7 +247,9 @@ def carry_on(
                 Path(folder, f"restored-{round}-{RANK}")
             )
         for later in range(step + 1, step + 1 + steps):
-            ckpt.save(later, state_of(later, round)).wait("peers", 30)
+            handle = ckpt.save(later, state_of(later, round))
+            ckpt.wait_captured()
+            handle.wait("peers", 30)
             note(folder, later, f"noted-{round}")
         return None
 
@@ -346,7 +349,9 @@ def _resume(
         if report is None:
             return None
         if saves:
-            ckpt.save(report.step + 1, make_state(report.step + 1)).wait("peers", 30)
+            handle = ckpt.save(report.step + 1, make_state(report.step + 1))
+            ckpt.wait_captured()
+            handle.wait("peers", 30)
         return {
             "step": report.step,
             "good": is_good(state, make_state(report.step)),

@@ -89,7 +89,11 @@ class Case:
     @property
     def call(self) -> int:
         """The call that is the last one: of a request any, of a transfer one in the middle."""
-        return self.random.randint(1, 40) if self.point == "request" else 1 + ("transfer" in self.point)
+        return (
+            self.random.randint(1, 40)
+            if self.point == "request"
+            else 1 + ("transfer" in self.point)
+        )
 
     @property
     def lost(self) -> set[int]:
@@ -121,9 +125,9 @@ SAMPLE = Random(SEED).sample(WHILE_SAVING, 3) + Random(SEED).sample(WHILE_BRINGI
     ids=str,
 )
 def test_a_node_is_lost_in_a_phase(make_job: MakeJob, tmp_path: Path, case: Case) -> None:
-    given = {"pfs": STORED, "peers": KEPT[case.kept]}
+    given = {"peers": KEPT[case.kept]}
+    save(make_job, case, given)
     if case.before is None:
-        save(make_job, case, given)
         at_least, from_memory = newest(tmp_path, "durable"), True
     else:
         at_least, from_memory = bring_back(make_job, tmp_path, case, given)
@@ -161,7 +165,9 @@ def test_nodes_are_lost_in_one_start_after_another(
         victims = random.choice([NODES, *([node] for node in NODES)])
         call = random.randint(1, 60 if point == "request" else 4)
         job = make_job(4, NODES, program=PROGRAM)
-        job.start("carry_on", round=round, steps=2, point=point, call=call, victims=victims, **given)
+        job.start(
+            "carry_on", round=round, steps=2, point=point, call=call, victims=victims, **given
+        )
         first = job.processes[job.wait_for_one()]
         assert "error" not in first.communicate(timeout=5)[0]
         time.sleep(random.choice([0.0, 0.3]))
@@ -170,7 +176,9 @@ def test_nodes_are_lost_in_one_start_after_another(
         if (noted := newest(tmp_path, f"noted-{round}")) is not None:
             reported, lost = noted, set()
     lose_some(tmp_path, kept, lost, random)
-    answers = make_job(4, NODES, program=PROGRAM).run("carry_on", round=ROUNDS + 1, steps=1, **given)
+    answers = make_job(4, NODES, program=PROGRAM).run(
+        "carry_on", round=ROUNDS + 1, steps=1, **given
+    )
     assert answers == [None] * 4, answers
     assert len(check_restored(tmp_path, ROUNDS + 1, reported)) == 4
 
@@ -197,6 +205,7 @@ def check_restored(folder: Path, round: int, reported: int) -> list[Any]:
 def save(make_job: MakeJob, case: Case, given: dict[str, Any]) -> None:
     """Save all steps, and kill all ranks in the phase, or at the end where the phase is of a later start."""
     job = make_job(4, NODES, program=PROGRAM)
+    given = {"pfs": STORED, **given}
     if case.before is not None:
         job.start("save_and_note", steps=STEPS, **given).wait_ready()
         job.kill()
@@ -213,7 +222,6 @@ def bring_back(
 ) -> tuple[int, bool]:
     """Lose a node, and another in the start after that; return which step is restored after it at least, and whether
     from memory alone."""
-    save(make_job, case, given)
     assert case.before is not None
     lose(folder, case.before)
     job = make_job(4, NODES, program=PROGRAM)
