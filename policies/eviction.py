@@ -152,8 +152,9 @@ def _is_needed_by_a_copy(view: View, checkpoint: CheckpointView) -> bool:
 
 def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
     """Return whether this image is one of the copies that peer memory counts on: of the newest checkpoint that survives
-    the loss of a node, or of the one that was restored until a newer one does, unless a tier of files has it, too. The
-    node that keeps the other copy may be the one that is lost. Parity counts on all images."""
+    the loss of a node, of a newer one of which other nodes have lost copies, or of the one that was restored until a
+    newer one does, unless a tier of files has it, too. The node that keeps the other copy may be the one that is lost.
+    Parity counts on all images."""
     if _is_needed_by_a_copy(view, checkpoint):
         return True
     on_peers = {tier.name for tier in view.tiers if tier.kind is TierKind.PEER}
@@ -164,8 +165,12 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
         return False
     if reason_to_keep_start(view, checkpoint):
         return True
-    newest = next((c for c in view.live if any(map(c.readable_on, surviving))), None)
-    return newest is not None and newest.id == checkpoint.id
+    for newer in view.live:
+        if any(map(newer.readable_on, surviving)):
+            return newer.id == checkpoint.id
+        if newer.id == checkpoint.id:
+            return any((name, newer.id) in view.partial for name in on_peers)
+    return False
 
 
 def _is_the_only_pinned_copy(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:

@@ -6,7 +6,7 @@ Each is a document (``documents``). Parsing checks every member's type and range
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,9 @@ CHUNK_BYTES_MAX = 1 << 30
 HEADER_BYTES_MAX = 64 << 20
 IMAGE_BYTES_MAX = 1 << 50
 DIGEST_PREFIX = "xxh3-128:"
+METRIC_BYTES = 64
+CHUNK_DIGEST_BYTES = 48
+RECORD_BYTES = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,15 @@ class Lineage:
 
 def chunk_count(image_bytes: int, data_start: int, chunk_bytes: int) -> int:
     return 1 + -(-(image_bytes - data_start) // chunk_bytes)
+
+
+def records_bytes_max(
+    *, pieces_bytes: int, chunks: int, metrics: Iterable[str], tags: Iterable[str], run: str
+) -> int:
+    """Return an upper bound of the bytes of an image's manifest and commit record together: what is reserved for them
+    beside the image in memory. It is the same for all images of a state, so that one has room where another was."""
+    named = sum(6 * len(name) + METRIC_BYTES for name in (*metrics, *tags))
+    return pieces_bytes + CHUNK_DIGEST_BYTES * chunks + named + 12 * len(run) + RECORD_BYTES
 
 
 def chunk_range(index: int, image_bytes: int, data_start: int, chunk_bytes: int) -> tuple[int, int]:

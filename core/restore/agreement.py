@@ -339,6 +339,32 @@ def names_all_shards(commit: Commit) -> bool:
     return not _absent([commit])
 
 
+def whole_copies(
+    listings: Sequence[Listing],
+    inventories: Mapping[int, Inventory],
+    *,
+    host: str,
+    copies: Mapping[str, int],
+) -> dict[str, frozenset[CheckpointId]]:
+    """Return, per tier, the checkpoints whose images are all there.
+
+    Each image is there as often as the tier has ``copies`` of it, on different nodes, where host memory has all images:
+    else a node that kept one was replaced, and the ranks are to send them again.
+    """
+    whole = {x.tier: frozenset(c.id for c in x.copies if whole_on(x, c.id)) for x in listings}
+    for tier, least in copies.items():
+        kept: Counter[tuple[CheckpointId, int]] = Counter()
+        for rank, found in inventories.items():
+            for message in found[tier].copies if tier in found else ():
+                commit = message.commit_of(rank, tier)
+                if commit is not None and message.damage is None:
+                    there = ranks_with_image(commit, commit.world_size)
+                    kept.update((message.id, of) for of in there)
+        short = {id for (id, _), nodes in kept.items() if nodes < least}
+        whole[tier] = whole.get(tier, frozenset()) - (short & whole[host])
+    return whole
+
+
 def damaged_copies(
     listings: Sequence[Listing], *, host: str
 ) -> dict[str, tuple[tuple[CheckpointId, str], ...]]:

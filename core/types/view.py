@@ -119,7 +119,8 @@ class View:
     number ``attempt``, continued. ``restoring``: a restore is reading the tiers. ``wall_time_s`` is the current time in
     seconds since 1970. ``many_ranks``: other ranks build views of their own, whose metrics, tags and time may differ.
     ``read_bytes_per_s`` has the measured read rate of tiers, in bytes of images; a tier without an entry was not
-    measured. ``assume_verified``: every committed copy counts as verified.
+    measured. ``assume_verified``: every committed copy counts as verified. ``partial`` has tiers with checkpoints that
+    they have this node's part of, and not all of the other nodes'.
     """
 
     tiers: tuple[TierRules, ...]
@@ -132,6 +133,7 @@ class View:
     many_ranks: bool = False
     read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     assume_verified: bool = False
+    partial: frozenset[tuple[str, CheckpointId]] = frozenset()
 
     def tier(self, name: str) -> TierRules:
         return next(tier for tier in self.tiers if tier.name == name)

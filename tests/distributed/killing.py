@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tierfall.backends.peer.backend import PeerBackend, PeerWriter
+from tierfall.backends.peer.parity import ParityWriter
 from tierfall.core.capture.copier import ImageCopier
 from tierfall.core.copies.chunk_reader import ChunkReader
 from tierfall.session.opened_tiers import OpenedTiers
@@ -20,12 +22,14 @@ from tierfall.tiers.stored import StoredTier
 
 @dataclass(frozen=True)
 class Point:
-    """Before, or ``after``, a method. ``committer``: only ranks that commit come here."""
+    """Before, or ``after``, a method. ``committer``: only ranks that commit come here. ``of`` says of the object whose
+    method is called whether the call counts."""
 
     owner: type
     method: str
     after: bool = False
     committer: bool = False
+    of: Callable[[Any], bool] = lambda owner: True
 
 
 POINTS = {
@@ -43,16 +47,46 @@ POINTS = {
 }
 
 
-def at_point(name: str, call: int, act: Callable[[], None]) -> None:
+def _is_of_checkpoint(writer: Any) -> bool:
+    return "/step-" in writer._key
+
+
+def _is_peers(store: Any) -> bool:
+    return bool(store.name == "peers")
+
+
+PEER_POINTS = {
+    "capture": POINTS["capture"],
+    "seal": POINTS["seal"],
+    "sealed": POINTS["sealed"],
+    "transfer": Point(PeerWriter, "write", of=_is_of_checkpoint),
+    "parity transfer": Point(ParityWriter, "write"),
+    "request": Point(PeerBackend, "request"),
+    "published": POINTS["published"],
+    "documents": Point(StoredTier, "write_manifest", after=True, of=_is_peers),
+    "commit": Point(StoredTier, "commit", of=_is_peers),
+    "committed": Point(StoredTier, "commit", after=True, of=_is_peers),
+    "read": POINTS["restore"],
+}
+"""Of a job whose checkpoints go to peer memory. The first rank of each node commits there."""
+
+
+def at_point(name: str, call: int, act: Callable[[], None], points: Any = POINTS) -> None:
     """Do something, once, at the ``call``-th call that comes to a point."""
-    point = POINTS[name]
-    at(point.owner, point.method, call, act, after=point.after)
+    point = points[name]
+    at(point.owner, point.method, call, act, after=point.after, of=point.of)
 
 
 def at(
-    owner: type, method: str, call: int, act: Callable[[], None], *, after: bool = False
+    owner: type,
+    method: str,
+    call: int,
+    act: Callable[[], None],
+    *,
+    after: bool = False,
+    of: Callable[[Any], bool] = lambda owner: True,
 ) -> None:
-    """Do something, once, before or ``after`` the ``call``-th call of a method."""
+    """Do something, once, before or ``after`` the ``call``-th call of a method that counts; see ``Point``."""
     real = getattr(owner, method)
     counted = threading.Lock()
     left = call
@@ -61,8 +95,8 @@ def at(
         nonlocal left
         value = real(*args, **more) if after else None
         with counted:
-            left -= 1
-            due = left == 0
+            left -= of(args[0])
+            due = left == 0 and of(args[0])
         if due:
             act()
         return value if after else real(*args, **more)

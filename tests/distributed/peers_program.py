@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import tierfall
-from tests.distributed import program
+from tests.distributed import killing, program
 from tests.distributed.program import NODE, RANK, main, same
 from tierfall.backends.peer.backend import PeerWriter
 from tierfall.backends.peer.parity import ParityWriter
@@ -151,6 +152,116 @@ def stand_by(folder: str, **changes: Any) -> None:
         time.sleep(600)
 
 
+def save_and_note(
+    folder: str,
+    steps: list[int],
+    point: str = "",
+    call: int = 1,
+    victims: Sequence[int] = (),
+    **changes: Any,
+) -> None:
+    """Save these steps, each until peer memory has it, which is noted; step 2 is on storage, too. The ``victims`` are
+    killed at a point of the last one; else wait to be killed."""
+    dist.init_process_group("gloo")
+    with tierfall.open(config(folder, **changes)) as ckpt:
+        assert ckpt.restore(make_state(0)) is None
+        for step in steps:
+            if step == steps[-1] and RANK in victims:
+                killing.at_point(point, call, killing.kill_self, killing.PEER_POINTS)
+            handle = ckpt.save(step, make_state(step))
+            ckpt.wait_captured()
+            handle.wait("peers", 30)
+            note(folder, step)
+            if step == 2:
+                handle.wait("pfs", 30)
+        Path(folder, f"ready-{RANK}").touch()
+        time.sleep(600)
+
+
+def bring_back(
+    folder: str,
+    point: str = "",
+    call: int = 1,
+    victims: Sequence[int] = (),
+    late: bool = False,
+    saves: bool = False,
+    **changes: Any,
+) -> None:
+    """Restore, and wait until peer memory has that checkpoint on all nodes again, or with ``saves`` the next one; that
+    is noted. The ``victims`` are killed at a point of this start, ``late``: of the restore; else wait to be killed."""
+    dist.init_process_group("gloo")
+
+    def arm() -> None:
+        if RANK in victims:
+            killing.at_point(point, call, killing.kill_self, killing.PEER_POINTS)
+
+    if not late:
+        arm()
+    with tierfall.open(config(folder, **changes)) as ckpt:
+        if late:
+            arm()
+        state = make_state(0)
+        restored = ckpt.restore(state)
+        assert restored is not None
+        assert same(state, make_state(restored.step))
+        if saves:
+            handle = ckpt.save(restored.step + 1, make_state(restored.step + 1))
+            ckpt.wait_captured()
+            handle.wait("peers", 30)
+        else:
+            wait_until(lambda: ckpt.statistics().peer_survival)
+        note(folder, restored.step + saves, "again")
+        Path(folder, f"ready-{RANK}").touch()
+        time.sleep(600)
+
+
+def carry_on(
+    folder: str,
+    round: int,
+    steps: int,
+    point: str = "",
+    call: int = 1,
+    victims: Sequence[int] = (),
+    **changes: Any,
+) -> dict[str, Any] | None:
+    """Restore, and write to the file ``restored-ROUND-RANK`` what; then save so many steps more, each until peer memory
+    has it, which is noted. The saved state names the round. The ``victims`` are killed at a point."""
+    dist.init_process_group("gloo")
+    if RANK in victims:
+        killing.at_point(point, call, killing.kill_self, killing.PEER_POINTS)
+
+    def state_of(step: int, round: int) -> dict[str, Any]:
+        return {**make_state(step), "round": torch.full((1,), round)}
+
+    with tierfall.open(config(folder, **changes)) as ckpt:
+        state = state_of(0, 0)
+        restored = ckpt.restore(state)
+        step = 0 if restored is None else restored.step
+        if restored is not None:
+            by = int(state["round"])
+            good = same(state, state_of(step, by))
+            read = [source.tier for source in restored.sources]
+            answer = {"step": step, "round": by, "good": good, "tiers": read}
+            Path(folder, f"restored-{round}-{RANK}.new").write_text(json.dumps(answer))
+            Path(folder, f"restored-{round}-{RANK}.new").rename(
+                Path(folder, f"restored-{round}-{RANK}")
+            )
+        for later in range(step + 1, step + 1 + steps):
+            handle = ckpt.save(later, state_of(later, round))
+            ckpt.wait_captured()
+            handle.wait("peers", 30)
+            note(folder, later, f"noted-{round}")
+        return None
+
+
+def note(folder: str, step: int, name: str = "durable") -> None:
+    """Add a step to this rank's file, on disk before the next thing happens."""
+    with Path(folder, f"{name}-{RANK}").open("a") as file:
+        file.write(f"{step}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def outlast(folder: str, **changes: Any) -> dict[str, Any]:
     """Save step 1, and steps 2 and 3 while the other node does not answer to rank 0, which is in the middle of sending
     step 2; then wait until peer memory has step 3."""
@@ -213,7 +324,8 @@ def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str
 
 
 def resume(folder: str, **changes: Any) -> dict[str, Any] | None:
-    """Restore, and return the step, whether it is bit for bit what this rank saved, and the bytes read by tier."""
+    """Restore, and return the step, whether it is bit for bit what this rank saved, and the bytes read by tier;
+    with ``saves``, after a further step is in peer memory."""
     return _resume(folder, make_state(0), same, **changes)
 
 
@@ -228,6 +340,7 @@ def _resume(
     state: dict[str, Any],
     is_good: Callable[..., bool],
     only: list[str] | None = None,
+    saves: bool = False,
     **changes: Any,
 ) -> dict[str, Any] | None:
     dist.init_process_group("gloo")
@@ -235,6 +348,10 @@ def _resume(
         report = ckpt.restore(state, only=only)
         if report is None:
             return None
+        if saves:
+            handle = ckpt.save(report.step + 1, make_state(report.step + 1))
+            ckpt.wait_captured()
+            handle.wait("peers", 30)
         return {
             "step": report.step,
             "good": is_good(state, make_state(report.step)),

@@ -170,6 +170,21 @@ def test_a_clean_close_frees_the_memory_of_all_nodes(
     check_resumed(job.run("resume", pfs=STORED, peers=parity), step=4, reads="pfs")
 
 
+def test_a_replaced_node_has_room_for_as_many_images_as_before(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    """Its image was brought back, and it saved two more: what parity counts on is in its memory while the next one is
+    sent, and restores what another node loses."""
+    train(make_job, peers=ONE)
+    lose(tmp_path, 3)
+    job = make_job(4, NODES, program=PROGRAM)
+    job.start("train", steps=[4, 5], stuck=5, pfs=SELDOM, peers=ONE).wait_ready()
+    job.kill()
+    lose(tmp_path, 2)
+    answers = make_job(4, NODES, program=PROGRAM).run("resume", pfs=SELDOM, peers=ONE)
+    check_resumed(answers, step=4)
+
+
 @pytest.mark.parametrize("nodes", [NODES, [0, 0, 1, 1]])
 def test_the_parity_of_older_checkpoints_is_deleted(
     make_job: MakeJob, tmp_path: Path, nodes: list[int]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind, survives
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
+from tierfall.policies.eviction import reason_to_leave_memory
 from tierfall.policies.forecast import peer_survival
 from tierfall.policies.placement import place_copies
 
@@ -68,3 +71,20 @@ def test_the_newest_that_this_attempt_committed_there_counts(
 )
 def test_nothing_counts_before_the_first_commit_of_this_attempt(view: View) -> None:
     assert peer_survival(view, 2, PLACED.node_losses) is None
+
+
+SEALED = {"host": "sealed"}
+SENT_AGAIN = {"host": "sealed", "peers": "arriving"}
+
+
+@pytest.mark.parametrize(("newer", "may_go"), [(SEALED, False), (SENT_AGAIN, False), (WHOLE, True)])
+def test_an_image_whose_copies_other_nodes_have_lost_stays_in_memory(
+    newer: dict[str, str], may_go: bool
+) -> None:
+    """Step 200 was restored from memory, and 100 is the newest that peer memory has had; a node is lost since, with
+    some of its copies."""
+    made = view_of(at_100_1=SEALED, at_200_2=newer, at_300_3=SEALED)
+    partial = frozenset({("peers", CheckpointId(100, 1))})
+    view = replace(made, partial=partial, restored_from=CheckpointId(200, 2), attempt=3)
+    old, host = view.checkpoints[0], view.tier("host")
+    assert (reason_to_leave_memory(view, old, host, view.on("host")) is not None) == may_go

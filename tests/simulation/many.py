@@ -121,6 +121,11 @@ class Many:
 
     # Starts --------------------------------------------------------------------------------------
 
+    @property
+    def peers(self) -> Any:
+        """The configuration of peer memory, where there is any."""
+        return None
+
     def start(self) -> None:
         """Open the run on all ranks as one new attempt, and go on from the newest checkpoint that all can restore."""
         self.starts += 1
@@ -153,7 +158,7 @@ class Many:
         session = SimpleNamespace(
             claim_from=self._take_number,
             found_read_only={},
-            config=SimpleNamespace(host=SimpleNamespace(name="host")),
+            config=SimpleNamespace(host=SimpleNamespace(name="host"), peers=self.peers),
             ranks=SimpleNamespace(topology=self.network.message_trees[0].topology),
         )
         number = 1

@@ -5,6 +5,7 @@ its ranks and what it keeps for others, and is a node of the starts that it take
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.many import Many
@@ -102,6 +103,10 @@ class PeerWorld(Many):
         return PeerView(rank.machine.kept, remotes)
 
     # Starts --------------------------------------------------------------------------------------
+
+    @property
+    def peers(self) -> Any:
+        return SimpleNamespace(name=PEER_TIER, copies=self.copies, parity=None)
 
     def start(self) -> None:
         """Begin anew on the machines ``present``."""

@@ -9,15 +9,11 @@ from typing import Any
 
 import torch
 
-from tierfall.core.format.records import Lineage, chunk_count
+from tierfall.core.format.records import Lineage, chunk_count, records_bytes_max
 from tierfall.core.image.layout import Layout
 from tierfall.core.types.errors import CaptureError, ConfigError
 from tierfall.core.types.keys import check_name
 from tierfall.core.types.text import with_article
-
-METRIC_BYTES = 64
-CHUNK_DIGEST_BYTES = 48
-RECORD_BYTES = 8192
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,8 +74,10 @@ def records_bytes(
     line: Lineage,
 ) -> int:
     """Return an upper bound of the bytes of an image's manifest and commit record together."""
-    chunks = chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
-    named = sum(6 * len(name) + METRIC_BYTES for name in (*metrics, *tags))
-    return (
-        len(layout.pieces) + CHUNK_DIGEST_BYTES * chunks + named + 12 * len(line.run) + RECORD_BYTES
+    return records_bytes_max(
+        pieces_bytes=len(layout.pieces),
+        chunks=chunk_count(layout.image_bytes, layout.data_start, chunk_bytes),
+        metrics=metrics,
+        tags=tags,
+        run=line.run,
     )

@@ -20,7 +20,7 @@ from tierfall.core.restore.agreement import (
     damaged_copies,
     not_on_all_nodes,
     only_whole,
-    whole_on,
+    whole_copies,
 )
 from tierfall.core.restore.inventory import (
     CopyMessage,
@@ -354,15 +354,14 @@ def decide(
     attempt = tiers.claim_from(max(one.number for one in found.values()))
     unreachable = _first_reasons((rank, one.unreachable) for rank, one in found.items())
     read_only = _first_reasons((rank, one.read_only) for rank, one in found.items())
+    peers = tiers.config.peers
+    copies = {} if peers is None or peers.parity is not None else {peers.name: peers.copies}
+    whole = whole_copies(listings, inventories, host=tiers.config.host.name, copies=copies)
     return StartDecision(
         unreachable=unreachable,
         read_only={**read_only, **tiers.found_read_only},
         attempt=attempt,
-        whole={
-            listing.tier: frozenset(c.id for c in listing.copies if whole_on(listing, c.id))
-            for listing in listings
-            if listing.tier not in unreachable
-        },
+        whole={tier: ids for tier, ids in whole.items() if tier not in unreachable},
         complete=whole_somewhere,
         seen=frozenset(listing.tier for listing in listings if listing.error is None),
         inherited=committed_in_memory(

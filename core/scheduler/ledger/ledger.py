@@ -191,6 +191,7 @@ class Ledger:
             wall_time_s=self.now_s + self.wall_offset_s,
             many_ranks=self.many_ranks,
             read_bytes_per_s=self.rates.read_rates(),
+            partial=frozenset(self.partial),
         )
 
     def _tiers(self) -> tuple[TierRules, ...]:

@@ -27,6 +27,7 @@ from tierfall.core.restore.agreement import (
     agree_to_restore,
     choose_candidates,
     complete,
+    whole_copies,
     whole_on,
 )
 from tierfall.core.restore.inventory import Inventory, describe, merge_ranks
@@ -104,6 +105,24 @@ def test_what_is_whole_on_one_tier_is_distinguished_from_what_is_not() -> None:
     lost(ranks[1])
     host, nvme, store = seen(ranks)
     assert [whole_on(x, CheckpointId(5, 1)) for x in (host, nvme, store)] == [False, False, True]
+
+
+@pytest.mark.parametrize(("kept", "in_memory"), [(2, True), (1, True), (1, False)])
+def test_an_image_that_too_few_nodes_keep_is_sent_again_where_memory_has_it(
+    kept: int, in_memory: bool
+) -> None:
+    """Of three nodes that keep two copies of each other's images, the last keeps the image of rank 0, or lost it."""
+    ranks = several(3)
+    parts = [sharded(5, rank, 3) for rank in range(3)]
+    keeps = [[1, 2], [0, 2], [0, 1] if kept == 2 else [1]]
+    for tiers, others in zip(ranks, keeps, strict=True):
+        record = all_named([parts[rank] for rank in others])
+        tiers.put("nvme", replace(parts[others[0]], commit=record))
+    if in_memory:
+        put_parts(ranks, "host", 5)
+    whole = whole_copies(seen(ranks), described(ranks), host="host", copies={"nvme": 2})
+    assert (CheckpointId(5, 1) in whole["nvme"]) == (kept == 2 or not in_memory)
+    assert (CheckpointId(5, 1) in whole["host"]) == in_memory
 
 
 def test_the_ranks_that_are_nowhere_are_named() -> None:

@@ -19,7 +19,7 @@ from tierfall.core.copies.images import StoredImage, checked_manifest, unpacked
 from tierfall.core.copies.shard_reader import ShardReader
 from tierfall.core.format.catalog import FoundCopy
 from tierfall.core.format.commit_files import files_of, image_file, plain
-from tierfall.core.format.records import Commit
+from tierfall.core.format.records import Commit, records_bytes_max
 from tierfall.core.types.errors import TierfallError, UnreachableError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, Shard
@@ -82,9 +82,15 @@ def _copy(
     # As the rank's own record was: of its image alone.
     commit = plain(replace(found.commit, files=files_of(found.commit, shard)))
     records = manifest.encode(), commit.encode()
-    region = host.allocate_for_one(
-        image_bytes=manifest.image_bytes, records_bytes=sum(map(len, records))
+    reserved_bytes = records_bytes_max(
+        pieces_bytes=len(manifest.pieces),
+        chunks=len(manifest.digests),
+        metrics=commit.metrics,
+        tags=commit.tags,
+        run=commit.lineage.run,
     )
+    records_bytes = max(reserved_bytes, sum(map(len, records)))
+    region = host.allocate_for_one(image_bytes=manifest.image_bytes, records_bytes=records_bytes)
     try:
         filled = np.frombuffer(region.image, np.uint8)
 
