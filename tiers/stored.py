@@ -229,9 +229,9 @@ class StoredTier:
         """Write a checkpoint's marks and then its commit record, unless a newer attempt fences ``attempt``.
 
         A second call for the same checkpoint, after a lost reply or by the next start, succeeds. Raises FencedError,
-        and IntegrityError where another checkpoint of that id is committed: it is never overwritten. ``repairs``: the
-        existing copy is known to be this checkpoint, damaged. Its record is replaced, and its files in other codecs
-        are deleted.
+        and IntegrityError where another checkpoint of that id is committed: it is never overwritten. A record of this
+        one with the images of other ranks is replaced. ``repairs``: the existing copy is known to be this checkpoint,
+        damaged. Its record is replaced, and its files in other codecs are deleted.
         """
         began_s = time.monotonic()
         self.check_fence(attempt)

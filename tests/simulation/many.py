@@ -153,7 +153,7 @@ class Many:
         session = SimpleNamespace(
             claim_from=self._take_number,
             found_read_only={},
-            config=SimpleNamespace(host=SimpleNamespace(name="host")),
+            config=SimpleNamespace(host=SimpleNamespace(name="host"), peer_copies={}),
             ranks=SimpleNamespace(topology=self.network.message_trees[0].topology),
         )
         number = 1

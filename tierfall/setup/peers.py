@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -27,6 +29,7 @@ from tierfall.backends.toolkit.base import describe
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.config import Config, PeerTierConfig
 from tierfall.config.tiers import NODE_SPREAD
+from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Commit
 from tierfall.core.ranks.domains import NodeDomain, find_domain, node_name
 from tierfall.core.ranks.ranks import Ranks
@@ -40,7 +43,7 @@ from tierfall.core.types.errors import (
     StorageFullError,
     TierfallError,
 )
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import NodeLosses
 from tierfall.policies.placement import CopyPlacement
 from tierfall.setup.nodes.placement import (
@@ -122,6 +125,7 @@ class PeerMemory:
             raise
         self._nodes = [[addresses[rank] for rank in node] for node in topology.nodes]
         self._node, self._local_index = topology.node, ranks.local_index
+        self._shard = ranks.shard
         self._secret = bytes.fromhex(meeting.secret)
         self._keepers = [
             self._rank_of(keeper) for keeper in self.placement.holders[topology.node][1:]
@@ -165,32 +169,32 @@ class PeerMemory:
     def open_backend(self) -> PeerView | ParityBackend:
         """Open what this node sees of the tier."""
         kept = [PosixBackend(folder, direct_io=False) for folder in kept_folders(self._tier.path)]
-        documents = PeerView(kept, self._open_remotes())
+        documents = PeerView(kept, [self._connect(rank, self._sender) for rank in self._keepers])
         if self.groups is None:
             return documents
         return self._with_parity(
             documents, PosixBackend(_parity_folder(self._tier), direct_io=False)
         )
 
-    def _open_remotes(self) -> list[PeerBackend]:
-        return [self._connect(keeper, self._sender) for keeper in self._keepers]
-
-    def _open_on_keepers(self) -> Iterator[Backend]:
-        """Open what the nodes that keep copies, or documents, of this node see of the tier, to read it."""
-        if self.groups is None:
-            yield PeerView(self._open_remotes(), ())
-            return
+    def _open_on_keepers(self, until_s: float) -> Iterator[Backend]:
+        """Open, to read it until ``until_s``, what each node that keeps copies, or documents, of this node sees of the
+        tier."""
         for keeper in self._keepers:
-            documents = PeerView([self._connect(keeper, self._sender)], ())
-            yield self._with_parity(documents, self._connect(keeper, PARITY))
+            documents = PeerView([self._connect(keeper, self._sender, until_s)], ())
+            if self.groups is None:
+                yield documents
+            else:
+                yield self._with_parity(documents, self._connect(keeper, PARITY, until_s), until_s)
 
-    def _with_parity(self, documents: PeerView, kept: Backend) -> ParityBackend:
+    def _with_parity(
+        self, documents: PeerView, kept: Backend, until_s: float = math.inf
+    ) -> ParityBackend:
         """``kept`` has the parity that a node keeps."""
         assert self.groups is not None
         ranks = [self._rank_of(node) for node in range(len(self._nodes))]
-        parity = [self._connect(rank, PARITY) for rank in ranks]
+        parity = [self._connect(rank, PARITY, until_s) for rank in ranks]
         nodes = {
-            rank.memory_id: NodeMemory(one, self._connect(rank, ORIGINALS))
+            rank.memory_id: NodeMemory(one, self._connect(rank, ORIGINALS, until_s))
             for rank, one in zip(ranks, parity, strict=True)
         }
         group = self.groups.of(self._node)
@@ -210,23 +214,31 @@ class PeerMemory:
         )
 
     def recover_image(
-        self, host: HostTier, shard: Shard, is_ours: Callable[[Commit], bool], *, timeout_s: float
+        self,
+        host: HostTier,
+        listings: Sequence[Listing],
+        is_ours: Callable[[Commit], bool],
+        timeout_s: float,
     ) -> CheckpointId | None:
-        """Bring this rank's image back into ``host`` if that has none; see ``recover.recover_image``."""
-        for seen in self._open_on_keepers() if host.is_empty() else ():
-            with closing(StoredTier(name=self._tier.name, run=self._run, backend=seen)) as keepers:
-                id = recover_image(host, keepers, shard, is_ours, timeout_s=timeout_s)
+        """Bring this rank's image back into ``host`` if that has none, from the first node that has it, and has it
+        whole; see ``recover.recover_image``. ``timeout_s``: for all reads."""
+        if not host.is_empty():
+            return None
+        for seen in self._open_on_keepers(time.monotonic() + timeout_s):
+            with closing(StoredTier(name=self._tier.name, run=self._run, backend=seen)) as keeper:
+                id = recover_image(host, keeper, self._shard, listings, is_ours)
                 if id is not None:
                     return id
         return None
 
-    def _connect(self, rank: PeerAddress, sender: str) -> PeerBackend:
+    def _connect(self, rank: PeerAddress, sender: str, until_s: float = math.inf) -> PeerBackend:
         return PeerBackend(
             (rank.host, rank.port),
             secret=self._secret,
             run=self._run,
             sender=sender,
             timeout_s=self._timeout_s,
+            until_s=until_s,
         )
 
     def close(self) -> None:

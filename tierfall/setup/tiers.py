@@ -54,6 +54,9 @@ SHARES = 16
 STORAGE_TRIES = 5
 PEER_TRIES = 2
 """How often a call is made before its copy counts as stalled: a node that is silent rarely answers the next moment."""
+SLOWER = 10
+"""Factor of ``max_wait`` for waits on other ranks that move bytes: how long those take depends on the size of the
+state."""
 ANSWER_S = 5.0
 """Seconds that a tier has to answer at least, also where ``max_wait`` is less."""
 
@@ -139,6 +142,11 @@ def run_folder(config: Config, run: str) -> Path:
 def unattached_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:
     """Return a slot of host memory, not attached yet, to read or adopt images of any rank."""
     return HostTier(name=name, run=run, folder=folder, slot=slot, shard=SHARD, capacity_bytes=None)
+
+
+def patience_s(config: Config) -> float:
+    """Return how many seconds one rank waits for another where bytes are moved."""
+    return SLOWER * config.max_wait_s
 
 
 def bounds_s(config: Config) -> dict[str, float]:
