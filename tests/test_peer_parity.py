@@ -10,7 +10,8 @@ import pytest
 
 from tests.test_peer_placement import config_of, met, refusals
 from tierfall.core.ranks.domains import node_name
-from tierfall.setup.peers import PeerMemory, seen_by_one
+from tierfall.setup.nodes.kept import seen_by_one
+from tierfall.setup.peers import PeerMemory
 
 
 def group_of(group: int, losses: int = 1) -> dict[str, int]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.commit_files import damage_mark, without_index
+from tierfall.core.format.commit_files import damage_mark, same_checkpoint, shards_of, without_index
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Attempt, Commit, Geometry, Mark
 from tierfall.core.format.tier_record import TierRecord
@@ -229,9 +229,9 @@ class StoredTier:
         """Write a checkpoint's marks and then its commit record, unless a newer attempt fences ``attempt``.
 
         A second call for the same checkpoint, after a lost reply or by the next start, succeeds. Raises FencedError,
-        and IntegrityError where another checkpoint of that id is committed: it is never overwritten. ``repairs``: the
-        existing copy is known to be this checkpoint, damaged. Its record is replaced, and its files in other codecs
-        are deleted.
+        and IntegrityError where another checkpoint of that id is committed: it is never overwritten. A record of this
+        one with the images of other ranks is replaced. ``repairs``: the existing copy is known to be this checkpoint,
+        damaged. Its record is replaced, and its files in other codecs are deleted.
         """
         began_s = time.monotonic()
         self.check_fence(attempt)
@@ -244,7 +244,7 @@ class StoredTier:
             self.clear_damage(checkpoint)
             self.delete_other_codecs(commit, attempt=attempt)
             return
-        self._create_commit(commit)
+        self._create_commit(commit, attempt)
         # A newer start may have deleted the folder in between, as unfinished.
         if time.monotonic() - began_s > FENCE_VALID_S:
             self.check_fence(attempt)
@@ -256,22 +256,28 @@ class StoredTier:
                 self.name, commit.lineage.checkpoint.attempt, error,
             )  # fmt: skip
 
-    def _create_commit(self, commit: Commit) -> None:
+    def _create_commit(self, commit: Commit, attempt: Attempt) -> None:
         checkpoint = commit.lineage.checkpoint
         try:
             self._documents.create(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
         except KeyExistsError:
             found = self.read_commit(checkpoint)
             # One of two tries may have left out the index, which can be rebuilt.
-            if (
-                without_index(found).files != without_index(commit).files
-                or found.lineage != commit.lineage
-            ):
+            files, named = without_index(commit).files, without_index(found).files
+            is_same = found.lineage == commit.lineage and files == named
+            if is_same and self.backend.traits.durable:
+                self.sync_commit(checkpoint)
+                return
+            if not (is_same or (shards_of(commit) and same_checkpoint(found, commit))):
                 raise IntegrityError(
                     f"commit on {self.name}: {checkpoint} was committed before with other content; "
                     "it is left as it is"
                 ) from None
-            self.sync_commit(checkpoint)
+            # An earlier start's: with images of other ranks, packed otherwise, or in the memory of one node of several.
+            self._documents.replace(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
+            self._catalog.note_synced(checkpoint)
+            if not is_same:
+                self.delete_other_codecs(commit, attempt=attempt)
         else:
             self._catalog.note_synced(checkpoint)
 

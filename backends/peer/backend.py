@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import secrets
 import socket
@@ -47,7 +48,7 @@ class PeerBackend(BackendBase):
 
     ``address`` is host and port; ``sender`` names this node, whose objects are apart from other senders'. Raises
     AccessDeniedError where the handshake fails, and UnreachableError where the server does not answer for
-    ``timeout_s``.
+    ``timeout_s``, or has not answered at ``until_s`` on the monotonic clock.
     """
 
     _traits = Traits(
@@ -62,6 +63,7 @@ class PeerBackend(BackendBase):
         run: str,
         sender: str,
         timeout_s: float = 30.0,
+        until_s: float = math.inf,
         place: str | None = None,
     ) -> None:
         super().__init__(place or f"the memory of {address[0]}:{address[1]}", read_only=False)
@@ -70,6 +72,7 @@ class PeerBackend(BackendBase):
         self._run = run
         self._sender = sender
         self._timeout_s = timeout_s
+        self._until_s = until_s
         self._session = secrets.token_hex(16)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -149,7 +152,9 @@ class PeerBackend(BackendBase):
         """Send one request and return the value of its answer; its bytes fill ``into``. A connection that was idle may
         have been closed meanwhile: then a ``repeatable`` request is sent once more, on a new one, in the time that is
         left."""
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = min(time.monotonic() + self._timeout_s, self._until_s)
+        if time.monotonic() >= self._until_s:
+            raise UnreachableError(f"{what}: it is too late")
         connection = self._take_idle()
         answer = None
         if connection is not None:

@@ -334,35 +334,45 @@ def whole_on(listing: Listing, id: CheckpointId) -> bool:
     return names_all_shards(copy.commit)
 
 
-def names_all_shards(commit: Commit) -> bool:
-    """Return whether a record, merged from those of all nodes, names every shard of its checkpoint."""
-    return not _absent([commit])
-
-
-def whole_copies(
+def whole_on_each(
     listings: Sequence[Listing],
     inventories: Mapping[int, Inventory],
     *,
     host: str,
     copies: Mapping[str, int],
 ) -> dict[str, frozenset[CheckpointId]]:
-    """Return, per tier, the checkpoints whose images are all there.
-
-    Each image is there as often as the tier has ``copies`` of it, on different nodes, where host memory has all images:
-    else a node that kept one was replaced, and the ranks are to send them again.
-    """
+    """Return, per tier, the checkpoints of which every shard is on it: of those that are whole in memory, on as many
+    nodes as the tier makes ``copies``, so that memory makes again what is missing."""
     whole = {x.tier: frozenset(c.id for c in x.copies if whole_on(x, c.id)) for x in listings}
-    for tier, least in copies.items():
-        kept: Counter[tuple[CheckpointId, int]] = Counter()
-        for rank, found in inventories.items():
-            for message in found[tier].copies if tier in found else ():
-                commit = message.commit_of(rank, tier)
-                if commit is not None and message.damage is None:
-                    there = ranks_with_image(commit, commit.world_size)
-                    kept.update((message.id, of) for of in there)
-        short = {id for (id, _), nodes in kept.items() if nodes < least}
-        whole[tier] = whole.get(tier, frozenset()) - (short & whole[host])
+    for tier, count in copies.items():
+        in_memory = whole.get(tier, frozenset()) & whole.get(host, frozenset())
+        if count > 1 and in_memory:
+            reports = {rank: found[tier] for rank, found in inventories.items() if tier in found}
+            whole[tier] -= in_memory - _on_nodes(reports, tier, count)
     return whole
+
+
+def _on_nodes(reports: Mapping[int, TierMessage], tier: str, count: int) -> frozenset[CheckpointId]:
+    """Return the checkpoints of which every shard is on so many nodes."""
+    nodes: dict[CheckpointId, Counter[int]] = {}
+    sizes: dict[CheckpointId, int] = {}
+    for rank, report in reports.items():
+        for copy in report.copies:
+            commit = copy.commit_of(rank, tier) if copy.damage is None else None
+            if commit is not None:
+                sizes[copy.id] = commit.world_size
+                here = nodes.setdefault(copy.id, Counter())
+                here.update(ranks_with_image(commit, commit.world_size))
+    return frozenset(
+        id
+        for id, by_rank in nodes.items()
+        if sum(number >= count for number in by_rank.values()) == sizes[id]
+    )
+
+
+def names_all_shards(commit: Commit) -> bool:
+    """Return whether a record, merged from those of all nodes, names every shard of its checkpoint."""
+    return not _absent([commit])
 
 
 def damaged_copies(

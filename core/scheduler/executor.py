@@ -139,8 +139,8 @@ class TaskRunner:
                 next_latest=task.next_latest,
                 ignore_marks=task.unreadable,
             )
-        if store.is_committed(task.id):
-            commit = store.read_commit(task.id)  # the commit succeeded, its response was lost
+        commit = _committed_with(store, task.id, task.shard)
+        if commit is not None:  # the commit succeeded, its response was lost
             store.sync_commit(task.id)
             return commit
         own = None if task.shard is None else _own_shard_only(task.shard)
@@ -326,16 +326,23 @@ class TaskRunner:
 
 
 def _committed_before(task: OpenShard, store: TaskStore) -> Commit | None:
-    """Return the commit record of a copy that this rank's image is in already. A record of other ranks' images alone is
-    another node's, as in peer memory. Raises IntegrityError for another checkpoint of that name."""
-    if not store.is_committed(task.id):
-        return None
-    commit = store.read_commit(task.id)
-    if commit.lineage.attempt_id != task.attempt_id:
+    """Return the commit record of a copy that has this rank's image already. Raises IntegrityError for another
+    checkpoint of that name."""
+    commit = _committed_with(store, task.id, None)
+    if commit is not None and commit.lineage.attempt_id != task.attempt_id:
         raise IntegrityError(
             f"flush of {task.id} to {task.tier}: another checkpoint of that name is committed there; it is not changed"
         )
-    return commit if image_file(commit, task.shard) else None
+    return commit if commit is not None and image_file(commit, task.shard) else None
+
+
+def _committed_with(store: TaskStore, id: CheckpointId, shard: Shard | None) -> Commit | None:
+    """Return the commit record of a checkpoint, if it has one that names the image of ``shard`` (None: any). A record
+    that names other images alone is another node's: a node of peer memory keeps those, too."""
+    if not store.is_committed(id):
+        return None
+    commit = store.read_commit(id)
+    return commit if shard is None or image_file(commit, shard) else None
 
 
 def _check_in_memory(task: CopyRun, manifest: Manifest, view: memoryview) -> None:

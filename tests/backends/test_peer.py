@@ -294,6 +294,29 @@ def test_a_silent_server_costs_the_timeout_once(serve: Serve) -> None:
     assert time.monotonic() - began < 1.7
 
 
+def test_no_request_goes_on_after_the_time_for_all_of_them(serve: Serve) -> None:
+    """However often the server answers in between."""
+
+    class Slow(MemoryBackend):
+        def stat(self, key: str) -> StoredObject:
+            time.sleep(0.1)
+            return super().stat(key)
+
+    server = serve(lambda name: Slow())
+    put(client(server), "a/b", b"x")
+    began = time.monotonic()
+    reader = client(server, until_s=began + 0.5)
+    answers = 0
+    with suppress(UnreachableError):
+        while answers < 100:
+            reader.stat("a/b")
+            answers += 1
+    assert 0 < answers < 100
+    assert time.monotonic() - began < 5
+    with pytest.raises(UnreachableError, match="it is too late"):
+        reader.stat("a/b")
+
+
 def test_an_idle_connection_that_was_closed_is_made_anew(serve: Serve) -> None:
     server = serve()
     sender = client(server)

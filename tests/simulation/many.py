@@ -122,9 +122,9 @@ class Many:
     # Starts --------------------------------------------------------------------------------------
 
     @property
-    def peers(self) -> Any:
-        """The configuration of peer memory, where there is any."""
-        return None
+    def peer_copies(self) -> dict[str, int]:
+        """See ``Config.peer_copies``."""
+        return {}
 
     def start(self) -> None:
         """Open the run on all ranks as one new attempt, and go on from the newest checkpoint that all can restore."""
@@ -158,7 +158,7 @@ class Many:
         session = SimpleNamespace(
             claim_from=self._take_number,
             found_read_only={},
-            config=SimpleNamespace(host=SimpleNamespace(name="host"), peers=self.peers),
+            config=SimpleNamespace(host=SimpleNamespace(name="host"), peer_copies=self.peer_copies),
             ranks=SimpleNamespace(topology=self.network.message_trees[0].topology),
         )
         number = 1

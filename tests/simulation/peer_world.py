@@ -5,7 +5,6 @@ its ranks and what it keeps for others, and is a node of the starts that it take
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.many import Many
@@ -105,8 +104,8 @@ class PeerWorld(Many):
     # Starts --------------------------------------------------------------------------------------
 
     @property
-    def peers(self) -> Any:
-        return SimpleNamespace(name=PEER_TIER, copies=self.copies, parity=None)
+    def peer_copies(self) -> dict[str, int]:
+        return {PEER_TIER: self.copies}
 
     def start(self) -> None:
         """Begin anew on the machines ``present``."""

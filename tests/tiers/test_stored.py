@@ -310,6 +310,25 @@ def test_a_committed_checkpoint_is_never_overwritten(tier: StoredTier) -> None:
     assert tier.read_commit(CheckpointId(1, 1)) == commit_of(1)
 
 
+def rank_of_two(rank: int, digest: str) -> Commit:
+    """The record of a node that has one rank's image."""
+    image = NamedFile(name=f"rank-{rank:05d}-of-00002.safetensors", bytes=8, digest=None)
+    manifest = NamedFile(
+        name=f"rank-{rank:05d}-of-00002.json", bytes=9, digest=f"sha256:{digest * 64}"
+    )
+    return dataclasses.replace(commit_of(1), world_size=2, files=(image, manifest))
+
+
+def test_a_node_that_has_the_record_of_other_ranks_commits_its_own(tier: StoredTier) -> None:
+    """Ranks may come to another node than before; but what has other content is not touched."""
+    tier.commit(rank_of_two(0, "a"), attempt=attempt())
+    tier.commit(rank_of_two(1, "b"), attempt=attempt())
+    assert tier.read_commit(CheckpointId(1, 1)) == rank_of_two(1, "b")
+    with pytest.raises(IntegrityError, match="committed before with other content"):
+        tier.commit(rank_of_two(1, "c"), attempt=attempt())
+    assert tier.read_commit(CheckpointId(1, 1)) == rank_of_two(1, "b")
+
+
 # Looking ---------------------------------------------------------------------------------------------
 
 

@@ -214,6 +214,12 @@ class Config(Section):
         """The memory of other nodes, if the chain has it."""
         return next((tier for tier in self.tiers if isinstance(tier, PeerTierConfig)), None)
 
+    @property
+    def peer_copies(self) -> dict[str, int]:
+        """How many other nodes keep each image, by the tier that has them do so."""
+        peers = self.peers
+        return {} if peers is None or peers.parity is not None else {peers.name: peers.copies}
+
     def without(self, name: str) -> Self:
         """Return a copy without the tier of this name."""
         tiers = tuple(tier for tier in self.tiers if tier.name != name)

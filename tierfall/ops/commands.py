@@ -40,7 +40,7 @@ from tierfall.session.session import Session
 from tierfall.session.start import tend
 from tierfall.setup.attempts import newest_attempt
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
-from tierfall.setup.peers import kept_folders, view_kept
+from tierfall.setup.nodes.kept import kept_folders, view_kept
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import ANSWER_S, bounds_s, open_stores, run_folder, tier_rules
 from tierfall.tiers.stored import StoredTier

@@ -29,7 +29,7 @@ from tierfall.core.types.errors import ConfigError, RestoreError, TierfallError,
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.session.leftovers import regions_in
 from tierfall.setup.bounded_tiers import ask_within_bound, close_stores
-from tierfall.setup.peers import seen_by_one
+from tierfall.setup.nodes.kept import seen_by_one
 from tierfall.setup.pointer import Pointer, is_pointer, read_pointer
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (

@@ -34,7 +34,7 @@ from tierfall.run.announced_steps import AnnouncedSteps
 from tierfall.run.by_path import PathSaves
 from tierfall.run.cadence import cadence_of
 from tierfall.run.drain_on_signal import DrainOnSignal
-from tierfall.run.restorer import Restorer, log_abandoned, patience_s
+from tierfall.run.restorer import Restorer, log_abandoned
 from tierfall.run.saver import SaveCall, Saver
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.requests import must_keep_memory
@@ -45,6 +45,7 @@ from tierfall.setup import signal_hub
 from tierfall.setup.lineage import SavingLineage, as_step
 from tierfall.setup.peers import close_peers, meet_peers
 from tierfall.setup.signal_hub import SignalWatch
+from tierfall.setup.tiers import patience_s
 from tierfall.telemetry.step_timer import StepClock
 
 logger = logging.getLogger("tierfall")
@@ -86,7 +87,9 @@ class OpenRun:
                 _check_first(config, run)
                 if config.drain is not None:
                     signal_hub.check_thread(drain_on_signal.WHAT)
-                tiers = OpenedTiers(config, run=run, ranks=ranks, adopts=True, peers=self._peers)
+                tiers = OpenedTiers(
+                    config, run=run, ranks=ranks, adopts=True, fresh=fresh, peers=self._peers
+                )
             undo.callback(tiers.close, keep=True)
             start = begin_attempt(tiers)
             assert tiers.attempt is not None
@@ -336,10 +339,8 @@ class OpenRun:
                 )
             except BaseException:  # Ctrl-C, say: the rest takes LAST_S each
                 deadline_s = time.monotonic()
-                event = f"run {session.run} is closed"
-                closing.log_newest(
-                    session, event, closing.LookedAt({}), memory_kept=True, early=True
-                )
+                what = f"run {session.run} is closed", closing.LookedAt({})
+                closing.log_newest(session, *what, memory_kept=True, early=True)
                 raise
             finally:
                 self.capturer.stop_waiting()

@@ -33,17 +33,9 @@ from tierfall.session.leftovers import regions_in
 from tierfall.session.session import Session
 from tierfall.setup.lineage import SavingLineage, as_step
 from tierfall.setup.other_runs import describe_other_runs
-from tierfall.setup.tiers import is_shared, reported_tiers
+from tierfall.setup.tiers import is_shared, patience_s, reported_tiers
 
 logger = logging.getLogger("tierfall")
-SLOWER = 10
-"""Factor of ``max_wait`` for waits on other ranks that move bytes: how long those take depends on the size of the
-state."""
-
-
-def patience_s(config: Config) -> float:
-    """Return how many seconds one rank waits for another where bytes are moved."""
-    return SLOWER * config.max_wait_s
 
 
 class Restorer:
@@ -242,18 +234,19 @@ class Restorer:
             coordinator.ledger.continue_from(id, attempt=attempt.number)
 
         self._session.call(continue_ledger)
-        self._on_continued(id.step, "peer memory has lost copies" if self._lost(verified) else None)
+        self._on_continued(
+            id.step, "peer memory has lost copies" if self._lost(id, verified) else None
+        )
 
-    def _lost(self, verified: tuple[str, ...]) -> bool:
+    def _lost(self, id: CheckpointId, verified: tuple[str, ...]) -> bool:
         """Return whether a node was lost or moved, and the next save is what makes its image, and what it kept for
-        others, again: where this rank's image is not in host memory, and with parity."""
+        others, again: where this rank's image of ``id`` is not in host memory, and with parity where it was not."""
         peers = self._config.peers
         if peers is None:
             return False
-        in_memory = self._session.host.name in verified
-        return not in_memory or (
-            peers.parity is not None and self._session.tiers.recovered is not None
-        )
+        is_in_memory = self._session.host.name in verified
+        was_rebuilt = peers.parity is not None and self._session.tiers.recovered == id
+        return was_rebuilt or not is_in_memory
 
 
 def log_abandoned(run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None) -> None:

@@ -46,7 +46,8 @@ from tierfall.session.leftovers import (
 )
 from tierfall.setup.attempts import next_number
 from tierfall.setup.bounded_tiers import ask_within_bound, bounded_reads, close_stores
-from tierfall.setup.peers import PeerMemory, seen_by_one
+from tierfall.setup.nodes.kept import seen_by_one
+from tierfall.setup.peers import PeerMemory
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import (
     ANSWER_S,
@@ -58,6 +59,7 @@ from tierfall.setup.tiers import (
     make_durable,
     mark_not_durable,
     open_stores,
+    patience_s,
     run_folder,
 )
 from tierfall.tiers.arena.arena import lock_name
@@ -89,13 +91,15 @@ class OpenedTiers:
         adopts: bool = False,
         tending: bool = False,
         draining: bool = False,
+        fresh: bool = False,
         peers: PeerMemory | None = None,
     ) -> None:
         """Open and list all tiers. An error leaves nothing open.
 
         ``accept_arena`` accepts host memory of an attempt that no tier has a record of. ``adopts``: adopt the memory of
         ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank. ``draining``: flush the
-        memory of any rank, while other machines may do the same; damaged memory is an error.
+        memory of any rank, while other machines may do the same; damaged memory is an error. ``fresh``: no image is
+        brought back from other nodes' memory.
         """
         config = config if adopts else seen_by_one(config)
         check_written(config)
@@ -152,10 +156,9 @@ class OpenedTiers:
                 or bool(self.errors)
                 or self.identities.are_as_remembered(self.listings),
             )
-            if peers is not None:
-                known = partial(is_ours, self.stores, self.listings)
-                shard, wait_s = self.ranks.shard, config.max_wait_s
-                self.recovered = peers.recover_image(self.host, shard, known, timeout_s=wait_s)
+            if peers is not None and not fresh:
+                known, wait_s = partial(is_ours, self.stores, self.listings), patience_s(config) / 2
+                self.recovered = peers.recover_image(self.host, self.listings, known, wait_s)
                 self.listings = self.with_memory(self.listings, self.hosts())
         except BaseException:
             self.close(keep=True)

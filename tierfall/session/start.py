@@ -20,7 +20,7 @@ from tierfall.core.restore.agreement import (
     damaged_copies,
     not_on_all_nodes,
     only_whole,
-    whole_copies,
+    whole_on_each,
 )
 from tierfall.core.restore.inventory import (
     CopyMessage,
@@ -37,7 +37,7 @@ from tierfall.session.leftovers import committed_in_memory
 from tierfall.session.opened_tiers import OpenedTiers
 from tierfall.session.shared_folders import ProbeFiles
 from tierfall.setup.attempts import warn_of_overtaken_starts
-from tierfall.setup.tiers import bounds_s, reported_tiers, reporters
+from tierfall.setup.tiers import bounds_s, patience_s, reported_tiers, reporters
 
 TRIES = 8
 _OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
@@ -296,11 +296,12 @@ def _find_shared(tiers: OpenedTiers) -> None:
 
 
 def _patience_s(tiers: OpenedTiers) -> float:
-    """Return how many seconds later than the first rank the last may call: it may have waited for a tier that did not
-    answer, once to open it and once to list it, and have brought its image back from peer memory."""
+    """Return how many seconds later than the first rank the last may call: it may have waited for a silent tier, once
+    to open it and once to list it, and have allocated host memory for its image and brought it back from peers."""
     bounds = bounds_s(tiers.config)
     slowest_s = max((bounds[tier.name] for tier in tiers.config.stored), default=0.0)
-    return tiers.config.max_wait_s * (1 if tiers.config.peers is None else 2) + 2 * slowest_s
+    recovery_s = 0.0 if tiers.config.peers is None else patience_s(tiers.config)
+    return tiers.config.max_wait_s + 2 * slowest_s + recovery_s
 
 
 @contextmanager
@@ -354,14 +355,16 @@ def decide(
     attempt = tiers.claim_from(max(one.number for one in found.values()))
     unreachable = _first_reasons((rank, one.unreachable) for rank, one in found.items())
     read_only = _first_reasons((rank, one.read_only) for rank, one in found.items())
-    peers = tiers.config.peers
-    copies = {} if peers is None or peers.parity is not None else {peers.name: peers.copies}
-    whole = whole_copies(listings, inventories, host=tiers.config.host.name, copies=copies)
     return StartDecision(
         unreachable=unreachable,
         read_only={**read_only, **tiers.found_read_only},
         attempt=attempt,
-        whole={tier: ids for tier, ids in whole.items() if tier not in unreachable},
+        whole=whole_on_each(
+            [listing for listing in listings if listing.tier not in unreachable],
+            inventories,
+            host=tiers.config.host.name,
+            copies=tiers.config.peer_copies,
+        ),
         complete=whole_somewhere,
         seen=frozenset(listing.tier for listing in listings if listing.error is None),
         inherited=committed_in_memory(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -16,7 +18,6 @@ from tierfall.backends.parity.store import ParityStore
 from tierfall.backends.parity.stripes import ParityGeometry
 from tierfall.backends.peer.backend import PeerBackend
 from tierfall.backends.peer.kept import KeptFiles
-from tierfall.backends.peer.kept_parity import KeptParity
 from tierfall.backends.peer.parity import BLOCK_BYTES, GroupMember, ParityBackend, ParityGroup
 from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.view import PeerView
@@ -26,6 +27,7 @@ from tierfall.backends.toolkit.base import describe
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.config import Config, PeerTierConfig
 from tierfall.config.tiers import NODE_SPREAD
+from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Commit
 from tierfall.core.ranks.domains import NodeDomain, find_domain, node_name
 from tierfall.core.ranks.ranks import Ranks
@@ -39,10 +41,11 @@ from tierfall.core.types.errors import (
     StorageFullError,
     TierfallError,
 )
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import NodeLosses
 from tierfall.policies.placement import CopyPlacement
 from tierfall.setup.nodes.address import address_to_probe, own_address, reachable
+from tierfall.setup.nodes.kept import keeps_any, kept_folders, parity_folder
 from tierfall.setup.nodes.placement import (
     HELPS,
     PeerAddress,
@@ -74,7 +77,7 @@ CHECKED_BYTES_MIN = 64 << 10
 """Documents are smaller."""
 PARITY, ORIGINALS = "parity", "originals"
 """Names of senders that read what a node has: no node is called so."""
-_PARITY_FOLDER, _ID_NAME = "parity", "memory-id"
+_ID_NAME = "memory-id"
 
 CallTiers = Callable[
     [Iterable[StoredTier], Callable[[StoredTier], None]], Mapping[str, CallResult[None]]
@@ -127,6 +130,7 @@ class PeerMemory:
             raise
         self._nodes = [[addresses[rank] for rank in node] for node in topology.nodes]
         self._node, self._local_index = topology.node, ranks.local_index
+        self._shard = ranks.shard
         self._secret = bytes.fromhex(meeting.secret)
         self._keepers = [
             self._rank_of(keeper) for keeper in self.placement.holders[topology.node][1:]
@@ -159,7 +163,7 @@ class PeerMemory:
         """Open the folder of what a node sends: that of the number of its copy, which no other node has in a start. Or
         what any node may read: parity, and the images of this node."""
         if self._parity is not None and sender == PARITY:
-            return PosixBackend(_parity_folder(self._tier), direct_io=False)
+            return PosixBackend(parity_folder(self._tier), direct_io=False)
         if self._parity is not None and sender == ORIGINALS:
             return self._originals
         copy = self._copy_of.get(sender)
@@ -170,32 +174,32 @@ class PeerMemory:
     def open_backend(self) -> PeerView | ParityBackend:
         """Open what this node sees of the tier."""
         kept = [PosixBackend(folder, direct_io=False) for folder in kept_folders(self._tier.path)]
-        documents = PeerView(kept, self._open_remotes())
+        documents = PeerView(kept, [self._connect(rank, self._sender) for rank in self._keepers])
         if self.groups is None:
             return documents
         return self._with_parity(
-            documents, PosixBackend(_parity_folder(self._tier), direct_io=False)
+            documents, PosixBackend(parity_folder(self._tier), direct_io=False)
         )
 
-    def _open_remotes(self) -> list[PeerBackend]:
-        return [self._connect(keeper, self._sender) for keeper in self._keepers]
-
-    def _open_on_keepers(self) -> Iterator[Backend]:
-        """Open what the nodes that keep copies, or documents, of this node see of the tier, to read it."""
-        if self.groups is None:
-            yield PeerView(self._open_remotes(), ())
-            return
+    def _open_on_keepers(self, until_s: float) -> Iterator[Backend]:
+        """Open, to read it until ``until_s``, what each node that keeps copies, or documents, of this node sees of the
+        tier."""
         for keeper in self._keepers:
-            documents = PeerView([self._connect(keeper, self._sender)], ())
-            yield self._with_parity(documents, self._connect(keeper, PARITY))
+            documents = PeerView([self._connect(keeper, self._sender, until_s)], ())
+            if self.groups is None:
+                yield documents
+            else:
+                yield self._with_parity(documents, self._connect(keeper, PARITY, until_s), until_s)
 
-    def _with_parity(self, documents: PeerView, kept: Backend) -> ParityBackend:
+    def _with_parity(
+        self, documents: PeerView, kept: Backend, until_s: float = math.inf
+    ) -> ParityBackend:
         """``kept`` has the parity that a node keeps."""
         assert self.groups is not None
         ranks = [self._rank_of(node) for node in range(len(self._nodes))]
-        parity = [self._connect(rank, PARITY) for rank in ranks]
+        parity = [self._connect(rank, PARITY, until_s) for rank in ranks]
         nodes = {
-            rank.memory_id: NodeMemory(one, self._connect(rank, ORIGINALS))
+            rank.memory_id: NodeMemory(one, self._connect(rank, ORIGINALS, until_s))
             for rank, one in zip(ranks, parity, strict=True)
         }
         group = self.groups.of(self._node)
@@ -215,23 +219,31 @@ class PeerMemory:
         )
 
     def recover_image(
-        self, host: HostTier, shard: Shard, is_ours: Callable[[Commit], bool], *, timeout_s: float
+        self,
+        host: HostTier,
+        listings: Sequence[Listing],
+        is_ours: Callable[[Commit], bool],
+        timeout_s: float,
     ) -> CheckpointId | None:
-        """Bring this rank's image back into ``host`` if that has none; see ``recover.recover_image``."""
-        for seen in self._open_on_keepers() if host.is_empty() else ():
-            with closing(StoredTier(name=self._tier.name, run=self._run, backend=seen)) as keepers:
-                id = recover_image(host, keepers, shard, is_ours, timeout_s=timeout_s)
+        """Bring this rank's image back into ``host`` if that has none, from the first node that has it, and has it
+        whole; see ``recover.recover_image``. ``timeout_s``: for all reads."""
+        if not host.is_empty():
+            return None
+        for seen in self._open_on_keepers(time.monotonic() + timeout_s):
+            with closing(StoredTier(name=self._tier.name, run=self._run, backend=seen)) as keeper:
+                id = recover_image(host, keeper, self._shard, listings, is_ours)
                 if id is not None:
                     return id
         return None
 
-    def _connect(self, rank: PeerAddress, sender: str) -> PeerBackend:
+    def _connect(self, rank: PeerAddress, sender: str, until_s: float = math.inf) -> PeerBackend:
         return PeerBackend(
             (rank.host, rank.port),
             secret=self._secret,
             run=self._run,
             sender=sender,
             timeout_s=self._timeout_s,
+            until_s=until_s,
         )
 
     def close(self) -> None:
@@ -284,40 +296,6 @@ def _check_room(folder: Path, size: int, reused_bytes: int = 0) -> None:
         )
 
 
-def kept_folders(path: Path) -> list[Path]:
-    """Return the folders of what this node keeps: ``0`` with what it has written itself of earlier attempts, and one
-    for each number of a copy, of earlier starts, too, which may have had more."""
-    names = [child.name for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
-    return [
-        path / str(number) for number in sorted(int(name) for name in names if name.isdecimal())
-    ]
-
-
-def view_kept(tier: PeerTierConfig, *, tends: bool = False) -> PeerView | KeptParity:
-    """Open what this node keeps, for a process that does not meet the other nodes: for reading, or if it ``tends`` it,
-    to write documents of no checkpoint, too."""
-    folders = kept_folders(tier.path) or [tier.path]
-    kept = [PosixBackend(folder, read_only=not tends) for folder in folders]
-    documents = PeerView(kept, (), place=str(tier.path), tends=tends)
-    if tier.parity is None:
-        return documents
-    parity = _parity_folder(tier)
-    return KeptParity(
-        documents, PosixBackend(parity if parity.exists() else tier.path, read_only=True)
-    )
-
-
-def seen_by_one(config: Config, *, reads_images: bool = True) -> Config:
-    """Return the configuration for a process that does not meet the other nodes: of peer memory it reads what this node
-    keeps, if anything. Of parity it reads no images."""
-    tier = config.peers
-    if tier is None:
-        return config
-    if tier.path.exists() and not (reads_images and tier.parity is not None):
-        return config.reading_only([tier.name])
-    return config.without(tier.name)
-
-
 def close_peers(peers: PeerMemory | None) -> None:
     """Close the peer memory of a start that has any."""
     if peers is not None:
@@ -350,24 +328,12 @@ def meet_peers(config: Config, run: str, ranks: Ranks) -> tuple[Config, PeerMemo
             f"open: tier {tier.name}: copies is {tier.copies}, and there are {nodes} nodes: each copy is on another "
             f"node than the image. Start on at least {tier.copies + 1} nodes, or set copies to {nodes - 1} or less"
         )
-    if _keeps_any(tier, run):
+    if keeps_any(tier, run):
         logger.info("open: there is one node, so tier %s is only read", tier.name)
         return config.reading_only([tier.name]), None
     if ranks.topology.is_root:
         logger.info("open: there is one node, so tier %s is left out", tier.name)
     return config.without(tier.name), None
-
-
-def _keeps_any(tier: PeerTierConfig, run: str) -> bool:
-    """Return whether this node keeps a checkpoint of ``run``, or cannot tell: then the tier is opened, which says
-    why."""
-    if not tier.path.exists():
-        return False
-    try:
-        with closing(StoredTier(name=tier.name, run=run, backend=view_kept(tier))) as kept:
-            return bool(kept.list().copies)
-    except BackendError:
-        return True
 
 
 def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
@@ -420,15 +386,11 @@ def _begin_parity(
 ) -> tuple[PeerAddress, ParityStore | None]:
     """Begin to keep parity; return the address with the store's id, or with the error that prevents it."""
     try:
-        folder = prepare_folder(_parity_folder(tier))
+        folder = prepare_folder(parity_folder(tier))
         store = ParityStore(folder, check_room=partial(_check_room, folder))
     except TierfallError as error:
         return PeerAddress(error=f"tier {tier.name}: {error}"), None
     return replace(mine, store=store.id), store
-
-
-def _parity_folder(tier: PeerTierConfig) -> Path:
-    return tier.path / _PARITY_FOLDER
 
 
 def _memory_id(folder: Path) -> str:

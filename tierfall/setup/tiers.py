@@ -35,7 +35,8 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.types.view import TierRules
 from tierfall.setup.lanes import packers
-from tierfall.setup.peers import PeerMemory, view_kept
+from tierfall.setup.nodes.kept import view_kept
+from tierfall.setup.peers import PeerMemory
 from tierfall.tiers.arena.folder import default_folder
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
@@ -54,6 +55,9 @@ SHARES = 16
 STORAGE_TRIES = 5
 PEER_TRIES = 2
 """How often a call is made before its copy counts as stalled: a node that is silent rarely answers the next moment."""
+SLOWER = 10
+"""Factor of ``max_wait`` for waits on other ranks that move bytes: how long those take depends on the size of the
+state."""
 ANSWER_S = 5.0
 """Seconds that a tier has to answer at least, also where ``max_wait`` is less."""
 
@@ -139,6 +143,11 @@ def run_folder(config: Config, run: str) -> Path:
 def unattached_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:
     """Return a slot of host memory, not attached yet, to read or adopt images of any rank."""
     return HostTier(name=name, run=run, folder=folder, slot=slot, shard=SHARD, capacity_bytes=None)
+
+
+def patience_s(config: Config) -> float:
+    """Return how many seconds one rank waits for another where bytes are moved."""
+    return SLOWER * config.max_wait_s
 
 
 def bounds_s(config: Config) -> dict[str, float]:

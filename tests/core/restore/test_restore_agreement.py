@@ -27,8 +27,8 @@ from tierfall.core.restore.agreement import (
     agree_to_restore,
     choose_candidates,
     complete,
-    whole_copies,
     whole_on,
+    whole_on_each,
 )
 from tierfall.core.restore.inventory import Inventory, describe, merge_ranks
 from tierfall.core.restore.restore import RestoreRequest
@@ -120,7 +120,7 @@ def test_an_image_that_too_few_nodes_keep_is_sent_again_where_memory_has_it(
         tiers.put("nvme", replace(parts[others[0]], commit=record))
     if in_memory:
         put_parts(ranks, "host", 5)
-    whole = whole_copies(seen(ranks), described(ranks), host="host", copies={"nvme": 2})
+    whole = whole_on_each(seen(ranks), described(ranks), host="host", copies={"nvme": 2})
     assert (CheckpointId(5, 1) in whole["nvme"]) == (kept == 2 or not in_memory)
     assert (CheckpointId(5, 1) in whole["host"]) == in_memory
 

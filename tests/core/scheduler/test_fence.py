@@ -20,7 +20,7 @@ from tierfall.core.scheduler.ledger.tasks import (
 )
 from tierfall.core.types.backend import Backend, Publish, StoredObject, Writer
 from tierfall.core.types.errors import FencedError, IntegrityError
-from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome
+from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome, Shard
 from tierfall.tiers.stored import StoredTier
 
 
@@ -190,6 +190,20 @@ def test_a_checkpoint_of_the_same_name_is_not_collected_either() -> None:
         )
     )
     assert opened.value == store.read_commit(id)  # its own, by a call whose answer was lost
+    assert world.steps_on("nvme") == [1]
+
+
+def test_a_record_of_other_ranks_images_does_not_make_a_rank_s_own_copy_committed() -> None:
+    """As in peer memory, where a node finds what it keeps for another one."""
+    world = World([file_rules("nvme")])
+    world.save(1)
+    world.settle()
+    task = DeleteCopy(
+        tier="nvme", id=CheckpointId(1, 1), reason="test", unfinished=True, shard=Shard(1, 2)
+    )
+    outcome = world.runner.run(task)
+    assert outcome.error is None
+    assert outcome.value is None
     assert world.steps_on("nvme") == [1]
 
 

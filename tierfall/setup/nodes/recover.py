@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +17,12 @@ import numpy as np
 from tierfall.core.copies.chunk_reader import ReadTally
 from tierfall.core.copies.images import StoredImage, checked_manifest, unpacked
 from tierfall.core.copies.shard_reader import ShardReader
-from tierfall.core.format.catalog import FoundCopy
+from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.commit_files import files_of, image_file, plain
 from tierfall.core.format.records import Commit, records_bytes_max
-from tierfall.core.types.errors import TierfallError, UnreachableError
+from tierfall.core.types.errors import TierfallError
 from tierfall.core.types.units import format_size
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.stored import StoredTier
 
@@ -31,25 +31,24 @@ logger = logging.getLogger("tierfall")
 
 def recover_image(
     host: HostTier,
-    keepers: StoredTier,
+    keeper: StoredTier,
     shard: Shard,
+    listings: Sequence[Listing],
     is_ours: Callable[[Commit], bool],
-    *,
-    timeout_s: float,
 ) -> CheckpointId | None:
-    """Copy the image of ``shard`` of the newest checkpoint on ``keepers`` into ``host``, which has no image; return
-    the checkpoint.
+    """Copy the image of ``shard`` of the newest checkpoint from ``keeper``, which is the tier as another node sees it,
+    into ``host``, which has no image; return the checkpoint.
 
-    None where no checkpoint that ``is_ours`` has an image of this shard, and where it is not read, and good, within
-    ``timeout_s`` seconds: that is logged.
+    ``listings`` are what this rank has found on all tiers. None where the newest live checkpoint has no image of this
+    shard there, or is not ``is_ours``; and where it is not read, or is damaged: that is logged.
     """
     try:
-        found = _newest(keepers, shard, is_ours)
+        found = _newest(keeper, shard, listings, is_ours)
         if found is not None:
-            _copy(found, host, keepers, shard, until_s=time.monotonic() + timeout_s)
+            _copy(found, host, keeper, shard)
     except TierfallError as error:
         logger.warning(
-            "open: this rank's image is not brought back into host memory; it is restored from where it is: %s",
+            "open: this rank's image is not brought back into host memory from another node's: %s",
             error,
         )
         return None
@@ -57,26 +56,35 @@ def recover_image(
 
 
 def _newest(
-    keepers: StoredTier, shard: Shard, is_ours: Callable[[Commit], bool]
+    keeper: StoredTier,
+    shard: Shard,
+    listings: Sequence[Listing],
+    is_ours: Callable[[Commit], bool],
 ) -> FoundCopy | None:
-    """Return the newest checkpoint of this run whose record names an image of this shard."""
-    copies = [
-        copy
-        for copy in keepers.list().copies
-        if copy.commit is not None
-        and copy.damage is None
-        and image_file(copy.commit, shard)
-        and is_ours(copy.commit)
-    ]
-    return max(copies, key=lambda copy: (copy.id.attempt, copy.id.step), default=None)
+    """Return the keeper's copy of the newest live checkpoint of this run of which any tier has an image of this shard;
+    None where the keeper has none, or has only one of an older checkpoint."""
+    there = keeper.list()
+    copies = tuple(c for c in there.copies if c.commit is not None and is_ours(c.commit))
+    there = replace(there, tier=f"{there.tier} of another node", copies=copies)
+    live = (
+        known.copies
+        for known in reversed(merge((*listings, there)))
+        if not (known.tombstoned or known.abandoned)
+    )
+    good = ({tier: c for tier, c in copies.items() if _has_image(c, shard)} for copies in live)
+    return next(filter(None, good), {}).get(there.tier)
 
 
-def _copy(
-    found: FoundCopy, host: HostTier, keepers: StoredTier, shard: Shard, *, until_s: float
-) -> None:
+def _has_image(copy: FoundCopy, shard: Shard) -> bool:
+    if copy.state is not CopyState.COMMITTED or copy.damage is not None or copy.commit is None:
+        return False
+    return image_file(copy.commit, shard) is not None
+
+
+def _copy(found: FoundCopy, host: HostTier, keeper: StoredTier, shard: Shard) -> None:
     assert found.commit is not None
     began_s = time.monotonic()
-    stored = StoredImage(keepers, found.id, shard)
+    stored = StoredImage(keeper, found.id, shard)
     manifest = checked_manifest(stored, found.commit, shard)
     image = unpacked(stored, found.commit, manifest)
     # As the rank's own record was: of its image alone.
@@ -95,8 +103,6 @@ def _copy(
         filled = np.frombuffer(region.image, np.uint8)
 
         def use(index: int, view: memoryview) -> None:
-            if time.monotonic() > until_s:
-                raise UnreachableError(f"{keepers.name}: {found.id} was not read in time")
             start, end = manifest.chunk_range(index)
             np.copyto(filled[start:end], np.frombuffer(view, np.uint8))
 
@@ -110,6 +116,6 @@ def _copy(
         "open: this rank's image of %s, %s, is brought back into host memory from %s in %.1f s",
         found.id,
         format_size(manifest.image_bytes),
-        keepers.name,
+        keeper.name,
         time.monotonic() - began_s,
     )

@@ -1,0 +1,256 @@
+"""A start after the loss of a node: its images come back into its memory from other nodes, and each image is on as many
+nodes as before. Each rank is a thread of this process."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.core.ranks.threads import network, on_all
+from tests.open_ranks import kill_all, restore_all
+from tests.steps import wait_until
+from tierfall.backends.peer.backend import PeerBackend
+from tierfall.config import Config
+from tierfall.core.format.records import Mark
+from tierfall.core.ranks.agreement import Agreement
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.types.errors import UnreachableError
+from tierfall.core.types.keys import TOMBSTONE_MARK
+from tierfall.core.types.values import CheckpointId
+from tierfall.run.checkpointer import Checkpointer, open_run_of
+from tierfall.setup.peers import PeerMemory, close_peers
+
+SOON_S = 20.0
+NODES = "0123"
+FIRST = CheckpointId(1, 1)
+TWO = {"copies": 2}
+PACKED = {"copies": 2, "compress": {"codec": "zstd"}}
+BOTH = {"retain": {"last": 2}}
+
+
+def config_of(folder: Path, node: str, *, every: int = 100, **peer: Any) -> Config:
+    tiers = [
+        {"name": "host", "kind": "host", "folder": str(folder / f"memory-{node}")},
+        {"name": "peers", "kind": "peer", "path": str(folder / f"peers-{node}"), **peer},
+        {
+            "name": "pfs",
+            "kind": "file",
+            "path": str(folder / "pfs"),
+            "shared": True,
+            "flush": {"every": every},
+        },
+    ]
+    return Config.model_validate(
+        {"run": "run", "max_wait": "10s", "chunk": "64KiB", "tiers": tiers}
+    )
+
+
+def make_state(rank: int, step: int) -> dict[str, Any]:
+    numbers = torch.Generator().manual_seed(100 * step + rank)
+    return {"w": torch.randn(60_000, generator=numbers), "step": step}
+
+
+@contextmanager
+def opened(
+    folder: Path, nodes: Sequence[str] = NODES, *, fresh: bool = False, **options: Any
+) -> Iterator[list[Checkpointer]]:
+    """Open the run on all ranks, by the node of each; all are killed at the end."""
+    with network(nodes) as ranks:
+
+        def open_one(rank: Ranks) -> Checkpointer:
+            config = config_of(folder, nodes[rank.topology.rank], **options)
+            return Checkpointer(config, run="run", ranks=rank, fresh=fresh)
+
+        all_ranks = on_all([lambda r=rank: open_one(r) for rank in ranks])  # type: ignore[misc]
+        assert all(isinstance(one, Checkpointer) for one in all_ranks), all_ranks
+        try:
+            yield all_ranks
+        finally:
+            kill_all(all_ranks)
+            for one in all_ranks:
+                close_peers(open_run_of(one)._peers)
+
+
+def save(all_ranks: Sequence[Checkpointer], step: int, *tiers: str) -> None:
+    def save_one(rank: int) -> None:
+        handle = all_ranks[rank].save(step, make_state(rank, step))
+        for tier in tiers or ("peers",):
+            handle.wait(tier, SOON_S)
+
+    outcomes = on_all([lambda r=rank: save_one(r) for rank in range(len(all_ranks))])  # type: ignore[misc]
+    assert outcomes == [None] * len(all_ranks)
+
+
+def train(folder: Path, nodes: Sequence[str] = NODES, **options: Any) -> None:
+    with opened(folder, nodes, **options) as all_ranks:
+        save(all_ranks, 1)
+
+
+def lose(folder: Path, node: str) -> None:
+    for kept in ("memory", "peers"):
+        shutil.rmtree(folder / f"{kept}-{node}")
+
+
+def recovered(all_ranks: Sequence[Checkpointer]) -> list[CheckpointId | None]:
+    return [open_run_of(one).session.tiers.recovered for one in all_ranks]
+
+
+def check_restored(all_ranks: Sequence[Checkpointer], step: int) -> None:
+    """All ranks restored that step, bit for bit, from their own memory."""
+    states: list[dict[str, Any]] = [{"w": torch.zeros(60_000), "step": 0} for _ in all_ranks]
+    reports = restore_all(all_ranks, states)
+    assert [[source.tier for source in each.sources] for each in reports] == [["host"]] * len(
+        all_ranks
+    )
+    for rank, state in enumerate(states):
+        assert state["step"] == step
+        assert torch.equal(state["w"], make_state(rank, step)["w"])
+
+
+def wait_copied(all_ranks: Sequence[Checkpointer]) -> None:
+    wait_until(
+        lambda: all(one.statistics().peer_survival for one in all_ranks),
+        "peer memory has it on all nodes",
+        SOON_S,
+    )
+
+
+def nodes_with(folder: Path, rank: int) -> set[str]:
+    """The nodes whose records of what they keep for others name an image of a rank, and that have its file."""
+    found = set()
+    for record in folder.glob("peers-*/[1-9]/run/step-00000001-a0001/commit.json"):
+        images = [*record.parent.glob(f"rank-{rank:05d}-*.safetensors*")]
+        if any(f'"{image.name}"' in record.read_text() for image in images):
+            found.add(record.relative_to(folder).parts[0].removeprefix("peers-"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nodes", "before", "after"),
+    [
+        ("0123", {}, {}),
+        ("0123", TWO, TWO),
+        ("001122", TWO, TWO),
+        ("012", {}, TWO),
+        ("012", TWO, PACKED),
+        ("012", PACKED, TWO),
+    ],
+)
+def test_each_image_is_on_as_many_other_nodes_again_before_a_save(
+    tmp_path: Path, nodes: str, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    train(tmp_path, nodes, **before)
+    lose(tmp_path, "1")
+    with opened(tmp_path, nodes, **after) as all_ranks:
+        assert [id is not None for id in recovered(all_ranks)] == [node == "1" for node in nodes]
+        check_restored(all_ranks, 1)
+        wait_copied(all_ranks)
+        for rank, node in enumerate(nodes):
+            others = nodes_with(tmp_path, rank) - {node}
+            assert len(others) == after.get("copies", 1), (rank, others)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_ranks_that_come_to_other_nodes_make_copies_where_others_images_are_kept(
+    tmp_path: Path, copies: int
+) -> None:
+    """What a node keeps for another node of the start before is no reason to give the checkpoint up."""
+    train(tmp_path, copies=copies)
+    shutil.rmtree(tmp_path / "peers-3")
+    nodes = "0213"
+    with opened(tmp_path, nodes, copies=copies) as all_ranks:
+        wait_copied(all_ranks)
+        for rank in range(4):
+            assert len(nodes_with(tmp_path, rank) - {NODES[rank]}) >= copies
+
+
+@pytest.mark.parametrize("wrong", ["silent", "damaged", "truncated"])
+def test_the_other_node_with_a_copy_is_asked_where_one_has_no_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    train(tmp_path, "012", **TWO)
+    lose(tmp_path, "1")
+    for image in tmp_path.glob("peers-2/*/run/step-*/rank-00001-*.safetensors"):
+        data = bytearray(image.read_bytes())
+        data[len(data) // 2] ^= 1
+        image.write_bytes(data[:-1] if wrong == "truncated" else data)
+    if wrong == "silent":
+        be_silent(monkeypatch)
+    with opened(tmp_path, "012", **TWO) as all_ranks:
+        assert recovered(all_ranks) == [None, FIRST, None]
+        check_restored(all_ranks, 1)
+
+
+def be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first node that is asked for an image does not answer then."""
+    asked: list[object] = []
+    request: Callable[..., Any] = PeerBackend.request
+
+    def answer(self: PeerBackend, what: str, *rest: Any, **more: Any) -> Any:
+        if self._until_s < math.inf:
+            asked.append(self._address)
+            if self._address == asked[0]:
+                raise UnreachableError(f"{what}: timed out")
+        return request(self, what, *rest, **more)
+
+    monkeypatch.setattr(PeerBackend, "request", answer)
+
+
+def test_a_fresh_start_brings_nothing_back(tmp_path: Path) -> None:
+    train(tmp_path, "01")
+    lose(tmp_path, "1")
+    with opened(tmp_path, "01", fresh=True) as all_ranks:
+        assert recovered(all_ranks) == [None, None]
+        assert not [*tmp_path.glob("memory-1/run/*.arena")]
+
+
+def test_what_a_person_has_deleted_is_not_brought_back(tmp_path: Path) -> None:
+    """The newest one that is left is."""
+    with opened(tmp_path, "01", every=1, **BOTH) as all_ranks:
+        save(all_ranks, 1, "peers", "pfs")
+        save(all_ranks, 2, "peers", "pfs")
+        mark = Mark(name=TOMBSTONE_MARK, checkpoint=CheckpointId(2, 1), wall_time_s=1.0, reason="")
+        all_ranks[0]._session.stores["pfs"].add_mark(mark)
+    lose(tmp_path, "1")
+    with opened(tmp_path, "01", every=1, **BOTH) as all_ranks:
+        assert recovered(all_ranks) == [None, FIRST]
+
+
+def test_an_image_of_an_older_step_than_storage_has_is_not_brought_back(tmp_path: Path) -> None:
+    with opened(tmp_path, "01", every=1, **BOTH) as all_ranks:
+        save(all_ranks, 1, "peers", "pfs")
+        save(all_ranks, 2, "peers", "pfs")
+    lose(tmp_path, "1")
+    shutil.rmtree(*tmp_path.glob("peers-0/1/run/step-00000002-a0001"))
+    with opened(tmp_path, "01", every=1, **BOTH) as all_ranks:
+        assert recovered(all_ranks) == [None, None]
+
+
+def test_the_other_ranks_wait_for_as_long_as_an_image_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: dict[str, list[float]] = {"open": [], "read": []}
+    agree: Callable[..., Any] = Agreement.agree
+    recover: Callable[..., Any] = PeerMemory.recover_image
+
+    def note_agree(self: Agreement, what: str, *rest: Any, **more: Any) -> Any:
+        if what == "open":
+            waits["open"].append(more["timeout_s"])
+        return agree(self, what, *rest, **more)
+
+    def note_recover(self: PeerMemory, *rest: Any) -> Any:
+        waits["read"].append(rest[-1])
+        return recover(self, *rest)
+
+    monkeypatch.setattr(Agreement, "agree", note_agree)
+    monkeypatch.setattr(PeerMemory, "recover_image", note_recover)
+    with opened(tmp_path, "01"):
+        listed_s = 2 * 10.0
+        assert min(waits["open"]) >= max(waits["read"]) + listed_s

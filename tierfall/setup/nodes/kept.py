@@ -1,0 +1,65 @@
+"""What one node keeps of peer memory, as a process sees it that does not meet the other nodes."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from tierfall.backends.peer.kept_parity import KeptParity
+from tierfall.backends.peer.view import PeerView
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.config import Config, PeerTierConfig
+from tierfall.core.types.errors import BackendError
+from tierfall.tiers.stored import StoredTier
+
+_PARITY_FOLDER = "parity"
+
+
+def kept_folders(path: Path) -> list[Path]:
+    """Return the folders of what this node keeps: ``0`` with what it has written itself of earlier attempts, and one
+    for each number of a copy, of earlier starts, too, which may have had more."""
+    names = [child.name for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
+    return [
+        path / str(number) for number in sorted(int(name) for name in names if name.isdecimal())
+    ]
+
+
+def view_kept(tier: PeerTierConfig, *, tends: bool = False) -> PeerView | KeptParity:
+    """Open what this node keeps, for a process that does not meet the other nodes: for reading, or if it ``tends`` it,
+    to write documents of no checkpoint, too."""
+    folders = kept_folders(tier.path) or [tier.path]
+    kept = [PosixBackend(folder, read_only=not tends) for folder in folders]
+    documents = PeerView(kept, (), place=str(tier.path), tends=tends)
+    if tier.parity is None:
+        return documents
+    parity = parity_folder(tier)
+    return KeptParity(
+        documents, PosixBackend(parity if parity.exists() else tier.path, read_only=True)
+    )
+
+
+def seen_by_one(config: Config, *, reads_images: bool = True) -> Config:
+    """Return the configuration for a process that does not meet the other nodes: of peer memory it reads what this node
+    keeps, if anything. Of parity it reads no images."""
+    tier = config.peers
+    if tier is None:
+        return config
+    if tier.path.exists() and not (reads_images and tier.parity is not None):
+        return config.reading_only([tier.name])
+    return config.without(tier.name)
+
+
+def keeps_any(tier: PeerTierConfig, run: str) -> bool:
+    """Return whether this node keeps a checkpoint of ``run``, or cannot tell: then the tier is opened, which says
+    why."""
+    if not tier.path.exists():
+        return False
+    try:
+        with closing(StoredTier(name=tier.name, run=run, backend=view_kept(tier))) as kept:
+            return bool(kept.list().copies)
+    except BackendError:
+        return True
+
+
+def parity_folder(tier: PeerTierConfig) -> Path:
+    return tier.path / _PARITY_FOLDER
