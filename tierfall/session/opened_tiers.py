@@ -98,8 +98,7 @@ class OpenedTiers:
 
         ``accept_arena`` accepts host memory of an attempt that no tier has a record of. ``adopts``: adopt the memory of
         ranks of an earlier start. ``tending``: only carry out commands, in memory of any rank. ``draining``: flush the
-        memory of any rank, while other machines may do the same; damaged memory is an error. ``fresh``: no image is
-        brought back from other nodes' memory.
+        memory of any rank, while other machines may, too; damaged memory is an error. ``fresh``: bring no image back.
         """
         config = config if adopts else seen_by_one(config)
         check_written(config)
