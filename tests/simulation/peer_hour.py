@@ -103,9 +103,9 @@ class PeerHour:
             )
         return rules
 
-    def _machine(self) -> Machine:
+    def _machine(self, domain: str | None = None) -> Machine:
         self._made += 1
-        domain = f"rack {self._made // self.racks}"
+        domain = domain or f"rack {self._made // self.racks}"
         return Machine(
             self._made, slots=self.slots, images=self.images, copies=self.copies, domain=domain
         )
@@ -379,7 +379,8 @@ class PeerHour:
             if machine.number not in lost:
                 present.append(machine)
             elif draw.random() < 0.7 or len(world.present) <= self.copies + 2:
-                present.append(self._machine())
+                is_beside = self.draw_recovery.random() < 0.7
+                present.append(self._machine(machine.domain if is_beside else None))
         if draw.random() < 0.15 and len(present) > max(self.copies + 1, self.nodes - 2):
             self.away.append(present.pop(draw.randrange(len(present))))
             self.counts["left"] += 1
