@@ -87,7 +87,7 @@ class TierCommits:
         self._stuck: dict[str, CheckpointId] = {}
         self._complete: set[_Copy] = set()
         self._made_again: set[_Copy] = set()
-        """Copies in peer memory of checkpoints that an earlier start saved: images that it has sent may be there, too."""
+        """Copies in peer memory of checkpoints that an earlier start saved: what that sent may be there, too."""
         self._given_up: dict[_Copy, None] = {}
         """The copies that rank 0 has given up. The tier ``""`` stands for all tiers."""
         self._errors: dict[_Copy, BaseException] = {}
