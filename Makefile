@@ -72,7 +72,7 @@ bench: .venv/.installed-bench
 
 simulate: .venv/.installed-dev
 	$(BIN)/python -m tests.simulation --first $(FIRST) --seeds $(SEEDS)
-	$(BIN)/python -m tests.simulation --peers --nodes 16 --first $(FIRST) --seeds $(PEER_SEEDS) --hours 10
+	$(BIN)/python -m tests.simulation --peers --nodes 16 --first $(FIRST) --seeds $(PEER_SEEDS) --hours 10 --copies 1 2
 
 torture: .venv/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m torture

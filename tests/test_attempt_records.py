@@ -12,8 +12,16 @@ import pytest
 import tierfall
 from tests.steps import blank, state_of, step_in, steps_on
 from tierfall.config import load_config
-from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError
+from tierfall.core.types.errors import (
+    ConfigError,
+    IntegrityError,
+    LostWriteError,
+    StorageFullError,
+    TierfallError,
+    UnreachableError,
+)
 from tierfall.ops.drain import drain
+from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
 DAMAGE = pytest.mark.parametrize("how", ["empty", "gone"])
@@ -114,6 +122,28 @@ def test_the_own_record_is_written_anew_in_mid_run(make_config: MakeConfig, tmp_
         ckpt.save(2, state_of(2), block=True)
     assert steps_on(tmp_path / "disk") == [1, 2]
     assert record(tmp_path, 1).stat().st_size
+
+
+@pytest.mark.parametrize("error", [LostWriteError, UnreachableError, StorageFullError])
+def test_a_tier_that_does_not_accept_the_record_at_open_gets_it_before_the_first_commit(
+    error: type[TierfallError],
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise error("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredTier, "create_attempt", refuse)
+        ckpt = tierfall.open(make_config())
+    assert "tier disk did not accept the attempt's record: on purpose" in caplog.text
+    assert not record(tmp_path, 1).exists()
+    with ckpt:
+        assert ckpt.save(1, state_of(1), block=True).outcome == "saved"
+    assert record(tmp_path, 1).stat().st_size
+    assert steps_on(tmp_path / "disk") == [1]
 
 
 def test_a_record_that_was_copied_to_a_huge_number_is_ignored(

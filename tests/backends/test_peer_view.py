@@ -23,6 +23,7 @@ from tierfall.core.format.records import Commit, Lineage, NamedFile, parse_commi
 from tierfall.core.types.backend import Backend, Publish, delete_all
 from tierfall.core.types.errors import (
     AccessDeniedError,
+    BackendError,
     KeyExistsError,
     KeyNotFoundError,
     UnreachableError,
@@ -278,6 +279,43 @@ def test_a_silent_node_does_not_keep_what_others_have_from_being_deleted() -> No
         with pytest.raises(UnreachableError):
             delete()
         assert [*two.scan("run/")] == []
+
+
+class Unfinished(MemoryBackend):
+    """Has so many files of writers that died."""
+
+    def __init__(self, count: int, error: BackendError | None = None) -> None:
+        super().__init__()
+        self.count, self.error = count, error
+
+    def discard_unfinished(self, prefix: str) -> int:
+        if self.error is not None:
+            raise self.error
+        found, self.count = self.count, 0
+        return found
+
+
+def test_what_dead_writers_left_goes_on_all_sides_though_one_node_is_silent() -> None:
+    kept = [Unfinished(1), Unfinished(2)]
+    silent, remote = Unfinished(5, UnreachableError("it does not answer")), Unfinished(3)
+    view = view_of(kept, [silent, remote])
+    assert view.discard_unfinished("run/") == 6
+    assert [side.count for side in (*kept, remote)] == [0, 0, 0]
+
+
+def test_a_failure_of_the_own_memory_to_discard_is_not_passed_over() -> None:
+    view = view_of([Unfinished(1, UnreachableError("it does not answer"))], [Unfinished(0)])
+    with pytest.raises(UnreachableError):
+        view.discard_unfinished("run/")
+    view = view_of([Unfinished(0)], [Unfinished(1, AccessDeniedError("not permitted"))])
+    with pytest.raises(AccessDeniedError):
+        view.discard_unfinished("run/")
+
+
+def test_what_this_attempt_left_is_not_taken_for_gone_where_its_node_is_silent() -> None:
+    view = view_of([Unfinished(1)], [Unfinished(1, UnreachableError("it does not answer"))])
+    with pytest.raises(UnreachableError):
+        view.discard_unfinished(STEP)
 
 
 def test_a_view_of_what_is_kept_is_only_read() -> None:

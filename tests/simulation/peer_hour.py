@@ -15,7 +15,13 @@ from typing import Any
 from tests.simulation.clock import INSTANT, Clock, Medium
 from tests.simulation.many import SHARED_TIER
 from tests.simulation.peer_watch import PeerWatch
-from tests.simulation.peer_world import PEER_TIER, Machine, PeerRank, PeerWorld
+from tests.simulation.peer_world import (
+    PEER_TIER,
+    Machine,
+    PeerRank,
+    PeerWorld,
+    StartFailedError,
+)
 from tests.simulation.rank import CUT
 from tests.simulation.world import file_rules
 from tierfall.core.capture.snapshot import Snapshot
@@ -51,6 +57,7 @@ class PeerHour:
 
     def __init__(self, seed: int, *, nodes: int | None = None, copies: int = 1) -> None:
         self.draw = draw = random.Random(f"peers {seed}")
+        self.draw_recovery = random.Random(f"recovery {seed}")
         self.copies = copies
         self.nodes = nodes or draw.choice((2, 3, 4, 4, 5, 6, 8)) + copies - 1
         self.slots = 1 if self.nodes > 8 else draw.choice((1, 1, 2))
@@ -96,9 +103,9 @@ class PeerHour:
             )
         return rules
 
-    def _machine(self) -> Machine:
+    def _machine(self, domain: str | None = None) -> Machine:
         self._made += 1
-        domain = f"rack {self._made // self.racks}"
+        domain = domain or f"rack {self._made // self.racks}"
         return Machine(
             self._made, slots=self.slots, images=self.images, copies=self.copies, domain=domain
         )
@@ -255,10 +262,11 @@ class PeerHour:
         pair = frozenset((one.number, other.number))
         self._say(f"machines {sorted(pair)} are parted")
         self.counts["parted"] += 1
+        self._part(pair, self.draw.uniform(5.0, 900.0))
+
+    def _part(self, pair: frozenset[int], seconds: float) -> None:
         self.world.wires.parted.add(pair)
-        self.clock.after(
-            self.draw.uniform(5.0, 900.0), partial(self.world.wires.parted.discard, pair)
-        )
+        self.clock.after(seconds, partial(self.world.wires.parted.discard, pair))
 
     def break_connections(self) -> None:
         """The connections from one machine break for a while."""
@@ -310,15 +318,57 @@ class PeerHour:
 
     def start(self) -> None:
         """Start again, and once more where a person has to mend the network first."""
-        self.world.start()
+        self._start_until_it_works()
         if self.world.refused is not None and self.world.unread:
             self._say(f"a person mends the network: {self.world.refused}")
             self.counts["refused"] += 1
             self.world.wires.heal()
             self.world.crash()
-            self.world.start()
+            self._start_until_it_works()
+        self.counts["recovered"] += sum(rank.recovered is not None for rank in self.world.ranks)
         self.watch.check_started()
         self._begin_training()
+
+    def _start_until_it_works(self) -> None:
+        """Start; where a machine is lost meanwhile, or all are killed, start again."""
+        world = self.world
+        world.on_recovery_request = self._trouble_of_recovery()
+        while True:
+            try:
+                world.start()
+            except StartFailedError as error:
+                self._say(f"the start fails: {error}")
+                self.counts["start_failed"] += 1
+                world.crash()
+                self._change_machines()
+            else:
+                return
+
+    def _trouble_of_recovery(self) -> Callable[[int, int], None]:
+        """Draw what goes wrong, once, while a start brings images back."""
+        draw = self.draw_recovery
+        requests = draw.randint(1, 40) if not self._is_calm and draw.random() < 0.5 else 0
+        trouble = draw.choice((self._cut_off, self._cut_off, self._lose_keeper, self._kill))
+
+        def count(one: int, other: int) -> None:
+            nonlocal requests
+            requests -= 1
+            if requests == 0:
+                trouble(one, other)
+
+        return count
+
+    def _cut_off(self, one: int, other: int) -> None:
+        self._say(f"machines {one} and {other} are parted while an image is brought back")
+        self.counts["cut_off"] += 1
+        self._part(frozenset((one, other)), self.draw_recovery.uniform(5.0, 900.0))
+
+    def _lose_keeper(self, one: int, other: int) -> None:
+        self.world.lose(next(m for m in self.world.present if m.number == other))
+        self.counts["keeper_lost"] += 1
+
+    def _kill(self, one: int, other: int) -> None:
+        raise StartFailedError("all are killed while images are brought back")
 
     def _change_machines(self) -> None:
         """Lost machines are replaced, in their place or another one, or not at all; one may leave or come back."""
@@ -329,7 +379,8 @@ class PeerHour:
             if machine.number not in lost:
                 present.append(machine)
             elif draw.random() < 0.7 or len(world.present) <= self.copies + 2:
-                present.append(self._machine())
+                is_beside = self.draw_recovery.random() < 0.7
+                present.append(self._machine(machine.domain if is_beside else None))
         if draw.random() < 0.15 and len(present) > max(self.copies + 1, self.nodes - 2):
             self.away.append(present.pop(draw.randrange(len(present))))
             self.counts["left"] += 1

@@ -92,7 +92,7 @@ class PeerWatch:
     def look(self) -> None:
         """Take note of a step that a handle, or rank 0, reports for the first time: it is where that says it is."""
         newest = self.promise.id if self.promise is not None else CheckpointId(-1, 0)
-        reported = {id for id in self._announced if id > newest}
+        reported = {id for id in self._announced if id >= newest}
         for rank in self.world.alive:
             for id, handle in reversed(rank.handles.items()):
                 if id <= newest:
@@ -101,7 +101,7 @@ class PeerWatch:
                     reported.add(id)
         self._announced.clear()
         for id in sorted(reported):
-            self.counts["reported"] += 1
+            self.counts["made_again" if id.attempt < self.world.attempt.number else "reported"] += 1
             found = self._find(id)
             assert found is not None, f"{id} is reported, and nothing of it is there"
             shards = tuple(

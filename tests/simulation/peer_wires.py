@@ -30,6 +30,8 @@ class Wires:
         self.lost: set[int] = set()
         self.parted: set[frozenset[int]] = set()
         self.breaks: dict[frozenset[int], float] = {}
+        self.on_request: Callable[[int, int], None] = lambda one, other: None
+        """Called before a request from one machine to another one is sent."""
 
     def reaches(self, one: int, other: int) -> bool:
         return not self.lost & {one, other} and frozenset((one, other)) not in self.parted
@@ -90,6 +92,7 @@ class Wire:
         """A request takes no time here."""
 
     def send(self, head: Head, payload: memoryview | None = None) -> None:
+        self._wires.on_request(self._source, self._server.machine)
         self._check_reach()
         self._trouble = self._wires.trouble(self._source, self._server.machine)
         if self._trouble == "before" or (self._trouble == "halfway" and payload is None):

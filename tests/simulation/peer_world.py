@@ -4,20 +4,26 @@ its ranks and what it keeps for others, and is a node of the starts that it take
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from tests.simulation.many import Many
 from tests.simulation.mounts import MachineFile
 from tests.simulation.peer_wires import RUN, Server, WiredPeer, Wires
 from tests.simulation.rank import Rank
-from tests.simulation.world import FakeMemory, packing
+from tests.simulation.world import FakeMemory, FakeRegion, packing
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.peer.view import PeerView
+from tierfall.core.copies import shard_reader
 from tierfall.core.restore.inventory import Inventory
 from tierfall.core.types.errors import RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.policies.placement import place_copies
+from tierfall.session.adopt import is_ours
+from tierfall.session.start import Start
+from tierfall.setup.nodes.recover import recover_image
 from tierfall.tiers.stored import StoredTier
 
 PEER_TIER = "peers"
@@ -36,6 +42,30 @@ class Machine:
         self.file = MachineFile()
 
 
+class StartFailedError(Exception):
+    """A machine was lost, or the processes were killed, before all ranks had agreed on a start."""
+
+
+class HostMemory:
+    """A machine's memory as a start sees it that brings an image back: there, records take no room."""
+
+    name = "host"
+
+    def __init__(self, memory: FakeMemory) -> None:
+        self._memory = memory
+
+    def allocate_for_one(self, *, image_bytes: int, records_bytes: int) -> FakeRegion:
+        region = self._memory.allocate(image_bytes=image_bytes, records_bytes=0)
+        assert region is not None, "it is empty"
+        return region
+
+
+def _in_turn(threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
+    """Do in this thread what ``run_in_threads`` does in several, in an order that a seed does not decide."""
+    for number in numbers:
+        do(number)
+
+
 class PeerRank(Rank):
     """A process on a machine; it finds there what earlier processes have left."""
 
@@ -46,6 +76,28 @@ class PeerRank(Rank):
         super().__init__(world, number, memory_images)
         self.machine = world.present[self.node]
         self.memory = self.machine.memories[number % world.slots]
+        self.recovered: CheckpointId | None = None
+
+    def open(self) -> None:
+        super().open()
+        if not self.sealed():
+            self._recover()
+
+    def _recover(self) -> None:
+        """Bring this rank's image back from the machines that keep it, as ``OpenedTiers`` does before it lists."""
+        known = partial(is_ours, self.stores, self.listings)
+        with (
+            patch.object(shard_reader, "run_in_threads", _in_turn),
+            patch.object(self.world.wires, "on_request", self.world.on_recovery_request),
+        ):
+            for remote in self.world.remotes_of(self):
+                keeper = StoredTier(name=PEER_TIER, run=RUN, backend=PeerView([remote], ()))
+                memory = HostMemory(self.memory)
+                found = recover_image(memory, keeper, self.shard, self.listings, known)
+                self.recovered = self.recovered or found
+                if found is not None:
+                    break
+        self.listings = (self._in_memory(self.memory), *self.listings[1:])
 
     def _open_store(self, tier: str) -> StoredTier:
         if tier != PEER_TIER:
@@ -78,6 +130,8 @@ class PeerWorld(Many):
         """The number of ranks of each attempt."""
         self.refused: RestoreError | None = None
         """Why this start may not go on from anything."""
+        self.on_recovery_request: Callable[[int, int], None] = lambda one, other: None
+        """Called before a request by which a start brings an image back: from one machine to another one."""
         super().__init__(self._nodes(), rules, seed=seed, **options)
 
     def _nodes(self) -> tuple[int, ...]:
@@ -91,6 +145,10 @@ class PeerWorld(Many):
 
     def view_of(self, rank: PeerRank) -> PeerView:
         """What a rank sees of peer memory, as ``PeerMemory`` opens it."""
+        return PeerView(rank.machine.kept, self.remotes_of(rank))
+
+    def remotes_of(self, rank: PeerRank) -> list[WiredPeer]:
+        """What a rank sees of the memory of the machines that keep its images."""
         remotes = []
         for copy, keeper in enumerate(self.placement.holders[rank.node][1:], 1):
             machine = self.present[keeper]
@@ -99,7 +157,7 @@ class PeerWorld(Many):
                 (*process, copy), Server(machine.number, machine.kept[copy])
             )
             remotes.append(WiredPeer(self.wires, rank.machine.number, server))
-        return PeerView(rank.machine.kept, remotes)
+        return remotes
 
     # Starts --------------------------------------------------------------------------------------
 
@@ -117,6 +175,11 @@ class PeerWorld(Many):
         self.placement = place_copies([machine.domain for machine in self.present], self.copies)
         self.ranks = [self.make_rank(number, 0) for number in range(len(self.node_of))]
         super().start()
+
+    def _take_attempt(self) -> Start:
+        if self.wires.lost:
+            raise StartFailedError(f"machines {sorted(self.wires.lost)} are lost")
+        return super()._take_attempt()
 
     def _restore(
         self, described: Mapping[int, Inventory], order: Sequence[str]

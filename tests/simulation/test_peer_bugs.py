@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from tests.simulation import peer_world
 from tests.simulation.peer_hour import run_peer_hour
+from tests.simulation.peer_watch import id_of
+from tests.simulation.peer_wires import RUN
 from tierfall.backends.peer import view
 from tierfall.backends.peer.view import PeerView
 from tierfall.core.copies import images
+from tierfall.core.copies.shard_reader import ShardReader
 from tierfall.core.format.catalog import FoundCopy
+from tierfall.core.format.records import Commit
 from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.scheduler import executor
 from tierfall.core.scheduler.flush.admission import Admissions
 from tierfall.core.scheduler.group.tier_commits import TierCommits
-from tierfall.core.types.backend import Writer
+from tierfall.core.scheduler.ledger.tasks import OpenShard
+from tierfall.core.types.backend import Writer, delete_all
+from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView
 from tierfall.policies import eviction
@@ -153,6 +161,41 @@ def restore_a_part_of_an_older_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(images, "check_digest", lambda *arguments, **more: None)
 
 
+def take_another_nodes_record_for_its_own(patch: pytest.MonkeyPatch) -> None:
+    """A rank that makes its copies again finds the record of another node's images, and sends nothing."""
+
+    def committed_before(task: OpenShard, store: Any) -> Commit | None:
+        commit: Commit | None = store.read_commit(task.id) if store.is_committed(task.id) else None
+        return commit
+
+    patch.setattr(executor, "_committed_before", committed_before)
+
+
+def seal_what_has_arrived(patch: pytest.MonkeyPatch) -> None:
+    """A start that brings an image back seals it where its keeper falls silent in the middle."""
+    real = ShardReader.read_chunks
+
+    def read_chunks(self: ShardReader, *arguments: Any) -> None:
+        with suppress(UnreachableError):
+            real(self, *arguments)
+
+    patch.setattr(ShardReader, "read_chunks", read_chunks)
+
+
+def move_an_image_back(patch: pytest.MonkeyPatch) -> None:
+    """A start that has brought an image back deletes it where it was kept."""
+    real = peer_world.recover_image
+
+    def recover_image(host: Any, keepers: Any, *arguments: Any, **more: Any) -> CheckpointId | None:
+        id = real(host, keepers, *arguments, **more)
+        if id is not None:
+            found = keepers.backend.scan(f"{RUN}/")
+            delete_all(keepers.backend, [each.key for each in found if id_of(each.key) == id])
+        return id
+
+    patch.setattr(peer_world, "recover_image", recover_image)
+
+
 def wrong(seed: int, copies: int) -> str:
     try:
         run_peer_hour(seed, seconds=SECONDS, copies=copies)
@@ -176,6 +219,9 @@ def wrong(seed: int, copies: int) -> str:
         (delete_images_whose_rest_is_not_seen, 1, 0),
         (forget_what_other_nodes_keep, 2, 0),
         (restore_a_part_of_an_older_step, 1, 0),
+        (take_another_nodes_record_for_its_own, 1, 0),
+        (seal_what_has_arrived, 1, 5),
+        (move_an_image_back, 1, 0),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

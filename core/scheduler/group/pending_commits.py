@@ -51,6 +51,10 @@ class PendingCommits:
         attempt = self._attempts.get((tier, id))
         return attempt is not None and attempt.awaits_others
 
+    def tries(self, task: CommitCopy) -> int:
+        """Return how often a record was refused."""
+        return self._attempts[task.tier, task.id].tries
+
     def try_again(self, task: CommitCopy, error: BaseException, now_s: float) -> CommitAttempt:
         attempt = self._attempts[task.tier, task.id]
         attempt.awaits_others = getattr(error, "awaits_others", False)

@@ -39,7 +39,7 @@ from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, DeleteCopy, Outcome
 from tierfall.core.types import keys
-from tierfall.core.types.errors import FlushError
+from tierfall.core.types.errors import FlushError, LostWriteError
 from tierfall.core.types.values import CheckpointId, CopyState, Shard
 
 logger = logging.getLogger("tierfall")
@@ -48,6 +48,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 REMEMBERED = 64
 """How many checkpoints that were given up are remembered, for ranks that save them later."""
+LOST_WRITES_MAX = 3
+"""How often a commit record is written anew where what was written of it was lost."""
 _Copy = tuple[str, CheckpointId]
 
 
@@ -84,6 +86,8 @@ class TierCommits:
         self._uploaded: dict[_Copy, list[NamedFile]] = {}
         self._stuck: dict[str, CheckpointId] = {}
         self._complete: set[_Copy] = set()
+        self._made_again: set[_Copy] = set()
+        """Copies in peer memory of checkpoints that an earlier start saved: what that sent may be there, too."""
         self._given_up: dict[_Copy, None] = {}
         """The copies that rank 0 has given up. The tier ``""`` stands for all tiers."""
         self._errors: dict[_Copy, BaseException] = {}
@@ -201,6 +205,9 @@ class TierCommits:
         self._ledger.forget_if_gone(entry)
 
     def _retract(self, tier: str, id: CheckpointId, reason: str) -> None:
+        if (tier, id) in self._made_again:
+            self._ledger.partial.add((tier, id))  # it goes once something newer is whole
+            return
         self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason, unreadable=True))
 
     def _forget(self, entry: LedgerEntry, tier: str) -> None:
@@ -284,6 +291,8 @@ class TierCommits:
         uploads = self._of_node.pop((tier, entry.id), None)
         if uploads is None or entry.commit is None:
             return  # this rank is no leader of a node
+        if tier in self._ledger.peer_tiers and (entry.adopted or entry.shards is not None):
+            self._made_again.add((tier, entry.id))
         if not any(upload.files for upload in uploads.values()):  # no image is on this node
             self._contribute_committed(tier, entry.id, 0)
             return
@@ -313,7 +322,7 @@ class TierCommits:
     def on_outcome(self, task: CommitCopy, outcome: Outcome) -> None:
         """Apply the outcome of writing a commit record."""
         expected = self._pending.has(task) and not self.has_given_up(task.tier, task.id)
-        if expected and getattr(outcome.error, "retryable", False):
+        if expected and self._may_succeed(task, outcome.error):
             self._schedule_retry(task, outcome.error)
             return
         self._pending.end(task.tier, task.id)
@@ -331,6 +340,12 @@ class TierCommits:
             self._announce_committed(task.tier, task.id, {0: outcome.value.stored_bytes})
         else:
             self._contribute_committed(task.tier, task.id, outcome.value.stored_bytes)
+
+    def _may_succeed(self, task: CommitCopy, error: BaseException | None) -> bool:
+        """Return whether a record that was refused may be written by another try."""
+        if isinstance(error, LostWriteError) and self._ledger.many_ranks:
+            return self._pending.tries(task) < LOST_WRITES_MAX
+        return getattr(error, "retryable", False)
 
     def _schedule_retry(self, task: CommitCopy, error: BaseException | None) -> None:
         """Schedule another attempt to write a commit record, after a retryable error."""

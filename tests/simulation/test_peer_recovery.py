@@ -1,0 +1,181 @@
+"""A replaced node has its images, and the copies that it keeps, again before the next save: in a world of four nodes,
+one loss after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from tests.simulation.many import SHARED_TIER
+from tests.simulation.peer_hour import peer_rules
+from tests.simulation.peer_watch import PeerWatch
+from tests.simulation.peer_world import PEER_TIER, Machine, PeerWorld, StartFailedError
+from tests.simulation.world import file_rules
+from tierfall.core.scheduler.group.tier_commits import LOST_WRITES_MAX
+from tierfall.core.types.errors import IntegrityError, LostWriteError, TierfallError
+from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.view import TierRules
+from tierfall.tiers.stored import StoredTier
+
+ONE = CheckpointId(1, 1)
+
+
+class World(PeerWorld):
+    """Four machines, each in a rack of its own, that have saved step 1."""
+
+    def __init__(self, *rules: TierRules, copies: int = 1) -> None:
+        self.copies_made = copies
+        machines, chain = [self.machine(n) for n in range(4)], (peer_rules(retain_last=1), *rules)
+        super().__init__(machines, chain, copies=copies, seed=0)
+        self.watch = PeerWatch(self)
+        for rank in self.ranks:
+            rank.save(1)
+        self.settle(after_each=self.watch.look)
+        assert self.where(ONE) == [copies + 1] * 4
+
+    def machine(self, number: int) -> Machine:
+        return Machine(number, slots=1, images=3, copies=self.copies_made, domain=str(number % 4))
+
+    def replace(self, lost: Iterable[int]) -> None:
+        """These machines are lost, and others start in their places."""
+        for node in lost:
+            self.lose(self.present[node])
+        self.crash()
+        for node in lost:
+            self.present[node] = self.machine(self.present[node].number + 4)
+        self.start()
+        self.watch.check_started()
+
+    def where(self, id: CheckpointId) -> list[int]:
+        """On how many machines the image of each rank is."""
+        found = self.watch._find(id)
+        assert found is not None
+        return [len(found.holders(rank.shard)) for rank in self.ranks]
+
+
+@pytest.mark.parametrize("node", range(4))
+def test_two_nodes_with_an_image_are_lost_one_after_the_other_and_nothing_is_saved_meanwhile(
+    node: int,
+) -> None:
+    world = World()
+    partner = world.placement.holders[node][1]
+    world.replace([node])
+    assert world.started_from == ONE
+    assert [rank.recovered for rank in world.ranks].count(ONE) == 1
+    world.settle(after_each=world.watch.look)
+    assert world.watch.counts["made_again"] == 1
+    assert world.where(ONE) == [2] * 4
+    world.replace([partner])
+    assert world.started_from == ONE
+
+
+def test_an_image_is_brought_back_while_one_of_two_keepers_is_lost() -> None:
+    world = World(copies=2)
+    _, first, second = world.placement.holders[0]
+
+    def lose(one: int, other: int) -> None:
+        world.lose(world.present[first])
+
+    world.on_recovery_request = lose
+    with pytest.raises(StartFailedError):
+        world.replace([0])
+    world.on_recovery_request = lambda one, other: None
+    world.crash()
+    world.present[first] = world.machine(world.present[first].number + 4)
+    world.start()
+    world.watch.check_started()
+    assert world.started_from == ONE
+    assert world.present[second].number < 4
+
+
+@pytest.mark.parametrize("again", range(3))
+def test_an_image_of_which_a_part_arrives_is_not_taken(again: int) -> None:
+    world = World()
+    keeper = world.placement.holders[2][1]
+    requests = 0
+
+    def part(one: int, other: int) -> None:
+        nonlocal requests
+        requests += 1
+        if requests == 8 + again:
+            world.wires.parted.add(frozenset((one, other)))
+
+    world.on_recovery_request = part
+    world.replace([2])
+    assert requests >= 8 + again, "it was parted in the middle"
+    assert world.ranks[2].recovered is None
+    assert not world.ranks[2].memory.regions
+    assert world.started_from == ONE, "it is read from where it is"
+    world.wires.heal()
+    world.settle(after_each=world.watch.look)
+    assert world.present[keeper].number < 4
+
+
+def refuse_commits(
+    patch: pytest.MonkeyPatch, world: World, node: int, error: type[TierfallError], times: int
+) -> list[int]:
+    """Let commit records of a node fail so often; return the list that each failure is noted in."""
+    real, failed = StoredTier.commit, list[int]()
+
+    def commit(self: StoredTier, *arguments: object, **more: object) -> None:
+        if self is world.ranks[node].stores[PEER_TIER] and len(failed) < times:
+            failed.append(1)
+            raise error("on purpose")
+        real(self, *arguments, **more)  # type: ignore[arg-type]
+
+    patch.setattr(StoredTier, "commit", commit)
+    return failed
+
+
+def test_copies_that_cannot_be_made_again_cost_none_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    before = world.watch._find(ONE)
+    assert before is not None
+    world.replace([0])
+    failed = refuse_commits(monkeypatch, world, 2, IntegrityError, 1)
+    world.settle(after_each=world.watch.look)
+    assert failed, "the copies were not made again"
+    found = world.watch._find(ONE)
+    assert found is not None
+    for shard, machines in before.kept.items():
+        assert machines - {0} <= found.kept[shard]
+    monkeypatch.undo()
+    for rank in world.ranks:
+        rank.save(2)
+    world.settle(after_each=world.watch.look)
+    world.watch.check_settled()  # with something newer they are gone
+
+
+def test_a_commit_record_that_is_lost_on_its_way_is_written_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    failed = refuse_commits(monkeypatch, world, 1, LostWriteError, LOST_WRITES_MAX)
+    for rank in world.ranks:
+        rank.save(2)
+    world.settle(after_each=world.watch.look)
+    assert len(failed) == LOST_WRITES_MAX
+    assert world.where(CheckpointId(2, 1)) == [2] * 4
+
+
+def test_a_node_that_has_nothing_of_the_newest_step_writes_the_next_one_to_storage() -> None:
+    """It knows of a step that other nodes keep, and not how large its images are."""
+
+    def silent(one: int, other: int) -> None:
+        raise TimeoutError("no answer, on purpose")
+
+    world = World(file_rules(SHARED_TIER, shared=True, retain_last=2), copies=2)
+    world.on_recovery_request = silent
+    world.replace([0])
+    assert world.started_from == ONE
+    assert world.ranks[0].recovered is None
+    for rank in world.ranks:
+        rank.save(2)
+    world.settle(after_each=world.watch.look)
+    next_id = CheckpointId(2, 2)
+    assert world.where(next_id) == [3] * 4
+    assert next_id in world.records(SHARED_TIER, 0)
