@@ -166,10 +166,13 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
     if reason_to_keep_start(view, checkpoint):
         return True
     for newer in view.live:
-        if any(map(newer.readable_on, surviving)):
+        has_lost_copies = any((name, newer.id) in view.partial for name in on_peers)
+        # What was restored is whole: with copies on other nodes, it counts in place of an older one.
+        counts = newer.id == view.restored_from and has_lost_copies
+        if counts or any(map(newer.readable_on, surviving)):
             return newer.id == checkpoint.id
         if newer.id == checkpoint.id:
-            return any((name, newer.id) in view.partial for name in on_peers)
+            return has_lost_copies
     return False
 
 

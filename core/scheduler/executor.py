@@ -175,7 +175,8 @@ class TaskRunner:
             cut, pieces = geometry(manifest), manifest.pieces
         assert cut is not None
         assert pieces is not None
-        if task.leftover:
+        # What is committed may be this image, too, as an earlier start sent it: it stays until it is replaced.
+        if task.leftover and (task.repairs or not store.is_committed(task.id)):
             store.discard(task.id, _own_shard_only(task.shard), attempt=self._writer())
         return store.create_shard(task.id, task.shard, cut, pieces), manifest
 

@@ -88,3 +88,14 @@ def test_an_image_whose_copies_other_nodes_have_lost_stays_in_memory(
     view = replace(made, partial=partial, restored_from=CheckpointId(200, 2), attempt=3)
     old, host = view.checkpoints[0], view.tier("host")
     assert (reason_to_leave_memory(view, old, host, view.on("host")) is not None) == may_go
+
+
+def test_of_two_images_whose_copies_other_nodes_have_lost_the_restored_one_stays_in_memory() -> (
+    None
+):
+    made = view_of(at_100_1=SEALED, at_200_2=SEALED)
+    partial = frozenset({("peers", CheckpointId(100, 1)), ("peers", CheckpointId(200, 2))})
+    view = replace(made, partial=partial, restored_from=CheckpointId(200, 2), attempt=3)
+    (old, restored), host = view.checkpoints, view.tier("host")
+    assert reason_to_leave_memory(view, restored, host, view.on("host")) is None
+    assert reason_to_leave_memory(view, old, host, view.on("host")) is not None

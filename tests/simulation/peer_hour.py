@@ -12,16 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from tests.simulation import peer_world
 from tests.simulation.clock import INSTANT, Clock, Medium
 from tests.simulation.many import SHARED_TIER
 from tests.simulation.peer_watch import PeerWatch
-from tests.simulation.peer_world import (
-    PEER_TIER,
-    Machine,
-    PeerRank,
-    PeerWorld,
-    StartFailedError,
-)
+from tests.simulation.peer_world import PEER_TIER, Machine, PeerRank, PeerWorld
 from tests.simulation.rank import CUT
 from tests.simulation.world import file_rules
 from tierfall.core.capture.snapshot import Snapshot
@@ -317,9 +312,9 @@ class PeerHour:
         self.start()
 
     def start(self) -> None:
-        """Start again, and once more where a person has to mend the network first."""
+        """Start again, and once more as often as a person has to mend the network first."""
         self._start_until_it_works()
-        if self.world.refused is not None and self.world.unread:
+        while self.world.refused is not None and self.world.unread:
             self._say(f"a person mends the network: {self.world.refused}")
             self.counts["refused"] += 1
             self.world.wires.heal()
@@ -336,7 +331,7 @@ class PeerHour:
         while True:
             try:
                 world.start()
-            except StartFailedError as error:
+            except peer_world.StartFailedError as error:
                 self._say(f"the start fails: {error}")
                 self.counts["start_failed"] += 1
                 world.crash()
@@ -364,11 +359,11 @@ class PeerHour:
         self._part(frozenset((one, other)), self.draw_recovery.uniform(5.0, 900.0))
 
     def _lose_keeper(self, one: int, other: int) -> None:
-        self.world.lose(next(m for m in self.world.present if m.number == other))
         self.counts["keeper_lost"] += 1
+        self.world.lose(next(m for m in self.world.present if m.number == other))
 
     def _kill(self, one: int, other: int) -> None:
-        raise StartFailedError("all are killed while images are brought back")
+        raise peer_world.StartFailedError("all are killed while images are brought back")
 
     def _change_machines(self) -> None:
         """Lost machines are replaced, in their place or another one, or not at all; one may leave or come back."""
@@ -417,6 +412,9 @@ class PeerHour:
         self.slow.clear()
         if self.world.wires.lost:
             self.restart()
+        begun = list(self._under_way.values())
+        while any(id(task) in self._under_way for task in begun):
+            self.go_for(self.save_every_s)  # it may have begun on a slow machine
         self.go_for(8 * self.save_every_s)
         self._is_saving = False
         self.go_for(8 * self.save_every_s)

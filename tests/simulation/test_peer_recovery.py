@@ -5,6 +5,7 @@ one loss after the other.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,10 @@ from tests.simulation.peer_hour import peer_rules
 from tests.simulation.peer_watch import PeerWatch
 from tests.simulation.peer_world import PEER_TIER, Machine, PeerWorld, StartFailedError
 from tests.simulation.world import file_rules
+from tierfall.core.scheduler import executor
 from tierfall.core.scheduler.group.tier_commits import LOST_WRITES_MAX
 from tierfall.core.types.errors import IntegrityError, LostWriteError, TierfallError
-from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.core.types.view import TierRules
 from tierfall.tiers.stored import StoredTier
 
@@ -179,3 +181,25 @@ def test_a_node_that_has_nothing_of_the_newest_step_writes_the_next_one_to_stora
     next_id = CheckpointId(2, 2)
     assert world.where(next_id) == [3] * 4
     assert next_id in world.records(SHARED_TIER, 0)
+
+
+def test_a_copy_that_is_sent_again_takes_the_place_of_the_one_before_only_once_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first try breaks off at its end: the next one deletes nothing before it begins."""
+    world = World(copies=2)
+    world.replace([0])
+    real, failed = executor.publish_image, list[Shard]()
+
+    def publish_image(*arguments: Any, shard: Shard, **more: Any) -> Any:
+        if shard.rank == 1 and not failed:
+            failed.append(shard)
+            raise LostWriteError("on purpose")
+        return real(*arguments, shard=shard, **more)
+
+    monkeypatch.setattr(executor, "publish_image", publish_image)
+    # The keepers did not answer when they were asked for their record, and this node's own one names others' images.
+    monkeypatch.setattr(executor, "_committed_before", lambda task, store: None)
+    world.settle(after_each=world.watch.check)
+    assert failed, "the copies were not made again"
+    assert world.where(ONE) == [3] * 4
