@@ -99,3 +99,15 @@ def test_of_two_images_whose_copies_other_nodes_have_lost_the_restored_one_stays
     (old, restored), host = view.checkpoints, view.tier("host")
     assert reason_to_leave_memory(view, restored, host, view.on("host")) is None
     assert reason_to_leave_memory(view, old, host, view.on("host")) is not None
+
+
+def test_before_the_first_save_the_restored_image_stays_in_place_of_one_that_has_lost_copies() -> (
+    None
+):
+    """Host memory has room for two. Nothing of the restored step is on other nodes, as no rule selects it."""
+    made = view_of(at_100_1=SEALED, at_200_2=SEALED)
+    partial = frozenset({("peers", CheckpointId(100, 1))})
+    view = replace(made, partial=partial, restored_from=CheckpointId(200, 2), attempt=3)
+    (old, restored), host = view.checkpoints, view.tier("host")
+    assert reason_to_leave_memory(view, restored, host, view.on("host")) is None
+    assert reason_to_leave_memory(view, old, host, view.on("host")) is not None
