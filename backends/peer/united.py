@@ -1,21 +1,24 @@
 """The commit records that a node keeps for others: each names the images of one node. Where several nodes have sent one
-of the same checkpoint, they are read as one record, which names the images of all."""
+of the same checkpoint, they are read as one record, which names the images of all. Where one is sent again to a node
+that keeps other images of the checkpoint, it names these, too."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
-from tierfall.backends.toolkit.base import describe
-from tierfall.core.format.commit_files import unite_records
+from tierfall.backends.toolkit.base import AbortOnExit, describe
+from tierfall.core.format.commit_files import shards_of, unite_records
 from tierfall.core.format.records import Commit, parse_commit
-from tierfall.core.types.backend import Backend, StoredObject
+from tierfall.core.types.backend import Backend, Publish, StoredObject
 from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
     KeyNotFoundError,
     NotSupportedError,
 )
+from tierfall.core.types.keys import parse_shard
 
 logger = logging.getLogger("tierfall")
 
@@ -72,6 +75,44 @@ class UnitedRecords:
             data = _unite([(side.place, _read(side, stored)) for side, stored in found], key)
             self._united[key] = versions, data
         return data
+
+
+class UnitingWriter(AbortOnExit):
+    """Replaces a commit record on each of ``sides``. A record there may name images of other ranks: the new one names
+    them, too."""
+
+    def __init__(self, sides: Sequence[Backend], key: str) -> None:
+        self._sides = tuple(sides)
+        self._key = key
+        self._data = bytearray()
+
+    def write(self, offset: int, view: memoryview) -> None:
+        self._data[offset : offset + view.nbytes] = view.cast("B")
+
+    def publish(self) -> None:
+        for side in self._sides:
+            data = self._with_images_of_others(side)
+            with side.create(self._key, length=len(data), publish=Publish.REPLACE) as writer:
+                writer.write(0, memoryview(data))
+                writer.publish()
+
+    def abort(self) -> None:
+        """Nothing is there yet."""
+
+    def _with_images_of_others(self, side: Backend) -> bytes:
+        data = bytes(self._data)
+        try:
+            there = _read(side, side.stat(self._key))
+            new, old = (
+                parse_commit(each, what=f"{side.place}: {self._key}") for each in (data, there)
+            )
+        except (IntegrityError, KeyNotFoundError, NotSupportedError):
+            return data  # there is nothing, or nothing good
+        own = set(shards_of(new))
+        others = [file for file in old.files if parse_shard(file.name) not in (None, *own)]
+        if old.lineage != new.lineage or not others:
+            return data
+        return replace(new, files=(*new.files, *others)).encode()
 
 
 def _unite(records: Sequence[tuple[str, bytes]], key: str) -> bytes:

@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from tierfall.backends.peer.copies import create_on_all
-from tierfall.backends.peer.united import UnitedRecords
+from tierfall.backends.peer.united import UnitedRecords, UnitingWriter
 from tierfall.backends.toolkit.base import describe
 from tierfall.backends.toolkit.keys import check_key, check_prefix
 from tierfall.backends.wrappers.base import Wrapper
@@ -91,6 +91,12 @@ class PeerView(Wrapper):
         if self._is_kept(key) and not folder.endswith(f"/{MARKS_FOLDER}"):
             self._adopted.update(filter(None, [_checkpoint_of(key)]))
         sides = self._kept[:1] if self._is_kept(key) else self._remotes or self._kept
+        if (
+            name == COMMIT_NAME
+            and publish is Publish.REPLACE
+            and _checkpoint_of(key) in self._adopted
+        ):
+            return UnitingWriter(sides, key)
         return create_on_all(sides, key, length=length, length_max=length_max, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:

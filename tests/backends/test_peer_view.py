@@ -395,6 +395,19 @@ def test_a_stale_record_of_another_start_is_not_mixed_in(caplog: pytest.LogCaptu
         caplog.clear()
 
 
+def test_a_record_that_is_sent_again_names_what_a_node_keeps_of_other_ranks_too() -> None:
+    """The ranks came to other nodes: one of those that keep an image now has those of other ranks already."""
+    remotes = remotes_of("one", "two", "three")
+    put(remotes[0], RECORD, record_of(2).encode())
+    put(remotes[1], RECORD, record_of(3, life="b").encode())
+    view = view_of([MemoryBackend()], remotes, attempt=2)
+    for _ in range(2):
+        put(view, IMAGE, b"image")
+        put(view, RECORD, record_of(0).encode())
+        found = [parse_commit(get(remote, RECORD), what="record") for remote in remotes]
+        assert [ranks_with_image(each, 4) for each in found] == [{0, 2}, {0}, {0}]
+
+
 def test_what_a_remote_keeps_of_earlier_attempts_is_not_this_nodes() -> None:
     """Its own node reports it; it may be of any sender."""
     remote = MemoryBackend()
