@@ -88,7 +88,7 @@ def test_a_node_that_is_lost_while_training_goes_on(
     check_resumed(run_again(make_job), step=5)
 
 
-@pytest.mark.parametrize("lost", [(1, 3), (3, 1)])
+@pytest.mark.parametrize("lost", [(1, 3), pytest.param((3, 1), marks=LONG)])
 def test_a_start_after_a_loss_makes_the_copies_again_before_it_saves(
     make_job: Callable[..., Job], tmp_path: Path, lost: tuple[int, int]
 ) -> None:
