@@ -37,7 +37,7 @@ def train(folder: Path) -> None:
         report = ckpt.restore(state)
         if report is not None:
             tiers_read = ", ".join(source.tier for source in report.sources)
-            print(f"node {node}: step {report.step} from {tiers_read}", flush=True)
+            say(f"node {node}: step {report.step} from {tiers_read}")
         first = 1 if report is None else report.step + 1
         for step in range(first, first + STEPS_A_START):
             loss = model(torch.randn(32, 256)).pow(2).mean()
@@ -47,9 +47,13 @@ def train(folder: Path) -> None:
             handle = ckpt.maybe_save(step, state)
         assert handle is not None
         handle.wait("peers")
-        print(f"node {node}: peer memory has step {handle.step}", flush=True)
+        say(f"node {node}: peer memory has step {handle.step}")
         (folder / node / "ready").touch()
         time.sleep(600)  # until it is lost
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())  # in one piece: several processes write to one output
 
 
 def start(folder: Path) -> list[subprocess.Popen[bytes]]:
@@ -83,7 +87,7 @@ def main() -> None:
                 process.wait()
             if lost is not None:
                 shutil.rmtree(folder / lost)
-                print(f"node {lost} is lost, with all that was in its memory", flush=True)
+                say(f"node {lost} is lost, with all that was in its memory")
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (forget_what_was_set_aside, run_hour, 23),
         (take_an_absent_tier_for_an_empty_one, run_hour, 0),
         (leave_no_room_for_numbers_that_cannot_be_seen, run_hour, 0),
-        (believe_a_record_that_was_not_synced, run_hour, 4),
+        pytest.param(believe_a_record_that_was_not_synced, run_hour, 4, marks=pytest.mark.torture),
         (take_a_misread_for_damage, run_hour, 84176),
         (try_a_copy_for_ever, run_hour, 1),
         (decide_per_rank, run_many_hour, 0),
