@@ -25,7 +25,8 @@ from tests.distributed.killing import PEER_POINTS
 from tests.distributed.peer_jobs import NODES, PROGRAM, STORED, MakeJob, lose
 
 SEED = 20261126
-SEEDS, ROUNDS, STEPS = [1, 2, 3]
+SEEDS, ROUNDS = 6, 5
+STEPS = [1, 2, 3]
 ON_STORAGE = 2
 KEPT: dict[str, dict[str, Any]] = {
     "one copy": {"copies": 1},
