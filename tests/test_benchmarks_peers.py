@@ -257,6 +257,7 @@ def tell(found: Results) -> str:
     return report.table(found, machine.describe(Path.cwd(), Path.cwd(), "cpu"))
 
 
+@pytest.mark.torture
 def test_systems_are_measured_beside_each_other(tmp_path: Path) -> None:
     found = Results()
     measure.measure(plan(tmp_path, "tierfall", "torch"), lambda line: None, found)
