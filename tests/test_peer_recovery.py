@@ -123,7 +123,7 @@ def wait_copied(all_ranks: Sequence[Checkpointer]) -> None:
 
 
 def nodes_with(folder: Path, rank: int) -> set[str]:
-    """The nodes whose records of what they keep for others name an image of a rank, and that have its file."""
+    """Return the nodes that keep a rank's image for it: a commit record there names it, and its file is there."""
     found = set()
     for record in folder.glob("peers-*/[1-9]/run/step-00000001-a0001/commit.json"):
         images = [*record.parent.glob(f"rank-{rank:05d}-*.safetensors*")]

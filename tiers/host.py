@@ -198,12 +198,7 @@ class HostTier:
         Raises CapacityError, with both numbers, where one image does not fit.
         """
         need = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
-        if self._configured_bytes is not None and need > self._configured_bytes:
-            raise CapacityError(
-                f"tier {self.name}: one checkpoint takes {format_size(need)} ({need} bytes), its capacity is "
-                f"{format_size(self._configured_bytes)} ({self._configured_bytes} bytes): raise the capacity to at "
-                "least two checkpoints, so that one can be flushed while the next is captured"
-            )
+        self._check_capacity(need)
         with self._guard:
             if self._arena is None:
                 prepare_folder(self._folder)  # a cleaner of temporary files may have removed it
@@ -220,6 +215,15 @@ class HostTier:
             self._largest_image_bytes = max(self._largest_image_bytes, image_bytes)
             if need > current or wanted > max(current, self._refused_bytes):
                 self._grow(wanted, need=need)
+
+    def _check_capacity(self, need: int) -> None:
+        """Raise CapacityError where one image needs more than the configured capacity."""
+        if self._configured_bytes is not None and need > self._configured_bytes:
+            raise CapacityError(
+                f"tier {self.name}: one checkpoint takes {format_size(need)} ({need} bytes), its capacity is "
+                f"{format_size(self._configured_bytes)} ({self._configured_bytes} bytes): raise the capacity to at "
+                "least two checkpoints, so that one can be flushed while the next is captured"
+            )
 
     def _grow(self, capacity_bytes: int, *, need: int) -> None:
         """Raise the capacity; to ``need``, which one image needs, where memory for more is missing."""
@@ -250,6 +254,7 @@ class HostTier:
         """Allocate an arena, of which there is none yet, with room for this image alone: the first save makes it as
         large as it is to be. Raises CapacityError where it does not fit."""
         need = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
+        self._check_capacity(need)
         with self._guard:
             if self._arena is None:
                 prepare_folder(self._folder)

@@ -31,15 +31,15 @@ logger = logging.getLogger("tierfall")
 
 
 class KeptParity(Wrapper):
-    """A read-only ``Backend`` over the ``documents`` and the parity in this node's memory. Images are listed, not
-    read. ``close`` closes both."""
+    """A read-only ``Backend`` over the ``documents`` and the parity in this node's memory. An image of which parity is
+    kept is listed, not read. ``close`` closes both."""
 
     def __init__(self, documents: Backend, parity: Backend) -> None:
         super().__init__(documents)
         self._parity = parity
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        if is_image(key):
+        if self._is_coded(key):
             raise UnreachableError(
                 f"{describe('read', key, self.place)}: it is rebuilt from the memory of other nodes, which only the "
                 "ranks of a start read: start the training again"
@@ -47,15 +47,21 @@ class KeptParity(Wrapper):
         self._inner.read_into(key, offset, view)
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        return not is_image(key) and self._inner.read_cached(key, offset, end, views)
+        return not self._is_coded(key) and self._inner.read_cached(key, offset, end, views)
 
     def stat(self, key: str) -> StoredObject:
+        return self._find(key) or self._inner.stat(key)
+
+    def _is_coded(self, key: str) -> bool:
+        """Return whether parity is kept of an object. Of an earlier start with ``copies`` there are whole images."""
+        return self._find(key) is not None
+
+    def _find(self, key: str) -> StoredObject | None:
+        """Return an image of which parity is kept; None for any other object."""
         if not is_image(key):
-            return self._inner.stat(key)
-        for found in self._images(f"{check_key(key).rpartition('/')[0]}/"):
-            if found.key == key:
-                return found
-        raise KeyNotFoundError(f"{describe('stat', key, self.place)}: no parity of it is kept here")
+            return None
+        images = self._images(f"{check_key(key).rpartition('/')[0]}/")
+        return next((image for image in images if image.key == key), None)
 
     def scan(self, prefix: str) -> Iterator[StoredObject]:
         images = sorted(self._images(check_prefix(prefix)), key=key_of)
@@ -73,7 +79,7 @@ class KeptParity(Wrapper):
 
 
 def images_known_by(found: ParitySet) -> Iterator[StoredObject]:
-    """Yield the images of a set whose documents the node has that keeps this record."""
+    """Yield the images of a set whose documents are on the node that keeps this record of it."""
     for member, image in enumerate(found.images):
         if 0 < (found.at - member) % len(found.images) <= found.geometry.losses:
             yield StoredObject(key=found.image_key(member), bytes=image.bytes)

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -137,3 +139,22 @@ class SlurmJob(Job):
             "SLURM_NODEID": str(node),
             **({"SLURM_RESTART_COUNT": str(self.restarts)} if self.restarts else {}),
         }
+
+
+@contextmanager
+def stopped(job: Job, rank: int) -> Iterator[None]:
+    """Stop a rank's process for the block, by SIGSTOP."""
+    process = job.processes[rank]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def wait_for(job: Job, path: Path) -> None:
+    """Wait until a rank has made this file."""
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, "\n".join(map(job.log, range(job.world_size)))
+        time.sleep(0.02)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +62,3 @@ def check_resumed(answers: list[Any], *, step: int, reads: str = "") -> None:
     assert all(answer["good"] for answer in answers)
     read = set().union(*(answer["tiers"] for answer in answers))
     assert ("pfs" in read) == bool(reads)
-
-
-@contextmanager
-def stopped(job: Job, rank: int) -> Iterator[None]:
-    """A rank's process stands still meanwhile."""
-    process = job.processes[rank]
-    process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGCONT)
-
-
-def wait_for(job: Job, path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, job.log(0)
-        time.sleep(0.02)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.job import Job
+from tests.distributed.job import Job, stopped, wait_for
 from tests.distributed.peer_jobs import (
     NODES,
     PROGRAM,
@@ -19,9 +19,7 @@ from tests.distributed.peer_jobs import (
     check_resumed,
     lose,
     run_again,
-    stopped,
     train,
-    wait_for,
 )
 
 PAIRS = list(combinations(NODES, 2))

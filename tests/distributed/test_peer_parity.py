@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.job import stopped, wait_for
 from tests.distributed.peer_jobs import (
     NODES,
     PROGRAM,
@@ -17,9 +19,7 @@ from tests.distributed.peer_jobs import (
     lose,
     run_again,
     shown,
-    stopped,
     train,
-    wait_for,
 )
 
 LONG = pytest.mark.torture
@@ -227,13 +227,15 @@ def test_parity_that_does_not_fit_says_how_much_is_lacking(
 
 
 def test_copies_of_an_earlier_start_are_restored_from(make_job: MakeJob, tmp_path: Path) -> None:
-    """The run goes on with parity: its two lost nodes are survived by the copies."""
+    """A run with two copies continues with parity after the loss of two nodes: the copies are restored."""
     job = make_job(3, [0, 1, 2], program=PROGRAM)
     job.start("train", steps=[1, 2, 3], peers={"copies": 2}).wait_ready()
     job.kill()
     for node in (1, 2):
         lose(tmp_path, node)
     parity = {"parity": {"group": 3, "losses": 1}}
+    verified = shown(tmp_path, "verify", **parity)
+    assert re.search(r"3@1 +peers .* good", verified), verified
     job = make_job(3, [0, 1, 2], program=PROGRAM)
     job.start("train", steps=[4, 5], peers=parity).wait_ready()
     job.kill()

@@ -189,7 +189,7 @@ def lose_some(folder: Path, kept: str, before: set[int], random: Random) -> set[
 
 
 def check_restored(folder: Path, round: int, reported: int) -> list[Any]:
-    """Check what the ranks wrote that restored anything; return it."""
+    """Check the notes of the ranks that restored a step, and return them."""
     found = [json.loads(path.read_text()) for path in folder.glob(f"restored-{round}-?")]
     assert all(each["step"] >= reported and each["good"] for each in found), (reported, found)
     assert len({(each["step"], each["round"]) for each in found}) <= 1, found

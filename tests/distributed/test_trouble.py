@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.job import Job
+from tests.distributed.job import Job, stopped, wait_for
 
 PROGRAM = Path(__file__).with_name("elastic_program.py")
 MakeJob = Callable[..., Job]
@@ -117,24 +115,6 @@ def test_a_store_of_the_launcher_that_falls_silent_is_reported_within_its_bound(
     assert answer["seconds"] < 20.0
     assert "rank 1" in answer["said"]
     assert "does not answer" in answer["said"]
-
-
-@contextmanager
-def stopped(job: Job, rank: int) -> Iterator[None]:
-    """Let a rank stand still meanwhile."""
-    process = job.processes[rank]
-    process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGCONT)
-
-
-def wait_for(job: Job, path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, job.log(1)
-        time.sleep(0.02)
 
 
 @contextmanager

@@ -172,7 +172,7 @@ def take_another_nodes_record_for_its_own(patch: pytest.MonkeyPatch) -> None:
 
 
 def seal_what_has_arrived(patch: pytest.MonkeyPatch) -> None:
-    """A start that brings an image back seals it where its keeper falls silent in the middle."""
+    """A start seals an image that it brings back though the keeper stops answering in the middle."""
     real = ShardReader.read_chunks
 
     def read_chunks(self: ShardReader, *arguments: Any) -> None:

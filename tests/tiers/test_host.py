@@ -125,10 +125,13 @@ def test_an_image_that_outgrew_the_memory_makes_it_grow_and_views_stay_valid(fol
     host.close(keep=False)
 
 
-def test_a_capacity_too_small_for_one_image_says_both_numbers(folder: Path) -> None:
+@pytest.mark.parametrize("allocate", [HostTier.ensure_capacity, HostTier.allocate_for_one])
+def test_a_capacity_too_small_for_one_image_says_both_numbers(
+    folder: Path, allocate: Callable[..., object]
+) -> None:
     host = host_in(folder, capacity_bytes=64 * KIB)
     with pytest.raises(CapacityError, match=rf"\({112 * KIB} bytes\).*\({64 * KIB} bytes\)"):
-        host.ensure_capacity(image_bytes=100 * KIB + 4000, records_bytes=RECORDS_BYTES)
+        allocate(host, image_bytes=100 * KIB + 4000, records_bytes=RECORDS_BYTES)
     assert not host.path.exists()
 
 
