@@ -39,19 +39,30 @@ def tiers_owed(
 def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     """Return the tiers that a checkpoint found at a start is owed to.
 
-    Excluded are tiers that have it, and tiers that would delete it at once in view of those to come. Parity is made of
-    new saves only. With ``in_order``, tiers with a newer checkpoint of the lineage are excluded too: they had it once,
-    or gave it up, unless their records name it as owed. In any other order a newer one proves nothing, and a copy that
-    retention would keep is owed.
+    Peer memory is owed the restored one, whether a rule selects it or not: until other nodes have its images, a lost
+    node may cost it. Excluded are tiers that have it, and tiers that would delete it at once in view of those to come.
+    Parity is made of new saves only. With ``in_order``, tiers with a newer checkpoint of the lineage are excluded too:
+    they had it once, or gave it up, unless their records name it as owed. In any other order a newer one proves
+    nothing, and a copy that retention would keep is owed.
     """
     if not checkpoint.live:
         return ()
     return tuple(
         name
-        for name in tiers_owed(view.tiers, checkpoint.ordinal, at_end=checkpoint.at_end)
+        for name in _selected(view, checkpoint)
         if not (checkpoint.readable_on(name) or view.tier(name).needs_memory)
         and (name in checkpoint.overtaken or not _has_moved_past(view, checkpoint, view.tier(name)))
         and (checkpoint.pinned or not _would_be_deleted(view, view.tier(name), checkpoint))
+    )
+
+
+def _selected(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
+    named = tiers_owed(view.tiers, checkpoint.ordinal, at_end=checkpoint.at_end)
+    is_restored = checkpoint.id == view.restored_from
+    return tuple(
+        tier.name
+        for tier in view.tiers
+        if tier.name in named or (is_restored and tier.kind is TierKind.PEER)
     )
 
 

@@ -231,7 +231,7 @@ class StoredTier:
         A second call for the same checkpoint, after a lost reply or by the next start, succeeds. Raises FencedError,
         and IntegrityError where another checkpoint of that id is committed: it is never overwritten. A record of this
         one with the images of other ranks is replaced. ``repairs``: the existing copy is known to be this checkpoint,
-        damaged. Its record is replaced, and its files in other codecs are deleted.
+        damaged or on some nodes only. Its record is replaced, and its files in other codecs are deleted.
         """
         began_s = time.monotonic()
         self.check_fence(attempt)
@@ -243,8 +243,8 @@ class StoredTier:
             self._catalog.note_synced(checkpoint)
             self.clear_damage(checkpoint)
             self.delete_other_codecs(commit, attempt=attempt)
-            return
-        self._create_commit(commit, attempt)
+        else:
+            self._create_commit(commit, attempt)
         # A newer start may have deleted the folder in between, as unfinished.
         if time.monotonic() - began_s > FENCE_VALID_S:
             self.check_fence(attempt)

@@ -336,20 +336,33 @@ def whole_on(listing: Listing, id: CheckpointId) -> bool:
 
 def whole_on_each(
     listings: Sequence[Listing],
-    inventories: Mapping[int, Inventory],
+    on_few_nodes: Mapping[str, frozenset[CheckpointId]],
     *,
     host: str,
+) -> dict[str, frozenset[CheckpointId]]:
+    """Return, per tier, the checkpoints of which every shard is on it. One that is on too few nodes and whole in memory
+    does not count: memory makes again what is missing."""
+    whole = {x.tier: frozenset(c.id for c in x.copies if whole_on(x, c.id)) for x in listings}
+    in_memory = whole.get(host, frozenset())
+    return {
+        tier: found - (on_few_nodes.get(tier, frozenset()) & in_memory)
+        for tier, found in whole.items()
+    }
+
+
+def on_few_nodes(
+    listings: Sequence[Listing],
+    inventories: Mapping[int, Inventory],
     copies: Mapping[str, int],
 ) -> dict[str, frozenset[CheckpointId]]:
-    """Return, per tier, the checkpoints of which every shard is on it: of those that are whole in memory, on as many
-    nodes as the tier makes ``copies``, so that memory makes again what is missing."""
-    whole = {x.tier: frozenset(c.id for c in x.copies if whole_on(x, c.id)) for x in listings}
-    for tier, count in copies.items():
-        in_memory = whole.get(tier, frozenset()) & whole.get(host, frozenset())
-        if count > 1 and in_memory:
-            reports = {rank: found[tier] for rank, found in inventories.items() if tier in found}
-            whole[tier] -= in_memory - _on_nodes(reports, tier, count)
-    return whole
+    """Return, per tier of ``copies``, the checkpoints of which every shard is on it, and some on fewer nodes than that:
+    nodes are lost, or a start ended while it sent them."""
+    found = {}
+    for listing in (x for x in listings if x.tier in copies):
+        whole = {copy.id for copy in listing.copies if whole_on(listing, copy.id)}
+        reports = {rank: x[listing.tier] for rank, x in inventories.items() if listing.tier in x}
+        found[listing.tier] = whole - _on_nodes(reports, listing.tier, copies[listing.tier])
+    return {tier: frozenset(ids) for tier, ids in found.items()}
 
 
 def _on_nodes(reports: Mapping[int, TierMessage], tier: str, count: int) -> frozenset[CheckpointId]:

@@ -150,3 +150,8 @@ def unite_copies(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[Tierfa
     except IntegrityError as error:
         return replace(one, commit=None, damage=error), damages
     return replace(one, commit=commit), damages
+
+
+def unlisted(listings: Iterable[Listing], reported_by: Mapping[str, int]) -> dict[str, int]:
+    """Return the stored tiers that this rank could not list, each with the rank that reports it."""
+    return {x.tier: reported_by[x.tier] for x in listings if x.error and x.tier in reported_by}

@@ -5,7 +5,7 @@ Where a component calls one that is built after it, it does so by ``Hooks``, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Protocol
 
@@ -289,8 +289,15 @@ class Components(Hooks):
         self.deleter.plan_found_copy(tier, entry.id)
         self.on_committed(tier, entry)
 
-    def _note_owed(self, only: LedgerEntry | None = None) -> None:
-        """Determine which tiers are owed a copy of the checkpoints that were found, or of one of them."""
+    def continue_from(self, checkpoint: CheckpointId | None, *, attempt: int) -> None:
+        """Note what was restored, and the attempt that continues from it. Peer memory is owed it from now on."""
+        self.ledger.continue_from(checkpoint, attempt=attempt)
+        entry = None if checkpoint is None else self.ledger.entries.get(checkpoint)
+        if entry is not None and self.fenced is None:
+            self._note_owed(entry, self.ledger.peer_tiers & self.lanes.keys())
+
+    def _note_owed(self, only: LedgerEntry | None = None, tiers: Set[str] | None = None) -> None:
+        """Determine which tiers, of ``tiers`` or all, are owed a copy of the checkpoints that were found, or of one."""
         view = self.ledger.view()
         # No rank flushes what is scattered; a rank that holds its shard in memory would count it as owed.
         flushed = tuple(c for c in view.checkpoints if c.id not in self.ledger.scattered)
@@ -303,10 +310,11 @@ class Components(Hooks):
             if entry.commit is not None and (ours or self._commands_only):
                 pinned = checkpoint.pinned or checkpoint.id in self.ledger.found_pinned
                 owed = self._policies.still_owed(view, replace(checkpoint, pinned=pinned))
-                entry.owed.update(
-                    name for name in owed if name in self.lanes and name not in entry.damage
-                )
-                self.backlog.on_found(entry.id, tuple(entry.owed))
+                among = self.lanes.keys() if tiers is None else tiers
+                new = frozenset(owed) & among - entry.damage.keys() - entry.owed
+                entry.owed |= new
+                if new:
+                    self.backlog.on_found(entry.id, tuple(new))
 
     def found_damage(
         self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True

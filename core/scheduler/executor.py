@@ -163,7 +163,7 @@ class TaskRunner:
         The fence is checked first: files of that name may be another process's, which must not change.
         """
         store.check_begin(self._writer())
-        if task.repairs:
+        if task.repairs or task.again:
             _check_same(task, store)
         elif (commit := _committed_before(task, store)) is not None:
             store.sync_commit(task.id)
@@ -304,7 +304,8 @@ class TaskRunner:
         if task.tables and (task.repairs or not store.is_committed(task.id)):
             # where a commit record names an index already, the index must not change
             commit = self._indexer.write(store, commit, task.tables)
-        store.commit(commit, attempt=self._writer(), marks=task.marks, repairs=task.repairs)
+        replaces = task.repairs or task.again
+        store.commit(commit, attempt=self._writer(), marks=task.marks, repairs=replaces)
         try:
             if task.name_latest:
                 store.write_latest(task.id)
@@ -384,10 +385,11 @@ def _check_whole(task: DeleteCopy | ReadMarks, store: TaskStore) -> None:
 
 
 def _check_same(task: OpenShard, store: TaskStore) -> None:
-    """Raise IntegrityError if the copy to be repaired is another checkpoint's, by its commit record or, if that is
+    """Raise IntegrityError if the copy to be rewritten is another checkpoint's, by its commit record or, if that is
     unreadable, by its manifest."""
+    doing = "repair" if task.repairs else "flush"
     other = IntegrityError(
-        f"repair of {task.id} on {task.tier}: another checkpoint of that name is stored there; it is not changed"
+        f"{doing} of {task.id} on {task.tier}: another checkpoint of that name is stored there; it is not changed"
     )
     try:
         if store.read_commit(task.id).lineage.attempt_id != task.attempt_id:

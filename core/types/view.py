@@ -120,7 +120,8 @@ class View:
     seconds since 1970. ``many_ranks``: other ranks build views of their own, whose metrics, tags and time may differ.
     ``read_bytes_per_s`` has the measured read rate of tiers, in bytes of images; a tier without an entry was not
     measured. ``assume_verified``: every committed copy counts as verified. ``partial`` has tiers with checkpoints that
-    they have this node's part of, and not all of the other nodes'.
+    they have this node's part of, and not all of the other nodes'; ``on_few_nodes`` those with checkpoints that are
+    whole there, with fewer copies of some image than the tier makes.
     """
 
     tiers: tuple[TierRules, ...]
@@ -134,6 +135,7 @@ class View:
     read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     assume_verified: bool = False
     partial: frozenset[tuple[str, CheckpointId]] = frozenset()
+    on_few_nodes: frozenset[tuple[str, CheckpointId]] = frozenset()
 
     def tier(self, name: str) -> TierRules:
         return next(tier for tier in self.tiers if tier.name == name)
@@ -187,10 +189,14 @@ class View:
         return tuple(sorted((c for c in self.checkpoints if c.live), key=_by_id, reverse=True))
 
     def is_safe(self, checkpoint: CheckpointView, tier: str) -> bool:
-        """Whether the copy is committed and verified, so that another copy may be deleted in reliance on it."""
-        if checkpoint.state(tier) is not CopyState.COMMITTED:
+        """Whether the copy is committed, verified and not ``on_few_nodes``, so that another copy may be deleted in
+        reliance on it."""
+        if checkpoint.state(tier) is not CopyState.COMMITTED or self.has_few(checkpoint, tier):
             return False
         return self.assume_verified or checkpoint.copies[tier].verified
+
+    def has_few(self, checkpoint: CheckpointView, tier: str) -> bool:
+        return (tier, checkpoint.id) in self.on_few_nodes
 
     def used_bytes(self, tier: str) -> int:
         return sum(c.copies[tier].bytes for c in self.checkpoints if tier in c.copies)

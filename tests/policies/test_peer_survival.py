@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.rules import retained
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind, survives
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 from tierfall.policies.eviction import reason_to_leave_memory
 from tierfall.policies.forecast import peer_survival
 from tierfall.policies.placement import place_copies
+from tierfall.policies.retention import plan_drops
 
 PLACED = place_copies([f"n{node}" for node in range(4)], 2)
 
@@ -73,6 +75,16 @@ def test_nothing_counts_before_the_first_commit_of_this_attempt(view: View) -> N
     assert peer_survival(view, 2, PLACED.node_losses) is None
 
 
+def owed_to_peers(view: View, step: int) -> View:
+    checkpoints = (
+        replace(c, owed=frozenset({"peers"}))
+        if c.id.step == step and not c.readable_on("peers")
+        else c
+        for c in view.checkpoints
+    )
+    return replace(view, checkpoints=tuple(checkpoints))
+
+
 SEALED = {"host": "sealed"}
 SENT_AGAIN = {"host": "sealed", "peers": "arriving"}
 
@@ -83,11 +95,46 @@ def test_an_image_whose_copies_other_nodes_have_lost_stays_in_memory(
 ) -> None:
     """Step 200 was restored from memory, and 100 is the newest that peer memory has had; a node is lost since, with
     some of its copies."""
-    made = view_of(at_100_1=SEALED, at_200_2=newer, at_300_3=SEALED)
+    made = owed_to_peers(view_of(at_100_1=SEALED, at_200_2=newer, at_300_3=SEALED), 200)
     partial = frozenset({("peers", CheckpointId(100, 1))})
     view = replace(made, partial=partial, restored_from=CheckpointId(200, 2), attempt=3)
     old, host = view.checkpoints[0], view.tier("host")
     assert (reason_to_leave_memory(view, old, host, view.on("host")) is not None) == may_go
+
+
+@pytest.mark.parametrize("newer", [SEALED, SENT_AGAIN])
+@pytest.mark.parametrize("is_owed", [True, False])
+def test_what_all_nodes_have_stays_in_memory_until_the_restored_one_is_on_all_of_them(
+    newer: dict[str, str], is_owed: bool
+) -> None:
+    """The image in memory is one of its copies. The restored step is whole, and other nodes have a part of it: it stays,
+    too, unless it is not to be sent there. Then the next save would never have room."""
+    view = view_of(at_100_1=WHOLE, at_200_1=newer)
+    view = owed_to_peers(view, 200) if is_owed else view
+    partial = frozenset({("peers", CheckpointId(200, 1))})
+    view = replace(view, partial=partial, restored_from=CheckpointId(200, 1), attempt=3)
+    host = view.tier("host")
+    old, restored = (
+        reason_to_leave_memory(view, checkpoint, host, view.on("host"))
+        for checkpoint in view.checkpoints
+    )
+    assert old is None
+    assert (restored is None) == is_owed
+
+
+@pytest.mark.parametrize(("has_few", "may_go"), [(True, False), (False, True)])
+def test_what_too_few_nodes_have_takes_the_place_of_no_older_copy(
+    has_few: bool, may_go: bool
+) -> None:
+    """With two copies, a node is lost of which one keeps the only copy that is left of an image."""
+    view = view_of(at_100_1=WHOLE, at_200_1={"peers": "committed"}, at_300_3=SEALED)
+    few = frozenset([("peers", CheckpointId(200, 1))] if has_few else [])
+    view = replace(view, on_few_nodes=few, restored_from=CheckpointId(200, 1), attempt=3)
+    old, host = view.checkpoints[0], view.tier("host")
+    assert (reason_to_leave_memory(view, old, host, view.on("host")) is not None) == may_go
+    tiers = (replace(t, retain=retained(1) if t.name == "peers" else ()) for t in view.tiers)
+    drops = plan_drops(replace(view, tiers=tuple(tiers)), "peers")
+    assert {drop.checkpoint.step for drop in drops} == ({100} if may_go else set())
 
 
 def test_of_two_images_whose_copies_other_nodes_have_lost_the_restored_one_stays_in_memory() -> (

@@ -46,7 +46,7 @@ from tierfall.core.format.records import Attempt, Commit, Geometry, Lineage, Man
 from tierfall.core.ranks.message_tree import Bodies
 from tierfall.core.ranks.messages import Topic
 from tierfall.core.ranks.ranks import DecisionAnnounced, MessagesGathered, RankMessage, RankReported
-from tierfall.core.restore.inventory import TierMessage, describe, unite_copies
+from tierfall.core.restore.inventory import TierMessage, describe, unite_copies, unlisted
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.executor import TaskRunner
@@ -66,7 +66,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard
 from tierfall.policies import defaults
 from tierfall.session.adopt import adopt_images, note_overtaken
-from tierfall.session.start import FoundAtStart, Start, unlisted
+from tierfall.session.start import FoundAtStart, Start
 from tierfall.setup.attempts import next_number
 from tierfall.setup.tier_identity import TierIdentities
 from tierfall.setup.tiers import make_durable
@@ -289,7 +289,7 @@ class Rank:
         coordinator = self.coordinator
         if id is not None:
             coordinator.verifier.on_restored(id, self._read_whole)
-        coordinator.ledger.continue_from(id, attempt=self.attempt.number)
+        coordinator.continue_from(id, attempt=self.attempt.number)
         for tier, of, error in self._found_damage:
             there = tier == "host" or self.stores[tier].is_committed(of)
             coordinator.found_damage(tier, of, str(error), repairable=there)
@@ -306,6 +306,7 @@ class Rank:
             "host",
             shard=self.shard,
             scattered=start.scattered,
+            on_few_nodes=start.on_few_nodes,
             deleted=start.deleted,
         )
         ledger.load(merge(held), held)

@@ -290,8 +290,13 @@ class Leftovers:
         return id == self.ledger.restored_from or (bool(durable) and not self._has_newer(id))
 
     def _has_newer(self, id: CheckpointId) -> bool:
-        entries = self.ledger.entries.values()
-        return any(e.id > id and CopyState.COMMITTED in e.states.values() for e in entries)
+        """Return whether a tier has a newer one, with all copies that it makes."""
+        return any(
+            state is CopyState.COMMITTED and (tier, entry.id) not in self.ledger.on_few_nodes
+            for entry in self.ledger.entries.values()
+            for tier, state in entry.states.items()
+            if entry.id > id
+        )
 
     def _has_other_images(self) -> bool:
         host = self.ledger.host

@@ -393,6 +393,7 @@ def _load_ledger(tiers: OpenedTiers, start: Start, written: set[str]) -> tuple[L
         tiers.host.name,
         shard=tiers.ranks.shard,
         scattered=start.scattered,
+        on_few_nodes=start.on_few_nodes,
         deleted=start.deleted,
     )
     ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())

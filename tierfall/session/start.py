@@ -19,6 +19,7 @@ from tierfall.core.restore.agreement import (
     complete,
     damaged_copies,
     not_on_all_nodes,
+    on_few_nodes,
     only_whole,
     whole_on_each,
 )
@@ -27,6 +28,7 @@ from tierfall.core.restore.inventory import (
     TierMessage,
     describe,
     merge_ranks,
+    unlisted,
 )
 from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
 from tierfall.core.types.lineage import AttemptStart
@@ -50,19 +52,21 @@ class Start:
 
     ``listings`` are this rank's, without checkpoints of which other ranks lack their images. ``whole`` has, per tier
     that all ranks reach, the checkpoints whose images are all on it; ``complete`` those whose images are all on some
-    tier; ``seen`` the tiers that every rank could read. ``first``: no rank found a checkpoint. ``inherited``: see
-    ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any rank found; ``deleted`` the
-    checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies that may be repaired, with
-    their damage; ``starts`` how the attempts began that have committed a checkpoint. ``overtaken`` names the tiers that
-    a checkpoint is still owed to by the record of a newer one on any node; None where each rank decides by itself.
-    ``reported`` has, by tier and reporting rank, the listings of that rank for the ranks that could not list the tier.
-    ``elsewhere`` has, per tier, the checkpoints that are whole there though some nodes have no file of them.
+    tier; ``on_few_nodes`` is as in ``View``; ``seen`` the tiers that every rank could read. ``first``: no rank found a
+    checkpoint. ``inherited``: see ``leftovers.committed_in_memory``. ``marks`` has, per tier, the marks that any rank
+    found; ``deleted`` the checkpoints with a tombstone on some tier and no pin; ``damaged``, per tier, the copies that
+    may be repaired, with their damage; ``starts`` how the attempts began that have committed a checkpoint.
+    ``overtaken`` names the tiers that a checkpoint is still owed to by the record of a newer one on any node; None
+    where each rank decides by itself. ``reported`` has, by tier and reporting rank, the listings of that rank for the
+    ranks that could not list the tier. ``elsewhere`` has, per tier, the checkpoints that are whole there though some
+    nodes have no file of them.
     """
 
     attempt: Attempt | None = None
     listings: tuple[Listing, ...] = ()
     whole: Mapping[str, frozenset[CheckpointId]] = field(default_factory=dict)
     complete: frozenset[CheckpointId] = frozenset()
+    on_few_nodes: Mapping[str, frozenset[CheckpointId]] = field(default_factory=dict)
     seen: frozenset[str] = frozenset()
     first: bool = False
     inherited: tuple[Commit, ...] = ()
@@ -143,6 +147,7 @@ class StartDecision(Message):
     attempt: Attempt
     whole: Mapping[str, frozenset[CheckpointId]]
     complete: frozenset[CheckpointId]
+    on_few_nodes: Mapping[str, frozenset[CheckpointId]]
     seen: frozenset[str]
     inherited: tuple[str, ...]
     marks: Mapping[str, tuple[tuple[CheckpointId, frozenset[str]], ...]]
@@ -245,6 +250,7 @@ def read_start(decision: StartDecision) -> Start:
         attempt=decision.attempt,
         whole=decision.whole,
         complete=decision.complete,
+        on_few_nodes=decision.on_few_nodes,
         seen=decision.seen,
         first=decision.first,
         inherited=tuple(parse_commit(text.encode(), what=what) for text in decision.inherited),
@@ -261,11 +267,6 @@ def read_start(decision: StartDecision) -> Start:
         },
         elsewhere={t: tuple(c.copy_of(0, t) for c in x) for t, x in decision.elsewhere.items()},
     )
-
-
-def unlisted(listings: Iterable[Listing], reported_by: Mapping[str, int]) -> dict[str, int]:
-    """Return the stored tiers that this rank could not list, each with the rank that reports it."""
-    return {x.tier: reported_by[x.tier] for x in listings if x.error and x.tier in reported_by}
 
 
 def fill_in(
@@ -355,17 +356,16 @@ def decide(
     attempt = tiers.claim_from(max(one.number for one in found.values()))
     unreachable = _first_reasons((rank, one.unreachable) for rank, one in found.items())
     read_only = _first_reasons((rank, one.read_only) for rank, one in found.items())
+    reachable = [listing for listing in listings if listing.tier not in unreachable]
+    few = on_few_nodes(reachable, inventories, tiers.config.peer_copies)
+    whole = whole_on_each(reachable, few, host=tiers.config.host.name)
     return StartDecision(
         unreachable=unreachable,
         read_only={**read_only, **tiers.found_read_only},
         attempt=attempt,
-        whole=whole_on_each(
-            [listing for listing in listings if listing.tier not in unreachable],
-            inventories,
-            host=tiers.config.host.name,
-            copies=tiers.config.peer_copies,
-        ),
+        whole=whole,
         complete=whole_somewhere,
+        on_few_nodes={tier: ids & whole[tier] for tier, ids in few.items()},
         seen=frozenset(listing.tier for listing in listings if listing.error is None),
         inherited=committed_in_memory(
             listings,

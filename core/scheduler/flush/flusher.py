@@ -115,7 +115,9 @@ class Flusher:
         """Begin a copy that has room. ``part`` is None where this rank has no image of a checkpoint of other ranks."""
         if part is not None:
             self._emitter.flush_begun(lane, part)
-            lane.begin(part, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
+            leftover = (lane.tier, entry.id) in self._ledger.unfinished
+            again = self._ledger.is_sent_again(lane.tier, entry)
+            lane.begin(part, leftover=leftover, again=again)
         self._hooks.group.on_copy_begun(lane.tier, entry)
         if part is None:
             self._hooks.group.on_uploaded(lane.tier, entry, ())

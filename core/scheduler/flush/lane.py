@@ -89,8 +89,8 @@ class FlushLane:
 
     # Driving ---------------------------------------------------------------------------------------
 
-    def begin(self, entry: LedgerEntry, *, leftover: bool) -> None:
-        """Start a copy, for which there is room. ``leftover``: a failed attempt left files of it."""
+    def begin(self, entry: LedgerEntry, *, leftover: bool, again: bool = False) -> None:
+        """Start a copy, for which there is room. ``leftover`` and ``again`` are as in ``OpenShard``."""
         self.active = Transfer(entry=entry)
         entry.set_state(self.tier, CopyState.ARRIVING)
         source = self._source(entry)
@@ -112,6 +112,7 @@ class FlushLane:
                 leftover=leftover,
                 source=source if needs_reading else None,
                 repairs=self.tier in entry.damage,
+                again=again,
             )
         )
 

@@ -291,7 +291,7 @@ class TierCommits:
         uploads = self._of_node.pop((tier, entry.id), None)
         if uploads is None or entry.commit is None:
             return  # this rank is no leader of a node
-        if tier in self._ledger.peer_tiers and (entry.adopted or entry.shards is not None):
+        if self._ledger.is_sent_again(tier, entry):
             self._made_again.add((tier, entry.id))
         if not any(upload.files for upload in uploads.values()):  # no image is on this node
             self._contribute_committed(tier, entry.id, 0)
@@ -316,6 +316,7 @@ class TierCommits:
             name_latest=self._flusher.is_newest(tier, entry),
             tables=tables,
             repairs=tier in entry.damage,
+            again=self._ledger.is_sent_again(tier, entry),
         )
         self._pending.begin(task)
 
@@ -380,6 +381,7 @@ class TierCommits:
         self._forget(entry, tier)
         self._flusher.committed(tier, entry.id, message.bytes_by_rank[leader])
         self._ledger.partial.discard((tier, entry.id))
+        self._ledger.on_few_nodes.discard((tier, entry.id))
         self._delete_partial(tier, entry)
 
     def _delete_partial(self, tier: str, newer: LedgerEntry) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import replace
+from types import MappingProxyType
 
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, overtaken, starts_in
 from tierfall.core.scheduler.ledger.entry import LedgerEntry, entry_of
@@ -30,11 +31,13 @@ class Ledger:
         *,
         shard: Shard = ALONE,
         scattered: frozenset[CheckpointId] = frozenset(),
+        on_few_nodes: Mapping[str, frozenset[CheckpointId]] = MappingProxyType({}),
         deleted: frozenset[CheckpointId] = frozenset(),
     ) -> None:
         """``shard`` is this rank's. ``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as
         in ``note_partial``. ``scattered`` checkpoints are complete, but not on one tier that all ranks reach: they can
-        be restored, and are not flushed, as some rank may have no image of them. ``deleted`` ones bear a tombstone on
+        be restored, and are not flushed, as some rank may have no image of them. ``on_few_nodes`` is as in ``View``, by
+        tier. ``deleted`` ones bear a tombstone on
         some tier. ``found_pinned`` ones bear a pin that some rank found at open, perhaps where this rank sees no copy.
         ``may_delete_by_rule``: this start has restored, or committed a checkpoint; before, rules delete nothing.
         ``reading`` counts the readers of a checkpoint: meanwhile only a command deletes its copies on stored tiers.
@@ -49,6 +52,7 @@ class Ledger:
         self.unfinished: dict[tuple[str, CheckpointId], int] = {}
         self.partial: set[tuple[str, CheckpointId]] = set()
         self.scattered = scattered
+        self.on_few_nodes = {(tier, id) for tier, ids in on_few_nodes.items() for id in ids}
         self.deleted = deleted
         self.may_delete_by_rule = False
         self.reading: Counter[CheckpointId] = Counter()
@@ -113,6 +117,11 @@ class Ledger:
             if copy.state is CopyState.COMMITTED and (copy.damage is None or copy.repairable)
             if not self._has(listing.tier, copy.id)
         }
+
+    def is_sent_again(self, tier: str, entry: LedgerEntry) -> bool:
+        """Return whether a copy of an earlier start's image goes to peer memory. Some of the nodes that are to keep it
+        may have the image and its commit record already: that proves nothing about the others."""
+        return tier in self.peer_tiers and (entry.adopted or entry.shards is not None)
 
     def _has(self, tier: str, id: CheckpointId) -> bool:
         entry = self.entries.get(id)
@@ -192,6 +201,7 @@ class Ledger:
             many_ranks=self.many_ranks,
             read_bytes_per_s=self.rates.read_rates(),
             partial=frozenset(self.partial),
+            on_few_nodes=frozenset(self.on_few_nodes),
         )
 
     def _tiers(self) -> tuple[TierRules, ...]:

@@ -41,7 +41,7 @@ class OpenShard:
     The outcome's value is the writer, and the manifest if it was read; or the commit record, where the checkpoint of
     ``attempt_id`` is committed there already. ``leftover``: a failed attempt left files, perhaps packed otherwise,
     which are deleted first. ``repairs``: the committed copy is damaged, and is rewritten unless it is another
-    checkpoint's.
+    checkpoint's. ``again``: so is one that only some nodes of peer memory have.
     """
 
     tier: str
@@ -53,6 +53,7 @@ class OpenShard:
     source: CopySource | None
     leftover: bool = False
     repairs: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class Uploaded:
 class CommitCopy:
     """Commit the images of all ranks, unless a newer attempt exists. The outcome's value is the commit record as
     written. ``tables``: the digests of all ranks' tensor tables, of which an index is written beside it; empty where
-    there is one image, or the tier has only some. ``repairs`` is as in ``FinishCopy``."""
+    there is one image, or the tier has only some. ``repairs`` and ``again`` are as in ``OpenShard``."""
 
     tier: str
     id: CheckpointId
@@ -110,6 +111,7 @@ class CommitCopy:
     name_latest: bool
     tables: tuple[str, ...] = ()
     repairs: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

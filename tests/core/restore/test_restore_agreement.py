@@ -27,6 +27,7 @@ from tierfall.core.restore.agreement import (
     agree_to_restore,
     choose_candidates,
     complete,
+    on_few_nodes,
     whole_on,
     whole_on_each,
 )
@@ -120,7 +121,9 @@ def test_an_image_that_too_few_nodes_keep_is_sent_again_where_memory_has_it(
         tiers.put("nvme", replace(parts[others[0]], commit=record))
     if in_memory:
         put_parts(ranks, "host", 5)
-    whole = whole_on_each(seen(ranks), described(ranks), host="host", copies={"nvme": 2})
+    few = on_few_nodes(seen(ranks), described(ranks), {"nvme": 2})
+    whole = whole_on_each(seen(ranks), few, host="host")
+    assert few == {"nvme": frozenset([CheckpointId(5, 1)] if kept == 1 else [])}
     assert (CheckpointId(5, 1) in whole["nvme"]) == (kept == 2 or not in_memory)
     assert (CheckpointId(5, 1) in whole["host"]) == in_memory
 
