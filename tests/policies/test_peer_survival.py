@@ -10,6 +10,7 @@ from tests.rules import retained
 from tierfall.core.types.values import CheckpointId, CopyState, TierKind, survives
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 from tierfall.policies.eviction import reason_to_leave_memory
+from tierfall.policies.flush import still_owed
 from tierfall.policies.forecast import peer_survival
 from tierfall.policies.placement import place_copies
 from tierfall.policies.retention import plan_drops
@@ -107,8 +108,8 @@ def test_an_image_whose_copies_other_nodes_have_lost_stays_in_memory(
 def test_what_all_nodes_have_stays_in_memory_until_the_restored_one_is_on_all_of_them(
     newer: dict[str, str], is_owed: bool
 ) -> None:
-    """The image in memory is one of its copies. The restored step is whole, and other nodes have a part of it: it stays,
-    too, unless it is not to be sent there. Then the next save would never have room."""
+    """The image in memory is one of its copies. The restored step is whole; other nodes have a part of it. It
+    stays, too, if it is to be sent there; else no save would have room."""
     view = view_of(at_100_1=WHOLE, at_200_1=newer)
     view = owed_to_peers(view, 200) if is_owed else view
     partial = frozenset({("peers", CheckpointId(200, 1))})
@@ -158,3 +159,12 @@ def test_before_the_first_save_the_restored_image_stays_in_place_of_one_that_has
     (old, restored), host = view.checkpoints, view.tier("host")
     assert reason_to_leave_memory(view, restored, host, view.on("host")) is None
     assert reason_to_leave_memory(view, old, host, view.on("host")) is not None
+
+
+@pytest.mark.parametrize("restored", [100, 200])
+def test_peer_memory_is_owed_the_restored_step_though_no_rule_selects_it(restored: int) -> None:
+    made = view_of(at_100_1=SEALED, at_200_1=SEALED)
+    tiers = tuple(replace(tier, flush_every=5) for tier in made.tiers)
+    view = replace(made, tiers=tiers, restored_from=CheckpointId(restored, 1), attempt=2)
+    owed = {checkpoint.id.step: still_owed(view, checkpoint) for checkpoint in view.checkpoints}
+    assert owed == {step: ("peers",) if step == restored else () for step in (100, 200)}

@@ -23,6 +23,7 @@ from tierfall.core.ranks.message_tree import Bodies
 from tierfall.core.scheduler import executor
 from tierfall.core.scheduler.flush.admission import Admissions
 from tierfall.core.scheduler.group.tier_commits import TierCommits
+from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import OpenShard
 from tierfall.core.types.backend import Writer, delete_all
 from tierfall.core.types.errors import UnreachableError
@@ -168,7 +169,18 @@ def take_another_nodes_record_for_its_own(patch: pytest.MonkeyPatch) -> None:
         commit: Commit | None = store.read_commit(task.id) if store.is_committed(task.id) else None
         return commit
 
+    believe_one_keeper(patch)
     patch.setattr(executor, "_committed_before", committed_before)
+
+
+def believe_one_keeper(patch: pytest.MonkeyPatch) -> None:
+    """A rank that makes its copies again finds the record that one keeper has of them, and ends."""
+    patch.setattr(Ledger, "is_sent_again", lambda self, tier, entry: False)
+
+
+def rely_on_what_too_few_nodes_keep(patch: pytest.MonkeyPatch) -> None:
+    """A start takes a step for safe of which a node keeps the only copy, though the tier makes two."""
+    patch.setattr(start, "on_few_nodes", lambda listings, inventories, copies: {})
 
 
 def seal_what_has_arrived(patch: pytest.MonkeyPatch) -> None:
@@ -220,6 +232,8 @@ def wrong(seed: int, copies: int) -> str:
         (forget_what_other_nodes_keep, 2, 0),
         (restore_a_part_of_an_older_step, 1, 0),
         (take_another_nodes_record_for_its_own, 1, 0),
+        (believe_one_keeper, 2, 52),
+        (rely_on_what_too_few_nodes_keep, 2, 42),
         (seal_what_has_arrived, 1, 5),
         (move_an_image_back, 1, 0),
     ],

@@ -119,9 +119,9 @@ class Ledger:
         }
 
     def is_sent_again(self, tier: str, entry: LedgerEntry) -> bool:
-        """Return whether a copy of an earlier start's image goes to peer memory. Some of the nodes that are to keep it
-        may have the image and its commit record already: that proves nothing about the others."""
-        return tier in self.peer_tiers and (entry.adopted or entry.shards is not None)
+        """Return whether an image that this process did not save goes to peer memory. Some of the nodes that are to
+        keep it may have the image and its commit record already: that proves nothing about the others."""
+        return tier in self.peer_tiers and entry.handle is None
 
     def _has(self, tier: str, id: CheckpointId) -> bool:
         entry = self.entries.get(id)
