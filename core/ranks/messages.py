@@ -159,6 +159,7 @@ _Reader = Callable[[object], object]
 
 @cache
 def _reader(hint: Any) -> _Reader:
+    hint = _without_alias(hint)
     origin, args = get_origin(hint), get_args(hint)
     if hint in (object, Any):
         return _as_it_is
@@ -180,6 +181,12 @@ def _reader(hint: Any) -> _Reader:
         hints = get_type_hints(hint)
         return partial(_dataclass, hint, {f.name: _reader(hints[f.name]) for f in fields(hint)})
     raise TypeError(f"a message between ranks cannot hold a {hint}")
+
+
+def _without_alias(hint: Any) -> Any:
+    """Return what a type alias stands for. ``NDArray`` is one since NumPy 2.5, on Python 3.12 and later."""
+    value = getattr(get_origin(hint), "__value__", None)
+    return hint if value is None else value[get_args(hint)]
 
 
 def _as_it_is(body: object) -> object:

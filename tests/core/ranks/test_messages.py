@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from typing_extensions import TypeAliasType
 
 from tierfall.core.ranks.messages import CheckpointTopic, ErrorMessage, Message
 from tierfall.core.types.errors import FencedError, KeyNotFoundError, RanksError, UnreachableError
@@ -109,6 +111,23 @@ def test_columns_keep_their_values_and_types() -> None:
     for text in ("AAA=", "not base64!", 5):
         with pytest.raises(RanksError, match="keys: expected a column of uint64"):
             Columns.from_json([text, body[1]], rank=0)
+
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
+Aliased = TypeAliasType("Aliased", np.ndarray[Any, np.dtype[ScalarT]], type_params=(ScalarT,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AliasedColumn(Message):
+    keys: Aliased[np.uint64]
+
+
+def test_a_column_may_be_declared_by_a_type_alias() -> None:
+    """From NumPy 2.5 on, and Python 3.12, ``NDArray`` is one."""
+    column = AliasedColumn(keys=np.array([0, 2**64 - 1], dtype=np.uint64))
+    found = AliasedColumn.from_json(json.loads(json.dumps(column.to_json())), rank=0)
+    assert found.keys.dtype == np.uint64
+    assert found.keys.tolist() == column.keys.tolist()
 
 
 def test_what_a_message_cannot_hold_is_an_error_of_the_sender() -> None:
