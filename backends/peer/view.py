@@ -121,8 +121,10 @@ class PeerView(Wrapper):
         sides = self._sides(prefix)
         listings: list[Iterable[StoredObject]] = []
         if self._remotes and sides[0] is self._remotes[0]:
-            found = self._scan_remotes(prefix)
-            listings.append(each for each in found if not self._is_kept(each.key))
+            listings += (
+                [each for each in found if not self._is_kept(each.key)]
+                for found in self._scan_remotes(prefix)
+            )
         listings += (
             (each for each in side.scan(prefix) if not self._is_sent(each.key))
             for side in self._kept
@@ -199,21 +201,23 @@ class PeerView(Wrapper):
         assert failure is not None
         raise failure
 
-    def _scan_remotes(self, prefix: str) -> list[StoredObject]:
-        """Return the listing of the first remote that answers. Before this node writes, it has nothing there that the
-        nodes there do not report themselves, so that none needs to answer."""
-        silent: UnreachableError | None = None
+    def _scan_remotes(self, prefix: str) -> list[list[StoredObject]]:
+        """Return the listings of the remotes that answer. All must, for what is below a checkpoint: a deletion that has
+        failed on one of them goes by what it lists. Before this node writes, it has nothing there that the nodes there
+        do not report themselves, so that none needs to answer."""
+        found, silent = [], None
         for remote in self._remotes:
             try:
-                return list(remote.scan(prefix))
+                found.append(list(remote.scan(prefix)))
             except UnreachableError as error:
                 silent = silent or error
-        if silent is not None and self.attempt is not None:
+        is_needed = _checkpoint_of(prefix) is not None or not found
+        if silent is not None and self.attempt is not None and is_needed:
             raise silent
-        if silent is not None and not self._has_warned:
+        if silent is not None and not found and not self._has_warned:
             self._has_warned = True
             logger.warning("peers: what this node keeps for others is used, but: %s", silent)
-        return []
+        return found
 
 
 def _checkpoint_of(key: str) -> CheckpointId | None:

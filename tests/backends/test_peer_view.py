@@ -281,6 +281,17 @@ def test_a_silent_node_does_not_keep_what_others_have_from_being_deleted() -> No
         assert [*two.scan("run/")] == []
 
 
+def test_what_a_deletion_left_on_one_side_is_listed_and_no_silent_side_is_passed_over() -> None:
+    one, two = Silent(), MemoryBackend()
+    one.silent = False
+    view = view_of([MemoryBackend()], [one, two])
+    put(two, IMAGE, b"image")
+    assert [each.key for each in view.scan(STEP)] == [IMAGE]
+    one.silent = True
+    with pytest.raises(UnreachableError):
+        list(view.scan(STEP))
+
+
 class Unfinished(MemoryBackend):
     """Has so many files of writers that died."""
 
