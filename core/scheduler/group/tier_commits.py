@@ -40,7 +40,7 @@ from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, DeleteCopy, Outcome
 from tierfall.core.types import keys
 from tierfall.core.types.errors import FlushError, LostWriteError
-from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.core.types.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
 
@@ -199,7 +199,7 @@ class TierCommits:
             return  # a repair has failed: the good files of the damaged copy are kept
         if not complete:
             if uploaded:
-                self._deleter.collect_garbage(tier, entry.id, reason, shard=_own_shard(entry))
+                self._deleter.collect_unfinished(tier, entry.id, reason)
         elif self.owns(tier) and not in_flight:  # else when the outcome of the commit is known
             self._retract(tier, entry.id, reason)
         self._ledger.forget_if_gone(entry)
@@ -241,9 +241,7 @@ class TierCommits:
         if tier not in entry.owed:  # the copy was given up while its last task ran
             entry.set_state(tier, CopyState.ABSENT)
             if tier not in entry.damage:  # else the copy keeps what its repair has written
-                self._deleter.collect_garbage(
-                    tier, entry.id, "it was given up", shard=_own_shard(entry)
-                )
+                self._deleter.collect_unfinished(tier, entry.id, "it was given up")
             self._ledger.forget_if_gone(entry)
             return
         entry.uploaded_to.add(tier)
@@ -396,12 +394,6 @@ class TierCommits:
                 self._ledger.partial.discard((tier, id))
                 reason = "only a part of it is there, and a newer one is whole"
                 self._deleter.delete(DeleteCopy(tier=tier, id=id, reason=reason))
-
-
-def _own_shard(entry: LedgerEntry) -> Shard | None:
-    """Return the shard whose files are deleted with a copy that is given up; None: all shards, as this rank may have
-    uploaded the images of several ranks."""
-    return entry.shard if entry.shards is None else None
 
 
 def _files(entry: LedgerEntry, uploads: Mapping[int, UploadedFiles]) -> tuple[NamedFile, ...]:
