@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tierfall.core.types.units import format_duration
-from tierfall.core.types.values import CheckpointId, CopyState, TierKind
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.types.view import (
     CheckpointView,
     CopyView,
@@ -39,11 +39,11 @@ def tiers_owed(
 def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     """Return the tiers that a checkpoint found at a start is owed to.
 
-    Peer memory is owed the restored one, whether a rule selects it or not: until other nodes have its images, a lost
-    node may cost it. Excluded are tiers that have it, and tiers that would delete it at once in view of those to come.
-    Parity is made of new saves only. With ``in_order``, tiers with a newer checkpoint of the lineage are excluded too:
-    they had it once, or gave it up, unless their records name it as owed. In any other order a newer one proves
-    nothing, and a copy that retention would keep is owed.
+    Peer memory is owed the restored one, whether a rule selects it or not, if no tier has it that survives the loss of
+    a node: until other nodes have its images, a lost node may cost it. Excluded are tiers that have it, and tiers that
+    would delete it at once in view of those to come. Parity is made of new saves only. With ``in_order``, tiers with a
+    newer checkpoint of the lineage are excluded too: they had it once, or gave it up, unless their records name it as
+    owed. In any other order a newer one proves nothing, and a copy that retention would keep is owed.
     """
     if not checkpoint.live:
         return ()
@@ -58,11 +58,15 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
 
 def _selected(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     named = tiers_owed(view.tiers, checkpoint.ordinal, at_end=checkpoint.at_end)
-    is_restored = checkpoint.id == view.restored_from
+    outlives_node = any(
+        tier.survives.covers(LossClass.NODE) and checkpoint.readable_on(tier.name)
+        for tier in view.tiers
+    )
+    is_at_risk = checkpoint.id == view.restored_from and not outlives_node
     return tuple(
         tier.name
         for tier in view.tiers
-        if tier.name in named or (is_restored and tier.kind is TierKind.PEER)
+        if tier.name in named or (is_at_risk and tier.kind is TierKind.PEER)
     )
 
 

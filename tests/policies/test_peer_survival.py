@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.rules import retained
-from tierfall.core.types.values import CheckpointId, CopyState, TierKind, survives
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind, survives
 from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
 from tierfall.policies.eviction import reason_to_leave_memory
 from tierfall.policies.flush import still_owed
@@ -162,9 +162,19 @@ def test_before_the_first_save_the_restored_image_stays_in_place_of_one_that_has
 
 
 @pytest.mark.parametrize("restored", [100, 200])
-def test_peer_memory_is_owed_the_restored_step_though_no_rule_selects_it(restored: int) -> None:
-    made = view_of(at_100_1=SEALED, at_200_1=SEALED)
+@pytest.mark.parametrize("on_store", [False, True])
+def test_peer_memory_is_owed_the_restored_step_though_no_rule_selects_it(
+    restored: int, on_store: bool
+) -> None:
+    """Unless a store has it: then a lost node does not cost it."""
+    found = {"host": "sealed", "store": "committed"} if on_store else SEALED
+    made = view_of(at_100_1=found, at_200_1=found)
     tiers = tuple(replace(tier, flush_every=5) for tier in made.tiers)
-    view = replace(made, tiers=tiers, restored_from=CheckpointId(restored, 1), attempt=2)
-    owed = {checkpoint.id.step: still_owed(view, checkpoint) for checkpoint in view.checkpoints}
-    assert owed == {step: ("peers",) if step == restored else () for step in (100, 200)}
+    store = TierRules(name="store", kind=TierKind.OBJECT, survives=LossClass.SITE, flush_every=5)
+    restored_id = CheckpointId(restored, 1)
+    view = replace(made, tiers=(*tiers, store), restored_from=restored_id, attempt=2)
+    owed = {checkpoint.id for checkpoint in view.checkpoints if still_owed(view, checkpoint)}
+    assert owed == (set() if on_store else {restored_id})
+    if not on_store:
+        (checkpoint,) = (c for c in view.checkpoints if c.id == restored_id)
+        assert still_owed(view, checkpoint) == ("peers",)
