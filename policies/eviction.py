@@ -168,7 +168,9 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
         return True
     counts_alone = False
     for newer in view.live:
-        if any(newer.readable_on(name) and not view.has_few(newer, name) for name in surviving):
+        if any(
+            newer.readable_on(name) and not view.is_on_few_nodes(newer, name) for name in surviving
+        ):
             return newer.id == checkpoint.id
         if newer.id == checkpoint.id:
             lost_copies = view.partial | view.on_few_nodes

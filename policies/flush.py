@@ -1,8 +1,8 @@
 """Flush: which tiers are owed a copy of a checkpoint, and in which order a tier receives the copies.
 
 Pure. A tier is owed the checkpoints whose ordinal its ``flush.every`` divides, and the last one of a training, in the
-order of ``flush.order`` (``in_order``, ``newest_first``). It is not owed those that it had before and deleted, nor
-those that its retention would delete at once.
+order of ``flush.order`` (``in_order``, ``newest_first``). Peer memory is owed the newest one of a start, too. It is not
+owed those that it had before and deleted, nor those that its retention would delete at once.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def tiers_owed(
 def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     """Return the tiers that a checkpoint found at a start is owed to.
 
-    Peer memory is owed the restored one, whether a rule selects it or not, if no tier has it that survives the loss of
-    a node: until other nodes have its images, a lost node may cost it. Excluded are tiers that have it, and tiers that
-    would delete it at once in view of those to come. Parity is made of new saves only. With ``in_order``, tiers with a
-    newer checkpoint of the lineage are excluded too: they had it once, or gave it up, unless their records name it as
-    owed. In any other order a newer one proves nothing, and a copy that retention would keep is owed.
+    Peer memory is owed the newest one, whether a rule selects it or not, if no tier has it that survives the loss of a
+    node: a restore continues from it. Excluded are tiers that have it, and tiers that would delete it at once in view
+    of those to come. Parity is made of new saves only. With ``in_order``, tiers with a newer checkpoint of the lineage
+    are excluded too: they had it once, or gave it up, unless their records name it as owed. In any other order a newer
+    one proves nothing, and a copy that retention would keep is owed.
     """
     if not checkpoint.live:
         return ()
@@ -62,11 +62,11 @@ def _selected(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
         tier.survives.covers(LossClass.NODE) and checkpoint.readable_on(tier.name)
         for tier in view.tiers
     )
-    is_at_risk = checkpoint.id == view.restored_from and not outlives_node
+    is_newest = any(newest.id == checkpoint.id for newest in view.live[:1])
     return tuple(
         tier.name
         for tier in view.tiers
-        if tier.name in named or (is_at_risk and tier.kind is TierKind.PEER)
+        if tier.name in named or (is_newest and not outlives_node and tier.kind is TierKind.PEER)
     )
 
 

@@ -202,17 +202,20 @@ class PeerView(Wrapper):
         raise failure
 
     def _scan_remotes(self, prefix: str) -> list[list[StoredObject]]:
-        """Return the listings of the remotes that answer. All must, for what is below a checkpoint: a deletion that has
-        failed on one of them goes by what it lists. Before this node writes, it has nothing there that the nodes there
-        do not report themselves, so that none needs to answer."""
-        found, silent = [], None
+        """Return the listing of the first remote that answers; of all of them, for what is below a checkpoint: a
+        deletion that has failed on one of them goes by what it lists. Before this node writes, it has nothing there
+        that the nodes there do not report themselves, so that none needs to answer."""
+        found: list[list[StoredObject]] = []
+        silent: UnreachableError | None = None
+        needs_all = _checkpoint_of(prefix) is not None
         for remote in self._remotes:
+            if found and not needs_all:
+                break
             try:
                 found.append(list(remote.scan(prefix)))
             except UnreachableError as error:
                 silent = silent or error
-        is_needed = _checkpoint_of(prefix) is not None or not found
-        if silent is not None and self.attempt is not None and is_needed:
+        if silent is not None and self.attempt is not None and (needs_all or not found):
             raise silent
         if silent is not None and not found and not self._has_warned:
             self._has_warned = True

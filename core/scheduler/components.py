@@ -5,7 +5,7 @@ Where a component calls one that is built after it, it does so by ``Hooks``, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -289,15 +289,8 @@ class Components(Hooks):
         self.deleter.plan_found_copy(tier, entry.id)
         self.on_committed(tier, entry)
 
-    def continue_from(self, checkpoint: CheckpointId | None, *, attempt: int) -> None:
-        """Note what was restored, and the attempt that continues from it. Peer memory is owed it from now on."""
-        self.ledger.continue_from(checkpoint, attempt=attempt)
-        entry = None if checkpoint is None else self.ledger.entries.get(checkpoint)
-        if entry is not None and self.fenced is None:
-            self._note_owed(entry, self.ledger.peer_tiers & self.lanes.keys())
-
-    def _note_owed(self, only: LedgerEntry | None = None, tiers: Set[str] | None = None) -> None:
-        """Determine which tiers, of ``tiers`` or all, are owed a copy of the checkpoints that were found, or of one."""
+    def _note_owed(self, only: LedgerEntry | None = None) -> None:
+        """Determine which tiers are owed a copy of the checkpoints that were found, or of one of them."""
         view = self.ledger.view()
         # No rank flushes what is scattered; a rank that holds its shard in memory would count it as owed.
         flushed = tuple(c for c in view.checkpoints if c.id not in self.ledger.scattered)
@@ -306,15 +299,22 @@ class Components(Hooks):
             entry = self.ledger.entries[checkpoint.id]
             if only not in (None, entry):
                 continue
-            ours = entry.shard == self.ledger.shard or entry.shards is not None
-            if entry.commit is not None and (ours or self._commands_only):
+            if entry.commit is not None and (self._is_ours(entry) or self._commands_only):
                 pinned = checkpoint.pinned or checkpoint.id in self.ledger.found_pinned
                 owed = self._policies.still_owed(view, replace(checkpoint, pinned=pinned))
-                among = self.lanes.keys() if tiers is None else tiers
-                new = frozenset(owed) & among - entry.damage.keys() - entry.owed
-                entry.owed |= new
-                if new:
-                    self.backlog.on_found(entry.id, tuple(new))
+                entry.owed.update(
+                    name for name in owed if name in self.lanes and name not in entry.damage
+                )
+                self.backlog.on_found(entry.id, tuple(entry.owed))
+
+    def _is_ours(self, entry: LedgerEntry) -> bool:
+        """Return whether this rank sends an image of it. One of another number of ranks, of which this node has
+        nothing, bears this rank's own shard."""
+        if entry.shards is not None:
+            return True
+        own = self.ledger.shard
+        is_of_as_many = entry.commit is None or entry.commit.world_size == own.world_size
+        return entry.shard == own and is_of_as_many
 
     def found_damage(
         self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True

@@ -163,9 +163,9 @@ class TaskRunner:
         The fence is checked first: files of that name may be another process's, which must not change.
         """
         store.check_begin(self._writer())
-        if task.repairs or task.again:
+        if task.repairs:
             _check_same(task, store)
-        elif (commit := _committed_before(task, store)) is not None:
+        elif (commit := _committed_before(task, store)) is not None and not task.again:
             store.sync_commit(task.id)
             return commit
         manifest = None
@@ -385,11 +385,10 @@ def _check_whole(task: DeleteCopy | ReadMarks, store: TaskStore) -> None:
 
 
 def _check_same(task: OpenShard, store: TaskStore) -> None:
-    """Raise IntegrityError if the copy to be rewritten is another checkpoint's, by its commit record or, if that is
+    """Raise IntegrityError if the copy to be repaired is another checkpoint's, by its commit record or, if that is
     unreadable, by its manifest."""
-    doing = "repair" if task.repairs else "flush"
     other = IntegrityError(
-        f"{doing} of {task.id} on {task.tier}: another checkpoint of that name is stored there; it is not changed"
+        f"repair of {task.id} on {task.tier}: another checkpoint of that name is stored there; it is not changed"
     )
     try:
         if store.read_commit(task.id).lineage.attempt_id != task.attempt_id:

@@ -191,11 +191,14 @@ class View:
     def is_safe(self, checkpoint: CheckpointView, tier: str) -> bool:
         """Whether the copy is committed, verified and not ``on_few_nodes``, so that another copy may be deleted in
         reliance on it."""
-        if checkpoint.state(tier) is not CopyState.COMMITTED or self.has_few(checkpoint, tier):
+        if checkpoint.state(tier) is not CopyState.COMMITTED or self.is_on_few_nodes(
+            checkpoint, tier
+        ):
             return False
         return self.assume_verified or checkpoint.copies[tier].verified
 
-    def has_few(self, checkpoint: CheckpointView, tier: str) -> bool:
+    def is_on_few_nodes(self, checkpoint: CheckpointView, tier: str) -> bool:
+        """Whether the copy is ``on_few_nodes``."""
         return (tier, checkpoint.id) in self.on_few_nodes
 
     def used_bytes(self, tier: str) -> int:

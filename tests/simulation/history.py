@@ -414,7 +414,7 @@ class History:
         self.log.append(f"attempt {self.world.attempt.number} goes on from {id}")
         self.world.started_from = id
         self.world.ordinal = 0 if id is None else self._known(self.look())[id].lineage.ordinal
-        self.world.coordinator.continue_from(id, attempt=self.world.attempt.number)
+        self.world.coordinator.ledger.continue_from(id, attempt=self.world.attempt.number)
         self.step = -1 if id is None else id.step
 
     def settle(self) -> None:

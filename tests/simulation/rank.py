@@ -289,7 +289,7 @@ class Rank:
         coordinator = self.coordinator
         if id is not None:
             coordinator.verifier.on_restored(id, self._read_whole)
-        coordinator.continue_from(id, attempt=self.attempt.number)
+        coordinator.ledger.continue_from(id, attempt=self.attempt.number)
         for tier, of, error in self._found_damage:
             there = tier == "host" or self.stores[tier].is_committed(of)
             coordinator.found_damage(tier, of, str(error), repairable=there)

@@ -175,12 +175,7 @@ def take_another_nodes_record_for_its_own(patch: pytest.MonkeyPatch) -> None:
 
 def believe_one_keeper(patch: pytest.MonkeyPatch) -> None:
     """A rank that makes its copies again finds the record that one keeper has of them, and ends."""
-    patch.setattr(Ledger, "is_sent_again", lambda self, tier, entry: False)
-
-
-def rely_on_what_too_few_nodes_keep(patch: pytest.MonkeyPatch) -> None:
-    """A start takes a step for safe of which a node keeps the only copy, though the tier makes two."""
-    patch.setattr(start, "on_few_nodes", lambda listings, inventories, copies: {})
+    patch.setattr(Ledger, "is_of_earlier_start", lambda self, tier, entry: False)
 
 
 def seal_what_has_arrived(patch: pytest.MonkeyPatch) -> None:
@@ -233,7 +228,6 @@ def wrong(seed: int, copies: int) -> str:
         (restore_a_part_of_an_older_step, 1, 0),
         (take_another_nodes_record_for_its_own, 1, 0),
         (believe_one_keeper, 2, 52),
-        (rely_on_what_too_few_nodes_keep, 2, 42),
         (seal_what_has_arrived, 1, 5),
         (move_an_image_back, 1, 0),
     ],

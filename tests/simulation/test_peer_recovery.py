@@ -203,3 +203,39 @@ def test_a_copy_that_is_sent_again_takes_the_place_of_the_one_before_only_once_i
     world.settle(after_each=world.watch.check)
     assert failed, "the copies were not made again"
     assert world.where(ONE) == [3] * 4
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_start_with_more_nodes_waits_for_no_image_that_a_new_one_does_not_have(
+    every: int,
+) -> None:
+    """Two nodes have saved to their own disks; a third one, with new memory, has no file of that checkpoint."""
+    chain = (peer_rules(flush_every=every), file_rules("nvme"))
+    machines = [Machine(n, slots=1, images=3, copies=1, domain=str(n)) for n in range(2)]
+    world = PeerWorld(machines, chain, copies=1, seed=0)
+    for rank in world.ranks:
+        rank.save(1)
+    world.settle()
+    world.crash()
+    world.present = [Machine(n, slots=1, images=3, copies=1, domain=str(n)) for n in (10, 11, 12)]
+    world.start()
+    assert world.started_from == ONE
+    world.settle()
+    assert not any(rank.coordinator.busy() for rank in world.ranks)
+    for rank in world.ranks:
+        rank.save(2)
+    world.settle()
+    assert all(max(rank.committed("nvme")).step == 2 for rank in world.ranks)
+
+
+def test_the_step_of_a_start_that_no_rule_selects_is_sent_to_the_other_nodes() -> None:
+    machines = [Machine(n, slots=1, images=3, copies=1, domain=str(n)) for n in range(4)]
+    world = PeerWorld(machines, [peer_rules(flush_every=5)], copies=1, seed=0)
+    for rank in world.ranks:
+        rank.save(1)
+    world.settle()
+    assert not any(rank.committed(PEER_TIER) for rank in world.ranks)
+    world.crash()
+    world.start()
+    world.settle()
+    assert all(rank.committed(PEER_TIER) == {ONE} for rank in world.ranks)

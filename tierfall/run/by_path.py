@@ -232,8 +232,8 @@ class PathSaves:
         (id, ordinal), attempt = start, self._lineage.attempt
         self._lineage.continue_at(id, ordinal, attempt)
         log_abandoned(self.session.run, self.session.known(), id)
-        coordinator = self.session.coordinator
-        self.session.call(lambda: coordinator.continue_from(id, attempt=attempt.number))
+        ledger = self.session.coordinator.ledger
+        self.session.call(lambda: ledger.continue_from(id, attempt=attempt.number))
 
     # All ranks ---------------------------------------------------------------------------------------
 

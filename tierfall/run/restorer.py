@@ -229,11 +229,11 @@ class Restorer:
         log_abandoned(self._session.run, self._session.known(), id)
         coordinator = self._session.coordinator
 
-        def continue_run() -> None:
+        def continue_ledger() -> None:
             coordinator.verifier.on_restored(id, verified)
-            coordinator.continue_from(id, attempt=attempt.number)
+            coordinator.ledger.continue_from(id, attempt=attempt.number)
 
-        self._session.call(continue_run)
+        self._session.call(continue_ledger)
         self._on_continued(
             id.step, "peer memory has lost copies" if self._lost(id, verified) else None
         )

@@ -316,7 +316,7 @@ class Deleter:
         return False where that was begun before."""
         entry, shard = self._ledger.entries.get(id), None
         if entry is not None and entry.shards is None:
-            shard = None if self._ledger.is_sent_again(tier, entry) else entry.shard
+            shard = None if self._ledger.is_of_earlier_start(tier, entry) else entry.shard
         return self.collect_garbage(tier, id, reason, shard=shard)
 
     def delete(self, task: DeleteCopy) -> bool:

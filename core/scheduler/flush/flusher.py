@@ -116,7 +116,7 @@ class Flusher:
         if part is not None:
             self._emitter.flush_begun(lane, part)
             leftover = (lane.tier, entry.id) in self._ledger.unfinished
-            again = self._ledger.is_sent_again(lane.tier, entry)
+            again = self._ledger.is_of_earlier_start(lane.tier, entry)
             lane.begin(part, leftover=leftover, again=again)
         self._hooks.group.on_copy_begun(lane.tier, entry)
         if part is None:

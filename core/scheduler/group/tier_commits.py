@@ -241,7 +241,8 @@ class TierCommits:
         if tier not in entry.owed:  # the copy was given up while its last task ran
             entry.set_state(tier, CopyState.ABSENT)
             if tier not in entry.damage:  # else the copy keeps what its repair has written
-                self._deleter.collect_unfinished(tier, entry.id, "it was given up")
+                shard = None if self._ledger.is_of_earlier_start(tier, entry) else entry.shard
+                self._deleter.collect_garbage(tier, entry.id, "it was given up", shard=shard)
             self._ledger.forget_if_gone(entry)
             return
         entry.uploaded_to.add(tier)
@@ -289,7 +290,7 @@ class TierCommits:
         uploads = self._of_node.pop((tier, entry.id), None)
         if uploads is None or entry.commit is None:
             return  # this rank is no leader of a node
-        if self._ledger.is_sent_again(tier, entry):
+        if self._ledger.is_of_earlier_start(tier, entry):
             self._made_again.add((tier, entry.id))
         if not any(upload.files for upload in uploads.values()):  # no image is on this node
             self._contribute_committed(tier, entry.id, 0)
@@ -314,7 +315,7 @@ class TierCommits:
             name_latest=self._flusher.is_newest(tier, entry),
             tables=tables,
             repairs=tier in entry.damage,
-            again=self._ledger.is_sent_again(tier, entry),
+            again=self._ledger.is_of_earlier_start(tier, entry),
         )
         self._pending.begin(task)
 

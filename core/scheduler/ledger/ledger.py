@@ -37,12 +37,11 @@ class Ledger:
         """``shard`` is this rank's. ``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as
         in ``note_partial``. ``scattered`` checkpoints are complete, but not on one tier that all ranks reach: they can
         be restored, and are not flushed, as some rank may have no image of them. ``on_few_nodes`` is as in ``View``, by
-        tier. ``deleted`` ones bear a tombstone on
-        some tier. ``found_pinned`` ones bear a pin that some rank found at open, perhaps where this rank sees no copy.
-        ``may_delete_by_rule``: this start has restored, or committed a checkpoint; before, rules delete nothing.
-        ``reading`` counts the readers of a checkpoint: meanwhile only a command deletes its copies on stored tiers.
-        ``failing`` tells why tiers accept no copies at present, and why host memory does not survive the process.
-        ``now_s`` is the time of the present step."""
+        tier. ``deleted`` ones bear a tombstone on some tier. ``found_pinned`` ones bear a pin that some rank found at
+        open, perhaps where this rank sees no copy. ``may_delete_by_rule``: this start has restored, or committed a
+        checkpoint; before, rules delete nothing. ``reading`` counts the readers of a checkpoint: meanwhile only a
+        command deletes its copies on stored tiers. ``failing`` tells why tiers accept no copies at present, and why
+        host memory does not survive the process. ``now_s`` is the time of the present step."""
         self.shard = shard
         self.rules = rules
         self.host = host
@@ -118,9 +117,9 @@ class Ledger:
             if not self._has(listing.tier, copy.id)
         }
 
-    def is_sent_again(self, tier: str, entry: LedgerEntry) -> bool:
-        """Return whether an image that this process did not save goes to peer memory. Some of the nodes that are to
-        keep it may have the image and its commit record already: that proves nothing about the others."""
+    def is_of_earlier_start(self, tier: str, entry: LedgerEntry) -> bool:
+        """Return whether an image goes to peer memory and this process did not save it. Some of the nodes that are to
+        keep it may have it and its commit record already: that proves nothing about the others."""
         return tier in self.peer_tiers and entry.handle is None
 
     def _has(self, tier: str, id: CheckpointId) -> bool:

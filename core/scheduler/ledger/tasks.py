@@ -41,7 +41,8 @@ class OpenShard:
     The outcome's value is the writer, and the manifest if it was read; or the commit record, where the checkpoint of
     ``attempt_id`` is committed there already. ``leftover``: a failed attempt left files, perhaps packed otherwise,
     which are deleted first. ``repairs``: the committed copy is damaged, and is rewritten unless it is another
-    checkpoint's. ``again``: so is one that only some nodes of peer memory have.
+    checkpoint's. ``again``: so is one of an earlier start in peer memory, whose record may be on some of its nodes
+    only.
     """
 
     tier: str
