@@ -154,8 +154,8 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
     """Return whether this image is one of the copies that peer memory counts on: of the newest checkpoint that survives
     the loss of a node, of a newer one of which other nodes have lost copies, or of the one that was restored until a
     newer one does, unless a tier of files has it, too. The node that keeps the other copy may be the one that is lost.
-    The restored one is whole: where it is not to be sent to other nodes, it counts in place of one that has lost
-    copies. Parity counts on all images."""
+    The restored one is whole: where it is not to be sent to other nodes, it counts in place of one that peer memory has
+    not all of. Parity counts on all images."""
     if _is_needed_by_a_copy(view, checkpoint):
         return True
     on_peers = {tier.name for tier in view.tiers if tier.kind is TierKind.PEER}
@@ -173,8 +173,9 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
         ):
             return newer.id == checkpoint.id
         if newer.id == checkpoint.id:
-            lost_copies = view.partial | view.on_few_nodes
-            return not counts_alone and any((name, newer.id) in lost_copies for name in on_peers)
+            if any(view.is_on_few_nodes(newer, name) for name in on_peers):
+                return True
+            return not counts_alone and any((name, newer.id) in view.partial for name in on_peers)
         is_to_be_sent = bool(newer.owed & on_peers - view.failing)
         counts_alone |= newer.id == view.restored_from and not is_to_be_sent
     return False

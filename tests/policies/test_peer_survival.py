@@ -161,6 +161,25 @@ def test_before_the_first_save_the_restored_image_stays_in_place_of_one_that_has
     assert reason_to_leave_memory(view, old, host, view.on("host")) is not None
 
 
+@pytest.mark.parametrize("failing", [frozenset(), frozenset({"peers"})])
+def test_what_too_few_nodes_have_stays_in_memory_until_a_newer_one_is_on_all_of_its_nodes(
+    failing: frozenset[str],
+) -> None:
+    """A node is lost of two that keep copies, and the restored step is in memory alone. Where peer memory does not
+    accept it at present, the newest image goes, as without a loss."""
+    made = owed_to_peers(view_of(at_100_1=WHOLE, at_200_1=SEALED), 200)
+    few = frozenset([("peers", CheckpointId(100, 1))])
+    restored_id = CheckpointId(200, 1)
+    view = replace(made, on_few_nodes=few, failing=failing, restored_from=restored_id, attempt=3)
+    host = view.tier("host")
+    old, restored = (
+        reason_to_leave_memory(view, checkpoint, host, view.on("host"))
+        for checkpoint in view.checkpoints
+    )
+    assert old is None
+    assert (restored is not None) == bool(failing)
+
+
 @pytest.mark.parametrize("on_store", [False, True])
 def test_peer_memory_is_owed_the_newest_step_of_a_start_though_no_rule_selects_it(
     on_store: bool,
