@@ -154,8 +154,8 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
     """Return whether this image is one of the copies that peer memory counts on: of the newest checkpoint that survives
     the loss of a node, of a newer one of which other nodes have lost copies, or of the one that was restored until a
     newer one does, unless a tier of files has it, too. The node that keeps the other copy may be the one that is lost.
-    The restored one is whole: where it is not to be sent to other nodes, it counts in place of one that peer memory has
-    not all of. Parity counts on all images."""
+    Of those that too few nodes have, the newest counts. The restored one is whole: where it is not to be sent to other
+    nodes, it counts in place of one that peer memory has not all of. Parity counts on all images."""
     if _is_needed_by_a_copy(view, checkpoint):
         return True
     on_peers = {tier.name for tier in view.tiers if tier.kind is TierKind.PEER}
@@ -166,17 +166,17 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
         return False
     if reason_to_keep_start(view, checkpoint):
         return True
-    counts_alone = False
+    counts_alone = is_after_few = False
     for newer in view.live:
-        if any(
-            newer.readable_on(name) and not view.is_on_few_nodes(newer, name) for name in surviving
-        ):
+        on_few_nodes = {name for name in on_peers if view.is_on_few_nodes(newer, name)}
+        if any(newer.readable_on(name) for name in surviving if name not in on_few_nodes):
             return newer.id == checkpoint.id
         if newer.id == checkpoint.id:
-            if any(view.is_on_few_nodes(newer, name) for name in on_peers):
-                return True
+            if on_few_nodes:
+                return not is_after_few
             return not counts_alone and any((name, newer.id) in view.partial for name in on_peers)
         is_to_be_sent = bool(newer.owed & on_peers - view.failing)
+        is_after_few |= bool(on_few_nodes)
         counts_alone |= newer.id == view.restored_from and not is_to_be_sent
     return False
 

@@ -180,6 +180,20 @@ def test_what_too_few_nodes_have_stays_in_memory_until_a_newer_one_is_on_all_of_
     assert (restored is not None) == bool(failing)
 
 
+def test_of_two_steps_that_too_few_nodes_have_the_newest_stays_in_memory() -> None:
+    """It was restored, and is not sent again, as the memory of a lost node had the only image in memory of one rank."""
+    ids = CheckpointId(100, 1), CheckpointId(200, 1)
+    few = frozenset(("peers", id) for id in ids)
+    view = replace(view_of(at_100_1=WHOLE, at_200_1=WHOLE), on_few_nodes=few, restored_from=ids[1])
+    host = view.tier("host")
+    old, restored = (
+        reason_to_leave_memory(view, checkpoint, host, view.on("host"))
+        for checkpoint in view.checkpoints
+    )
+    assert old is not None
+    assert restored is None
+
+
 @pytest.mark.parametrize("on_store", [False, True])
 def test_peer_memory_is_owed_the_newest_step_of_a_start_though_no_rule_selects_it(
     on_store: bool,
