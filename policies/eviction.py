@@ -151,11 +151,15 @@ def _is_needed_by_a_copy(view: View, checkpoint: CheckpointView) -> bool:
 
 
 def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
-    """Return whether this image is one of the copies that peer memory counts on: of the newest checkpoint that survives
-    the loss of a node, of a newer one of which other nodes have lost copies, or of the one that was restored until a
-    newer one does, unless a tier of files has it, too. The node that keeps the other copy may be the one that is lost.
-    Of those that too few nodes have, the newest counts. The restored one is whole: where it is not to be sent to other
-    nodes, it counts in place of one that peer memory has not all of. Parity counts on all images."""
+    """Return whether this image is one of the copies that peer memory counts on. The node that keeps the other copy may
+    be the one that is lost.
+
+    These are the images of the newest checkpoint that survives the loss of a node. So are those of the restored one
+    until a newer one is durable, those of a newer one of which other nodes have lost parts, and those of the newest one
+    that is on too few nodes. None of them counts if another tier has the checkpoint, and survives that loss. The
+    restored one is whole. Where it is not to be sent to other nodes, an older one of which parts are lost does not
+    count. Parity counts on all images.
+    """
     if _is_needed_by_a_copy(view, checkpoint):
         return True
     on_peers = {tier.name for tier in view.tiers if tier.kind is TierKind.PEER}
@@ -166,18 +170,19 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
         return False
     if reason_to_keep_start(view, checkpoint):
         return True
-    counts_alone = is_after_few = False
+    replaces_partial = has_newer_on_few = False
     for newer in view.live:
         on_few_nodes = {name for name in on_peers if view.is_on_few_nodes(newer, name)}
         if any(newer.readable_on(name) for name in surviving if name not in on_few_nodes):
             return newer.id == checkpoint.id
         if newer.id == checkpoint.id:
             if on_few_nodes:
-                return not is_after_few
-            return not counts_alone and any((name, newer.id) in view.partial for name in on_peers)
+                return not has_newer_on_few
+            is_partial = any((name, newer.id) in view.partial for name in on_peers)
+            return is_partial and not replaces_partial
         is_to_be_sent = bool(newer.owed & on_peers - view.failing)
-        is_after_few |= bool(on_few_nodes)
-        counts_alone |= newer.id == view.restored_from and not is_to_be_sent
+        has_newer_on_few |= bool(on_few_nodes)
+        replaces_partial |= newer.id == view.restored_from and not is_to_be_sent
     return False
 
 

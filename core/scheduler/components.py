@@ -299,7 +299,8 @@ class Components(Hooks):
             entry = self.ledger.entries[checkpoint.id]
             if only not in (None, entry):
                 continue
-            if entry.commit is not None and (self._is_ours(entry) or self._commands_only):
+            commit = entry.commit
+            if commit and (self._commands_only or self._sends_image(entry, commit.world_size)):
                 pinned = checkpoint.pinned or checkpoint.id in self.ledger.found_pinned
                 owed = self._policies.still_owed(view, replace(checkpoint, pinned=pinned))
                 entry.owed.update(
@@ -307,14 +308,11 @@ class Components(Hooks):
                 )
                 self.backlog.on_found(entry.id, tuple(entry.owed))
 
-    def _is_ours(self, entry: LedgerEntry) -> bool:
-        """Return whether this rank sends an image of it. One of another number of ranks, of which this node has
-        nothing, bears this rank's own shard."""
-        if entry.shards is not None:
-            return True
+    def _sends_image(self, entry: LedgerEntry, world_size: int) -> bool:
+        """Return whether this rank sends an image of a checkpoint that ``world_size`` ranks saved. Where this node has
+        no file of it, the entry has this rank's own shard, whatever the number of ranks was."""
         own = self.ledger.shard
-        is_of_as_many = entry.commit is None or entry.commit.world_size == own.world_size
-        return entry.shard == own and is_of_as_many
+        return entry.shards is not None or (entry.shard == own and world_size == own.world_size)
 
     def found_damage(
         self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True

@@ -89,7 +89,7 @@ class FlushLane:
 
     # Driving ---------------------------------------------------------------------------------------
 
-    def begin(self, entry: LedgerEntry, *, leftover: bool, again: bool = False) -> None:
+    def begin(self, entry: LedgerEntry, *, leftover: bool, again: bool) -> None:
         """Start a copy, for which there is room. ``leftover`` and ``again`` are as in ``OpenShard``."""
         self.active = Transfer(entry=entry)
         entry.set_state(self.tier, CopyState.ARRIVING)
