@@ -31,7 +31,7 @@ import tierfall
 from benchmarks.figures import MIB, Results, over_rounds, paired
 from benchmarks.memory import Peaks, resident_bytes
 from benchmarks.plan import Plan
-from benchmarks.yielding import Training
+from benchmarks.yielding import WIDTH, Training
 
 IMAGE_BYTES = 256 << 20
 RANKS = 2
@@ -43,6 +43,9 @@ STEP_TARGET = 1.05
 MEMORY_TARGET_BYTES = 64 * MIB
 BATCH = 16
 """Steps are short, so that many are beside a copy."""
+GPU_WIDTH, GPU_BATCH = 4096, 512
+"""Of steps of about 4 ms, in which the device is busy and the host is not."""
+IDLE_STEPS = 200
 PAIRS_A_ROUND = 3
 FIRST_SAVES = 8
 """In which the pace is found."""
@@ -94,7 +97,7 @@ def _run_job(plan: Plan, image_bytes: int) -> dict[str, Any]:
     folder = plan.memory / "peer-memory"
     folder.mkdir()
     words = ["--folder", str(folder), "--image-bytes", str(image_bytes)]
-    words += ["--rounds", str(plan.rounds)]
+    words += ["--rounds", str(plan.rounds), "--device", plan.device]
     port = _free_port()
     ranks = [_start(rank, port, words) for rank in range(RANKS)]
     try:
@@ -240,13 +243,22 @@ def _gloo_s(weights: torch.Tensor, received: torch.Tensor) -> float:
 def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
     """Train beside copies; return what steps beside one take, over steps without, and the seconds of a copy."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
+    on_cpu = options.device == "cpu"
     found: dict[str, dict[str, list[float]]] = {"slower": {}, "training_copy_s": {}}
     for number, kind in product(range(options.rounds), (ALONE, YIELDING)):
         folder = options.folder / f"train-{kind}-{number}"
         config = _configuration(folder, rank, yields=kind == YIELDING)
         with tierfall.open(config) as ckpt:
             training = Training(
-                ckpt, PEERS, state_bytes=options.image_bytes, rank=rank, batch=BATCH, agree=_all
+                ckpt,
+                PEERS,
+                state_bytes=options.image_bytes,
+                rank=rank,
+                width=WIDTH if on_cpu else GPU_WIDTH,
+                batch=BATCH if on_cpu else GPU_BATCH,
+                idle_steps=options.idle_steps,
+                device=options.device,
+                agree=_all,
             )
             training.run(FIRST_SAVES)
             idle_s, busy_s, copy_s = training.run(SAVES)
@@ -271,6 +283,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--image-bytes", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--idle-steps", type=int, default=IDLE_STEPS)
     options = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -22,6 +22,7 @@ from benchmarks.chain import FILE, configuration
 from benchmarks.figures import Results
 from benchmarks.plan import Plan
 from benchmarks.rounds import Measured, find_each
+from tierfall.core.runtime.pinned import synchronize
 
 IMAGE_BYTES = 256 << 20
 LEVEL = 9
@@ -73,19 +74,25 @@ class Training:
         *,
         state_bytes: int,
         rank: int = 0,
+        width: int = WIDTH,
         batch: int = BATCH,
+        idle_steps: int = IDLE_STEPS,
+        device: str = "cpu",
         agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """Every rank has the same model, and a state of its own beside it. ``agree`` is called after each step, with
-        whether this process sees the copy done, and returns whether all ranks do."""
+        """Every rank has the same model, and a state of its own beside it. ``idle_steps`` are the steps between the end
+        of one copy and the next save. ``agree`` is called after each step, with whether this process sees the copy
+        done, and returns whether all ranks do."""
         torch.manual_seed(0)
         self._ckpt = ckpt
         self._tier = tier
         self._agree = agree
-        self._model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self._idle_steps = idle_steps
+        self._model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-4)
-        self._batch = torch.randn(batch, WIDTH)
-        self._state = {"model": self._model, f"rest-{rank}": torch.randn(state_bytes // 4)}
+        self._batch = torch.randn(batch, width, device=device)
+        rest = torch.randn(state_bytes // 4, device=device)
+        self._state = {"model": self._model, f"rest-{rank}": rest}
         self._step = 0
         self._handle: tierfall.SaveHandle | None = None
         self._is_done = False
@@ -99,7 +106,7 @@ class Training:
         durable_s: list[float] = []
         for _ in range(saves):
             self._train_one()
-            idle_s += [self._train_one() for _ in range(IDLE_STEPS)]
+            idle_s += [self._train_one() for _ in range(self._idle_steps)]
             self._handle = handle = self._ckpt.save(self._step, self._state)
             for _ in range(EXCUSED):
                 self._train_one()
@@ -118,6 +125,7 @@ class Training:
         self._model(self._batch).square().mean().backward()
         self._optimizer.step()
         self._step += 1
+        synchronize()
         self._is_done = self._agree(self._handle is not None and self._handle.done(self._tier))
         last_s, self._last_s = self._last_s, time.perf_counter()
         return self._last_s - last_s

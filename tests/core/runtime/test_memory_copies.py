@@ -41,6 +41,7 @@ def test_all_bytes_arrive_and_no_others(to: str, shift: int) -> None:
         sizes=np.array(SIZES, dtype=np.uint64),
         on_device=to == "device",
     )
+    stream.wait_for_caller()  # the zeros and the sources are there
     stream.enqueue(lambda: stream.copy_memory(copies)).wait()
     wanted = torch.zeros(room, dtype=torch.uint8)
     for start, source in zip(starts.tolist(), sources, strict=True):
