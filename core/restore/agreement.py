@@ -334,55 +334,6 @@ def whole_on(listing: Listing, id: CheckpointId) -> bool:
     return names_all_shards(copy.commit)
 
 
-def whole_on_each(
-    listings: Sequence[Listing],
-    on_few_nodes: Mapping[str, frozenset[CheckpointId]],
-    *,
-    host: str,
-) -> dict[str, frozenset[CheckpointId]]:
-    """Return, per tier, the checkpoints of which every shard is on it. One that is on too few nodes and whole in memory
-    does not count: memory makes again what is missing."""
-    whole = {x.tier: frozenset(c.id for c in x.copies if whole_on(x, c.id)) for x in listings}
-    in_memory = whole.get(host, frozenset())
-    return {
-        tier: found - (on_few_nodes.get(tier, frozenset()) & in_memory)
-        for tier, found in whole.items()
-    }
-
-
-def on_few_nodes(
-    listings: Sequence[Listing],
-    inventories: Mapping[int, Inventory],
-    copies: Mapping[str, int],
-) -> dict[str, frozenset[CheckpointId]]:
-    """Return, per tier of ``copies``, the checkpoints of which every shard is on it, and some on fewer nodes than that:
-    nodes are lost, or a start ended while it sent them."""
-    found = {}
-    for listing in (x for x in listings if x.tier in copies):
-        whole = {copy.id for copy in listing.copies if whole_on(listing, copy.id)}
-        reports = {rank: x[listing.tier] for rank, x in inventories.items() if listing.tier in x}
-        found[listing.tier] = whole - _on_nodes(reports, listing.tier, copies[listing.tier])
-    return {tier: frozenset(ids) for tier, ids in found.items()}
-
-
-def _on_nodes(reports: Mapping[int, TierMessage], tier: str, count: int) -> frozenset[CheckpointId]:
-    """Return the checkpoints of which every shard is on so many nodes."""
-    nodes: dict[CheckpointId, Counter[int]] = {}
-    sizes: dict[CheckpointId, int] = {}
-    for rank, report in reports.items():
-        for copy in report.copies:
-            commit = copy.commit_of(rank, tier) if copy.damage is None else None
-            if commit is not None:
-                sizes[copy.id] = commit.world_size
-                here = nodes.setdefault(copy.id, Counter())
-                here.update(ranks_with_image(commit, commit.world_size))
-    return frozenset(
-        id
-        for id, by_rank in nodes.items()
-        if sum(number >= count for number in by_rank.values()) == sizes[id]
-    )
-
-
 def names_all_shards(commit: Commit) -> bool:
     """Return whether a record, merged from those of all nodes, names every shard of its checkpoint."""
     return not _absent([commit])

@@ -8,6 +8,7 @@ for restores until something newer is durable. Nothing here knows how ranks agre
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.host import HostTier, SealedImage, arena_slots, damaged_arena_error
 
 logger = logging.getLogger("tierfall")
+ALL_NODES = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +269,10 @@ class Leftovers:
     def evict_oldest(self) -> bool:
         """Release the oldest images that are only read, for a save; False where there are none that may go.
 
-        Those of the checkpoint that this start was restored from go last, and only where memory has room for nothing
-        else: without them it is lost.
+        Those that peer memory counts on go last, the most redundant at the very end, and only where memory has room for
+        nothing else.
         """
-        ids = sorted(self.partial_images, key=lambda id: (self._is_needed(id), id.attempt, id.step))
+        ids = sorted(self.partial_images, key=self._eviction_order)
         if not ids or (self._is_needed(ids[0]) and self._has_other_images()):
             return False
         id = ids[0]
@@ -279,24 +281,40 @@ class Leftovers:
             region.release()
         return True
 
+    def _eviction_order(self, id: CheckpointId) -> tuple[bool, int, int, int]:
+        is_needed = self._is_needed(id)
+        return is_needed, self._nodes_of(id) if is_needed else 0, id.attempt, id.step
+
     def _is_needed(self, id: CheckpointId) -> bool:
         """Return whether peer memory counts on these images, and no other tier has them: this start was restored from
-        them, or nothing newer is durable."""
-        entry, peers = self.ledger.entries.get(id), self.ledger.peer_tiers
-        states = {} if entry is None else entry.states
-        durable = {tier for tier, state in states.items() if state is CopyState.COMMITTED}
-        if not peers or durable - peers:
+        them, or nothing newer is as durable."""
+        peers = self.ledger.peer_tiers
+        if not peers or self._durable_on(id) - peers:
             return False
-        return id == self.ledger.restored_from or (bool(durable) and not self._has_newer(id))
+        nodes = self._nodes_of(id)
+        return id == self.ledger.restored_from or (nodes > 0 and not self._has_newer(id, nodes))
 
-    def _has_newer(self, id: CheckpointId) -> bool:
-        """Return whether a tier has a newer one, with all copies that it makes."""
+    def _has_newer(self, id: CheckpointId, nodes: int) -> bool:
+        """Return whether another tier has a newer one, or so many nodes do."""
+        newer = {other for other in self.ledger.entries if other > id}
+        newer |= {other for _, other in self.ledger.on_few_nodes if other > id}
         return any(
-            state is CopyState.COMMITTED and (tier, entry.id) not in self.ledger.on_few_nodes
-            for entry in self.ledger.entries.values()
-            for tier, state in entry.states.items()
-            if entry.id > id
+            self._durable_on(other) - self.ledger.peer_tiers or self._nodes_of(other) >= nodes
+            for other in newer
         )
+
+    def _nodes_of(self, id: CheckpointId) -> int:
+        """Return how many nodes have each image of a checkpoint, by what peer memory committed: all that are to have
+        it, where they are not too few; 0 where it committed nothing."""
+        few, peers = self.ledger.on_few_nodes, self.ledger.peer_tiers
+        counts = [few[tier, id] for tier in peers if (tier, id) in few]
+        counts += [ALL_NODES for tier in self._durable_on(id) & peers if (tier, id) not in few]
+        return max(counts, default=0)
+
+    def _durable_on(self, id: CheckpointId) -> set[str]:
+        entry = self.ledger.entries.get(id)
+        states = {} if entry is None else entry.states
+        return {tier for tier, state in states.items() if state is CopyState.COMMITTED}
 
     def _has_other_images(self) -> bool:
         host = self.ledger.host

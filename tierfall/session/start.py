@@ -19,9 +19,7 @@ from tierfall.core.restore.agreement import (
     complete,
     damaged_copies,
     not_on_all_nodes,
-    on_few_nodes,
     only_whole,
-    whole_on_each,
 )
 from tierfall.core.restore.inventory import (
     CopyMessage,
@@ -30,6 +28,7 @@ from tierfall.core.restore.inventory import (
     merge_ranks,
     unlisted,
 )
+from tierfall.core.restore.redundancy import OnFewNodes, on_few_nodes, whole_on_each
 from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
 from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.text import format_ranks
@@ -66,7 +65,7 @@ class Start:
     listings: tuple[Listing, ...] = ()
     whole: Mapping[str, frozenset[CheckpointId]] = field(default_factory=dict)
     complete: frozenset[CheckpointId] = frozenset()
-    on_few_nodes: Mapping[str, frozenset[CheckpointId]] = field(default_factory=dict)
+    on_few_nodes: Mapping[str, OnFewNodes] = field(default_factory=dict)
     seen: frozenset[str] = frozenset()
     first: bool = False
     inherited: tuple[Commit, ...] = ()
@@ -147,7 +146,7 @@ class StartDecision(Message):
     attempt: Attempt
     whole: Mapping[str, frozenset[CheckpointId]]
     complete: frozenset[CheckpointId]
-    on_few_nodes: Mapping[str, frozenset[CheckpointId]]
+    on_few_nodes: Mapping[str, tuple[tuple[CheckpointId, int], ...]]
     seen: frozenset[str]
     inherited: tuple[str, ...]
     marks: Mapping[str, tuple[tuple[CheckpointId, frozenset[str]], ...]]
@@ -250,7 +249,7 @@ def read_start(decision: StartDecision) -> Start:
         attempt=decision.attempt,
         whole=decision.whole,
         complete=decision.complete,
-        on_few_nodes=decision.on_few_nodes,
+        on_few_nodes={tier: dict(pairs) for tier, pairs in decision.on_few_nodes.items()},
         seen=decision.seen,
         first=decision.first,
         inherited=tuple(parse_commit(text.encode(), what=what) for text in decision.inherited),
@@ -357,27 +356,25 @@ def decide(
     unreachable = _first_reasons((rank, one.unreachable) for rank, one in found.items())
     read_only = _first_reasons((rank, one.read_only) for rank, one in found.items())
     reachable = [listing for listing in listings if listing.tier not in unreachable]
-    few = on_few_nodes(reachable, inventories, tiers.config.peer_copies)
-    whole = whole_on_each(reachable, few, host=tiers.config.host.name)
+    host, topology = tiers.config.host.name, tiers.ranks.topology
+    copies = tiers.config.peer_copies
+    few = on_few_nodes(reachable, inventories, topology, copies=copies, host=host)
     return StartDecision(
         unreachable=unreachable,
         read_only={**read_only, **tiers.found_read_only},
         attempt=attempt,
-        whole=whole,
+        whole=whole_on_each(reachable, few, host=host),
         complete=whole_somewhere,
-        on_few_nodes={tier: ids & whole[tier] for tier, ids in few.items()},
+        on_few_nodes={tier: tuple(sorted(nodes.items())) for tier, nodes in few.items()},
         seen=frozenset(listing.tier for listing in listings if listing.error is None),
         inherited=committed_in_memory(
-            listings,
-            inventories,
-            host=tiers.config.host.name,
-            world_size=tiers.ranks.topology.world_size,
+            listings, inventories, host=host, world_size=topology.world_size
         ),
         marks={
             listing.tier: tuple((c.id, c.marks) for c in listing.copies if c.marks)
             for listing in listings
         },
-        damaged=damaged_copies(listings, host=tiers.config.host.name),
+        damaged=damaged_copies(listings, host=host),
         deleted=frozenset(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
         starts=tuple(starts_in(listings, whole_somewhere)),
         overtaken=tuple(sorted(overtaken(merge(map(only_whole, listings))).items())),

@@ -240,11 +240,12 @@ class Admissions:
             need_bytes=max(request.image_bytes + request.records_bytes, free + 1),
             free_bytes=free,
         )
+        # what an earlier start left of other ranks' images goes before one of this rank that is of use
+        if any(map(self._is_of_use, plan.deletions[:1])) and self._hooks.evict_leftovers():
+            return True
         evictable = [d for d in plan.deletions if not self._is_relied_on(d)]
         if evictable:
-            # what an earlier start left of other ranks' images goes before the only image of this one
-            if not (self._has_one_image() and self._hooks.evict_leftovers()):
-                self._evict(evictable[0])
+            self._evict(evictable[0])
             return True
         if self._hooks.evict_leftovers():
             return True
@@ -269,9 +270,11 @@ class Admissions:
             self._asked.add(entry.id)
         return bool(uploaded)
 
-    def _has_one_image(self) -> bool:
-        held = (e.state(self._ledger.host) is not CopyState.ABSENT for e in self._ledger.open())
-        return sum(held) == 1
+    def _is_of_use(self, decision: Decision) -> bool:
+        """Return whether an image is the newest in memory, or a tier is owed it."""
+        host, id = self._ledger.host, decision.checkpoint
+        held = (e.id for e in self._ledger.open() if e.state(host) is not CopyState.ABSENT)
+        return bool(self._ledger.entries[id].owed) or id == max(held, default=id)
 
     def _would_fit(
         self, gone: Collection[HostRegion], *, image_bytes: int, records_bytes: int

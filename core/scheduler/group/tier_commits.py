@@ -380,7 +380,7 @@ class TierCommits:
         self._forget(entry, tier)
         self._flusher.committed(tier, entry.id, message.bytes_by_rank[leader])
         self._ledger.partial.discard((tier, entry.id))
-        self._ledger.on_few_nodes.discard((tier, entry.id))
+        self._ledger.on_few_nodes.pop((tier, entry.id), None)
         self._delete_partial(tier, entry)
 
     def _delete_partial(self, tier: str, newer: LedgerEntry) -> None:

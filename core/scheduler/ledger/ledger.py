@@ -31,7 +31,7 @@ class Ledger:
         *,
         shard: Shard = ALONE,
         scattered: frozenset[CheckpointId] = frozenset(),
-        on_few_nodes: Mapping[str, frozenset[CheckpointId]] = MappingProxyType({}),
+        on_few_nodes: Mapping[str, Mapping[CheckpointId, int]] = MappingProxyType({}),
         deleted: frozenset[CheckpointId] = frozenset(),
     ) -> None:
         """``shard`` is this rank's. ``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as
@@ -51,7 +51,9 @@ class Ledger:
         self.unfinished: dict[tuple[str, CheckpointId], int] = {}
         self.partial: set[tuple[str, CheckpointId]] = set()
         self.scattered = scattered
-        self.on_few_nodes = {(tier, id) for tier, ids in on_few_nodes.items() for id in ids}
+        self.on_few_nodes = {
+            (tier, id): nodes for tier, few in on_few_nodes.items() for id, nodes in few.items()
+        }
         self.deleted = deleted
         self.may_delete_by_rule = False
         self.reading: Counter[CheckpointId] = Counter()
@@ -200,7 +202,7 @@ class Ledger:
             many_ranks=self.many_ranks,
             read_bytes_per_s=self.rates.read_rates(),
             partial=frozenset(self.partial),
-            on_few_nodes=frozenset(self.on_few_nodes),
+            on_few_nodes=dict(self.on_few_nodes),
         )
 
     def _tiers(self) -> tuple[TierRules, ...]:
