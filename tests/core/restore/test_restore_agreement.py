@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,16 +22,16 @@ from several_help import (
 from tierfall.core.copies.chunk_reader import Fallback
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.records import parse_commit
+from tierfall.core.ranks.topology import Topology
 from tierfall.core.restore.agreement import (
     Candidates,
     agree_to_restore,
     choose_candidates,
     complete,
-    on_few_nodes,
     whole_on,
-    whole_on_each,
 )
 from tierfall.core.restore.inventory import Inventory, describe, merge_ranks
+from tierfall.core.restore.redundancy import on_few_nodes, whole_on_each
 from tierfall.core.restore.restore import RestoreRequest
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId
@@ -108,24 +108,51 @@ def test_what_is_whole_on_one_tier_is_distinguished_from_what_is_not() -> None:
     assert [whole_on(x, CheckpointId(5, 1)) for x in (host, nvme, store)] == [False, False, True]
 
 
-@pytest.mark.parametrize(("kept", "in_memory"), [(2, True), (1, True), (1, False)])
+@pytest.mark.parametrize("kept", [2, 1, 0])
+@pytest.mark.parametrize("in_memory", [True, False])
 def test_an_image_that_too_few_nodes_keep_is_sent_again_where_memory_has_it(
     kept: int, in_memory: bool
 ) -> None:
-    """Of three nodes that keep two copies of each other's images, the last keeps the image of rank 0, or lost it."""
+    """Of three nodes that keep two copies of each other's images, some keep that of rank 0, or have lost it."""
     ranks = several(3)
+    id = CheckpointId(5, 1)
     parts = [sharded(5, rank, 3) for rank in range(3)]
-    keeps = [[1, 2], [0, 2], [0, 1] if kept == 2 else [1]]
+    keeps = [[1, 2], [0, 2] if kept > 1 else [2], [0, 1] if kept else [1]]
     for tiers, others in zip(ranks, keeps, strict=True):
         record = all_named([parts[rank] for rank in others])
         tiers.put("nvme", replace(parts[others[0]], commit=record))
     if in_memory:
         put_parts(ranks, "host", 5)
-    few = on_few_nodes(seen(ranks), described(ranks), {"nvme": 2})
-    whole = whole_on_each(seen(ranks), few, host="host")
-    assert few == {"nvme": frozenset([CheckpointId(5, 1)] if kept == 1 else [])}
-    assert (CheckpointId(5, 1) in whole["nvme"]) == (kept == 2 or not in_memory)
-    assert (CheckpointId(5, 1) in whole["host"]) == in_memory
+    few = few_of(ranks)
+    whole = whole_on_each(seen(ranks), {"nvme": few}, host="host")
+    assert few == ({id: kept + in_memory} if kept < 2 and (kept or in_memory) else {})
+    assert (id in whole["nvme"]) == (kept == 2 or (kept == 1 and not in_memory))
+    assert (id in whole["host"]) == in_memory
+
+
+def few_of(ranks: list[Tiers]) -> Mapping[CheckpointId, int]:
+    """What too few nodes have on ``nvme``, of which two are to keep each image."""
+    topology = Topology.of(0, range(len(ranks)))
+    copies = {"nvme": 2}
+    return on_few_nodes(seen(ranks), described(ranks), topology, copies=copies, host="host")["nvme"]
+
+
+def test_an_image_in_the_memory_of_a_node_that_keeps_it_too_is_on_one_node() -> None:
+    """The ranks are in other places than when they saved."""
+    ranks = several(2)
+    parts = [sharded(5, rank, 2) for rank in range(2)]
+    for tiers, part in zip(ranks, parts, strict=True):
+        tiers.put("nvme", part)
+        tiers.put("host", part)
+    assert few_of(ranks) == {CheckpointId(5, 1): 1}
+
+
+def test_what_too_few_nodes_have_of_an_abandoned_step_counts_for_nothing() -> None:
+    ranks = several(2)
+    put_parts(ranks, "nvme", 5)
+    put_parts(ranks, "nvme", 9)
+    put_parts(ranks, "nvme", 6, attempt=2, started_from=CheckpointId(5, 1))
+    assert set(few_of(ranks)) == {CheckpointId(5, 1), CheckpointId(6, 2)}
 
 
 def test_the_ranks_that_are_nowhere_are_named() -> None:

@@ -1,0 +1,107 @@
+"""Images of other ranks that an earlier start left in memory: which of them give way to a save, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.core.scheduler.test_superseding import rest
+from tests.simulation.peer_hour import peer_rules
+from tests.simulation.world import IMAGE, World, file_rules, host_rules
+from tierfall.core.capture.snapshot import HostRegion
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
+from tierfall.core.scheduler.ledger.ledger import ALONE, Ledger
+from tierfall.core.types.errors import UnreachableError
+from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.session.leftovers import Leftovers
+
+PEERS, STORE = "peers", "store"
+OLD, NEW, STRAY = CheckpointId(10, 1), CheckpointId(20, 2), CheckpointId(90, 3)
+
+
+def given_up(leftovers: Leftovers) -> list[CheckpointId]:
+    """Make room as often as it can be made; return what was deleted, in order."""
+
+    def each() -> Iterator[CheckpointId]:
+        before = set(leftovers.partial_images)
+        while leftovers.evict_oldest():
+            yield from before - set(leftovers.partial_images)
+            before = set(leftovers.partial_images)
+
+    return list(each())
+
+
+def left(
+    few: dict[CheckpointId, int],
+    committed: dict[CheckpointId, str],
+    *,
+    restored_from: CheckpointId | None,
+    has_other_images: bool = False,
+) -> Leftovers:
+    """A part of each of the three checkpoints is in memory. ``few`` are on too few nodes."""
+    ledger = Ledger(
+        (host_rules(), peer_rules(), file_rules(STORE)), "host", on_few_nodes={PEERS: few}
+    )
+    copies = [(id, tier, CopyState.COMMITTED) for id, tier in committed.items()]
+    if has_other_images:
+        copies.append((CheckpointId(30, 4), "host", CopyState.SEALED))
+    for id, tier, state in copies:
+        ledger.entries[id] = LedgerEntry(id=id, ordinal=1, started_from=None, shard=ALONE)
+        ledger.entries[id].set_state(tier, state, 1)
+    ledger.restored_from = restored_from
+    leftovers = Leftovers(ledger, [])
+    for id in (OLD, NEW, STRAY):
+        region = cast(HostRegion, SimpleNamespace(release=lambda: None))
+        leftovers.partial_images[id] = [region]
+    return leftovers
+
+
+@pytest.mark.parametrize(
+    ("few", "committed", "order"),
+    [
+        ({OLD: 2, NEW: 1}, {OLD: PEERS, NEW: PEERS}, [STRAY, NEW, OLD]),
+        ({OLD: 2, NEW: 2}, {OLD: PEERS, NEW: PEERS}, [OLD, STRAY, NEW]),
+        ({OLD: 2}, {OLD: PEERS}, [STRAY, NEW, OLD]),  # the restored one is in memory alone
+        ({OLD: 2}, {}, [STRAY, NEW, OLD]),  # peer memory and host memory are whole only together
+        ({OLD: 2}, {NEW: PEERS}, [OLD, STRAY, NEW]),  # the newer one is on all nodes
+        ({OLD: 2}, {NEW: STORE}, [OLD, NEW, STRAY]),
+    ],
+)
+def test_what_peer_memory_counts_on_gives_way_last(
+    few: dict[CheckpointId, int], committed: dict[CheckpointId, str], order: list[CheckpointId]
+) -> None:
+    assert given_up(left(few, committed, restored_from=NEW)) == order
+
+
+def test_what_peer_memory_counts_on_stays_while_memory_has_other_images() -> None:
+    leftovers = left({OLD: 2}, {OLD: PEERS}, restored_from=NEW, has_other_images=True)
+    assert given_up(leftovers) == [STRAY]
+
+
+def test_an_image_that_a_failing_tier_is_owed_stays_while_there_is_an_earlier_starts_image() -> (
+    None
+):
+    """Host memory has room for three: two of this start, and the part of another rank."""
+    world = World([file_rules("nvme")], memory_images=3)
+    part = world.memory.allocate(image_bytes=IMAGE, records_bytes=0)
+    assert part is not None
+
+    class Left:
+        def on_committed(self, tier: str, newer: Any) -> None: ...
+
+        def evict_oldest(self) -> bool:
+            there = part in world.memory.regions
+            if there:
+                part.release()
+            return there
+
+    world.coordinator._leftovers = Left()
+    world.coordinator.ledger.failing["nvme"] = UnreachableError("on purpose")
+    rest(world)
+    for step in (1, 2, 3):
+        world.save(step)
+    assert part not in world.memory.regions
+    assert [id.step for id in world.coordinator.ledger.entries] == [1, 2, 3]
