@@ -357,15 +357,16 @@ def damaged_copies(
 def not_on_all_nodes(
     listing: Listing, inventories: Mapping[int, Inventory]
 ) -> tuple[CopyMessage, ...]:
-    """Return the whole copies on a tier that some nodes have no file of, without their files: a node was replaced by
-    one that keeps nothing yet, or another number of nodes saved them. All ranks must know of them, to delete them
-    together and to owe them to no tier that has them."""
+    """Return the copies on a tier that some nodes have no file of, without their files: a node was replaced by one that
+    keeps nothing yet, or another number of nodes saved them. They are whole, or may be repaired. All ranks must know of
+    them, to delete or repair them together and to owe them to no tier that has them."""
     reports = [tiers[listing.tier] for tiers in inventories.values() if listing.tier in tiers]
     nodes = Counter(copy.id for report in reports for copy in report.copies)
     return tuple(
         CopyMessage.of(replace(copy, bytes=0, commit=replace(copy.commit, files=(), nodes=())))
         for copy in listing.copies
-        if copy.commit is not None and nodes[copy.id] < len(reports) and whole_on(listing, copy.id)
+        if copy.commit is not None and nodes[copy.id] < len(reports)
+        if names_all_shards(copy.commit) and (copy.damage is None or copy.repairable)
     )
 
 

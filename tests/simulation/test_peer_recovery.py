@@ -27,18 +27,25 @@ ONE = CheckpointId(1, 1)
 class World(PeerWorld):
     """Four machines, each in a rack of its own, that have saved step 1."""
 
-    def __init__(self, *rules: TierRules, copies: int = 1) -> None:
+    def __init__(self, *rules: TierRules, copies: int = 1, last: int = 1) -> None:
         self.copies_made = copies
-        machines, chain = [self.machine(n) for n in range(4)], (peer_rules(retain_last=1), *rules)
+        machines, chain = (
+            [self.machine(n) for n in range(4)],
+            (peer_rules(retain_last=last), *rules),
+        )
         super().__init__(machines, chain, copies=copies, seed=0)
         self.watch = PeerWatch(self)
-        for rank in self.ranks:
-            rank.save(1)
-        self.settle(after_each=self.watch.look)
+        self.save(1)
         assert self.where(ONE) == [copies + 1] * 4
 
     def machine(self, number: int) -> Machine:
         return Machine(number, slots=1, images=3, copies=self.copies_made, domain=str(number % 4))
+
+    def save(self, step: int) -> None:
+        """All ranks save a step, and all that follows from it is done."""
+        for rank in self.ranks:
+            rank.save(step)
+        self.settle(after_each=self.watch.look)
 
     def replace(self, lost: Iterable[int]) -> None:
         """These machines are lost, and others start in their places."""
@@ -146,9 +153,7 @@ def test_copies_that_cannot_be_made_again_cost_none_that_is_there(
     for shard, machines in before.kept.items():
         assert machines - {0} <= found.kept[shard]
     monkeypatch.undo()
-    for rank in world.ranks:
-        rank.save(2)
-    world.settle(after_each=world.watch.look)
+    world.save(2)
     world.watch.check_settled()  # with something newer they are gone
 
 
@@ -157,9 +162,7 @@ def test_a_commit_record_that_is_lost_on_its_way_is_written_anew(
 ) -> None:
     world = World()
     failed = refuse_commits(monkeypatch, world, 1, LostWriteError, LOST_WRITES_MAX)
-    for rank in world.ranks:
-        rank.save(2)
-    world.settle(after_each=world.watch.look)
+    world.save(2)
     assert len(failed) == LOST_WRITES_MAX
     assert world.where(CheckpointId(2, 1)) == [2] * 4
 
@@ -175,9 +178,7 @@ def test_a_node_that_has_nothing_of_the_newest_step_writes_the_next_one_to_stora
     world.replace([0])
     assert world.started_from == ONE
     assert world.ranks[0].recovered is None
-    for rank in world.ranks:
-        rank.save(2)
-    world.settle(after_each=world.watch.look)
+    world.save(2)
     next_id = CheckpointId(2, 2)
     assert world.where(next_id) == [3] * 4
     assert next_id in world.records(SHARED_TIER, 0)
@@ -239,3 +240,22 @@ def test_the_step_of_a_start_that_no_rule_selects_is_sent_to_the_other_nodes() -
     world.start()
     world.settle()
     assert all(rank.committed(PEER_TIER) == {ONE} for rank in world.ranks)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("is_on_storage", [True, False])
+def test_a_damaged_copy_that_the_node_of_rank_0_has_nothing_of_goes_with_newer_ones(
+    copies: int, *, is_on_storage: bool
+) -> None:
+    """The image that a node keeps of the older step of two is missing there, and rank 0 is on a new node."""
+    storage = [file_rules(SHARED_TIER, shared=True, retain_last=2)] if is_on_storage else []
+    world = World(*storage, copies=copies, last=2)
+    world.save(2)
+    kept = world.present[world.placement.holders[2][1]].kept[1]._objects
+    (image,) = [key for key in kept if "0001-" in key and key.endswith(".safetensors")]
+    del kept[image]
+    world.replace([0])
+    assert world.started_from == CheckpointId(2, 1)
+    world.save(3)
+    world.save(4)
+    world.watch.check_settled()

@@ -57,8 +57,8 @@ class Start:
     may be repaired, with their damage; ``starts`` how the attempts began that have committed a checkpoint.
     ``overtaken`` names the tiers that a checkpoint is still owed to by the record of a newer one on any node; None
     where each rank decides by itself. ``reported`` has, by tier and reporting rank, the listings of that rank for the
-    ranks that could not list the tier. ``elsewhere`` has, per tier, the checkpoints that are whole there though some
-    nodes have no file of them.
+    ranks that could not list the tier. ``elsewhere`` has, per tier, the checkpoints that some nodes have no file
+    of, though they are whole there, or may be repaired.
     """
 
     attempt: Attempt | None = None
