@@ -155,10 +155,10 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
     be the one that is lost.
 
     These are the images of the newest checkpoint that survives the loss of a node. So are those of the restored one
-    until a newer one is durable, those of a newer one of which other nodes have lost parts, and those of one that is on
-    too few nodes, unless a newer one is on as many. None of them counts if another tier has the checkpoint, and
-    survives that loss. The restored one is whole. Where it is not to be sent to other nodes, an older one of which
-    parts are lost does not count. Parity counts on all images.
+    until a newer one is durable, those of a newer one of which other nodes have lost parts, and those of the newest one
+    that counts though it is on too few nodes. None of them counts if another tier has the checkpoint, and survives that
+    loss. The restored one is whole. Where it is not to be sent to other nodes, an older one of which parts are lost
+    does not count. Parity counts on all images.
     """
     if _is_needed_by_a_copy(view, checkpoint):
         return True
@@ -170,20 +170,19 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
         return False
     if reason_to_keep_start(view, checkpoint):
         return True
-    replaces_partial = False
-    nodes_of_newer = 0
+    replaces_partial = has_newer_on_few = False
     for newer in view.live:
         on_few_nodes = {name for name in on_peers if view.is_on_few_nodes(newer, name)}
-        nodes = max((view.on_few_nodes[name, newer.id] for name in on_few_nodes), default=0)
+        counts = any(view.on_few_nodes[name, newer.id] for name in on_few_nodes)
         if any(newer.readable_on(name) for name in surviving if name not in on_few_nodes):
             return newer.id == checkpoint.id
         if newer.id == checkpoint.id:
-            if on_few_nodes:
-                return nodes > nodes_of_newer
+            if counts:
+                return not has_newer_on_few
             is_partial = any((name, newer.id) in view.partial for name in on_peers)
             return is_partial and not replaces_partial
         is_to_be_sent = bool(newer.owed & on_peers - view.failing)
-        nodes_of_newer = max(nodes_of_newer, nodes)
+        has_newer_on_few |= counts
         replaces_partial |= newer.id == view.restored_from and not is_to_be_sent
     return False
 

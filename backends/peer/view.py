@@ -203,19 +203,19 @@ class PeerView(Wrapper):
 
     def _scan_remotes(self, prefix: str) -> list[list[StoredObject]]:
         """Return the listing of the first remote that answers; of all of them, for what is below a checkpoint: a
-        deletion that has failed on one of them goes by what it lists. Before this node writes, it has nothing there
-        that the nodes there do not report themselves, so that none needs to answer."""
+        deletion that has failed on one of them goes by what it lists. Before this node writes, those that answer count:
+        it has nothing there that the nodes there do not report themselves, and one of them may be new."""
         found: list[list[StoredObject]] = []
         silent: UnreachableError | None = None
-        needs_all = _checkpoint_of(prefix) is not None
+        asks_all = self.attempt is None or _checkpoint_of(prefix) is not None
         for remote in self._remotes:
-            if found and not needs_all:
+            if found and not asks_all:
                 break
             try:
                 found.append(list(remote.scan(prefix)))
             except UnreachableError as error:
                 silent = silent or error
-        if silent is not None and self.attempt is not None and (needs_all or not found):
+        if silent is not None and self.attempt is not None and (asks_all or not found):
             raise silent
         if silent is not None and not found and not self._has_warned:
             self._has_warned = True

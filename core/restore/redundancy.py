@@ -1,69 +1,81 @@
-"""How many nodes have each checkpoint, by what all ranks have found at a start."""
+"""Which checkpoints too few nodes have, by what all ranks have found at a start."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.format.catalog import Listing, merge, starts_in
 from tierfall.core.format.commit_files import ranks_with_image
-from tierfall.core.ranks.topology import Topology
-from tierfall.core.restore.agreement import complete, whole_on
+from tierfall.core.format.records import Commit
+from tierfall.core.restore.agreement import whole_on
 from tierfall.core.restore.inventory import Inventory
+from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId
 
-OnFewNodes = Mapping[CheckpointId, int]
-"""Checkpoints, each with how many nodes have the image that the fewest have."""
-_Life = tuple[CheckpointId, str]
-_NodesByRank = dict[_Life, dict[int, set[int]]]
-"""Per checkpoint and attempt, the nodes that have the image of each rank."""
+OnFewNodes = Mapping[CheckpointId, bool]
+"""Checkpoints, each with whether it counts: see ``View.on_few_nodes``."""
 
 
 def on_few_nodes(
     listings: Sequence[Listing],
     inventories: Mapping[int, Inventory],
-    topology: Topology,
     *,
     copies: Mapping[str, int],
+    whole: Collection[CheckpointId],
     host: str,
-) -> dict[str, dict[CheckpointId, int]]:
-    """Return, per tier of ``copies``, the live checkpoints that were committed there, or nearly, and of which some
-    image is on fewer nodes than that: nodes are lost, or a start ended while it sent them. All of their images are on
-    some tier.
+) -> dict[str, dict[CheckpointId, bool]]:
+    """Return, per tier of ``copies``, the checkpoints of which a node has a commit record there, and too few nodes an
+    image: nodes are lost, or a start ended while it sent them.
 
-    The images in host memory, of the tier ``host``, are not among these copies. The result counts them: one that was
-    saved with all copies may have them alone now. ``listings`` are the ``inventories`` of all ranks, merged.
+    ``copies`` says how many nodes are to have each image, beside host memory, which is the tier ``host``. Of ``whole``
+    checkpoints all images are on some tier; others are left out. ``listings`` are the ``inventories`` of all ranks,
+    merged. A checkpoint counts if it may have been reported as committed: an image in memory bears a mark since then.
+    It does not count if it is abandoned, or bears a tombstone.
     """
-    whole_somewhere, _ = complete(listings)
-    left = {known.id for known in merge(listings) if known.abandoned}
-    node_of = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks}
-    in_memory = _nodes_by_rank(inventories, host, node_of)
-    found: dict[str, dict[CheckpointId, int]] = {}
-    for listing in (x for x in listings if x.tier in copies):
-        on_tier = _nodes_by_rank(inventories, listing.tier, node_of)
-        few = found.setdefault(listing.tier, {})
-        for copy in listing.copies:
-            if copy.commit is None or copy.id not in whole_somewhere - left:
-                continue
-            life = copy.id, copy.commit.lineage.attempt_id
-            kept, own = on_tier.get(life, {}), in_memory.get(life, {})
-            ranks = range(copy.commit.world_size)
-            if any(len(kept.get(rank, ())) < copies[listing.tier] for rank in ranks):
-                few[copy.id] = min(len(kept.get(r, set()) | own.get(r, set())) for r in ranks)
-    return found
+    if not copies:
+        return {}
+    known = merge(_only(whole, listings))
+    in_memory = {one.id: one.copies[host].marks for one in known if host in one.copies}
+    counts = {
+        one.id: not one.abandoned
+        and (one.pinned or not one.tombstoned)
+        and keys.ON_PEERS_MARK in in_memory.get(one.id, {keys.ON_PEERS_MARK})
+        for one in known
+    }
+    return {
+        listing.tier: {
+            copy.id: counts[copy.id]
+            for copy in listing.copies
+            if copy.commit is not None
+            and copy.id in counts
+            and _fewest(inventories, listing.tier, copy.commit) < copies[listing.tier]
+        }
+        for listing in listings
+        if listing.tier in copies
+    }
 
 
-def _nodes_by_rank(
-    inventories: Mapping[int, Inventory], tier: str, node_of: Mapping[int, int]
-) -> _NodesByRank:
-    found: _NodesByRank = {}
-    for reporter, tiers in inventories.items():
+def _only(ids: Collection[CheckpointId], listings: Sequence[Listing]) -> list[Listing]:
+    """Leave out other checkpoints: what was never whole abandons nothing."""
+    starts = starts_in(listings, ids)
+    return [
+        replace(listing, starts=starts, copies=tuple(c for c in listing.copies if c.id in ids))
+        for listing in listings
+    ]
+
+
+def _fewest(inventories: Mapping[int, Inventory], tier: str, commit: Commit) -> int:
+    """Return how many nodes have the image of a checkpoint that the fewest have."""
+    nodes: Counter[int] = Counter()
+    for rank, tiers in inventories.items():
         for copy in tiers[tier].copies if tier in tiers else ():
-            commit = copy.commit_of(reporter, tier) if copy.damage is None else None
-            if commit is not None:
-                nodes = found.setdefault((copy.id, commit.lineage.attempt_id), {})
-                for rank in ranks_with_image(commit, commit.world_size):
-                    nodes.setdefault(rank, set()).add(node_of[reporter])
-    return found
+            if copy.id == commit.lineage.checkpoint and copy.damage is None:
+                found = copy.commit_of(rank, tier)
+                if found is not None and found.lineage == commit.lineage:
+                    nodes.update(ranks_with_image(found, commit.world_size))
+    return min(nodes[rank] for rank in range(commit.world_size))
 
 
 def whole_on_each(

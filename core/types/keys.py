@@ -36,6 +36,8 @@ PIN_MARK = "pin"
 UNPIN_MARK = "unpin"
 """In memory, where marks are appended, it ends the pins before it."""
 TOMBSTONE_MARK = "tombstone"
+ON_PEERS_MARK = "on-peers"
+"""An image in memory bears it once peer memory has committed its checkpoint, before that is reported."""
 
 _STEP_DIGITS, _ATTEMPT_DIGITS = 18, 12
 STEP_MAX = 10**_STEP_DIGITS - 1
@@ -56,7 +58,7 @@ _IMAGE_SUFFIXES = {
     Codec.PLANES: ".safetensors.tfz",
 }
 _MARK = re.compile(
-    r"(pin|unpin|tombstone|damaged-[0-9a-f]{32}|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|"
+    r"(pin|unpin|tombstone|on-peers|damaged-[0-9a-f]{32}|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|"
     rf"restore-a[0-9]{{4,{_ATTEMPT_DIGITS}}}-[0-9]+)\Z"
 )
 _DAMAGE_MARK = re.compile(r"damaged-[0-9a-f]{32}\Z")

@@ -120,9 +120,9 @@ class View:
     seconds since 1970. ``many_ranks``: other ranks build views of their own, whose metrics, tags and time may differ.
     ``read_bytes_per_s`` has the measured read rate of tiers, in bytes of images; a tier without an entry was not
     measured. ``assume_verified``: every committed copy counts as verified. ``partial`` has tiers with checkpoints that
-    they have this node's part of, and not all of the other nodes'; ``on_few_nodes`` those with checkpoints that were
-    committed there, or nearly, with fewer copies of some image than the tier makes, each with how many nodes have it,
-    in host memory too.
+    they have this node's part of, and not all of the other nodes'. ``on_few_nodes`` has tiers with checkpoints of which
+    they have a commit record, and fewer copies of some image than they make. Such a checkpoint counts (True) if it may
+    have been reported as committed there, and was neither abandoned nor deleted before this start.
     """
 
     tiers: tuple[TierRules, ...]
@@ -136,7 +136,7 @@ class View:
     read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     assume_verified: bool = False
     partial: frozenset[tuple[str, CheckpointId]] = frozenset()
-    on_few_nodes: Mapping[tuple[str, CheckpointId], int] = field(default_factory=dict)
+    on_few_nodes: Mapping[tuple[str, CheckpointId], bool] = field(default_factory=dict)
 
     def tier(self, name: str) -> TierRules:
         return next(tier for tier in self.tiers if tier.name == name)

@@ -16,7 +16,12 @@ from tests.simulation.peer_world import PEER_TIER, Machine, PeerWorld, StartFail
 from tests.simulation.world import file_rules
 from tierfall.core.scheduler import executor
 from tierfall.core.scheduler.group.tier_commits import LOST_WRITES_MAX
-from tierfall.core.types.errors import IntegrityError, LostWriteError, TierfallError
+from tierfall.core.types.errors import (
+    IntegrityError,
+    LostWriteError,
+    TierfallError,
+    UnreachableError,
+)
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.core.types.view import TierRules
 from tierfall.tiers.stored import StoredTier
@@ -259,3 +264,59 @@ def test_a_damaged_copy_that_the_node_of_rank_0_has_nothing_of_goes_with_newer_o
     world.save(3)
     world.save(4)
     world.watch.check_settled()
+
+
+def test_a_start_after_a_loss_knows_which_step_was_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two steps that too few nodes have: the commit record of the newer one did not reach all nodes."""
+    world = World(copies=2, last=2)
+    refuse_commits(monkeypatch, world, 2, UnreachableError, 10**6)
+    for rank in world.ranks:
+        rank.save(2)
+    world.settle(limit_s=60.0, after_each=world.watch.look)
+    monkeypatch.undo()
+    world.replace([0])
+    two = CheckpointId(2, 1)
+    assert world.started_from == two, "it is whole in memory"
+    for rank in world.ranks:
+        few = rank.coordinator.ledger.on_few_nodes
+        assert few == {(PEER_TIER, ONE): True, (PEER_TIER, two): False}
+
+
+def test_the_newest_reported_step_stays_though_more_nodes_have_the_one_before() -> None:
+    """The older one was sent again after a loss, to other nodes. Memory has room for two images."""
+    domains = [str(node) for node in range(6)]
+    machines = [Machine(n, slots=1, images=2, copies=2, domain=d) for n, d in enumerate(domains)]
+    world = PeerWorld(machines, [peer_rules(retain_last=2)], copies=2, seed=0, max_wait_s=30.0)
+    watch = PeerWatch(world)
+    save_one_after_a_loss(world, watch)
+    for lost in (1, 4):
+        world.lose(world.present[lost])
+    world.crash()
+    for lost in (1, 4):
+        domain = world.present[lost].domain
+        world.present[lost] = Machine(200 + lost, slots=1, images=2, copies=2, domain=domain)
+    world.start()
+    watch.check_started()
+    for rank in world.ranks:
+        rank.ask(3)
+    world.settle(limit_s=100.0, after_each=watch.check)
+    world.crash()
+    world.start()
+    watch.check_started()
+    assert world.started_from == CheckpointId(2, 2)
+
+
+def save_one_after_a_loss(world: PeerWorld, watch: PeerWatch) -> None:
+    """Save step 1, replace a node by one in another rack, and save step 2."""
+    for step, lost in ((1, 0), (2, None)):
+        for rank in world.ranks:
+            rank.save(step)
+        world.settle(after_each=watch.look)
+        if lost is not None:
+            world.lose(world.present[lost])
+            world.crash()
+            world.present[lost] = Machine(100, slots=1, images=2, copies=2, domain="2")
+            world.start()
+            world.settle(after_each=watch.look)

@@ -38,7 +38,7 @@ from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.stored import StoredTier
 
 OnBytes = Callable[[int], None]
-_NOT_COPIED = frozenset({keys.TOMBSTONE_MARK})
+_NOT_COPIED = frozenset({keys.TOMBSTONE_MARK, keys.ON_PEERS_MARK})
 
 
 @contextmanager
@@ -89,7 +89,8 @@ def writing_attempt(
 
 
 def marks_of(reader: RunReader, checkpoint: KnownCheckpoint) -> tuple[Mark, ...]:
-    """Return the marks that are copied with a checkpoint: those on any tier, except a tombstone."""
+    """Return the marks that are copied with a checkpoint: those on any tier, but for a tombstone, and what concerns
+    an image in memory alone."""
     return tuple(
         mark_of(reader, checkpoint, name) for name in sorted(checkpoint.marks - _NOT_COPIED)
     )

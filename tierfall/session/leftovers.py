@@ -8,7 +8,6 @@ for restores until something newer is durable. Nothing here knows how ranks agre
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,6 @@ from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.host import HostTier, SealedImage, arena_slots, damaged_arena_error
 
 logger = logging.getLogger("tierfall")
-ALL_NODES = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +267,8 @@ class Leftovers:
     def evict_oldest(self) -> bool:
         """Release the oldest images that are only read, for a save; False where there are none that may go.
 
-        Those that peer memory counts on go last, the most redundant at the very end, and only where memory has room for
-        nothing else.
+        Those that peer memory counts on go last, and only where memory has room for nothing else. Of these the restored
+        one goes before one that was reported.
         """
         ids = sorted(self.partial_images, key=self._eviction_order)
         if not ids or (self._is_needed(ids[0]) and self._has_other_images()):
@@ -281,35 +279,27 @@ class Leftovers:
             region.release()
         return True
 
-    def _eviction_order(self, id: CheckpointId) -> tuple[bool, int, int, int]:
+    def _eviction_order(self, id: CheckpointId) -> tuple[bool, bool, int, int]:
         is_needed = self._is_needed(id)
-        return is_needed, self._nodes_of(id) if is_needed else 0, id.attempt, id.step
+        return is_needed, is_needed and self._counts(id), id.attempt, id.step
 
     def _is_needed(self, id: CheckpointId) -> bool:
         """Return whether peer memory counts on these images, and no other tier has them: this start was restored from
-        them, or nothing newer is as durable."""
+        them, or they are the newest of a reported checkpoint."""
         peers = self.ledger.peer_tiers
         if not peers or self._durable_on(id) - peers:
             return False
-        nodes = self._nodes_of(id)
-        return id == self.ledger.restored_from or (nodes > 0 and not self._has_newer(id, nodes))
+        return id == self.ledger.restored_from or (self._counts(id) and not self._has_newer(id))
 
-    def _has_newer(self, id: CheckpointId, nodes: int) -> bool:
-        """Return whether another tier has a newer one, or so many nodes do."""
+    def _has_newer(self, id: CheckpointId) -> bool:
         newer = {other for other in self.ledger.entries if other > id}
         newer |= {other for _, other in self.ledger.on_few_nodes if other > id}
-        return any(
-            self._durable_on(other) - self.ledger.peer_tiers or self._nodes_of(other) >= nodes
-            for other in newer
-        )
+        return any(self._durable_on(o) - self.ledger.peer_tiers or self._counts(o) for o in newer)
 
-    def _nodes_of(self, id: CheckpointId) -> int:
-        """Return how many nodes have each image of a checkpoint, by what peer memory committed: all that are to have
-        it, where they are not too few; 0 where it committed nothing."""
+    def _counts(self, id: CheckpointId) -> bool:
+        """Return whether peer memory committed a checkpoint: it has all copies, or it ``counts`` without them."""
         few, peers = self.ledger.on_few_nodes, self.ledger.peer_tiers
-        counts = [few[tier, id] for tier in peers if (tier, id) in few]
-        counts += [ALL_NODES for tier in self._durable_on(id) & peers if (tier, id) not in few]
-        return max(counts, default=0)
+        return any(few.get((tier, id), tier in self._durable_on(id)) for tier in peers)
 
     def _durable_on(self, id: CheckpointId) -> set[str]:
         entry = self.ledger.entries.get(id)

@@ -146,7 +146,7 @@ class StartDecision(Message):
     attempt: Attempt
     whole: Mapping[str, frozenset[CheckpointId]]
     complete: frozenset[CheckpointId]
-    on_few_nodes: Mapping[str, tuple[tuple[CheckpointId, int], ...]]
+    on_few_nodes: Mapping[str, tuple[tuple[CheckpointId, bool], ...]]
     seen: frozenset[str]
     inherited: tuple[str, ...]
     marks: Mapping[str, tuple[tuple[CheckpointId, frozenset[str]], ...]]
@@ -356,9 +356,8 @@ def decide(
     unreachable = _first_reasons((rank, one.unreachable) for rank, one in found.items())
     read_only = _first_reasons((rank, one.read_only) for rank, one in found.items())
     reachable = [listing for listing in listings if listing.tier not in unreachable]
-    host, topology = tiers.config.host.name, tiers.ranks.topology
-    copies = tiers.config.peer_copies
-    few = on_few_nodes(reachable, inventories, topology, copies=copies, host=host)
+    host, copies = tiers.config.host.name, tiers.config.peer_copies
+    few = on_few_nodes(reachable, inventories, copies=copies, whole=whole_somewhere, host=host)
     return StartDecision(
         unreachable=unreachable,
         read_only={**read_only, **tiers.found_read_only},
@@ -368,7 +367,7 @@ def decide(
         on_few_nodes={tier: tuple(sorted(nodes.items())) for tier, nodes in few.items()},
         seen=frozenset(listing.tier for listing in listings if listing.error is None),
         inherited=committed_in_memory(
-            listings, inventories, host=host, world_size=topology.world_size
+            listings, inventories, host=host, world_size=tiers.ranks.topology.world_size
         ),
         marks={
             listing.tier: tuple((c.id, c.marks) for c in listing.copies if c.marks)

@@ -240,15 +240,16 @@ class Admissions:
             need_bytes=max(request.image_bytes + request.records_bytes, free + 1),
             free_bytes=free,
         )
+        evictable = [d for d in plan.deletions if not self._relied_on(d)]
         # what an earlier start left of other ranks' images goes before one of this rank that is of use
-        if any(map(self._is_of_use, plan.deletions[:1])) and self._hooks.evict_leftovers():
+        may_evict = bool(evictable) and not self._is_of_use(evictable[0])
+        if not may_evict and self._hooks.evict_leftovers():
             return True
-        evictable = [d for d in plan.deletions if not self._is_relied_on(d)]
         if evictable:
             self._evict(evictable[0])
             return True
-        if self._hooks.evict_leftovers():
-            return True
+        for decision in plan.deletions:
+            self._ask_to_give_up(decision)
         if not self._may_supersede:
             return False
         would_fit = partial(
@@ -259,22 +260,25 @@ class Admissions:
         self._release_given_up()
         return True
 
-    def _is_relied_on(self, decision: Decision) -> bool:
-        """Return whether peer memory may count on an image that is to be evicted: this rank has uploaded it, and it may
-        be committed at any time. Then all ranks are asked to give that copy up first."""
+    def _relied_on(self, decision: Decision) -> frozenset[str]:
+        """Return the peer memory that may count on an image which is to be evicted: this rank has uploaded it, and it
+        may be committed at any time."""
         entry = self._ledger.entries[decision.checkpoint]
-        uploaded = self._ledger.peer_tiers & entry.uploaded_to & entry.owed
-        for name in sorted(uploaded) if entry.id not in self._asked else ():
+        return self._ledger.peer_tiers & entry.uploaded_to & entry.owed
+
+    def _ask_to_give_up(self, decision: Decision) -> None:
+        """Ask all ranks, once, to give up the copies that are ``_relied_on``, so that the image may be evicted."""
+        entry = self._ledger.entries[decision.checkpoint]
+        for name in sorted(self._relied_on(decision)) if entry.id not in self._asked else ():
             error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")
             self._hooks.group.give_up_copy(entry, name, error)
             self._asked.add(entry.id)
-        return bool(uploaded)
 
     def _is_of_use(self, decision: Decision) -> bool:
-        """Return whether an image is the newest in memory, or a tier is owed it."""
-        host, id = self._ledger.host, decision.checkpoint
-        held = (e.id for e in self._ledger.open() if e.state(host) is not CopyState.ABSENT)
-        return bool(self._ledger.entries[id].owed) or id == max(held, default=id)
+        """Return whether an image is the newest of the live ones in memory, or a tier is owed it."""
+        view, host = self._ledger.view(), self._ledger.host
+        newest = next((c.id for c in view.live if c.readable_on(host)), None)
+        return decision.checkpoint == newest or bool(self._ledger.entries[decision.checkpoint].owed)
 
     def _would_fit(
         self, gone: Collection[HostRegion], *, image_bytes: int, records_bytes: int

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 
-from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
@@ -34,10 +33,10 @@ class Pins:
         """
         host, pinning = self._ledger.host, command.kind is CommandKind.PIN
         pinned = keys.PIN_MARK in entry.marks.get(host, ())
-        if pinning == pinned or not (_sealed(entry) or entry.shards == ()):
+        if pinning == pinned or not (entry.sealed_regions or entry.shards == ()):
             return
         name = keys.PIN_MARK if pinning else keys.UNPIN_MARK
-        _append(entry, Mark(name=name, checkpoint=entry.id, wall_time_s=command.wall_time_s))
+        entry.add_memory_mark(Mark(name=name, checkpoint=entry.id, wall_time_s=command.wall_time_s))
         entry.set_mark(host, keys.PIN_MARK, there=pinning)
         entry.pin_written_to = frozenset()
 
@@ -52,7 +51,7 @@ class Pins:
             return
         mark = Mark(name=keys.PIN_MARK, checkpoint=entry.id, wall_time_s=0.0, written_to=tuple(new))
         try:
-            _append(entry, mark)
+            entry.add_memory_mark(mark)
         except TierfallError as error:
             logger.warning("an unpin of %s beside this process may not hold: %s", entry.id, error)
         else:
@@ -92,12 +91,3 @@ class Pins:
     def _recorded_on(self, entry: LedgerEntry) -> list[str]:
         names = (rules.name for rules in self._ledger.rules if rules.name != self._ledger.host)
         return [name for name in names if entry.has_record_on(name)]
-
-
-def _sealed(entry: LedgerEntry) -> list[HostRegion]:
-    return [region for region in entry.regions if region.sealed]
-
-
-def _append(entry: LedgerEntry, mark: Mark) -> None:
-    for region in _sealed(entry):
-        region.add_mark(mark.encode())

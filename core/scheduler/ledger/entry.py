@@ -9,7 +9,7 @@ from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import HostRegion, ReplicaShare, Snapshot
 from tierfall.core.format.commit_files import plain
 from tierfall.core.format.documents import Spliced
-from tierfall.core.format.records import Commit, Geometry, Manifest, geometry
+from tierfall.core.format.records import Commit, Geometry, Manifest, Mark, geometry
 from tierfall.core.types import keys
 from tierfall.core.types.errors import FlushError
 from tierfall.core.types.lineage import AttemptStart
@@ -132,6 +132,15 @@ class LedgerEntry:
     def regions(self) -> tuple[HostRegion, ...]:
         """The memory regions of its images on this rank."""
         return tuple(e.region for e in (self, *(self.shards or ())) if e.region is not None)
+
+    @property
+    def sealed_regions(self) -> list[HostRegion]:
+        return [region for region in self.regions if region.sealed]
+
+    def add_memory_mark(self, mark: Mark) -> None:
+        """Append a mark to each image in memory. Raises TierfallError where there is no room."""
+        for region in self.sealed_regions:
+            region.add_mark(mark.encode())
 
     def free(self) -> None:
         """Release its memory regions."""

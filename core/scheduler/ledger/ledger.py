@@ -31,7 +31,7 @@ class Ledger:
         *,
         shard: Shard = ALONE,
         scattered: frozenset[CheckpointId] = frozenset(),
-        on_few_nodes: Mapping[str, Mapping[CheckpointId, int]] = MappingProxyType({}),
+        on_few_nodes: Mapping[str, Mapping[CheckpointId, bool]] = MappingProxyType({}),
         deleted: frozenset[CheckpointId] = frozenset(),
     ) -> None:
         """``shard`` is this rank's. ``unfinished`` are files of uncommitted copies, with their bytes; ``partial`` is as
@@ -52,7 +52,7 @@ class Ledger:
         self.partial: set[tuple[str, CheckpointId]] = set()
         self.scattered = scattered
         self.on_few_nodes = {
-            (tier, id): nodes for tier, few in on_few_nodes.items() for id, nodes in few.items()
+            (tier, id): counts for tier, few in on_few_nodes.items() for id, counts in few.items()
         }
         self.deleted = deleted
         self.may_delete_by_rule = False

@@ -22,7 +22,6 @@ from several_help import (
 from tierfall.core.copies.chunk_reader import Fallback
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.records import parse_commit
-from tierfall.core.ranks.topology import Topology
 from tierfall.core.restore.agreement import (
     Candidates,
     agree_to_restore,
@@ -34,6 +33,7 @@ from tierfall.core.restore.inventory import Inventory, describe, merge_ranks
 from tierfall.core.restore.redundancy import on_few_nodes, whole_on_each
 from tierfall.core.restore.restore import RestoreRequest
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, UnreachableError
+from tierfall.core.types.keys import ON_PEERS_MARK, PIN_MARK, TOMBSTONE_MARK
 from tierfall.core.types.values import CheckpointId
 
 ORDER = ("host", "nvme", "store")
@@ -125,34 +125,72 @@ def test_an_image_that_too_few_nodes_keep_is_sent_again_where_memory_has_it(
         put_parts(ranks, "host", 5)
     few = few_of(ranks)
     whole = whole_on_each(seen(ranks), {"nvme": few}, host="host")
-    assert few == ({id: kept + in_memory} if kept < 2 and (kept or in_memory) else {})
+    assert set(few) == ({id} if kept < 2 and (kept or in_memory) else set())
     assert (id in whole["nvme"]) == (kept == 2 or (kept == 1 and not in_memory))
     assert (id in whole["host"]) == in_memory
 
 
-def few_of(ranks: list[Tiers]) -> Mapping[CheckpointId, int]:
+def few_of(ranks: list[Tiers]) -> Mapping[CheckpointId, bool]:
     """What too few nodes have on ``nvme``, of which two are to keep each image."""
-    topology = Topology.of(0, range(len(ranks)))
-    copies = {"nvme": 2}
-    return on_few_nodes(seen(ranks), described(ranks), topology, copies=copies, host="host")["nvme"]
+    listings = seen(ranks)
+    whole, _ = complete(listings)
+    found = on_few_nodes(listings, described(ranks), copies={"nvme": 2}, whole=whole, host="host")
+    return found["nvme"]
 
 
-def test_an_image_in_the_memory_of_a_node_that_keeps_it_too_is_on_one_node() -> None:
-    """The ranks are in other places than when they saved."""
+@pytest.mark.parametrize(
+    ("in_memory", "marks", "counts"),
+    [
+        (False, set(), True),  # nobody knows
+        (True, set(), False),
+        (True, {ON_PEERS_MARK}, True),
+        (True, {ON_PEERS_MARK, TOMBSTONE_MARK}, False),
+        (True, {ON_PEERS_MARK, TOMBSTONE_MARK, PIN_MARK}, True),
+    ],
+)
+def test_what_too_few_nodes_have_counts_if_it_may_have_been_reported(
+    in_memory: bool, marks: set[str], counts: bool
+) -> None:
+    """One rank is alive of those that may have heard of the commit."""
     ranks = several(2)
-    parts = [sharded(5, rank, 2) for rank in range(2)]
-    for tiers, part in zip(ranks, parts, strict=True):
-        tiers.put("nvme", part)
-        tiers.put("host", part)
-    assert few_of(ranks) == {CheckpointId(5, 1): 1}
+    put_parts(ranks, "nvme", 5)
+    if in_memory:
+        ranks[0].put("host", sharded(5, 0, 2))
+        ranks[1].put("host", sharded(5, 1, 2), marks=frozenset(marks))
+    assert few_of(ranks) == {CheckpointId(5, 1): counts}
 
 
-def test_what_too_few_nodes_have_of_an_abandoned_step_counts_for_nothing() -> None:
+def test_what_too_few_nodes_have_of_an_abandoned_step_does_not_count() -> None:
     ranks = several(2)
     put_parts(ranks, "nvme", 5)
     put_parts(ranks, "nvme", 9)
     put_parts(ranks, "nvme", 6, attempt=2, started_from=CheckpointId(5, 1))
-    assert set(few_of(ranks)) == {CheckpointId(5, 1), CheckpointId(6, 2)}
+    assert few_of(ranks) == {
+        CheckpointId(5, 1): True,
+        CheckpointId(9, 1): False,
+        CheckpointId(6, 2): True,
+    }
+
+
+def test_an_image_of_a_start_that_has_nothing_whole_abandons_no_other_step() -> None:
+    ranks = several(2)
+    put_parts(ranks, "nvme", 5)
+    put_parts(ranks, "nvme", 9)
+    ranks[0].put("host", sharded(6, 0, 2, attempt=2, started_from=CheckpointId(5, 1)))
+    assert few_of(ranks) == {CheckpointId(5, 1): True, CheckpointId(9, 1): True}
+
+
+def test_a_damaged_copy_is_none_of_those_that_are_to_be_there() -> None:
+    ranks = several(3)
+    parts = [sharded(5, rank, 3) for rank in range(3)]
+    for tiers in ranks:
+        tiers.put("nvme", replace(parts[0], commit=all_named(parts)))
+    assert few_of(ranks) == {}
+    for tiers in ranks[:2]:
+        commit, damage = all_named(parts), IntegrityError("on purpose")
+        tiers.put("nvme", replace(parts[0], commit=commit), damage=damage)
+    put_parts(ranks, "host", 5)
+    assert set(few_of(ranks)) == {CheckpointId(5, 1)}
 
 
 def test_the_ranks_that_are_nowhere_are_named() -> None:

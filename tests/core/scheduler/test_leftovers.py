@@ -35,7 +35,7 @@ def given_up(leftovers: Leftovers) -> list[CheckpointId]:
 
 
 def left(
-    few: dict[CheckpointId, int],
+    few: dict[CheckpointId, bool],
     committed: dict[CheckpointId, str],
     *,
     restored_from: CheckpointId | None,
@@ -62,30 +62,31 @@ def left(
 @pytest.mark.parametrize(
     ("few", "committed", "order"),
     [
-        ({OLD: 2, NEW: 1}, {OLD: PEERS, NEW: PEERS}, [STRAY, NEW, OLD]),
-        ({OLD: 2, NEW: 2}, {OLD: PEERS, NEW: PEERS}, [OLD, STRAY, NEW]),
-        ({OLD: 2}, {OLD: PEERS}, [STRAY, NEW, OLD]),  # the restored one is in memory alone
-        ({OLD: 2}, {}, [STRAY, NEW, OLD]),  # peer memory and host memory are whole only together
-        ({OLD: 2}, {NEW: PEERS}, [OLD, STRAY, NEW]),  # the newer one is on all nodes
-        ({OLD: 2}, {NEW: STORE}, [OLD, NEW, STRAY]),
+        ({OLD: True, NEW: True}, {OLD: PEERS, NEW: PEERS}, [OLD, STRAY, NEW]),
+        ({OLD: True, NEW: False}, {OLD: PEERS, NEW: PEERS}, [STRAY, NEW, OLD]),
+        ({OLD: True}, {OLD: PEERS}, [STRAY, NEW, OLD]),  # the restored one is in memory alone
+        ({OLD: True}, {}, [STRAY, NEW, OLD]),  # peer memory and host memory are whole only together
+        ({OLD: True, STRAY: False}, {OLD: PEERS, STRAY: PEERS}, [STRAY, NEW, OLD]),
+        ({OLD: True}, {NEW: PEERS}, [OLD, STRAY, NEW]),  # the newer one is on all nodes
+        ({OLD: True}, {NEW: STORE}, [OLD, NEW, STRAY]),
     ],
 )
 def test_what_peer_memory_counts_on_gives_way_last(
-    few: dict[CheckpointId, int], committed: dict[CheckpointId, str], order: list[CheckpointId]
+    few: dict[CheckpointId, bool], committed: dict[CheckpointId, str], order: list[CheckpointId]
 ) -> None:
     assert given_up(left(few, committed, restored_from=NEW)) == order
 
 
 def test_what_peer_memory_counts_on_stays_while_memory_has_other_images() -> None:
-    leftovers = left({OLD: 2}, {OLD: PEERS}, restored_from=NEW, has_other_images=True)
+    leftovers = left({OLD: True}, {OLD: PEERS}, restored_from=NEW, has_other_images=True)
     assert given_up(leftovers) == [STRAY]
 
 
-def test_an_image_that_a_failing_tier_is_owed_stays_while_there_is_an_earlier_starts_image() -> (
-    None
-):
-    """Host memory has room for three: two of this start, and the part of another rank."""
-    world = World([file_rules("nvme")], memory_images=3)
+@pytest.mark.parametrize("failing", [True, False])
+def test_the_newest_image_and_one_that_is_owed_go_after_an_earlier_starts(failing: bool) -> None:
+    """Host memory has room for three: the part of another rank, one image that is on the disk, and perhaps one that a
+    failing disk is owed."""
+    world = World([file_rules("nvme")], memory_images=3 if failing else 2)
     part = world.memory.allocate(image_bytes=IMAGE, records_bytes=0)
     assert part is not None
 
@@ -99,9 +100,16 @@ def test_an_image_that_a_failing_tier_is_owed_stays_while_there_is_an_earlier_st
             return there
 
     world.coordinator._leftovers = Left()
-    world.coordinator.ledger.failing["nvme"] = UnreachableError("on purpose")
-    rest(world)
-    for step in (1, 2, 3):
-        world.save(step)
+    world.save(1)
+    world.settle()
+    if failing:
+        world.coordinator.ledger.failing["nvme"] = UnreachableError("on purpose")
+        rest(world)
+        world.save(2)
+        assert part in world.memory.regions
+        world.save(3)
+        assert part in world.memory.regions, "step 1 is on the disk"
+    world.save(4)
     assert part not in world.memory.regions
-    assert [id.step for id in world.coordinator.ledger.entries] == [1, 2, 3]
+    held = [e.id.step for e in world.coordinator.ledger.open() if e.region is not None]
+    assert held == ([2, 3, 4] if failing else [1, 4])
