@@ -268,6 +268,17 @@ def test_a_silent_node_does_not_hide_what_is_kept_here(caplog: pytest.LogCapture
         view.stat("run/attempts/a0002.json")
 
 
+@pytest.mark.parametrize("is_first_silent", [True, False])
+def test_before_this_node_writes_all_that_answer_are_listed(is_first_silent: bool) -> None:
+    """The first node that keeps a copy may be new, and have nothing of an earlier start."""
+    record = "run/attempts/a0001.json"
+    one, two = Silent(), MemoryBackend()
+    one.silent = is_first_silent
+    put(two, record, b"record")
+    view = view_of([MemoryBackend()], [one, two], attempt=None)
+    assert [each.key for each in view.scan("run/attempts/")] == [record]
+
+
 def test_a_silent_node_does_not_keep_what_others_have_from_being_deleted() -> None:
     one, two = Silent(), MemoryBackend()
     one.silent = False

@@ -65,6 +65,7 @@ def left(
         ({OLD: True, NEW: True}, {OLD: PEERS, NEW: PEERS}, [OLD, STRAY, NEW]),
         ({OLD: True, NEW: False}, {OLD: PEERS, NEW: PEERS}, [STRAY, NEW, OLD]),
         ({OLD: True}, {OLD: PEERS}, [STRAY, NEW, OLD]),  # the restored one is in memory alone
+        ({OLD: True, NEW: True}, {}, [OLD, STRAY, NEW]),
         ({OLD: True}, {}, [STRAY, NEW, OLD]),  # peer memory and host memory are whole only together
         ({OLD: True, STRAY: False}, {OLD: PEERS, STRAY: PEERS}, [STRAY, NEW, OLD]),
         ({OLD: True}, {NEW: PEERS}, [OLD, STRAY, NEW]),  # the newer one is on all nodes
