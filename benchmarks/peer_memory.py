@@ -45,7 +45,8 @@ BATCH = 16
 """Steps are short, so that many are beside a copy."""
 GPU_WIDTH, GPU_BATCH, GPU_IMAGE_BYTES = 4096, 512, 2 << 30
 """In these steps the device is busy and the host is not, and a copy is as long as many of them."""
-IDLE_STEPS = 100
+STEPS_BETWEEN = 100
+"""From the end of a copy to the next save."""
 PAIRS_A_ROUND = 3
 FIRST_SAVES = 4
 """In which the pace is found."""
@@ -85,9 +86,11 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
         slower, copy_s = found["slower"][kind], found["training_copy_s"][kind]
         name = f"peer memory, {kind}"
         results.findings.append(over_rounds(f"{name}: a copy", copy_s, unit="s"))
-        if slower:  # otherwise no copy was as long as a few steps
+        if slower:
             steps = f"{name}: steps beside a copy"
             results.findings.append(over_rounds(steps, slower, unit="x", target=target))
+        else:
+            say(f"{name}: no copy was as long as a few steps")
 
 
 # The job -------------------------------------------------------------------------------------------
@@ -259,7 +262,7 @@ def train(options: argparse.Namespace, rank: int) -> dict[str, Any]:
                 rank=rank,
                 width=WIDTH if on_cpu else GPU_WIDTH,
                 batch=BATCH if on_cpu else GPU_BATCH,
-                idle_steps=IDLE_STEPS,
+                idle_steps=STEPS_BETWEEN,
                 device=options.device,
                 agree=_all,
             )
