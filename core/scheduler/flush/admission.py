@@ -25,7 +25,7 @@ from tierfall.core.scheduler.ledger.tasks import AdmissionRequest, CopyRun, Even
 from tierfall.core.types.errors import CapacityError, FlushError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, WhenFull
-from tierfall.core.types.view import Decision, Verdict
+from tierfall.core.types.view import Decision, Verdict, View
 
 logger = logging.getLogger("tierfall")
 
@@ -233,16 +233,16 @@ class Admissions:
 
     def _make_room(self, request: AdmissionRequest) -> bool:
         """Evict or supersede one image; return False where none may be."""
-        free = self._host.free_bytes
+        free, view = self._host.free_bytes, self._ledger.view()
         plan = self._policies.plan_eviction(
-            self._ledger.view(),
+            view,
             self._ledger.host,
             need_bytes=max(request.image_bytes + request.records_bytes, free + 1),
             free_bytes=free,
         )
         evictable = [d for d in plan.deletions if not self._relied_on(d)]
         # what an earlier start left of other ranks' images goes before one of this rank that is of use
-        may_evict = bool(evictable) and not self._is_of_use(evictable[0])
+        may_evict = bool(evictable) and not self._is_of_use(view, evictable[0])
         if not may_evict and self._hooks.evict_leftovers():
             return True
         if evictable:
@@ -274,10 +274,9 @@ class Admissions:
             self._hooks.group.give_up_copy(entry, name, error)
             self._asked.add(entry.id)
 
-    def _is_of_use(self, decision: Decision) -> bool:
+    def _is_of_use(self, view: View, decision: Decision) -> bool:
         """Return whether an image is the newest of the live ones in memory, or a tier is owed it."""
-        view, host = self._ledger.view(), self._ledger.host
-        newest = next((c.id for c in view.live if c.readable_on(host)), None)
+        newest = next((c.id for c in view.live if c.readable_on(self._ledger.host)), None)
         return decision.checkpoint == newest or bool(self._ledger.entries[decision.checkpoint].owed)
 
     def _would_fit(
