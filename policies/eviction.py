@@ -156,9 +156,9 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
 
     These are the images of the newest checkpoint that survives the loss of a node. So are those of the restored one
     until a newer one is durable, those of a newer one of which other nodes have lost parts, and those of the newest one
-    that counts though it is on too few nodes. None of them counts if another tier has the checkpoint, and survives that
-    loss. The restored one is whole. Where it is not to be sent to other nodes, an older one of which parts are lost
-    does not count. Parity counts on all images.
+    on too few nodes that may have been reported. None of them counts if another tier has the checkpoint, and survives
+    that loss. The restored one is whole. Where it is not to be sent to other nodes, an older one of which parts are
+    lost does not count. Parity counts on all images.
     """
     if _is_needed_by_a_copy(view, checkpoint):
         return True
@@ -173,16 +173,16 @@ def _completes_peer_memory(view: View, checkpoint: CheckpointView) -> bool:
     replaces_partial = has_newer_on_few = False
     for newer in view.live:
         on_few_nodes = {name for name in on_peers if view.is_on_few_nodes(newer, name)}
-        counts = any(view.on_few_nodes[name, newer.id] for name in on_few_nodes)
+        may_be_reported = any(view.on_few_nodes[name, newer.id] for name in on_few_nodes)
         if any(newer.readable_on(name) for name in surviving if name not in on_few_nodes):
             return newer.id == checkpoint.id
         if newer.id == checkpoint.id:
-            if counts:
+            if may_be_reported:
                 return not has_newer_on_few
             is_partial = any((name, newer.id) in view.partial for name in on_peers)
             return is_partial and not replaces_partial
         is_to_be_sent = bool(newer.owed & on_peers - view.failing)
-        has_newer_on_few |= counts
+        has_newer_on_few |= may_be_reported
         replaces_partial |= newer.id == view.restored_from and not is_to_be_sent
     return False
 

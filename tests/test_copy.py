@@ -8,7 +8,8 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -425,6 +426,12 @@ def test_a_deleted_checkpoint_and_one_that_has_gone_are_not_copied(
     with pytest.raises(StepError, match="marked for deletion"):
         run_copy(config, TWO)
     assert not step_folder(tmp_path / "far", 2).exists()
+
+
+def test_what_concerns_an_image_in_memory_alone_is_not_copied() -> None:
+    checkpoint = SimpleNamespace(id=ONE, copies={}, marks=frozenset({"pin", "on-peers"}))
+    found = write_copy.marks_of(cast(Any, SimpleNamespace(stores={})), cast(Any, checkpoint))
+    assert [mark.name for mark in found] == ["pin"]
 
 
 def test_a_damaged_mark_is_brought_along_anew(config: dict[str, Any], tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ class PeerView(Wrapper):
         self._place = place or " and ".join(remote.place for remote in remotes)
         self._records = UnitedRecords(self._kept)
         self._tends = tends
-        self._has_warned = False
+        self._silent: list[Backend] = []
+        """The remotes that have not answered before this node wrote."""
         self._adopted: set[CheckpointId] = set()
         """The checkpoints of earlier attempts of which this process writes files."""
         self.attempt: int | None = None
@@ -203,23 +204,27 @@ class PeerView(Wrapper):
 
     def _scan_remotes(self, prefix: str) -> list[list[StoredObject]]:
         """Return the listing of the first remote that answers; of all of them, for what is below a checkpoint: a
-        deletion that has failed on one of them goes by what it lists. Before this node writes, those that answer count:
-        it has nothing there that the nodes there do not report themselves, and one of them may be new."""
+        deletion that has failed on one of them goes by what it lists.
+
+        Before this node writes, those that answer count: it has nothing there that the nodes there do not report
+        themselves, and one of them may be new. A silent one is then asked once.
+        """
         found: list[list[StoredObject]] = []
         silent: UnreachableError | None = None
-        asks_all = self.attempt is None or _checkpoint_of(prefix) is not None
+        is_writing = self.attempt is not None
+        asks_all = not is_writing or _checkpoint_of(prefix) is not None
         for remote in self._remotes:
-            if found and not asks_all:
-                break
+            if (found and not asks_all) or (not is_writing and remote in self._silent):
+                continue
             try:
                 found.append(list(remote.scan(prefix)))
             except UnreachableError as error:
                 silent = silent or error
-        if silent is not None and self.attempt is not None and (asks_all or not found):
+                if not is_writing:
+                    self._silent.append(remote)
+                    logger.warning("peers: what other nodes keep is used, but: %s", error)
+        if is_writing and silent is not None and (asks_all or not found):
             raise silent
-        if silent is not None and not found and not self._has_warned:
-            self._has_warned = True
-            logger.warning("peers: what this node keeps for others is used, but: %s", silent)
         return found
 
 

@@ -15,7 +15,7 @@ from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId
 
 OnFewNodes = Mapping[CheckpointId, bool]
-"""Checkpoints, each with whether it counts: see ``View.on_few_nodes``."""
+"""Checkpoints, each with whether it may have been reported: see ``View.on_few_nodes``."""
 
 
 def on_few_nodes(
@@ -31,14 +31,14 @@ def on_few_nodes(
 
     ``copies`` says how many nodes are to have each image, beside host memory, which is the tier ``host``. Of ``whole``
     checkpoints all images are on some tier; others are left out. ``listings`` are the ``inventories`` of all ranks,
-    merged. A checkpoint counts if it may have been reported as committed: an image in memory bears a mark since then.
-    It does not count if it is abandoned, or bears a tombstone.
+    merged. A checkpoint may have been reported as committed if an image of it in memory bears the mark of that, or if
+    memory has none. Nobody counts on one that is abandoned, or bears a tombstone: the value is False.
     """
     if not copies:
         return {}
     known = merge(_only(whole, listings))
     in_memory = {one.id: one.copies[host].marks for one in known if host in one.copies}
-    counts = {
+    may_be_reported = {
         one.id: not one.abandoned
         and (one.pinned or not one.tombstoned)
         and keys.ON_PEERS_MARK in in_memory.get(one.id, {keys.ON_PEERS_MARK})
@@ -46,10 +46,10 @@ def on_few_nodes(
     }
     return {
         listing.tier: {
-            copy.id: counts[copy.id]
+            copy.id: may_be_reported[copy.id]
             for copy in listing.copies
             if copy.commit is not None
-            and copy.id in counts
+            and copy.id in may_be_reported
             and _fewest(inventories, listing.tier, copy.commit) < copies[listing.tier]
         }
         for listing in listings

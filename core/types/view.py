@@ -120,9 +120,9 @@ class View:
     seconds since 1970. ``many_ranks``: other ranks build views of their own, whose metrics, tags and time may differ.
     ``read_bytes_per_s`` has the measured read rate of tiers, in bytes of images; a tier without an entry was not
     measured. ``assume_verified``: every committed copy counts as verified. ``partial`` has tiers with checkpoints that
-    they have this node's part of, and not all of the other nodes'. ``on_few_nodes`` has tiers with checkpoints of which
-    they have a commit record, and fewer copies of some image than they make. Such a checkpoint counts (True) if it may
-    have been reported as committed there, and was neither abandoned nor deleted before this start.
+    they have this node's part of, and not all of the other nodes'. ``on_few_nodes`` has, by tier and
+    checkpoint, those that have a commit record on the tier, and too few copies there of some image. The value says
+    whether the checkpoint may have been reported as committed; False if it was abandoned or deleted before this start.
     """
 
     tiers: tuple[TierRules, ...]

@@ -13,7 +13,9 @@ from tests.simulation.many import SHARED_TIER
 from tests.simulation.peer_hour import peer_rules
 from tests.simulation.peer_watch import PeerWatch
 from tests.simulation.peer_world import PEER_TIER, Machine, PeerWorld, StartFailedError
-from tests.simulation.world import file_rules
+from tests.simulation.world import FakeRegion, commit_in_memory, file_rules
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.format.records import parse_mark
 from tierfall.core.scheduler import executor
 from tierfall.core.scheduler.group.tier_commits import LOST_WRITES_MAX
 from tierfall.core.types.errors import (
@@ -22,6 +24,7 @@ from tierfall.core.types.errors import (
     TierfallError,
     UnreachableError,
 )
+from tierfall.core.types.keys import ON_PEERS_MARK
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.core.types.view import TierRules
 from tierfall.tiers.stored import StoredTier
@@ -52,13 +55,14 @@ class World(PeerWorld):
             rank.save(step)
         self.settle(after_each=self.watch.look)
 
-    def replace(self, lost: Iterable[int]) -> None:
-        """These machines are lost, and others start in their places."""
+    def replace(self, lost: Iterable[int], *, more: int = 0) -> None:
+        """These machines are lost, and others start in their places, and some ``more``."""
         for node in lost:
             self.lose(self.present[node])
         self.crash()
         for node in lost:
             self.present[node] = self.machine(self.present[node].number + 4)
+        self.present += [self.machine(100 + number) for number in range(more)]
         self.start()
         self.watch.check_started()
 
@@ -257,23 +261,64 @@ def test_the_step_of_a_start_that_no_rule_selects_is_sent_to_the_other_nodes() -
     assert all(rank.committed(PEER_TIER) == {ONE} for rank in world.ranks)
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(("copies", "more"), [(1, 0), (2, 0), (1, 1), (1, 2)])
 @pytest.mark.parametrize("is_on_storage", [True, False])
 def test_a_damaged_copy_that_the_node_of_rank_0_has_nothing_of_goes_with_newer_ones(
-    copies: int, *, is_on_storage: bool
+    caplog: pytest.LogCaptureFixture, copies: int, more: int, *, is_on_storage: bool
 ) -> None:
-    """The image that a node keeps of the older step of two is missing there, and rank 0 is on a new node."""
+    """The image that a node keeps of the older step of two is missing there, and rank 0 is on a new node. Where there
+    are more ranks than before, none of them repairs it."""
     storage = [file_rules(SHARED_TIER, shared=True, retain_last=2)] if is_on_storage else []
     world = World(*storage, copies=copies, last=2)
     world.save(2)
     kept = world.present[world.placement.holders[2][1]].kept[1]._objects
     (image,) = [key for key in kept if "0001-" in key and key.endswith(".safetensors")]
     del kept[image]
-    world.replace([0])
+    world.replace([0], more=more)
     assert world.started_from == CheckpointId(2, 1)
     world.save(3)
     world.save(4)
     world.watch.check_settled()
+    assert "stays damaged" not in caplog.text
+
+
+def test_an_image_in_memory_says_once_that_peer_memory_has_it_before_a_handle_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So does one that was brought back, though other nodes have lost copies of it since."""
+    world, seen = World(copies=2), list[bool]()
+    on_committed = SaveHandle.on_committed
+
+    def look(handle: SaveHandle, tier: str) -> None:
+        regions = [region for rank in world.ranks for region in rank.memory.regions]
+        seen.append(any(found for id, found in marks(regions) if id == CheckpointId(2, 1)))
+        on_committed(handle, tier)
+
+    monkeypatch.setattr(SaveHandle, "on_committed", look)
+    world.save(2)
+    assert seen
+    assert all(seen)
+    monkeypatch.undo()
+    for _ in range(2):
+        world.replace([0])
+        (region,) = world.ranks[0].memory.regions
+        assert marks([region]) == [(CheckpointId(2, 1), [ON_PEERS_MARK])]
+        world.settle(after_each=world.watch.look)
+    for rank in world.ranks:
+        newest = max(marks(rank.memory.regions))
+        assert newest == (CheckpointId(2, 1), [ON_PEERS_MARK])
+
+
+def marks(regions: Iterable[FakeRegion]) -> list[tuple[CheckpointId, list[str]]]:
+    """The checkpoints of sealed images, and the names of their marks."""
+    return [
+        (
+            commit_in_memory(region.commit()).lineage.checkpoint,
+            [parse_mark(mark, what="mark").name for mark in region.marks()],
+        )
+        for region in regions
+        if region.sealed
+    ]
 
 
 def test_a_start_after_a_loss_knows_which_step_was_reported(

@@ -13,6 +13,8 @@ from pathlib import Path
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import Commit, geometry, parse_manifest
 from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.scheduler.group.pins import note_on_peers
+from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.types.errors import ConfigError, IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.types.text import format_some
@@ -174,11 +176,22 @@ def adopt_images(
             )
             entry.geometry = geometry(entry.manifest)
             logger.info("open: %s in memory is adopted", id)
+            _note_on_peers(ledger, entry)
     for entry in list(ledger.entries.values()):
         if host in entry.states and entry.region is None and entry.shards is None:
             entry.set_state(host, CopyState.ABSENT)
             ledger.forget_if_gone(entry)
     return leftovers
+
+
+def _note_on_peers(ledger: Ledger, entry: LedgerEntry) -> None:
+    """Note beside an image that was brought back from another node that peer memory has committed its checkpoint."""
+    few = ledger.on_few_nodes
+    if any(
+        few.get((tier, entry.id), entry.state(tier) is CopyState.COMMITTED)
+        for tier in ledger.peer_tiers
+    ):
+        note_on_peers(entry)
 
 
 def note_overtaken(ledger: Ledger, late: Mapping[CheckpointId, frozenset[str]] | None) -> None:

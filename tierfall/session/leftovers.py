@@ -281,7 +281,7 @@ class Leftovers:
 
     def _eviction_order(self, id: CheckpointId) -> tuple[bool, bool, int, int]:
         is_needed = self._is_needed(id)
-        return is_needed, is_needed and self._counts(id), id.attempt, id.step
+        return is_needed, is_needed and self._may_be_reported(id), id.attempt, id.step
 
     def _is_needed(self, id: CheckpointId) -> bool:
         """Return whether peer memory counts on these images, and no other tier has them: this start was restored from
@@ -289,17 +289,24 @@ class Leftovers:
         peers = self.ledger.peer_tiers
         if not peers or self._durable_on(id) - peers:
             return False
-        return id == self.ledger.restored_from or (self._counts(id) and not self._has_newer(id))
+        return id == self.ledger.restored_from or (
+            self._may_be_reported(id) and not self._has_newer(id)
+        )
 
     def _has_newer(self, id: CheckpointId) -> bool:
-        newer = {other for other in self.ledger.entries if other > id}
-        newer |= {other for _, other in self.ledger.on_few_nodes if other > id}
-        return any(self._durable_on(o) - self.ledger.peer_tiers or self._counts(o) for o in newer)
+        entries, peers = self.ledger.entries, self.ledger.peer_tiers
+        newer = entries.keys() | {other for _, other in self.ledger.on_few_nodes}
+        deleted = {other for other in entries if entries[other].tombstoned}
+        return any(
+            self._durable_on(other) - peers or self._may_be_reported(other)
+            for other in newer - deleted
+            if other > id
+        )
 
-    def _counts(self, id: CheckpointId) -> bool:
-        """Return whether peer memory committed a checkpoint: it has all copies, or it ``counts`` without them."""
-        few, peers = self.ledger.on_few_nodes, self.ledger.peer_tiers
-        return any(few.get((tier, id), tier in self._durable_on(id)) for tier in peers)
+    def _may_be_reported(self, id: CheckpointId) -> bool:
+        """Return whether peer memory has committed a checkpoint, or may have before copies of it were lost."""
+        few, durable = self.ledger.on_few_nodes, self._durable_on(id)
+        return any(few.get((tier, id), tier in durable) for tier in self.ledger.peer_tiers)
 
     def _durable_on(self, id: CheckpointId) -> set[str]:
         entry = self.ledger.entries.get(id)

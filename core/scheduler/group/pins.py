@@ -2,7 +2,8 @@
 
 A person may remove a pin from the stored tiers beside a running trainer, whose memory keeps it. So memory records to
 which tiers its pin was written. A pin that none of them bears any more was removed; one that was written to none is
-written to them by the next start. Belongs to the coordinator's thread.
+written to them by the next start. What peer memory has committed is noted in memory, too. Belongs to the coordinator's
+thread.
 """
 
 from __future__ import annotations
@@ -91,3 +92,15 @@ class Pins:
     def _recorded_on(self, entry: LedgerEntry) -> list[str]:
         names = (rules.name for rules in self._ledger.rules if rules.name != self._ledger.host)
         return [name for name in names if entry.has_record_on(name)]
+
+
+def note_on_peers(entry: LedgerEntry) -> None:
+    """Note beside each image in memory, once, that peer memory has committed its checkpoint: a start after a loss sees
+    which checkpoints were reported."""
+    mark = Mark(name=keys.ON_PEERS_MARK, checkpoint=entry.id, wall_time_s=0.0).encode()
+    for region in entry.sealed_regions:
+        try:
+            if mark not in region.marks():
+                region.add_mark(mark)
+        except TierfallError as error:
+            logger.warning("%s in memory does not say that peer memory has it: %s", entry.id, error)

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from tierfall.core.format.records import Commit, Mark, NamedFile
+from tierfall.core.format.records import Commit, NamedFile
 from tierfall.core.ranks.message_tree import Bodies, MessageTree
 from tierfall.core.scheduler.deletion.deleter import Deleter
 from tierfall.core.scheduler.flush.flusher import Flusher
@@ -34,12 +34,13 @@ from tierfall.core.scheduler.group.messages import (
     read_all,
 )
 from tierfall.core.scheduler.group.pending_commits import PendingCommits
+from tierfall.core.scheduler.group.pins import note_on_peers
 from tierfall.core.scheduler.ledger.entry import LedgerEntry
 from tierfall.core.scheduler.ledger.hooks import Hooks
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import CommitCopy, DeleteCopy, Outcome
 from tierfall.core.types import keys
-from tierfall.core.types.errors import FlushError, LostWriteError, TierfallError
+from tierfall.core.types.errors import FlushError, LostWriteError
 from tierfall.core.types.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
@@ -379,20 +380,11 @@ class TierCommits:
         self._stuck.pop(tier, None)
         self._forget(entry, tier)
         if tier in self._ledger.peer_tiers:
-            self._note_in_memory(entry)
+            note_on_peers(entry)
         self._flusher.committed(tier, entry.id, message.bytes_by_rank[leader])
         self._ledger.partial.discard((tier, entry.id))
         self._ledger.on_few_nodes.pop((tier, entry.id), None)
         self._delete_partial(tier, entry)
-
-    def _note_in_memory(self, entry: LedgerEntry) -> None:
-        """Note beside the images in memory that peer memory has committed the checkpoint: a start after a loss sees
-        which steps were reported."""
-        mark = Mark(name=keys.ON_PEERS_MARK, checkpoint=entry.id, wall_time_s=0.0)
-        try:
-            entry.add_memory_mark(mark)
-        except TierfallError as error:
-            logger.warning("%s in memory does not say that peer memory has it: %s", entry.id, error)
 
     def _delete_partial(self, tier: str, newer: LedgerEntry) -> None:
         """Delete older copies of which only a part is left. They were kept in case the parts of other nodes return."""

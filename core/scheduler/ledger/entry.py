@@ -304,4 +304,4 @@ def _shard(commit: Commit | None, own: Shard) -> Shard:
     if commit is None or commit.world_size == own.world_size:
         return own
     named = (keys.parse_shard(file.name) for file in commit.files)
-    return next((shard for shard in named if shard is not None), own)
+    return next((shard for shard in named if shard is not None), Shard(0, commit.world_size))

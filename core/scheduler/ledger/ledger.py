@@ -52,7 +52,9 @@ class Ledger:
         self.partial: set[tuple[str, CheckpointId]] = set()
         self.scattered = scattered
         self.on_few_nodes = {
-            (tier, id): counts for tier, few in on_few_nodes.items() for id, counts in few.items()
+            (tier, id): may_be_reported
+            for tier, few in on_few_nodes.items()
+            for id, may_be_reported in few.items()
         }
         self.deleted = deleted
         self.may_delete_by_rule = False
