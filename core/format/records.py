@@ -13,7 +13,7 @@ from typing import Any
 from tierfall.core.format import documents
 from tierfall.core.format.documents import JsonFields, Spliced
 from tierfall.core.types import keys
-from tierfall.core.types.errors import IntegrityError, NotSupportedError
+from tierfall.core.types.errors import IntegrityError
 from tierfall.core.types.lineage import AttemptStart
 from tierfall.core.types.text import float_to_json, to_json
 from tierfall.core.types.values import CheckpointId, Shard
@@ -385,9 +385,7 @@ def parse_mark(data: bytes, *, what: str) -> Mark:
     reader = JsonFields(documents.open_sealed(data, what=what), what)
     name = reader.name("mark")
     if not keys.is_tierfall_name(f"{keys.MARKS_FOLDER}/{name}"):
-        raise NotSupportedError(
-            f"{what}: {name!r} is no mark that this tierfall writes: install the one that wrote it, or a newer one"
-        )
+        raise IntegrityError(f"{what}: {name!r} is not a mark that tierfall writes")
     return Mark(
         name=name,
         checkpoint=_checkpoint(reader),

@@ -127,7 +127,7 @@ def count_uncommitted_ones(patch: pytest.MonkeyPatch) -> None:
 def evict_what_peer_memory_relies_on(patch: pytest.MonkeyPatch) -> None:
     """An image in a node's own memory counts for nothing once another node keeps a copy."""
     patch.setattr(eviction, "_completes_peer_memory", lambda view, checkpoint: False)
-    patch.setattr(Admissions, "_is_relied_on", lambda self, decision: False)
+    patch.setattr(Admissions, "_relied_on", lambda self, decision: frozenset())
 
 
 def delete_images_whose_rest_is_not_seen(patch: pytest.MonkeyPatch) -> None:
