@@ -155,6 +155,8 @@ def test_every_metric_is_a_gauge(make_config: MakeConfig, seen: Seen) -> None:
         assert seen.gauges()["tierfall.saves"][(("outcome", "captured"),)] == 0
         ckpt.save(1, state_of(1), block=True)
         wait_until(lambda: "tierfall.surviving_step" in seen.gauges(), "the metrics of a save")
+        edge = (("edge", "host->near"),)
+        wait_until(lambda: edge in seen.gauges().get("tierfall.edge_bytes", {}), "the copy")
         wait_until(
             lambda: seen.gauges()["tierfall.commits"].get((("tier", "far"),)) == 1, "the commit"
         )
@@ -162,7 +164,7 @@ def test_every_metric_is_a_gauge(make_config: MakeConfig, seen: Seen) -> None:
         detach()
         assert seen.gauges() == {}
     assert found["tierfall.surviving_step"] == {(("loss", "process"),): 1}
-    assert (("edge", "host->near"),) in found["tierfall.edge_bytes"]
+    assert edge in found["tierfall.edge_bytes"]
     assert found["tierfall.step"] == {(): 1}
     assert {name.removeprefix("tierfall.") for name in found} <= set(METRICS)
 
