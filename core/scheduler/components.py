@@ -309,8 +309,7 @@ class Components(Hooks):
                 self.backlog.on_found(entry.id, tuple(entry.owed))
 
     def _sends_image(self, entry: LedgerEntry, world_size: int) -> bool:
-        """Return whether this rank sends an image of a checkpoint that ``world_size`` ranks saved. Where this node has
-        no file of it, the entry has this rank's own shard, whatever the number of ranks was."""
+        """Return whether this rank sends an image of a checkpoint that ``world_size`` ranks saved."""
         own = self.ledger.shard
         return entry.shards is not None or (entry.shard == own and world_size == own.world_size)
 
