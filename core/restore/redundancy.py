@@ -67,7 +67,7 @@ def _only(ids: Collection[CheckpointId], listings: Sequence[Listing]) -> list[Li
 
 
 def _fewest(inventories: Mapping[int, Inventory], tier: str, commit: Commit) -> int:
-    """Return how many nodes have the image of a checkpoint that the fewest have."""
+    """Return on how many nodes the rarest image of a checkpoint is."""
     nodes: Counter[int] = Counter()
     for rank, tiers in inventories.items():
         for copy in tiers[tier].copies if tier in tiers else ():

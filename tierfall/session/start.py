@@ -364,7 +364,7 @@ def decide(
         attempt=attempt,
         whole=whole_on_each(reachable, few, host=host),
         complete=whole_somewhere,
-        on_few_nodes={tier: tuple(sorted(nodes.items())) for tier, nodes in few.items()},
+        on_few_nodes={tier: tuple(sorted(ids.items())) for tier, ids in few.items()},
         seen=frozenset(listing.tier for listing in listings if listing.error is None),
         inherited=committed_in_memory(
             listings, inventories, host=host, world_size=tiers.ranks.topology.world_size

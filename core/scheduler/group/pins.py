@@ -2,8 +2,8 @@
 
 A person may remove a pin from the stored tiers beside a running trainer, whose memory keeps it. So memory records to
 which tiers its pin was written. A pin that none of them bears any more was removed; one that was written to none is
-written to them by the next start. What peer memory has committed is noted in memory, too. Belongs to the coordinator's
-thread.
+written to them by the next start. Memory also records which checkpoints peer memory has committed. Belongs to the
+coordinator's thread.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def few_of(ranks: list[Tiers]) -> Mapping[CheckpointId, bool]:
 def test_what_too_few_nodes_have_counts_if_it_may_have_been_reported(
     in_memory: bool, marks: set[str], counts: bool
 ) -> None:
-    """One rank is alive of those that may have heard of the commit."""
+    """Where images are in memory, that of rank 1 bears the marks."""
     ranks = several(2)
     put_parts(ranks, "nvme", 5)
     if in_memory:
