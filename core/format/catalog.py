@@ -95,12 +95,14 @@ class Listing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCheckpoint:
-    """One checkpoint on all tiers that were listed. ``commit`` is None if none of its records can be parsed."""
+    """One checkpoint on all tiers that were listed. ``commit`` is None if none of its records can be parsed.
+    ``fastest_tier``, where all ranks agreed to restore it: the fastest tier that any node has this rank's image on."""
 
     id: CheckpointId
     commit: Commit | None
     copies: dict[str, FoundCopy]
     abandoned: bool
+    fastest_tier: str | None = None
 
     @property
     def bytes(self) -> int:

@@ -21,6 +21,7 @@ from tierfall.core.ranks.messages import Message
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.candidates import RestoreRequest, choose
 from tierfall.core.restore.exchange.gloo import LostError
+from tierfall.core.restore.exchange.messages import NumberRanges
 from tierfall.core.restore.inventory import (
     CopyMessage,
     Inventory,
@@ -53,10 +54,12 @@ class _RestoreCall(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates(Message):
     """What all ranks may restore, newest first. ``commits`` are the texts of their records, which name no files and
-    nodes; ``fallbacks`` are the skipped sources, with reasons."""
+    nodes; ``images`` are those that a tier has on any node, and no faster tier has; ``fallbacks`` are the skipped
+    sources, with reasons."""
 
     order: tuple[CheckpointId, ...] = ()
     commits: tuple[str, ...] = ()
+    images: tuple[Mapping[str, NumberRanges], ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
 
 
@@ -93,7 +96,14 @@ def agree_to_restore(
     lives = {id: commit.lineage.attempt_id for id, commit in agreed.items()}
     found = listings if look_again is None else look_again()
     here = {known.id: known for known in merge(_keep_agreed(lives, x) for x in found)}
-    return [_describe_known(here.get(id), commit) for id, commit in agreed.items()]
+    rank = ranks.shard.rank
+    return [
+        replace(
+            _describe_known(here.get(commit.lineage.checkpoint), commit),
+            fastest_tier=next((tier for tier, having in images.items() if rank in having), None),
+        )
+        for commit, images in zip(commits, decision.images, strict=True)
+    ]
 
 
 def _describe_known(here: KnownCheckpoint | None, commit: Commit) -> KnownCheckpoint:
@@ -298,8 +308,22 @@ def choose_candidates(
     return Candidates(
         order=tuple(known.id for known in taken),
         commits=tuple(replace(c, files=(), nodes=()).encode().decode() for c in commits),
+        images=tuple(_by_fastest_tier(known, request.tier) for known in taken),
         fallbacks=tuple(tally.fallbacks),
     )
+
+
+def _by_fastest_tier(known: KnownCheckpoint, tier: str | None) -> dict[str, NumberRanges]:
+    """Return the images of a checkpoint by the fastest tier that has them; only those on ``tier``, if it is given."""
+    found: dict[str, NumberRanges] = {}
+    on_faster: set[int] = set()
+    for name, copy in known.copies.items():
+        if copy.commit is not None and tier in (None, name):
+            images = ranks_with_image(copy.commit, copy.commit.world_size) - on_faster
+            on_faster |= images
+            if images:
+                found[name] = NumberRanges.of(images)
+    return found
 
 
 def _without(ids: Collection[CheckpointId], listing: Listing) -> Listing:

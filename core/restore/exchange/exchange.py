@@ -118,7 +118,7 @@ class _ExchangedReader(CheckpointReader):
     # What plans ask for ------------------------------------------------------------------------------
 
     def header(self, shard: Shard) -> ImageHeader:
-        if self._sees(shard.rank):
+        if self._is_fastest_here(shard.rank):
             try:
                 self.header_here(shard)
             except PASSABLE as error:
@@ -350,6 +350,12 @@ class _ExchangedReader(CheckpointReader):
 
     def _sees(self, image: int) -> bool:
         return any(image in images for images in self._seen().values())
+
+    def _is_fastest_here(self, image: int) -> bool:
+        """Return whether this rank sees its own image on the fastest tier that any node has it on."""
+        tiers = [tier for tier, images in self._seen().items() if image in images]
+        fastest = self.checkpoint.fastest_tier
+        return bool(tiers) and (fastest is None or min(tiers) <= self.exchange.order.index(fastest))
 
     def _reader(self, image: int) -> tuple[ChunkReader, Manifest]:
         """Open an image; threads share it."""

@@ -107,8 +107,13 @@ def test_without_an_exchange_each_reads_for_itself(job: Job) -> None:
     assert all(peer.read() > data_bytes(job, 5) for peer in job.peers)
 
 
-def test_ranks_that_read_their_own_images_alone_agree_once_and_connect_to_nobody(job: Job) -> None:
+@pytest.mark.parametrize("on_disk", [[], [0, 2], [*range(RANKS)]])
+def test_ranks_that_read_their_own_images_alone_agree_once_and_connect_to_nobody(
+    job: Job, on_disk: list[int]
+) -> None:
     put_shares(job, 5)
+    for rank in on_disk:
+        job.peers[rank].put("nvme", part(5, rank, RANKS, share(5, rank)))
     want_own(job)
     restored(job)
     assert hold(job, 5)
@@ -144,7 +149,19 @@ def test_the_fastest_tier_of_any_rank_is_read(job: Job) -> None:
     restored(job)
     assert hold(job, 5)
     assert set(job.peers[0].tally.received) == {("nvme", 1)}
+    assert job.peers[0].read() == 0, "nor the header from the store"
     assert job.peers[1].tally.bytes["nvme"] >= 4 * ELEMENTS
+
+
+def test_a_header_that_cannot_be_read_on_the_fastest_tier_comes_from_the_next(job: Job) -> None:
+    """Rank 1's disk has rank 0's image, whose header is damaged there."""
+    put_shares(job, 5)
+    (image,) = job.peers[1].put("nvme", part(5, 0, RANKS, share(5, 0)))
+    flip(image, 0)
+    want_own(job)
+    restored(job)
+    assert hold(job, 5)
+    assert "store" in {*job.peers[0].tally.bytes, *(t for t, _ in job.peers[0].tally.received)}
 
 
 @pytest.mark.parametrize("requested", [want_own, want_all])

@@ -350,6 +350,17 @@ def test_all_ranks_agree_on_one_order_and_each_knows_its_own_copies(two: list[Ra
     assert first[0].commit is not None
 
 
+def test_each_rank_learns_the_fastest_tier_that_any_node_has_its_image_on(two: list[Rank]) -> None:
+    tiers = [rank.tiers for rank in two]
+    put_shared(tiers, "store", 3)
+    put_shared(tiers, "store", 4)
+    tiers[0].put("nvme", sharded(4, 1, 2))
+    first, second = agreed(two)
+    assert [known.fastest_tier for known in first] == ["store", "store"]
+    assert [known.fastest_tier for known in second] == ["nvme", "store"]
+    assert [known.fastest_tier for known in agreed(two, tier="store")[1]] == ["store", "store"]
+
+
 def test_what_was_passed_over_stands_in_the_report_of_every_rank(two: list[Rank]) -> None:
     tiers = [rank.tiers for rank in two]
     put_shared(tiers, "store", 3)
