@@ -72,7 +72,8 @@ def test_a_rack_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_copy_with_flipped_bytes_is_not_used(make_job: MakeJob, tmp_path: Path) -> None:
-    """The other one is, and the log says so. If both are damaged, the step before is restored."""
+    """The other one is, and the log says so. If both are damaged, the step before is restored: from memory where it is
+    there still."""
     train(make_job, peers=TWO)
     lose(tmp_path, 0)
     shutil.copytree(tmp_path, tmp_path.with_name("aside"))
@@ -93,7 +94,7 @@ def test_a_copy_with_flipped_bytes_is_not_used(make_job: MakeJob, tmp_path: Path
     for each in (first, second):
         flip(each)
     answers = run_again(make_job, peers=TWO)
-    check_resumed(answers, step=2, reads="pfs")
+    assert [(answer.get("step"), answer.get("good")) for answer in answers] == [(2, True)] * 4
     assert "step 3" in skipped(answers)
     assert "digest" in skipped(answers)
 
