@@ -83,8 +83,8 @@ class IntervalChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCadence:
-    """The best interval of flushes to a tier: for failures every ``mtbf_s`` seconds on average that no faster tier
-    survives, every ``interval_s`` seconds, which is every ``flush_every`` saves; and why."""
+    """The best interval of flushes to a tier, and why: ``interval_s`` seconds, which is ``flush_every`` saves.
+    ``mtbf_s`` is the mean time between failures that this tier survives and no faster one."""
 
     tier: str
     mtbf_s: float | None

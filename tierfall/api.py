@@ -49,7 +49,7 @@ def open(
 
     With several ranks, each calls this, and all later methods, in the same order. They connect by ``process_group``, by
     ``torch.distributed`` where it is initialised, or by the environment of torchrun or srun. In the first two cases a
-    restore reads bytes that several ranks need once, and the ranks exchange them.
+    restore reads once what several ranks need, and the ranks exchange it.
 
     Raises ConfigError for an invalid configuration and for foreign or damaged host memory, LockError while another
     process trains this run on this machine, BackendError where a tier refuses, RanksError where other ranks do not

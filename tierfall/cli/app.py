@@ -77,7 +77,7 @@ def _prepare(
 # Beginning -------------------------------------------------------------------------------------------
 
 
-@app.command(short_help="Write a first tiers.yaml, by five questions.")
+@app.command(short_help="Write a first tiers.yaml, after five questions at most.")
 def init(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="The YAML file to write.", show_default=True)
@@ -259,7 +259,7 @@ def import_(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Save what another program wrote as a step of the run, on all of its stored tiers. No code of it is run."""
+    """Save what another program wrote as a step of the run, on all of its stored tiers. No code from PATH is run."""
     from tierfall.cli import copy_export
 
     copy_export.import_(path, as_step, entry, config, run, as_json)
@@ -390,8 +390,8 @@ def watch(
         typer.Option(
             "--prometheus",
             metavar="PORT",
-            help="Show nothing, and serve /metrics and /healthz of the trainers on this machine there: 9109, or "
-            "127.0.0.1:9109.",
+            help="Serve /metrics and /healthz of the trainers on this machine at this port or address, and show "
+            "nothing: 9109, or 127.0.0.1:9109.",
         ),
     ] = None,
     config: ConfigOption = None,

@@ -179,9 +179,9 @@ class Statistics:
     * ``peer_survival`` is which losses of nodes the newest checkpoint in peer memory survives. None without a peer
       tier, and after a start until it has committed a checkpoint there: nodes that kept older ones may be lost.
     * ``capture`` is how the last save in mode auto was captured, and why. ``cadence`` is when ``maybe_save`` saves.
-    * ``ettr`` is the share of the time since open that made progress which is kept, by the calls of ``maybe_save``. The
-      cost of saves, restores and steps that were trained again are no such progress; failures that ended an earlier
-      process do not count. None before the first call.
+    * ``ettr`` is the share of the time since open in which training made progress that is kept, timed by the calls of
+      ``maybe_save``. The cost of saves, restores and steps that were trained again do not count as progress. Earlier
+      processes are not included. None before the first call.
     * ``write_bytes_per_s`` and ``read_bytes_per_s`` are the measured rates of each tier, in bytes of images.
     * ``behind`` is, by tier, how many more checkpoints it would be behind after an hour of this cadence (0: it keeps
       up, None: its rate or the cadence is not known); ``behind_s`` the age of the oldest checkpoint that is newer than
