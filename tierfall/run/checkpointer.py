@@ -302,8 +302,8 @@ class Checkpointer:
         """Begin a run without a restore, where no tier has a checkpoint; no effect where this start may save already.
 
         ``save`` makes the same check: this one is made before the first step is trained. After it, or after ``load``,
-        the first save does not warn of a ``state_dict()`` that ``restore`` could not fill. With several ranks, all make
-        this call. Raises StepError where a tier has a checkpoint, RestoreError where one could not be asked.
+        the first save does not warn of what its state may lack, such as a DataLoader's order. With several ranks, all
+        make this call. Raises StepError where a tier has a checkpoint, RestoreError where one could not be asked.
         """
         self._opened.check_usable()
         self._opened.checks_omissions = False
