@@ -27,7 +27,7 @@ from tierfall.backends.parity.sets import (
 )
 from tierfall.backends.parity.stripes import ParityGeometry
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.posix.folders import MakeAnew, make_root
+from tierfall.backends.posix.folders import make_root
 from tierfall.backends.posix.system import translated, write_whole
 from tierfall.backends.toolkit.keys import check_key, unfinished_name
 from tierfall.core.types.errors import BackendError
@@ -130,16 +130,12 @@ class ParityStore:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        check_room: Callable[[int], None] = lambda size: None,
-        make_anew: MakeAnew | None = None,
+        self, folder: Path, *, check_room: Callable[[int], None] = lambda size: None
     ) -> None:
         """``check_room`` raises StorageFullError where so many bytes do not fit into memory."""
         self._check_room = check_room
         self.id = secrets.token_hex(16)
-        self.backend = PosixBackend(folder, direct_io=False, make_anew=make_anew)
+        self.backend = PosixBackend(folder, direct_io=False)
         self.operations: Mapping[str, Callable[[dict[str, Any]], Any]] = {
             "parity_join": self._join,
             "parity_finish": self._finish,

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.posix.folders import Folders, MakeAnew
+from tierfall.backends.posix.folders import Folders
 from tierfall.backends.posix.system import translated
 from tierfall.backends.posix.writer import NEW_FILE, PosixWriter, PosixWriterContext
 from tierfall.backends.toolkit.base import Extent
@@ -96,8 +96,8 @@ class FilePages:
 class KeptFiles(PosixBackend):
     """Stores objects as files below ``root``, a folder of a file system in memory; see the module."""
 
-    def __init__(self, root: Path | str, *, make_anew: MakeAnew | None = None) -> None:
-        super().__init__(root, direct_io=False, make_anew=make_anew)
+    def __init__(self, root: Path | str) -> None:
+        super().__init__(root, direct_io=False)
         self._kept: list[FilePages] = []
         """The pages of objects that were received here, and of one at most that was deleted."""
         self._kept_lock = threading.Lock()

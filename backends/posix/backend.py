@@ -13,14 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tierfall.backends.posix.folders import (
-    Entry,
-    Folders,
-    Listings,
-    MakeAnew,
-    is_missing,
-    make_root,
-)
+from tierfall.backends.posix.folders import Entry, Folders, Listings, is_missing, make_root
 from tierfall.backends.posix.probe import UNPROBED, Exclusive, direct_block, probe
 from tierfall.backends.posix.system import (
     BOUNCE_BYTES,
@@ -59,8 +52,8 @@ class PosixBackend(BackendBase):
 
     ``root`` is created where it is missing, and must be a writable folder. ``direct_io``: None uses direct I/O where a
     probe at open shows that it works, False never, True raises where it does not work. While the backend is open, a
-    root that is unmounted, deleted or replaced raises UnreachableError, until the identity check accepts it again, or
-    ``make_anew`` makes it anew. Call ``close`` after all other calls have returned.
+    root that is unmounted, deleted or replaced raises UnreachableError, until the identity check accepts it again. Call
+    ``close`` after all other calls have returned.
 
     ``read_only``: nothing is created, probed or changed. A missing root is UnreachableError, since it may not be
     mounted; writing and deleting raise AccessDeniedError. Each file is read by direct I/O where the kernel supports it
@@ -76,17 +69,12 @@ class PosixBackend(BackendBase):
     )
 
     def __init__(
-        self,
-        root: Path | str,
-        *,
-        direct_io: bool | None = None,
-        read_only: bool = False,
-        make_anew: MakeAnew | None = None,
+        self, root: Path | str, *, direct_io: bool | None = None, read_only: bool = False
     ) -> None:
         self._path = Path(os.path.abspath(root))
         super().__init__(str(self._path), read_only=read_only)
         self._ask_kernel = read_only and direct_io is not False
-        self._folders = _open_root(self._path, read_only=read_only, make_anew=make_anew)
+        self._folders = _open_root(self._path, read_only=read_only)
         try:
             with self._folders.opened("") as folder:
                 self._medium = (
@@ -378,7 +366,7 @@ def _folder_of(key: str) -> str:
     return key.rpartition("/")[0]
 
 
-def _open_root(path: Path, *, read_only: bool, make_anew: MakeAnew | None) -> Folders:
+def _open_root(path: Path, *, read_only: bool) -> Folders:
     with translated(f"open the tier's folder {path}"):
         if os.path.lexists(path) and not path.is_dir():
             raise BackendError(f"{path} is not a folder; name one, or one that can be made")
@@ -388,4 +376,4 @@ def _open_root(path: Path, *, read_only: bool, make_anew: MakeAnew | None) -> Fo
             raise NoFolderError(
                 f"{path} is not there; mount or restore it. The first training creates a new one"
             )
-        return Folders(path, read_only=read_only, make_anew=make_anew)
+        return Folders(path, read_only=read_only)

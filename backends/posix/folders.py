@@ -1,9 +1,8 @@
 """The folder tree below a tier's root, opened by descriptors, so that no symbolic link below the root is followed.
 
 The root is kept open as long as the backend, and compared with the path in each call: a root that was unmounted or
-deleted is unreachable, never empty, unless ``make_anew`` makes it anew. New folders are fsynced into their parents,
-those of other processes included. This module knows no objects. It raises OSErrors, which its caller translates, and
-BackendErrors for its own checks.
+deleted is unreachable, never empty. New folders are fsynced into their parents, those of other processes included. This
+module knows no objects. It raises OSErrors, which its caller translates, and BackendErrors for its own checks.
 """
 
 from __future__ import annotations
@@ -44,11 +43,6 @@ SLOW_IN_A_ROW = 4
 """A single slow listing may only mean that the machine is busy."""
 
 
-MakeAnew = Callable[[Path], bool]
-"""Makes a root anew that was deleted, or accepts what is at its path now; False where it does not. Raises TierfallError
-where that fails."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """A file or folder in a folder. Special files and symbolic links are not listed."""
@@ -86,9 +80,8 @@ def can_sync(folder: int) -> bool:
 class Folders:
     """Opens, creates, lists and removes folders below one root."""
 
-    def __init__(self, path: Path, *, read_only: bool, make_anew: MakeAnew | None = None) -> None:
+    def __init__(self, path: Path, *, read_only: bool) -> None:
         self.path = path
-        self._make_anew = make_anew
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self.can_sync = read_only or can_sync(self._root)
         self._identity = _identity(os.fstat(self._root))
@@ -121,7 +114,7 @@ class Folders:
         if self._root < 0:
             raise BackendError(f"{self.path}: this backend is closed; open it again")
         try:
-            found = self._find_root()
+            found = _identity(os.stat(self.path))
         except FileNotFoundError as error:
             raise UnreachableError(
                 f"{self.path}: the tier's folder is gone: it was deleted, moved or unmounted. {_CURE}"
@@ -139,16 +132,6 @@ class Folders:
             raise LostWriteError(
                 f"{self.path}: the tier's folder was mounted anew since this object was begun: write it anew"
             )
-
-    def _find_root(self) -> tuple[int, int]:
-        """Return the identity of the folder at the path, which is made anew where it is missing and may be. Raises
-        OSError."""
-        try:
-            return _identity(os.stat(self.path))
-        except FileNotFoundError:
-            if self._make_anew is None or not self._make_anew(self.path):
-                raise
-        return _identity(os.stat(self.path))
 
     def _is_back(self, found: tuple[int, int]) -> bool:
         """Continue with the folder that is at the path now, if it is the same one, mounted anew."""
@@ -170,9 +153,7 @@ class Folders:
             return True
 
     def _is_same(self, root: int) -> bool:
-        """Whether an open folder has the file that identifies it as the tier's, or was made anew."""
-        if self._make_anew is not None and self._make_anew(self.path):
-            return True
+        """Whether an open folder has the file that identifies it as the tier's."""
         if self._proof is None:
             return False
         key, is_same = self._proof

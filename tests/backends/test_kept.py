@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,17 +15,7 @@ from tierfall.backends.peer import kept
 from tierfall.backends.peer.kept import KeptFiles, MappedWriter
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.backend import Publish
-from tierfall.core.types.errors import (
-    AccessDeniedError,
-    BackendError,
-    KeyExistsError,
-    KeyNotFoundError,
-    LostWriteError,
-    StorageFullError,
-    UnreachableError,
-)
-from tierfall.setup.nodes import kept as kept_folders
-from tierfall.setup.nodes.kept import make_anew
+from tierfall.core.types.errors import BackendError, KeyExistsError, StorageFullError
 
 MIB = 1 << 20
 
@@ -270,65 +258,3 @@ def pages_bytes(folder: Path) -> int:
     """The bytes of all files below a folder, however many names they have."""
     found = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum({status.st_ino: status.st_blocks * 512 for status in found}.values())
-
-
-# A folder that is removed while it is open -----------------------------------------------------------
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="tierfall-test-", dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
-def test_a_folder_in_memory_is_made_anew_for_all_that_have_it_open(
-    memory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = memory / "peers" / "1"
-    files = KeptFiles(root, make_anew=make_anew)
-    other = PosixBackend(root, direct_io=False, make_anew=make_anew)
-    receive(files, "run/1/image", data(1))
-    begun = files.create("run/2/image", length=len(data(2)))
-    shutil.rmtree(memory / "peers")
-    assert list(other.scan("run/")) == []
-    with pytest.raises(KeyNotFoundError):
-        get(files, "run/1/image")
-    with begun:
-        begun.write(0, memoryview(data(2)))
-        with pytest.raises(LostWriteError, match="write it anew"):
-            begun.publish()
-    receive(files, "run/2/image", data(2))
-    assert get(other, "run/2/image") == data(2)
-    assert [found.key for found in files.scan("")] == ["run/2/image"]
-    assert root.stat().st_mode & 0o777 == 0o700
-    assert [r.getMessage() for r in caplog.records if "made anew" in r.getMessage()] == [
-        f"{root} was removed while this process uses it, by systemd's RemoveIPC, say, or by a cleaner of temporary "
-        "files: it is made anew. What this node kept there for others is lost; their next checkpoints are kept there "
-        "again"
-    ]
-    files.close()
-    other.close()
-
-
-def test_a_folder_of_another_user_is_not_accepted_in_its_place(memory: Path) -> None:
-    root = memory / "peers"
-    files = KeptFiles(root, make_anew=make_anew)
-    shutil.rmtree(root)
-    root.mkdir()
-    root.chmod(0o777)
-    with pytest.raises(AccessDeniedError, match="others may write to it"):
-        files.create("run/1/image", length=MIB)
-    files.close()
-
-
-def test_a_folder_that_is_not_in_memory_may_be_unmounted_and_is_not_made_anew(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = memory / "peers"
-    files = KeptFiles(root, make_anew=make_anew)
-    shutil.rmtree(root)
-    monkeypatch.setattr(kept_folders, "is_in_memory", lambda place: False)
-    with pytest.raises(UnreachableError, match="was deleted, moved or unmounted"):
-        files.create("run/1/image", length=MIB)
-    assert not root.exists()
-    files.close()

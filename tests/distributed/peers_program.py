@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -36,8 +35,8 @@ def _config(folder: str, **changes: Any) -> dict[str, Any]:
     peers.BLOCK_BYTES = BLOCK_BYTES
     root = Path(folder)
     peer = changes.pop("peers", {})
-    per_node = [key for key in ("domains", "path") if key in peer]
-    peer = {**peer, **{key: peer[key].format(node=NODE) for key in per_node}}
+    if "domains" in peer:
+        peer = {**peer, "domains": peer["domains"].format(node=NODE)}
     return {
         "run": "many",
         "max_wait": "10s",
@@ -302,24 +301,6 @@ def wait_until(holds: Callable[[], object]) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError("it does not come about")
         time.sleep(0.02)
-
-
-def without_folders(folder: str, on: int, **changes: Any) -> None:
-    """Save two steps to peer memory, and between them remove its folder on the node of rank ``on``; wait to be
-    killed."""
-    dist.init_process_group("gloo")
-    made = config(folder, **changes)
-    with tierfall.open(made) as ckpt:
-        ckpt.save(1, make_state(1)).wait("peers", 30)
-        dist.barrier()
-        if on == RANK:
-            shutil.rmtree(made["tiers"][1]["path"])
-        dist.barrier()
-        handle = ckpt.save(2, make_state(2))
-        ckpt.wait_captured()
-        handle.wait("peers", 30)
-        Path(folder, f"ready-{RANK}").touch()
-        time.sleep(600)
 
 
 def short_of_memory(folder: str, on: int, free: int, **changes: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,31 +60,6 @@ def test_a_pair_that_is_lost_costs_the_steps_since_storage(
             shutil.rmtree(tmp_path / f"{kept}-{node}")
     answers = run_again(make_job)
     check_resumed(answers, step=2, reads="pfs")
-
-
-@pytest.mark.parametrize(
-    ("kept", "lost"),
-    [
-        ({"copies": 1}, [0]),
-        ({"copies": 2}, [0, 2]),
-        ({"parity": {"group": 3, "losses": 1}}, [0]),
-    ],
-)
-def test_a_folder_in_memory_that_is_removed_in_training_is_made_anew(
-    make_job: Callable[..., Job], kept: dict[str, Any], lost: list[int]
-) -> None:
-    """What systemd's RemoveIPC does. The next checkpoint is kept there again: other nodes may be lost."""
-    with tempfile.TemporaryDirectory(prefix="tierfall-test-", dir="/dev/shm") as memory:
-        peers = {**kept, "path": f"{memory}/peers-{{node}}"}
-        job = make_job(3, [0, 1, 2], program=PROGRAM)
-        job.start("without_folders", on=1, peers=peers).wait_ready()
-        job.kill()
-        assert f"{memory}/peers-1/1 was removed while this process uses it" in job.log(1)
-        for node in lost:
-            shutil.rmtree(job.folder / f"memory-{node}")
-            shutil.rmtree(Path(memory) / f"peers-{node}")
-        answers = make_job(3, [0, 1, 2], program=PROGRAM).run("resume", peers=peers)
-    check_resumed(answers, step=2)
 
 
 def test_a_node_that_is_lost_while_training_goes_on(

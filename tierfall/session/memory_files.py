@@ -17,7 +17,7 @@ from functools import partial
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.types.errors import LockError, TierfallError
 from tierfall.session.opened_tiers import OpenedTiers
-from tierfall.tiers.arena.folder import REMOVED_BY, prepare_folder
+from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.host import HostTier
 
 logger = logging.getLogger("tierfall")
@@ -28,6 +28,7 @@ TURN_S = 2.0
 BUSY_S = 0.02
 """Seconds until the next attempt to move an image that is being filled."""
 JOIN_S = 5.0
+WHO = "by systemd's RemoveIPC, say, or by a cleaner of temporary files"
 
 
 class MemoryFiles:
@@ -83,7 +84,7 @@ class MemoryFiles:
                 return
             if gone:
                 self._on_lost(
-                    f"its file {gone[0].path} was removed while this process uses it, {REMOVED_BY}"
+                    f"its file {gone[0].path} was removed while this process uses it, {WHO}"
                 )
 
     def repair(self, timeout_s: float) -> bool:
@@ -129,9 +130,7 @@ class MemoryFiles:
             lock.reacquire()
             # with its arena gone too, that is what is logged
             level = logging.DEBUG if hosts else logging.WARNING
-            logger.log(
-                level, "the lock file %s was removed, %s: it is made anew", lock.path, REMOVED_BY
-            )
+            logger.log(level, "the lock file %s was removed, %s: it is made anew", lock.path, WHO)
         return all(self._renew(host, until_s) for host in hosts)
 
     def _renew(self, host: HostTier, until_s: float) -> bool:

@@ -23,7 +23,6 @@ from tierfall.backends.peer.server import PeerServer
 from tierfall.backends.peer.view import PeerView
 from tierfall.backends.peer.wire import SECRET_BYTES
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.posix.folders import MakeAnew
 from tierfall.backends.toolkit.base import describe
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.config import Config, PeerTierConfig
@@ -46,7 +45,7 @@ from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import NodeLosses
 from tierfall.policies.placement import CopyPlacement
 from tierfall.setup.nodes.address import address_to_probe, own_address, reachable
-from tierfall.setup.nodes.kept import keeps_any, kept_folders, make_anew, parity_folder
+from tierfall.setup.nodes.kept import keeps_any, kept_folders, parity_folder
 from tierfall.setup.nodes.placement import (
     HELPS,
     PeerAddress,
@@ -60,7 +59,6 @@ from tierfall.setup.nodes.recover import recover_image
 from tierfall.tiers.arena.folder import (
     default_folder,
     is_in_memory,
-    nearest_folder,
     prepare_folder,
     room_for_arena,
     sized,
@@ -109,9 +107,8 @@ class PeerMemory:
         listener = socket.create_server(("", 0), backlog=128)
         try:
             mine = _describe_self(tier, listener.getsockname()[1])
-            self._memory_id = mine.memory_id
             if tier.parity is not None and not mine.error:
-                mine, self._parity = _begin_parity(tier, mine, self._make_anew)
+                mine, self._parity = _begin_parity(tier, mine)
             meeting = ranks.agree("open: peer memory", mine, _merge, PeerMeeting)
             if (other := address_to_probe(meeting.addresses)) is not None:
                 mine = reachable(mine, other)
@@ -166,34 +163,23 @@ class PeerMemory:
         """Open the folder of what a node sends: that of the number of its copy, which no other node has in a start. Or
         what any node may read: parity, and the images of this node."""
         if self._parity is not None and sender == PARITY:
-            return self._open(parity_folder(self._tier))
+            return PosixBackend(parity_folder(self._tier), direct_io=False)
         if self._parity is not None and sender == ORIGINALS:
             return self._originals
         copy = self._copy_of.get(sender)
         if copy is None:
             raise BackendError(f"no copy of what {sender} saves is placed here")
-        folder = self._kept[copy]
-        # only files in memory are mapped: a read error of a disk would end the process
-        mapped = KeptFiles(folder, make_anew=self._make_anew) if is_in_memory(folder) else None
-        return RoomCheck(mapped or self._open(folder))
-
-    def _open(self, folder: Path) -> PosixBackend:
-        return PosixBackend(folder, direct_io=False, make_anew=self._make_anew)
-
-    def _make_anew(self, folder: Path) -> bool:
-        """Make a folder of the tier anew that was removed, and the id of this node's memory."""
-        is_there = make_anew(folder)
-        if is_there:
-            _memory_id(self._tier.path, self._memory_id)
-        return is_there
+        return RoomCheck(_open_kept(self._kept[copy]))
 
     def open_backend(self) -> PeerView | ParityBackend:
         """Open what this node sees of the tier."""
-        kept = [self._open(folder) for folder in kept_folders(self._tier.path)]
+        kept = [PosixBackend(folder, direct_io=False) for folder in kept_folders(self._tier.path)]
         documents = PeerView(kept, [self._connect(rank, self._sender) for rank in self._keepers])
         if self.groups is None:
             return documents
-        return self._with_parity(documents, self._open(parity_folder(self._tier)))
+        return self._with_parity(
+            documents, PosixBackend(parity_folder(self._tier), direct_io=False)
+        )
 
     def _open_on_keepers(self, until_s: float) -> Iterator[Backend]:
         """Open, to read it until ``until_s``, what each node that keeps copies, or documents, of this node sees of the
@@ -303,7 +289,7 @@ class RoomCheck(Wrapper):
 
 def _check_room(folder: Path, size: int, reused_bytes: int = 0) -> None:
     """Raise StorageFullError where so many bytes do not fit into the memory that is free, or is used again."""
-    room = room_for_arena(nearest_folder(folder))  # it may have been removed
+    room = room_for_arena(folder)
     if size > room.free_bytes + reused_bytes:
         raise StorageFullError(
             f"it needs {sized(size)}, and {sized(room.free_bytes)} are free for it on {node_name()}: {HELPS}"
@@ -355,7 +341,7 @@ def _describe_self(tier: PeerTierConfig, port: int) -> PeerAddress:
         prepare_folder(tier.path)  # what is kept for others is nobody else's to read
         found = find_domain(tier.domains) if tier.spread != NODE_SPREAD else NodeDomain()
         lacks_bytes = _lacking_bytes(tier)
-        memory_id = _memory_id(tier.path, secrets.token_hex(16))
+        memory_id = _memory_id(tier.path)
     except TierfallError as error:
         return PeerAddress(error=f"tier {tier.name}: {error}")
     return PeerAddress(
@@ -381,6 +367,12 @@ def _lacking_bytes(tier: PeerTierConfig) -> int:
     return max(0, tier.kept_bytes(tier.capacity_bytes) - there)
 
 
+def _open_kept(path: Path) -> Backend:
+    """Open the folder of what is kept for others. Only files in memory are mapped: a read error of a disk would end the
+    process."""
+    return KeptFiles(path) if is_in_memory(path) else PosixBackend(path, direct_io=False)
+
+
 def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
     for rank, address in found.items():
         if address.error:
@@ -390,27 +382,26 @@ def _merge(found: Mapping[int, PeerAddress]) -> PeerMeeting:
 
 
 def _begin_parity(
-    tier: PeerTierConfig, mine: PeerAddress, make_anew: MakeAnew
+    tier: PeerTierConfig, mine: PeerAddress
 ) -> tuple[PeerAddress, ParityStore | None]:
     """Begin to keep parity; return the address with the store's id, or with the error that prevents it."""
     try:
         folder = prepare_folder(parity_folder(tier))
-        store = ParityStore(folder, check_room=partial(_check_room, folder), make_anew=make_anew)
+        store = ParityStore(folder, check_room=partial(_check_room, folder))
     except TierfallError as error:
         return PeerAddress(error=f"tier {tier.name}: {error}"), None
     return replace(mine, store=store.id), store
 
 
-def _memory_id(folder: Path, id: str) -> str:
-    """Return the id of this node's memory: ``id``, or that of the first rank that asked. It is as long-lived as what is
-    kept there."""
+def _memory_id(folder: Path) -> str:
+    """Return the random id of this node's memory, made by the first rank that asks; it is as long-lived as what is kept
+    there."""
     with closing(PosixBackend(folder, direct_io=False)) as backend:
-        with (
-            suppress(KeyExistsError),
-            backend.create(_ID_NAME, length=len(id), publish=Publish.IF_ABSENT) as writer,
-        ):
-            writer.write(0, memoryview(id.encode()))
-            writer.publish()
+        with suppress(KeyExistsError):
+            id = secrets.token_hex(16).encode()
+            with backend.create(_ID_NAME, length=len(id), publish=Publish.IF_ABSENT) as writer:
+                writer.write(0, memoryview(id))
+                writer.publish()
         data = bytearray(32)
         backend.read_into(_ID_NAME, 0, memoryview(data))
         return data.decode("ascii")

@@ -20,7 +20,6 @@ from tierfall.tiers.arena.layout import EXTENTS_START
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-REMOVED_BY = "by systemd's RemoveIPC, say, or by a cleaner of temporary files"
 _MEMINFO = Path("/proc/meminfo")
 _MOUNTS = Path("/proc/self/mountinfo")
 _OWN_GROUP = Path("/proc/self/cgroup")
@@ -71,12 +70,7 @@ def _trusted_base(path: Path) -> Path:
     for base in (SHARED_MEMORY, Path(tempfile.gettempdir())):
         if path != base and path.is_relative_to(base):
             return base
-    return nearest_folder(path.parent)
-
-
-def nearest_folder(path: Path) -> Path:
-    """Return ``path``, or the first folder above it that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+    return next(folder for folder in path.parents if folder.is_dir())
 
 
 def _open_base(base: Path) -> int:

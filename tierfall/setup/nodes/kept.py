@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import closing
 from pathlib import Path
 
@@ -10,11 +9,8 @@ from tierfall.backends.peer.kept_parity import KeptParity
 from tierfall.backends.peer.view import PeerView
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config, PeerTierConfig
-from tierfall.core.types.errors import AccessDeniedError, BackendError, ConfigError
-from tierfall.tiers.arena.folder import REMOVED_BY, is_in_memory, nearest_folder, prepare_folder
+from tierfall.core.types.errors import BackendError
 from tierfall.tiers.stored import StoredTier
-
-logger = logging.getLogger("tierfall")
 
 _PARITY_FOLDER = "parity"
 
@@ -26,27 +22,6 @@ def kept_folders(path: Path) -> list[Path]:
     return [
         path / str(number) for number in sorted(int(name) for name in names if name.isdecimal())
     ]
-
-
-def make_anew(folder: Path) -> bool:
-    """Make a folder of what this node keeps anew, or accept the one that another process has made: systemd's RemoveIPC
-    removes it in training, and so do cleaners of temporary files. False where it is not in memory: it may be unmounted
-    only. Raises TierfallError where it cannot be made, or others may write to it."""
-    there = nearest_folder(folder)
-    if not is_in_memory(there):
-        return False
-    try:
-        prepare_folder(folder)
-    except ConfigError as error:
-        raise AccessDeniedError(str(error)) from error
-    if there != folder:
-        logger.warning(
-            "%s was removed while this process uses it, %s: it is made anew. What this node kept there for others is "
-            "lost; their next checkpoints are kept there again",
-            folder,
-            REMOVED_BY,
-        )
-    return True
 
 
 def view_kept(tier: PeerTierConfig, *, tends: bool = False) -> PeerView | KeptParity:
