@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from tierfall.core.ranks.messages import Message
-from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.sampling.fingerprint import Fingerprint
 from tierfall.core.types.errors import FlushError, RanksError, TierfallError
 from tierfall.core.types.text import format_ranks, format_some
@@ -21,9 +22,13 @@ from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.session.leftovers import images_in
 from tierfall.session.requests import images_needed
 from tierfall.session.session import Session
+from tierfall.setup.lineage import SavingLineage
 from tierfall.telemetry.reports import DrainReport
 
 logger = logging.getLogger("tierfall")
+FAILED_S = 5.0
+"""Seconds for which a rank waits for the others at each meeting, once the training has failed on one: others may be in
+a collective, until the launcher ends them."""
 LOOK_S = 1.0
 """Seconds for which ``close`` waits for the folder of a tier that fails."""
 
@@ -59,52 +64,80 @@ class ClosingPlan(StrEnum):
 
 
 def agree_on_end(
-    ranks: Ranks,
+    session: Session,
+    lineage: SavingLineage,
     last: LastStep | None,
     *,
-    saved: bool,
     changed: str,
     failed: str,
     timeout_s: float,
-) -> ClosingPlan:
-    """Return what to do with the last step, the same on all ranks, and log what keeps it from being saved.
+) -> tuple[ClosingPlan, float]:
+    """Return whether all ranks save the last step; and how many seconds to wait for the other ranks at each later
+    meeting. Log what keeps the step from being saved, and flush it where it is saved.
 
-    ``saved``: this rank has saved it. ``changed`` is how the state differs from that step's, ``failed`` how the
-    training ended early; each is empty where that is not so.
+    A save that not all ranks have begun is given up, as no rank begins one any more. ``changed`` is how the state
+    differs from that of the last step, ``failed`` how the training ended early; each is empty where that is not so.
     """
     step = None if last is None else last.step
-    mine = LastStepReport(step=step, saved=saved, changed=changed, failed=failed)
+    mine = LastStepReport(
+        step=step,
+        saved=step is not None and lineage.has_saved(step),
+        changed=changed,
+        failed=failed,
+        reached=-1 if lineage.last_step is None else lineage.last_step,
+    )
     try:
-        decision = ranks.agree(
+        decision = session.ranks.agree(
             "close: the last step", mine, decide, ClosingDecision, timeout_s=timeout_s
         )
     except RanksError as error:
-        decision = ClosingDecision(reason=str(error))
+        logger.warning("close: the last step is not saved: %s", error)
+        return ClosingPlan.NOTHING, 0.0 if failed else math.inf
     if decision.reason:
         logger.warning("close: the last step is not saved: %s", decision.reason)
-    return decision.plan
+    coordinator, attempt = session.coordinator, lineage.attempt.number
+    if decision.plan is not ClosingPlan.SAVE:
+        reached = CheckpointId(decision.reached, attempt)
+        session.call_soon(partial(coordinator.group.end_saves, reached))
+    if step is not None and decision.plan is ClosingPlan.FLUSH:
+        session.call_soon(partial(coordinator.owe_to_all_tiers, CheckpointId(step, attempt)))
+    return decision.plan, FAILED_S if decision.failed else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastStepReport(Message):
-    """What one rank knows of the last step; see ``agree_on_end``."""
+    """What one rank knows of the last step; see ``agree_on_end``. ``reached`` is the last step that it began to save,
+    or restored; -1 without one."""
 
     step: int | None
     saved: bool
     changed: str
     failed: str
+    reached: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosingDecision(Message):
-    """What all ranks do, and why it is nothing."""
+    """What all ranks do, and why it is nothing. ``failed``: the training has failed on a rank. ``reached`` is the last
+    step that all ranks have begun to save, or restored; -1 without one."""
 
     plan: ClosingPlan = ClosingPlan.NOTHING
     reason: str = ""
+    failed: bool = False
+    reached: int = -1
 
 
 def decide(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
-    """Return the plan that follows from the reports of all ranks, and the reason where it is to do nothing."""
+    """Return what follows from the reports of all ranks."""
+    return replace(
+        _decide_plan(reports),
+        failed=any(report.failed for report in reports.values()),
+        reached=min(report.reached for report in reports.values()),
+    )
+
+
+def _decide_plan(reports: Mapping[int, LastStepReport]) -> ClosingDecision:
+    """Return the plan, and the reason where it is to do nothing."""
     steps = {rank: report.step for rank, report in reports.items()}
     step = steps[0]
     unsaved = [rank for rank, report in reports.items() if not report.saved]

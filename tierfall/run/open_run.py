@@ -326,6 +326,9 @@ class OpenRun:
         def left_s(least_s: float = 0.0) -> float:
             return max(least_s, deadline_s - time.monotonic())
 
+        def meets_s() -> float:
+            return min(left_s(), self._meets_s)
+
         try:
             try:
                 failure = self._save_last(failed, left_s() / 2)
@@ -344,7 +347,7 @@ class OpenRun:
                 raise
             finally:
                 self.capturer.stop_waiting()
-                together = group_commands.finish_commands(session, left_s)
+                together = self._meets_s > 0 and group_commands.finish_commands(session, meets_s)
             keep = not looked_at.allows_release or must_keep_memory(session)
             if keep and not session.memory.repair(left_s(LAST_S)):
                 session.coordinator.errors += closing.log_lost(session)
@@ -361,7 +364,7 @@ class OpenRun:
                 if self._drains_on is not None:
                     self._drains_on.stop()
                 if together:
-                    session.ranks.close(left_s(LAST_S))
+                    session.ranks.close(max(LAST_S, meets_s()))
                 else:
                     session.ranks.leave()
                 close_peers(self._peers)  # until all have left, they delete what it keeps
@@ -373,23 +376,20 @@ class OpenRun:
 
     def _save_last(self, failed: str, timeout_s: float) -> Exception | None:
         """Save the last step where ``at_end`` asks for it, or flush it to all tiers; return why that failed."""
+        self._meets_s = closing.FAILED_S if failed else self.config.max_wait_s
         self.cadence.end()
         if not self.config.interval.at_end:
             return None
         last = self._last
-        plan = closing.agree_on_end(
-            self.session.ranks,
+        plan, self._meets_s = closing.agree_on_end(
+            self.session,
+            self.lineage,
             last,
-            saved=last is not None and self.lineage.has_saved(last.step),
             changed="" if last is None else last.describe_change(self.capturer.barrier.updates),
             failed=failed,
-            timeout_s=timeout_s,
+            timeout_s=min(timeout_s, self._meets_s),
         )
-        if last is None or plan is closing.ClosingPlan.NOTHING:
-            return None
-        if plan is closing.ClosingPlan.FLUSH:
-            id = CheckpointId(last.step, self.lineage.attempt.number)
-            self.session.call_soon(lambda: self.session.coordinator.owe_to_all_tiers(id))
+        if last is None or plan is not closing.ClosingPlan.SAVE:
             return None
         try:
             self.save_state(last.step, last.state, last.metrics, last.tags, at_end=True)

@@ -136,6 +136,11 @@ class Commits(Group):
     def on_uploaded(self, tier: str, entry: LedgerEntry, files: Collection[NamedFile]) -> None:
         self._tiers.contribute(tier, entry, files)
 
+    def end_saves(self, reached: CheckpointId) -> None:
+        """Have all ranks give up the later steps of the attempt: not all have begun to save them, and no rank begins a
+        save any more."""
+        self._seals.end_saves(reached)
+
     def give_up_copy(self, entry: LedgerEntry, tier: str, error: BaseException) -> None:
         self._tiers.report_failed(MessageKind.COPY_FAILED, tier, entry.id, error)
 
@@ -238,7 +243,7 @@ class Commits(Group):
         match topic.kind:
             case MessageKind.LATE:
                 late = LateRanks.from_json(news.body, rank=rank)
-                self._seals.on_late(id, late.ordinal, rank)
+                self._seals.on_late(id, late, rank)
             case MessageKind.SAVE_FAILED:
                 failure = SaveFailure.from_json(news.body, rank=rank)
                 text = self._topology.name_rank(rank, failure.text)

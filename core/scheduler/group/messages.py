@@ -178,9 +178,11 @@ class ShardSealed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateRanks(Message):
-    """A rank has waited ``max_wait`` for others that save the checkpoint of this ``ordinal``."""
+    """A rank has waited ``max_wait`` for others that save the checkpoint of this ``ordinal``, or the training has
+    ``ended`` meanwhile."""
 
     ordinal: int
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,8 @@ class GroupSeals:
         self._whole: dict[CheckpointId, None] = {}
         self._waits: dict[CheckpointId, _RankWait] = {}
         self._given_up: dict[CheckpointId, tuple[TierfallError, SaveOutcome]] = {}
+        self._reached: CheckpointId | None = None
+        """Set once no rank saves any more: the last checkpoint that all ranks have begun to save, or restored."""
 
     def why_given_up(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
         return self._given_up.get(id)
@@ -108,18 +110,18 @@ class GroupSeals:
             remember(self._whole, id, None)
             self._messages.announce(MessageKind.WHOLE, id)
 
-    def on_late(self, id: CheckpointId, ordinal: int, rank: int) -> None:
-        """A rank has waited too long for the others."""
+    def on_late(self, id: CheckpointId, late: LateRanks, rank: int) -> None:
+        """A rank has waited too long for the others, or waits in vain."""
         if id in self._whole:
             return  # the last of them contributed just now
         kinds = (MessageKind.SEALED, MessageKind.COMPARED)
         missing = [other for kind in kinds for other in self._messages.missing(kind, id)]
-        late = format_ranks(missing) if missing else "another rank"
-        text = (
-            f"{late} did not save step {id.step} within max_wait ({self._max_wait_s:g} s) of rank {rank}: every rank "
-            "saves the same steps"
-        )
-        self._announce_ordinal(ordinal)
+        who = format_ranks(missing) if missing else "another rank"
+        when = "before the training ended"
+        if not late.ended:
+            when = f"within max_wait ({self._max_wait_s:g} s) of rank {rank}"
+        text = f"{who} did not save step {id.step} {when}: every rank saves the same steps"
+        self._announce_ordinal(late.ordinal)
         self.give_up(id, SaveFailure(text=text))
 
     def _announce_ordinal(self, ordinal: int) -> None:
@@ -173,20 +175,30 @@ class GroupSeals:
 
     # Time ------------------------------------------------------------------------------------------
 
+    def end_saves(self, reached: CheckpointId) -> None:
+        """Report the waits for ranks that will not come; see ``Commits.end_saves``."""
+        self._reached = reached
+
     def tick(self, now_s: float) -> None:
         """Report a wait that is over; after half of it, have rank 0 sent what there is, so that it can name the ranks
         that are late."""
         self.replicas.tick(now_s)
         for id, wait in list(self._waits.items()):
+            ended = self._is_past_end(id)
             if wait.since_s is None:
                 wait.since_s = now_s
-            elif now_s >= wait.since_s + self._max_wait_s:
+            if ended or now_s >= wait.since_s + self._max_wait_s:
                 del self._waits[id]
                 ordinal = self._ledger.entries[id].ordinal if id in self._ledger.entries else 0
-                self._messages.report(MessageKind.LATE, id, body=LateRanks(ordinal=ordinal))
+                body = LateRanks(ordinal=ordinal, ended=ended)
+                self._messages.report(MessageKind.LATE, id, body=body)
             elif now_s >= wait.since_s + self._max_wait_s / 2 and not wait.flushed:
                 wait.flushed = True
                 self._messages.flush_partial(wait.kind, id)
+
+    def _is_past_end(self, id: CheckpointId) -> bool:
+        reached = self._reached
+        return reached is not None and id.attempt == reached.attempt and id.step > reached.step
 
     def due_s(self, now_s: float) -> list[float]:
         """Return when ``tick`` has something to do."""
