@@ -31,6 +31,7 @@ from tierfall.core.restore.inventory import (
 )
 from tierfall.core.restore.restore import HALF_FILLED, PASSABLE, RankFailure, Together
 from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, TierfallError
+from tierfall.core.types.keys import ON_PEERS_MARK
 from tierfall.core.types.text import format_ranks
 from tierfall.core.types.values import CheckpointId, CopyState
 
@@ -54,8 +55,8 @@ class _RestoreCall(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates(Message):
     """What all ranks may restore, newest first. ``commits`` are the texts of their records, which name no files and
-    nodes; ``images`` are those that a tier has on any node, and no faster tier has; ``fallbacks`` are the skipped
-    sources, with reasons."""
+    nodes. ``images`` are, by tier, the ranks whose image it has on any node, and no faster tier has. ``fallbacks`` are
+    the skipped sources, with reasons."""
 
     order: tuple[CheckpointId, ...] = ()
     commits: tuple[str, ...] = ()
@@ -335,7 +336,8 @@ def complete(
 ) -> tuple[frozenset[CheckpointId], dict[CheckpointId, str]]:
     """Return the checkpoints of which every shard is on some tier, and what each other committed one lacks.
 
-    A checkpoint that only some ranks sealed in memory, and no tier completes, is neither: its start died meanwhile.
+    A checkpoint that only some ranks sealed in memory, and no tier completes, is neither: its start died meanwhile. One
+    that peer memory had committed, by the mark of an image, is committed, though this start may not read that tier.
     """
     whole: set[CheckpointId] = set()
     lacking: dict[CheckpointId, str] = {}
@@ -343,8 +345,10 @@ def complete(
         lack = _lack(known)
         if not lack:
             whole.add(known.id)
-        elif known.commit is None or any(
-            copy.state is CopyState.COMMITTED for copy in known.copies.values()
+        elif (
+            known.commit is None
+            or ON_PEERS_MARK in known.marks
+            or any(copy.state is CopyState.COMMITTED for copy in known.copies.values())
         ):
             lacking[known.id] = lack
     return frozenset(whole), lacking

@@ -82,6 +82,8 @@ class Components(Hooks):
         message_tree = message_tree or self._message_tree_of_one()
         self.steps = 0
         self._idle_events: list[InterruptibleEvent] = []
+        self.awaits_ranks = True
+        """False once other ranks do not come to ``close``: then copies that need their images are not waited for."""
         self._commands_only = False
         self._tasks_out = 0
         self._submit = submit

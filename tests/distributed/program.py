@@ -92,6 +92,29 @@ def finish(folder: str, steps: list[int], **changes: Any) -> None:
             ckpt.wait_captured()
 
 
+def fail(folder: str, last: list[int], apart: bool, **changes: Any) -> float:
+    """Save up to step ``last`` of this rank, and fail; rank 0 does not notice before the others have left, if they fail
+    ``apart``. Return how many seconds ``close`` took."""
+    settings = config(folder, interval={"every": 1}, **changes)
+    began_s = 0.0
+    try:
+        with tierfall.open(settings) as ckpt:
+            ckpt.restore(make_state(0))
+            for step in range(1, last[RANK] + 1):
+                ckpt.maybe_save(step, make_state(step))
+                ckpt.wait_captured()
+            Path(folder, f"saved-{RANK}").touch()
+            awaited = "left-1" if apart and RANK == 0 else "saved-1"
+            while not Path(folder, awaited).exists():
+                time.sleep(0.01)
+            began_s = time.monotonic()
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        took_s = time.monotonic() - began_s
+        Path(folder, f"left-{RANK}").touch()
+        return took_s
+
+
 def restore(folder: str, **changes: Any) -> Any:
     """Restore the newest, say from where, and whether it is bit for bit what this rank saved."""
     with tierfall.open(config(folder, **changes)) as ckpt:

@@ -103,6 +103,29 @@ def test_a_rank_0_that_stands_still_for_good_holds_nobody_for_ever(
     assert f"{call}: rank 1: rank 0 gave no answer within" in said
 
 
+@pytest.mark.parametrize(
+    ("apart", "last"),
+    [
+        (False, [1, 1]),
+        (False, [2, 1]),
+        (False, [1, 2]),
+        (True, [1, 2]),
+        pytest.param(True, [1, 1], marks=pytest.mark.torture),
+        pytest.param(True, [2, 1], marks=pytest.mark.torture),
+    ],
+)
+def test_ranks_that_fail_end_within_seconds(
+    make_job: MakeJob, last: list[int], apart: bool
+) -> None:
+    """All fail at once, or one while the others are in a collective. A step that not all have saved is given up."""
+    answers = make_job(2).run("fail", last=last, apart=apart, max_wait="60s")
+    assert all(took_s < 15.0 for took_s in answers), answers
+    if not apart:
+        assert max(answers) < 5.0, answers
+    restored = make_job(2).run("restore")
+    assert [(each["step"], each["good"]) for each in restored] == [(1, True)] * 2
+
+
 @pytest.mark.torture
 def test_a_store_of_the_launcher_that_falls_silent_is_reported_within_its_bound(
     make_job: MakeJob,

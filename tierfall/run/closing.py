@@ -92,7 +92,10 @@ def agree_on_end(
         )
     except RanksError as error:
         logger.warning("close: the last step is not saved: %s", error)
-        return ClosingPlan.NOTHING, 0.0 if failed else math.inf
+        if not failed:
+            return ClosingPlan.NOTHING, math.inf
+        session.coordinator.awaits_ranks = False
+        return ClosingPlan.NOTHING, 0.0
     if decision.reason:
         logger.warning("close: the last step is not saved: %s", decision.reason)
     coordinator, attempt = session.coordinator, lineage.attempt.number

@@ -352,7 +352,7 @@ class _ExchangedReader(CheckpointReader):
         return any(image in images for images in self._seen().values())
 
     def _is_fastest_here(self, image: int) -> bool:
-        """Return whether this rank sees its own image on the fastest tier that any node has it on."""
+        """Return whether this rank sees ``image``, its own, on the fastest tier that any node has it on."""
         tiers = [tier for tier, images in self._seen().items() if image in images]
         fastest = self.checkpoint.fastest_tier
         return bool(tiers) and (fastest is None or min(tiers) <= self.exchange.order.index(fastest))

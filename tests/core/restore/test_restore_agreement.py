@@ -276,6 +276,20 @@ def test_checkpoints_that_are_only_partly_there_are_never_taken_for_a_first_star
             chosen(ranks, **request)
 
 
+def test_a_step_that_peer_memory_had_committed_is_not_passed_over_for_a_first_start() -> None:
+    """The tier was taken out of the configuration after a loss. An image in memory bears the mark of the commit there."""
+    ranks = several(2)
+    ranks[0].put("host", sharded(5, 0, 2))
+    assert chosen(ranks).order == ()
+    ranks[0].put("host", sharded(5, 0, 2), marks=frozenset({ON_PEERS_MARK}))
+    with pytest.raises(RestoreError, match="rank 1 of 2 is on no tier that answered"):
+        chosen(ranks)
+    put_shared(ranks, "store", 4)
+    decision = chosen(ranks)
+    assert steps(decision) == ["4@1"]
+    assert [fallback.what for fallback in decision.fallbacks] == ["step 5@1"]
+
+
 def test_nothing_is_reported_where_there_is_nothing() -> None:
     assert chosen(several(3)) == Candidates()
 
