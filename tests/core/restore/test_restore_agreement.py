@@ -277,7 +277,7 @@ def test_checkpoints_that_are_only_partly_there_are_never_taken_for_a_first_star
 
 
 def test_a_step_that_peer_memory_had_committed_is_not_passed_over_for_a_first_start() -> None:
-    """The tier was taken out of the configuration after a loss. An image in memory bears the mark of the commit there."""
+    """The tier was taken out of the configuration after a loss. An image in memory bears the mark of its commit."""
     ranks = several(2)
     ranks[0].put("host", sharded(5, 0, 2))
     assert chosen(ranks).order == ()
